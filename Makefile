@@ -88,14 +88,14 @@ $(STAMP): pyproject.toml
 	test -x $(RUN)/python || $(PYTHON) -m venv $(VENV)
 	$(RUN)/python -m pip install --quiet --editable '.[$(EXTRAS)]'
 	$(RUN)/python -m pip install --quiet --no-deps --upgrade --target $(VENV)/other/site-packages torchax  # torch_xla brings its own
-	$(RUN)/python -m autoshard.solver._warm
-	$(RUN)/python -m autoshard.plan._warm
+	$(RUN)/python -m autoshard.solver.warm_solver
+	$(RUN)/python -m autoshard.planning.warm_planner
 	touch $@
 
 $(NEWEST)/.autoshard-installed: pyproject.toml
 	test -x $(NEWEST)/bin/python || $(PYTHON) -m venv $(NEWEST)
 	$(NEWEST)/bin/python -m pip install --quiet $(NEWEST_TORCH)  # first, or pip brings the newest one
 	$(NEWEST)/bin/python -m pip install --quiet --editable '.[dev]'
-	$(NEWEST)/bin/python -m autoshard.solver._warm
-	$(NEWEST)/bin/python -m autoshard.plan._warm
+	$(NEWEST)/bin/python -m autoshard.solver.warm_solver
+	$(NEWEST)/bin/python -m autoshard.planning.warm_planner
 	touch $@

@@ -15,14 +15,14 @@ if TYPE_CHECKING:
     from autoshard.exec import check as check
     from autoshard.exec import refine as refine
     from autoshard.exec.torch_xla_hook import plan_first_step
-    from autoshard.plan import Plan as Plan
-    from autoshard.plan import Spec as Spec
-    from autoshard.plan import load_plan
-    from autoshard.plan import predict_reshard as predict_reshard
-    from autoshard.plan import remat_policy as remat_policy
-    from autoshard.plan import sweep as sweep
-    from autoshard.plan import torch_remat_policy as torch_remat_policy
-    from autoshard.plan._call import plan as plan
+    from autoshard.planning import Plan as Plan
+    from autoshard.planning import Spec as Spec
+    from autoshard.planning import load_plan
+    from autoshard.planning import predict_reshard as predict_reshard
+    from autoshard.planning import remat_policy as remat_policy
+    from autoshard.planning import sweep as sweep
+    from autoshard.planning import torch_remat_policy as torch_remat_policy
+    from autoshard.planning.planning_call import plan as plan
     from autoshard.program import Argument as Argument
     from autoshard.program import Program as Program
     from autoshard.program import Role as Role
@@ -38,27 +38,40 @@ __version__ = "0.1.0"
 
 _HOMES = {
     "Argument": ("autoshard.program", "Argument"),
-    "Plan": ("autoshard.plan", "Plan"),
+    "Plan": ("autoshard.planning", "Plan"),
     "Program": ("autoshard.program", "Program"),
+    "plan": ("autoshard.planning.planning_call", "plan"),
     "RayPool": ("autoshard.base.ray_pool", "RayPool"),
     "Role": ("autoshard.program", "Role"),
-    "Spec": ("autoshard.plan", "Spec"),
+    "Spec": ("autoshard.planning", "Spec"),
     "check": ("autoshard.exec", "check"),
     "choices": ("autoshard.program", "choices"),
     "auto_policy": ("autoshard.exec.torch_xla_hook", "plan_first_step"),
-    "load": ("autoshard.plan", "load_plan"),
-    "predict_reshard": ("autoshard.plan", "predict_reshard"),
+    "load": ("autoshard.planning", "load_plan"),
+    "predict_reshard": ("autoshard.planning", "predict_reshard"),
     "refine": ("autoshard.exec", "refine"),
-    "remat_policy": ("autoshard.plan", "remat_policy"),
-    "sweep": ("autoshard.plan", "sweep"),
+    "remat_policy": ("autoshard.planning", "remat_policy"),
+    "sweep": ("autoshard.planning", "sweep"),
     "register_rule": ("autoshard.program", "register_rule"),
     "stack": ("autoshard.program", "stack"),
-    "torch_remat_policy": ("autoshard.plan", "torch_remat_policy"),
+    "torch_remat_policy": ("autoshard.planning", "torch_remat_policy"),
     "trace": ("autoshard.program", "trace"),
 }
 """Public name -> the module and the name where it lives."""
 
-_ROOMS = ("cost", "exec", "graph", "plan", "program", "report", "solver")
+_ROOMS = (
+    "cost",
+    "degrees",
+    "exec",
+    "exports",
+    "graph",
+    "planning",
+    "program",
+    "report",
+    "serving",
+    "solver",
+    "validation",
+)
 
 
 def __getattr__(name: str) -> Any:
@@ -66,7 +79,6 @@ def __getattr__(name: str) -> Any:
         module, attribute = _HOMES[name]
         value = getattr(importlib.import_module(module), attribute)
     elif name in _ROOMS:
-        # `autoshard.plan` is the room and, because that module is callable, also the function.
         value = importlib.import_module(f"autoshard.{name}")
     else:
         raise AttributeError(f"module 'autoshard' has no attribute {name!r}")

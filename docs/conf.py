@@ -1,8 +1,5 @@
 """How the documentation is built: `make docs`, any warning is an error."""
 
-import inspect
-from typing import Any
-
 import autoshard
 
 
@@ -25,13 +22,3 @@ autodoc_typehints_format = "short"
 autodoc_preserve_defaults = True
 add_module_names = False
 python_maximum_signature_line_length = 88
-
-
-def _describe_the_callable_room(app: Any, what: str, name: str, item: Any, options: Any, lines: list[str]) -> None:
-    """`autoshard.plan` is a room and, being callable, the function too: as a function it has the function's text."""
-    if name == "autoshard.plan" and what == "function":
-        lines[:] = inspect.cleandoc(type(item).__call__.__doc__ or "").splitlines()
-
-
-def setup(app: Any) -> None:
-    app.connect("autodoc-process-docstring", _describe_the_callable_room)

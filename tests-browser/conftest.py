@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from playwright.sync_api import Browser, Page, sync_playwright
 
-from autoshard.plan import Plan
+from autoshard.planning import Plan
 from autoshard.report import html_report
 
 

@@ -5,7 +5,7 @@ from collections.abc import Callable
 import pytest
 from playwright.sync_api import Page
 
-from autoshard.units import format_bytes
+from autoshard.base.units import format_bytes
 from tests.report.conftest import llama_plan
 
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 import pytest
 from playwright.sync_api import Page
 
-from autoshard.plan import PlannedOp
+from autoshard.planning import PlannedOp
 from tests.report.conftest import llama_plan
 
 

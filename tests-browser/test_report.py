@@ -11,7 +11,7 @@ import pytest
 from playwright.sync_api import Page
 
 import autoshard
-from autoshard.plan import Plan, Spec, save_plan
+from autoshard.planning import Plan, Spec, save_plan
 from autoshard.program import open_source
 from autoshard.report import html_report
 from tests.report.conftest import llama_plan

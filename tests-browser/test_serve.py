@@ -5,9 +5,15 @@ from collections.abc import Callable
 import pytest
 from playwright.sync_api import Page
 
-from autoshard.cost import ServingAsked, ServingLimits
-from autoshard.plan import ServingPlan, plan_serving
-from autoshard.report import serve_page, serving_figures, vllm_commands
+from autoshard.serving import (
+    ServingAsked,
+    ServingLimits,
+    ServingPlan,
+    plan_serving,
+    serve_page,
+    serving_figures,
+    vllm_commands,
+)
 
 
 PLAN = plan_serving("hf:llama3-8b", "v6e:2x4", ServingAsked(1000, 500), ServingLimits(token_s=0.030))

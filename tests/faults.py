@@ -113,7 +113,7 @@ class Whole:
 def prepare(folder: Path) -> None:
     """Puts what the commands read into an empty folder."""
     (folder / "step.py").write_text(STEP)
-    rows = json.loads((ROOT / "autoshard/plan/published/published.json").read_text())["rows"]
+    rows = json.loads((ROOT / "autoshard/validation/published.json").read_text())["rows"]
     (folder / "rows.json").write_text(json.dumps([row for row in rows if row["id"] == ROW]))
     for command, name in zip(PLANNING, ("plan.json", "tpuplan.json"), strict=True):
         whole(command, folder)

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from autoshard.errors import UserError
-from autoshard.exec.run._eager_check import check_eager
+from autoshard.exec.run.eager_check import check_eager
 from autoshard.program import from_torch
 from tests.random_modules import WORDS, Recipe, allowed, build, inputs, loss
 

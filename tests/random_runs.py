@@ -7,8 +7,8 @@ import numpy as np
 
 import autoshard
 from autoshard.errors import UserError
-from autoshard.exec.apply._apply import compile_lowered
-from autoshard.exec.run._edges import drops_nan
+from autoshard.exec.apply.jax_application import compile_lowered
+from autoshard.exec.run.check_inputs import drops_nan
 from tests.random_programs import TOLERANCE, RandomProgram
 
 

@@ -15,8 +15,8 @@ import pytest
 
 import autoshard
 from autoshard import UserError, cli
-from autoshard.plan.record._store import plan_from_json, plan_to_json
-from tests.plan.record.test_store import PLAN
+from autoshard.planning.record.plan_files import plan_from_json, plan_to_json
+from tests.planning.record.test_store import PLAN
 
 
 DEEP = "[" * 100_000 + "]" * 100_000

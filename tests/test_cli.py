@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from autoshard import __version__, cli
-from autoshard.cli._parser import build_parser
+from autoshard.cli.parser import build_parser
 from tests.command import run
 
 

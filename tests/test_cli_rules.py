@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from autoshard import cli
-from autoshard.rules import forget
+from autoshard.base.call_rules import forget
 
 
 RULES = 'import autoshard\n\nautoshard.register_rule("their_kernel", "i j -> i j", flops="2 i j")\n'

@@ -9,7 +9,7 @@ import pytest
 
 import autoshard
 from autoshard import cli
-from autoshard.plan.published._published import read_rows
+from autoshard.validation.published_runs import read_rows
 from tests.command import run
 
 
@@ -221,7 +221,7 @@ def test_a_plan_that_cannot_be_judged_is_dropped_and_the_others_go_on(
     def five(plan, baselines, propagated, offered):
         return [(name, plan, True) for name in ("plan", "fsdp", "fsdp*", "data_parallel", "data_parallel*")]
 
-    monkeypatch.setattr("autoshard.exec.ahead._compile.compile_plan", judge)
+    monkeypatch.setattr("autoshard.exec.ahead.compile_plans.compile_plan", judge)
     monkeypatch.setattr(autoshard.exec, "compile_figures", lambda figures: figures)
     monkeypatch.setattr(autoshard.report, "candidates", five)
     code = cli.main(["compare", str(folder / "step.py"), *ON_CPU, "--compile", "--json", "--quiet"])

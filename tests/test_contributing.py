@@ -6,12 +6,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from tests.plan import programs as made
 
 import autoshard
-from autoshard import rules
-from autoshard.cost import Topology, _calibration, _chip, chip_of_kind, load_chip
-from autoshard.plan import FORMS
-from tests.plan import programs as made
+from autoshard.base import call_rules
+from autoshard.cost import Topology, calibration, chip_of_kind, load_chip
+from autoshard.cost import chip as _chip
+from autoshard.planning import FORMS
 from tests.test_rooms import ROOMS, SHELVES
 
 
@@ -56,11 +57,11 @@ def checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """A copy of the chips and their calibration, which is read in place of the shipped ones; the working directory."""
     cost = tmp_path / "autoshard" / "cost"
     (cost / "chips").mkdir(parents=True)
-    for path in (_calibration._FILE, *_chip._FOLDER.glob("*.json")):
-        (cost / path.relative_to(_calibration._FILE.parent)).write_bytes(path.read_bytes())
+    for path in (calibration._FILE, *_chip._FOLDER.glob("*.json")):
+        (cost / path.relative_to(calibration._FILE.parent)).write_bytes(path.read_bytes())
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(_chip, "_FOLDER", cost / "chips")
-    monkeypatch.setattr(_calibration, "_FILE", cost / "calibration.json")
+    monkeypatch.setattr(calibration, "_FILE", cost / "calibration.json")
     _chip._chips.cache_clear()
     yield tmp_path
     monkeypatch.undo()
@@ -102,7 +103,7 @@ def test_the_recipe_of_a_rule(capsys: pytest.CaptureFixture[str]):
         found: dict[str, object] = {}
         exec(recipe("rule"), found)
     finally:
-        rules.forget("experts")
+        call_rules.forget("experts")
     plan = found["plan"]
     assert isinstance(plan, autoshard.Plan)
     (call,) = plan.calls
@@ -114,7 +115,7 @@ def test_the_recipe_of_a_rule(capsys: pytest.CaptureFixture[str]):
 
 def test_the_recipe_of_a_model_family(tmp_path: Path):
     from autoshard.program import open_source
-    from autoshard.program._config import bundled
+    from autoshard.program.config_files import bundled
 
     fields = json.loads(recipe("family"))
     assert not any(name.startswith(fields["model_type"]) for name in bundled())
@@ -126,7 +127,7 @@ def test_the_recipe_of_a_model_family(tmp_path: Path):
 
 
 def test_every_form_is_said_where_the_recipe_of_an_export_says():
-    from autoshard.cli._parser import build_parser, parser_of
+    from autoshard.cli.parser import build_parser, parser_of
 
     export = parser_of(build_parser(), "export")
     (shown,) = (action.help or "" for action in export._actions if "--to" in action.option_strings)

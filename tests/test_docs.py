@@ -10,7 +10,7 @@ import pytest
 
 import autoshard
 from autoshard.cli import main
-from autoshard.cli._parser import build_parser, parser_of
+from autoshard.cli.parser import build_parser, parser_of
 from tests.compiling import QUICKLY
 
 
@@ -62,8 +62,8 @@ EXECUTED = (
 
 FORKING = """
 import os, runpy, sys, traceback
-import jax, torch, transformers, optax, autoshard.plan, autoshard.program
-from autoshard.program._import_torchax import importing_torchax
+import jax, torch, transformers, optax, autoshard.planning, autoshard.program
+from autoshard.program.torch_ops.torch_imports import importing_torchax
 with importing_torchax():
     import torchax
 for name in sys.argv[1:]:

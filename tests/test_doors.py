@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from autoshard import cli
-from autoshard.cli._parser import build_parser
+from autoshard.cli.parser import build_parser
 from autoshard.cost import chip_names, slice_names
 from autoshard.program import bundled
 from tests.test_cli import commands

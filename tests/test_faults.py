@@ -12,10 +12,10 @@ from pathlib import Path
 import pytest
 
 from autoshard import UserError, cli
-from autoshard.base.process import LEAST_ADDRESSES, check_addresses
+from autoshard.base.processes import LEAST_ADDRESSES, check_addresses
 from tests import environments
 from tests.faults import COMMANDS, PLANNING, STEP, Command, Ending, Whole, end_one, made
-from tests.plan.record.test_store import PLAN
+from tests.planning.record.test_store import PLAN
 
 
 if not Path("/proc/self/stat").exists():

@@ -9,13 +9,13 @@ import re
 from collections.abc import Iterator
 
 import autoshard
-from autoshard import cost, plan, program, report, solver
+from autoshard import cost, exports, planning, program, report, serving, solver, validation
 from autoshard import exec as execution
 
 
 ROOT = pathlib.Path(__file__).parents[1]
 GLOSSARY = ROOT / "docs" / "glossary.md"
-ROOMS = (cost, plan, program, solver, execution, report)
+ROOMS = (cost, planning, program, solver, execution, report, exports, serving, validation)
 
 
 @functools.cache
@@ -59,14 +59,16 @@ def uses(path: str, text: str) -> list[str]:
 def test_the_glossary_bans_words():
     found = banned()
     assert {"dimension", "passage", "heavy_states", "nbytes"} <= found.keys()
-    assert found["refinement"] == ("axis parts", ("plan", "cost", "graph", "solver"))
+    assert found["refinement"] == ("axis parts", ("planning", "cost", "graph", "solver"))
 
 
 def test_planted_names_are_found():
     planted = "class Passage:\n    num_dimensions = 1\n\ndef refinement_of(mem): ...\n"
-    assert len(uses("autoshard/plan/price/_x.py", planted)) == 4
+    assert len(uses("autoshard/planning/price/_x.py", planted)) == 4
     assert len(uses("autoshard/exec/learn/_x.py", planted)) == 3  # refining is what that shelf does
-    assert uses("autoshard/plan/_dimension.py", "") and not uses("autoshard/plan/_x.py", "memory = remember = 1\n")
+    assert uses("autoshard/planning/_dimension.py", "") and not uses(
+        "autoshard/planning/_x.py", "memory = remember = 1\n"
+    )
 
 
 def test_no_name_is_a_banned_word():

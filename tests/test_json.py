@@ -11,9 +11,9 @@ import pytest
 
 import autoshard
 from autoshard.cli import main
-from autoshard.cli._parser import build_parser
+from autoshard.cli.parser import build_parser
 from autoshard.exec import CompileReport, Verdict, compile_figures
-from autoshard.plan import load_plan, save_plan
+from autoshard.planning import load_plan, save_plan
 
 
 TEXT = (Path(__file__).parent.parent / "docs" / "json.md").read_text(encoding="utf-8")

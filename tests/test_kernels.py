@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from autoshard.kernels import njit
+from autoshard.base.numba_jit import njit
 
 
 ROOT = Path(__file__).parent.parent
@@ -24,9 +24,10 @@ caching._CacheLocator.ensure_cache_path = refuse
 """
 
 ALL_KERNELS = """
-import autoshard.plan.xla._transition, autoshard.solver._block, autoshard.solver._dual
+import autoshard.planning.xla.transition_kernels, autoshard.solver.search.block_kernels
+import autoshard.solver.search.message_kernels
 import numpy as np
-from autoshard.solver._compare import fold_between
+from autoshard.solver.dominance_kernels import fold_between
 
 left, right = np.array([[5, 1], [2, 9]], dtype=np.int64), np.array([[0, 7], [1, 1]], dtype=np.int64)
 print(fold_between(left, right)[0].tolist())
@@ -54,7 +55,7 @@ def test_other_refusals_of_numba_are_not_hidden() -> None:
 
 
 KEPT = """
-from autoshard.kernels import njit
+from autoshard.base.numba_jit import njit
 
 @njit(cache=True)
 def double(x):

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from autoshard import cli
-from tests.plan.record.test_store import PLAN
+from tests.planning.record.test_store import PLAN
 
 
 @pytest.fixture
@@ -162,7 +162,7 @@ def test_what_the_system_refuses_is_one_sentence(
     def fail(*_: object) -> None:
         raise error
 
-    monkeypatch.setattr("autoshard.plan.load_plan", fail)
+    monkeypatch.setattr("autoshard.planning.load_plan", fail)
     assert cli.main(["diff", "a", "b"]) == (130 if isinstance(error, KeyboardInterrupt) else 2)
     shown = capsys.readouterr().err
     assert shown.endswith(said) and shown.count("\n") == 1

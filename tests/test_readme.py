@@ -5,7 +5,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from autoshard.cli._parser import build_parser, parser_of
+from autoshard.cli.parser import build_parser, parser_of
 
 
 ROOT = Path(__file__).parent.parent

@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 import tomllib
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -16,28 +17,54 @@ import pytest
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "autoshard"
 
-ROOMS = ("mlir", "program", "graph", "cost", "solver", "plan", "exec", "report", "cli")
+ROOMS = (
+    *("mlir", "program", "graph", "cost", "solver", "planning", "exec", "report", "exports"),
+    *("serving", "degrees", "validation", "cli"),
+)
 """Top to bottom: a room may import those before it."""
 
+RIM = ("serving", "degrees", "validation")
+"""Rooms beside the product: only the command and one another import them."""
+
 SHELVES = {
-    "plan": (
+    "program": (
+        ("program_record", "argument_names", "batch_dims", "caller_frames", "model_flops", "registered_rules"),
+        ("remat_marks", "remat_policy"),
+        ("platforms", "example_values", "roles", "source_choices", "kernels"),
+        ("opaque_functions", "torch_ops"),
+        ("lowering", "moe"),
+        ("jax",),
+        ("torch", "config_files", "artifact", "configs"),
+        ("trace_cache", "hf"),
+        ("load",),
+    ),
+    "graph": (
+        ("records",),
+        ("clusters", "flops", "op_classes"),
+        ("build",),
+        ("memory",),
+        ("read_module",),
+        ("graph_cache",),
+    ),
+    "planning": (
         ("record",),
         ("xla",),
-        ("model",),
+        ("space",),
         ("price",),
-        ("solve",),
+        ("solve", "stages"),
         ("mesh", "forms"),
-        ("write",),
-        ("published", "_make", "_warm"),
-        ("_recipes",),
-        ("_call", "capacity"),
+        ("explain", "warm_planner"),
+        ("plan_builder",),
+        ("recipes",),
+        ("planning_call", "capacity"),
     ),
-    "exec": (("devices", "hlo"), ("torch_xla_hook",), ("apply",), ("run",), ("ahead",), ("learn",)),
+    "exec": (("devices", "hlo"), ("torch_xla_hook",), ("dtensor",), ("apply",), ("run",), ("ahead",), ("learn",)),
+    "report": (("display", "figures", "schedule_picture"), ("terminal",), ("page",), ("drawing",)),
 }
 """Room -> its shelves and what lies on top of them, in the order in which data flows: one may import those of the
 levels before its own, and of its own level none but itself."""
 
-SHARED = ("base", "errors", "kernels", "rules", "units")
+SHARED = ("base", "errors")
 """Imported by every room; they import none."""
 
 DOORS = ("autoload", "torch_xla")
@@ -130,6 +157,8 @@ def wrong_imports(source: str, module: str, is_package: bool = False) -> list[st
             found.append(f"{where}, but {room} is shared by all rooms and imports none")
         elif room == "solver":
             found.append(f"{where}, but solver imports no other room")
+        elif target in RIM and room not in (*RIM, "cli"):
+            found.append(f"{where}, but {target} stands beside the product")
         elif room in ROOMS and (target not in ROOMS or ROOMS.index(target) > ROOMS.index(room)):
             found.append(f"{where}, but {target} is not above {room}")
     return found
@@ -172,13 +201,15 @@ def test_no_modules_import_one_another():
     assert graph.number_of_edges() > 500
 
 
+MOST_LEVELS = {"graph": 6}
+
+
 def test_every_shelf_is_there_and_drawn():
     for room, levels in SHELVES.items():
         drawn = {shelf for level in levels for shelf in level}
         there = {path.stem for path in (PACKAGE / room).iterdir() if path.is_dir() or path.suffix == ".py"}
         assert there - {"__init__", "__pycache__"} == drawn
-        assert len(levels) <= 10
-        assert len(drawn) <= 14
+        assert len(levels) <= MOST_LEVELS.get(room, 10)
 
 
 def test_every_module_belongs_to_a_room():
@@ -189,34 +220,50 @@ def test_every_module_belongs_to_a_room():
 @pytest.mark.parametrize(
     ("module", "source", "message"),
     [
-        ("autoshard.cost._chips", "import autoshard.plan", "plan is not above cost"),
+        ("autoshard.cost._chips", "import autoshard.planning", "planning is not above cost"),
         ("autoshard.cost._chips", "from autoshard import exec", "exec is not above cost"),
         ("autoshard.program._jax", "def f():\n    from autoshard.graph import OpGraph", ":2 imports"),
         ("autoshard.graph._ops", "def f():\n    if x:\n        import autoshard.cost._chips", ":3 imports"),
         ("autoshard.graph._ops", "from ..cost import Chip", "autoshard.cost.Chip, but cost is not above graph"),
         ("autoshard.graph._ops", "from .. import cost", "cost is not above graph"),
         (
-            "autoshard.plan.write._x",
+            "autoshard.planning.explain._x",
             "import importlib\nimportlib.import_module('autoshard.exec')",
-            "exec is not above plan",
+            "exec is not above planning",
         ),
         (
-            "autoshard.plan.write._x",
+            "autoshard.planning.explain._x",
             "if TYPE_CHECKING:\n    from autoshard.report import r",
-            "report is not above plan",
+            "report is not above planning",
         ),
-        ("autoshard.plan.write._x", "from autoshard import Plan", "Plan is not above plan"),
+        ("autoshard.planning.explain._x", "from autoshard import Plan", "Plan is not above planning"),
         ("autoshard.solver._ilp", "from autoshard.graph import OpGraph", "solver imports no other room"),
         ("autoshard.exec._run", "from autoshard.cli import main", "cli is not above exec"),
-        ("autoshard.units", "from autoshard.plan import Spec", "shared by all rooms and imports none"),
-        ("autoshard.plan.write._x", "from jaxlib.mlir import ir", "only mlir may touch"),
+        ("autoshard.base.units", "from autoshard.planning import Spec", "shared by all rooms and imports none"),
+        ("autoshard.planning.explain._x", "from jaxlib.mlir import ir", "only mlir may touch"),
         ("autoshard.exec._x", "def f():\n    from jaxlib import mlir", "only mlir may touch"),
-        ("autoshard.plan.xla._x", "from autoshard.plan.price._bill import Bill", "price is not before xla"),
-        ("autoshard.plan.forms._x", "import autoshard.plan.mesh._trial", "mesh is not before forms"),
-        ("autoshard.plan.price._x", "from autoshard.plan import Plan", "names that plan offers are for other rooms"),
-        ("autoshard.plan.record._x", 'HOME = "autoshard.plan.write._explain"', "write is not before record"),
-        ("autoshard.plan.record._x", 'HOME = "autoshard.exec"', "exec is not above plan"),
-        ("autoshard.plan.price._x", 'ready("autoshard.plan._warm:ready")', "_warm is not before price"),
+        (
+            "autoshard.planning.xla._x",
+            "from autoshard.planning.price.prediction import Bill",
+            "price is not before xla",
+        ),
+        ("autoshard.planning.forms._x", "import autoshard.planning.mesh.mesh_attempt", "mesh is not before forms"),
+        (
+            "autoshard.planning.price._x",
+            "from autoshard.planning import Plan",
+            "names that planning offers are for other rooms",
+        ),
+        (
+            "autoshard.planning.record._x",
+            'HOME = "autoshard.planning.explain.explanation"',
+            "explain is not before record",
+        ),
+        ("autoshard.planning.record._x", 'HOME = "autoshard.exec"', "exec is not above planning"),
+        (
+            "autoshard.planning.price._x",
+            'ready("autoshard.planning.warm_planner:ready")',
+            "warm_planner is not before price",
+        ),
     ],
 )
 def test_a_wrong_import_is_found(module: str, source: str, message: str):
@@ -227,11 +274,11 @@ def test_a_wrong_import_is_found(module: str, source: str, message: str):
 @pytest.mark.parametrize(
     ("module", "source"),
     [
-        ("autoshard.plan.write._x", "from autoshard.cost import Chip\nfrom autoshard.errors import UserError"),
-        ("autoshard.solver._ilp", "from autoshard.solver._problem import Problem\nimport autoshard.units"),
+        ("autoshard.planning.explain._x", "from autoshard.cost import Chip\nfrom autoshard.errors import UserError"),
+        ("autoshard.solver._ilp", "from autoshard.solver._problem import Problem\nimport autoshard.base.units"),
         ("autoshard.exec._x", "from autoshard import __version__"),
         ("autoshard.mlir._pins", "from jaxlib.mlir import ir"),
-        ("autoshard.plan.price._x", "from autoshard.plan.record._plan import Plan"),
+        ("autoshard.planning.price._x", "from autoshard.planning.record.plan_record import Plan"),
         ("autoshard.mlir._x", 'TARGET = "autoshard.call"'),
     ],
 )
@@ -331,8 +378,74 @@ def test_a_long_signature_is_found():
     assert not long_signatures(f"@njit(cache=True)\ndef f({many}): ...\nclass A:\n    def g(self, b, **c): ...")
 
 
-def test_files_and_signatures_of_the_planner_are_short():
-    sources = {module: path.read_text() for path, module, _ in package_modules() if room_of(module) == "plan"}
-    assert len(sources) > 60
-    assert [module for module, source in sources.items() if source.count("\n") > 400] == []
-    assert [f"{module}: {one}" for module, source in sources.items() for one in long_signatures(source)] == []
+MOST_FILES, MOST_LINES = 22, 400
+
+LONG = {
+    "autoshard.cli.parser",
+    "autoshard.cost.collectives",
+    "autoshard.exec.apply.jax_application",
+    "autoshard.exec.hlo.compiled_collectives",
+    "autoshard.exec.torch_xla_hook.lifecycle.hook_session",
+    "autoshard.program.jax.decoder",
+    "autoshard.program.torch.scan_pass",
+    "autoshard.program.torch.torch_function",
+    "autoshard.program.torch.torch_module",
+    "autoshard.validation.published_runs",
+}
+"""Files that are still too long."""
+
+LONG_SIGNATURES = {
+    "autoshard.exec.learn.refinement: refine takes 9",
+    "autoshard.exec.run.measurement: measure takes 10",
+    "autoshard.exec.torch_xla_hook.values.device_kernels: native_batch_norm_backward takes 10",
+    "autoshard.graph.build.graph_builder: passing takes 11",
+    "autoshard.graph.build.program_constraints: _read_end takes 10",
+    "autoshard.graph.memory.lifetimes: buffers_of takes 11",
+    "autoshard.program.hf.hf_program: from_config takes 23",
+    "autoshard.program.jax.decoder: decoder_program takes 26",
+    "autoshard.program.jax.trace: trace takes 14",
+    "autoshard.program.jax.train_step: training_step takes 9",
+    "autoshard.program.kernels.decode_attention: _kernel takes 13",
+    "autoshard.program.kernels.decode_attention: _on_shards takes 9",
+    "autoshard.program.kernels.dot_attention: attend takes 12",
+    "autoshard.program.torch.torch_function: __init__ takes 14",
+    "autoshard.program.torch.torch_module: from_torch takes 25",
+    "autoshard.program.torch.torch_module: torch_program takes 12",
+    "autoshard.program.torch_ops.layer_lowerings: multi_head_attention takes 25",
+    "autoshard.program.torch_ops.op_lowerings: embedding_bag takes 11",
+    "autoshard.solver.mip_rows: solve_mip takes 9",
+    "autoshard.solver.search.engine: __init__ takes 10",
+    "autoshard.solver.search.local_search: make_stage takes 9",
+    "autoshard.solver.solve_problem: __init__ takes 10",
+    "autoshard.solver.solve_problem: solve takes 10",
+}
+"""Signatures that are still too long, and kernels whose parameters torch or Pallas sets."""
+
+
+def test_folders_and_files_are_short():
+    sources = {module: path for path, module, _ in package_modules()}
+    folders = Counter(path.parent for path in sources.values())
+    assert not {str(folder) for folder, files in folders.items() if files > MOST_FILES}
+    long = {module for module, path in sources.items() if path.read_text().count("\n") > MOST_LINES}
+    assert long == LONG, "a file that is no longer too long leaves the list"
+
+
+def test_a_base_name_stands_once():
+    """A line of a traceback then says where it is."""
+    names = Counter(path.stem for path, _, is_package in package_modules() if not is_package)
+    assert not {name for name, number in names.items() if number > 1}
+    assert not [name for name in names if name.startswith("_") and name != "__main__"]
+
+
+def test_no_module_hides_a_name_that_its_folder_offers():
+    """Importing a submodule binds it as an attribute of its folder."""
+    for path, module, is_package in package_modules():
+        if is_package:
+            tree = ast.walk(ast.parse(path.read_text()))
+            offered = {alias.asname for node in tree if isinstance(node, ast.ImportFrom) for alias in node.names}
+            assert not offered & {each.stem for each in path.parent.iterdir()}, module
+
+
+def test_signatures_are_short():
+    wrong = {f"{module}: {one}" for path, module, _ in package_modules() for one in long_signatures(path.read_text())}
+    assert wrong == LONG_SIGNATURES, "a signature that is no longer too long leaves the list"

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from autoshard import UserError, register_rule
-from autoshard.rules import bind, forget, parse_call_rule, registered
+from autoshard.base.call_rules import bind, forget, parse_call_rule, registered
 
 
 def test_a_rule_is_read_and_bound() -> None:

@@ -12,12 +12,12 @@ import pytest
 
 import autoshard
 from autoshard import cli
+from autoshard.base.disk_cache import read_entry, write_entry
 from autoshard.base.files import is_ours
-from autoshard.base.kept import read_entry, write_entry
 from autoshard.cost import Database
-from autoshard.plan.record._store import plan_to_json
+from autoshard.planning.record.plan_files import plan_to_json
 from tests.cost.observed import bill, observation
-from tests.plan.record.test_store import PLAN
+from tests.planning.record.test_store import PLAN
 
 
 @pytest.mark.parametrize("command", ["explain plan.json z", "export plan.json --to jax"])
@@ -75,7 +75,7 @@ def test_what_is_kept_is_private_and_others_files_are_not_used(tmp_path: Path, m
     assert mode(tmp_path / "data") == 0o700
     assert {mode(path) for path in (tmp_path / "data").iterdir()} == {0o600}
     assert database.read(one.topology, one.compiler) == [one]
-    for module in ("autoshard.base.kept", "autoshard.cost._database"):
+    for module in ("autoshard.base.disk_cache", "autoshard.cost.observation_database"):
         monkeypatch.setattr(f"{module}.is_ours", lambda status: False)
     assert read_entry("graph", "key") is None
     assert database.read(one.topology, one.compiler) == [] and not database.add([one])
@@ -94,11 +94,11 @@ def test_files_are_ours_if_they_are_the_users_or_the_systems(tmp_path: Path, mon
 
 MAY = {
     "pickle": {
-        *("base/helper.py", "solver/_apart.py"),  # through the pipes of processes that we started
+        *("base/worker_process.py", "solver/job_process.py"),  # through the pipes of processes that we started
         *("base/ray_driver.py", "base/ray_node.py", "base/ray_pool.py"),  # and of a Ray cluster that the user names
     },
-    "exec_module": {"program/_load.py", "autoload.py"},  # the user's program; torch_xla, whose import is watched
-    "subprocess": {"base/process.py", "base/helper.py", "base/ray_pool.py", "exec/ahead/_libtpu.py"},
+    "exec_module": {"program/load.py", "autoload.py"},  # the user's program; torch_xla, whose import is watched
+    "subprocess": {"base/processes.py", "base/worker_process.py", "base/ray_pool.py", "exec/ahead/ahead_process.py"},
     "socket": {"base/ray_driver.py"},  # whether the cluster that the user names answers
 }
 NEVER = {

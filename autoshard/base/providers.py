@@ -14,10 +14,10 @@ from typing import Any, Protocol, TypeVar
 Provider = TypeVar("Provider", bound=Callable[..., Any])
 
 HOMES = {
-    "explain": "autoshard.plan.write._explain",
-    "graph": "autoshard.plan.write._program_graph",
+    "explain": "autoshard.planning.explain.explanation",
+    "graph": "autoshard.planning.explain.program_graph",
     "run": "autoshard.exec",
-    "save": "autoshard.plan.record._store",
+    "save": "autoshard.planning.record.plan_files",
     "view": "autoshard.report",
 }
 """What a plan can be asked for -> the module that provides it once it is imported."""

@@ -15,7 +15,7 @@ import sys
 import threading
 from typing import Any
 
-from autoshard.base.process import when_stdin_ends
+from autoshard.base.processes import when_stdin_ends
 from autoshard.base.ray_node import NodeSetting, run_call
 
 

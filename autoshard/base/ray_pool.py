@@ -13,7 +13,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from autoshard.base.process import python_command
+from autoshard.base.processes import python_command
 from autoshard.base.ray_driver import ANSWER_S, GIVEN, NOTED, OWN
 from autoshard.base.ray_node import setting_here
 from autoshard.errors import UserError

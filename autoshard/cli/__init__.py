@@ -7,9 +7,9 @@ import traceback
 from collections.abc import Iterator, Sequence
 from typing import TextIO
 
-from autoshard.cli._input import check_outputs
-from autoshard.cli._parser import parse
-from autoshard.cli._process import obey_signals, settle, settle_files
+from autoshard.cli.inputs import check_outputs
+from autoshard.cli.parser import parse
+from autoshard.cli.session import obey_signals, settle, settle_files
 from autoshard.errors import Terminated, UserError
 
 

@@ -201,7 +201,7 @@ def planned(case: Case, mesh: str, split: dict[str, str], program: Any, values: 
     import jax
 
     from autoshard.exec import Application
-    from autoshard.plan import Options, Spec, make_plan, read_asked
+    from autoshard.planning import Options, Spec, make_plan, read_asked
 
     asked = read_asked({a.name: Spec(spec) for a, spec in zip(program.arguments, specs(case, split), strict=True)})
     plan = make_plan(

@@ -67,7 +67,7 @@ def outcome(sample: Any, function: Any) -> str:
     import torch
     from torch.utils import _pytree
 
-    from autoshard.program._torch_function import TorchFunction
+    from autoshard.program.torch.torch_function import TorchFunction
 
     leaves, tree = _pytree.tree_flatten((sample.input, sample.args, dict(sample.kwargs)))
     places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]

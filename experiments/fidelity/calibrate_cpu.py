@@ -30,9 +30,9 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from autoshard.cost import Calibration, Collectives, Compute, Topology, load_calibration, make_mesh  # noqa: E402
-from autoshard.cost._collectives import _COPIES  # noqa: E402
+from autoshard.cost.collectives import _COPIES  # noqa: E402
 from autoshard.exec import ensure_devices  # noqa: E402
-from autoshard.exec.devices._kept_memory import memory_kept  # noqa: E402
+from autoshard.exec.devices.local_devices import memory_kept  # noqa: E402
 from experiments.lib.quiet_machine import held  # noqa: E402
 
 

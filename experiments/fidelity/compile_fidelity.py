@@ -147,8 +147,8 @@ def run(row: Row, time_limit: float, predict_only: bool, whole: bool) -> dict[st
     """Plan, compile (unless this very plan was compiled before) and compare one row."""
     from autoshard.cost import Topology
     from autoshard.exec import compile_figures
-    from autoshard.exec.ahead._compile import report
-    from autoshard.plan import Options, make_plan
+    from autoshard.exec.ahead.compile_plans import report
+    from autoshard.planning import Options, make_plan
 
     program = row.program()
     began = time.monotonic()

@@ -31,7 +31,7 @@ from typing import TYPE_CHECKING, Any
 
 
 if TYPE_CHECKING:
-    from autoshard.plan import Plan
+    from autoshard.planning import Plan
     from autoshard.program import Program
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
@@ -113,9 +113,9 @@ def row_of(
     """Predicted and measured times of our plan and the baselines (or those `wanted`), and the bills of their steps."""
     import jax
 
-    from autoshard.exec.run._steps import PlannedStep, first_arguments, quartiles, run_in_turn
-    from autoshard.plan import Options, make_plan
-    from autoshard.plan.price._again import plan_bills
+    from autoshard.exec.run.planned_steps import PlannedStep, first_arguments, quartiles, run_in_turn
+    from autoshard.planning import Options, make_plan
+    from autoshard.planning.price.analysed_program import plan_bills
     from autoshard.report import candidates
 
     made = make_plan(program, Options(topology=TOPOLOGY, mesh=mesh))

@@ -12,8 +12,9 @@ import time
 from pathlib import Path
 
 from autoshard.cost import Topology
-from autoshard.plan import Options, estimate_config, make_plan, settled_options
+from autoshard.planning import Options, make_plan, settled_options
 from autoshard.program import open_source
+from autoshard.serving import estimate_config
 
 
 RESULTS = Path(__file__).parents[1] / "results"

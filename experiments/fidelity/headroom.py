@@ -6,7 +6,7 @@ Each point is planned as the baseline FSDP, with the batch that the memory model
 and compiled with no TPU: does it fit, with how much of the compiler's own recompute, and how long does a sample take
 beside the same plan with room to spare? Results are kept by program and share in
 `experiments/results/headroom.json`; a broken run goes on where it stopped. `--write` puts what nearly full memory
-costs, as these points and those of `compile_fidelity.py` have it, into `autoshard/plan/price/headroom.json`.
+costs, as these points and those of `compile_fidelity.py` have it, into `autoshard/planning/price/headroom.json`.
 """
 
 import argparse
@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 
 if TYPE_CHECKING:
-    from autoshard.plan import Plan
+    from autoshard.planning import Plan
     from autoshard.program import Program
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
@@ -71,7 +71,7 @@ CASES = {
 def plan_at(case: Case, batch: int) -> "tuple[Program, Plan, int]":
     """The program at a batch per device, its FSDP plan, and the chip's memory."""
     from autoshard.cost import Topology
-    from autoshard.plan import Options, make_plan
+    from autoshard.planning import Options, make_plan
 
     program = case.program(batch * case.devices)()
     limit = Topology.parse(case.topology).usable_bytes
@@ -91,7 +91,7 @@ def batch_for(case: Case, shares: Sequence[float]) -> list[int]:
 def judge(case: Case, batch: int, time_limit: float) -> dict[str, Any]:
     """One point."""
     from autoshard.exec import compile_figures
-    from autoshard.exec.ahead._compile import report
+    from autoshard.exec.ahead.compile_plans import report
 
     program, plan, limit = plan_at(case, batch)
     figures = compile_figures(report(program, plan, compiled("headroom", program, plan, time_limit)))

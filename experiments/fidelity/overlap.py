@@ -38,7 +38,7 @@ def judged(topology: str, time_limit: float) -> "Estimate":
     """The schedule of the decoder on a topology. Raises `UserError` if it cannot be compiled."""
     from autoshard.cost import Topology, make_mesh
     from autoshard.exec import estimate
-    from autoshard.plan import Options, make_plan
+    from autoshard.planning import Options, make_plan
 
     machine = Topology.parse(topology)
     slices = machine.slices

@@ -1,4 +1,4 @@
-"""What compiler flags let the compute of a step hide, by generation: what `autoshard/cost/_flags.py` rests on.
+"""What compiler flags let the compute of a step hide, by generation: what `autoshard/cost/compiler_flags.py` rests on.
 
     python experiments/fidelity/overlap_by_compiler_flags.py [TOPOLOGY ...]
 
@@ -79,9 +79,9 @@ def judged(topology: str, flags: str, time_limit: float) -> str:
     """Cells of the table's row. Raises `UserError` if it cannot be compiled."""
     from autoshard.cost import Topology, make_mesh
     from autoshard.exec import estimate
-    from autoshard.exec.ahead._libtpu import compile_without_devices
-    from autoshard.exec.hlo._hlo import parse_hlo
-    from autoshard.plan import Options, make_plan, read_asked
+    from autoshard.exec.ahead.ahead_process import compile_without_devices
+    from autoshard.exec.hlo.hlo_text import parse_hlo
+    from autoshard.planning import Options, make_plan, read_asked
 
     count = Topology.parse(topology).num_devices
     program = mlp(count)

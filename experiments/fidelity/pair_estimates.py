@@ -2,7 +2,7 @@
 
     python experiments/fidelity/pair_estimates.py [GROUP ...] [--time-limit S] [--table] [--write]
 
-Groups are those of `autoshard/plan/published/pairs.json` that ran on TPUs; every row that can be rebuilt is planned as
+Groups are those of `autoshard/validation/pairs.json` that ran on TPUs; every row that can be rebuilt is planned as
 it ran and compiled by libtpu with the flags that it states, and its scheduled program is walked with our rates.
 Compiled programs are kept under `build/pair_estimates`, so that a broken run goes on where it stopped and a change of
 the estimator costs seconds; `--table` compiles nothing. `--write` stores how far ratios of two plans of one model were
@@ -25,7 +25,7 @@ import numpy as np
 
 
 if TYPE_CHECKING:
-    from autoshard.plan import MeasuredGroup, MeasuredPlan, PairGroup, Run
+    from autoshard.validation import MeasuredGroup, MeasuredPlan, PairGroup, Run
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 sys.path.insert(0, str(Path(__file__).parents[2]))
@@ -44,7 +44,7 @@ FOLDER = "pair_estimates"
 
 def groups_asked(names: Sequence[str]) -> "list[MeasuredGroup]":
     """Groups on TPUs with at least two timed rows that can be rebuilt; those that compare plans come first."""
-    from autoshard.plan import read_groups
+    from autoshard.validation import read_groups
 
     found = [group for group in read_groups(only=names) if group.on_tpu and len(list(timed(group))) > 1]
     return sorted(found, key=lambda group: not group.compares_plans)
@@ -65,8 +65,8 @@ def key_of(group: "MeasuredGroup", row: "MeasuredPlan") -> str:
 def judge(run: "Run", time_limit: float, *, compile_it: bool) -> dict[str, Any] | None:
     """What the compiler and the estimator say of one run; None if it is not compiled and must not be."""
     from autoshard import UserError
-    from autoshard.exec.ahead._compile import report
-    from autoshard.plan import stated_plan
+    from autoshard.exec.ahead.compile_plans import report
+    from autoshard.validation import stated_plan
 
     try:
         program, plan = stated_plan(run)
@@ -103,7 +103,7 @@ def judge_all(groups: "Sequence[MeasuredGroup]", time_limit: float, *, compile_i
 
 def judged(rows: dict[str, Any]) -> "list[PairGroup]":
     """The groups with the estimates that are known in place of predictions."""
-    from autoshard.plan import PairGroup, PairRow
+    from autoshard.validation import PairGroup, PairRow
 
     found = []
     for group in groups_asked(()):
@@ -163,7 +163,7 @@ def margins(groups: "Sequence[PairGroup]") -> list[str]:
 
 def table(rows: dict[str, Any]) -> str:
     """The results as a page of Markdown."""
-    from autoshard.plan import summarise_pairs
+    from autoshard.validation import summarise_pairs
 
     groups = judged(rows)
     lines = [

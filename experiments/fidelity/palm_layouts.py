@@ -12,10 +12,10 @@ import dataclasses
 import sys
 from pathlib import Path
 
-from autoshard.plan.price._predict import evaluate
-from autoshard.plan.published._pair_rows import read_groups
-from autoshard.plan.published._published import IncompleteError
-from autoshard.plan.published._serving_rows import rebuild_serving
+from autoshard.planning.price.evaluate import evaluate
+from autoshard.validation.pair_rows import read_groups
+from autoshard.validation.published_runs import IncompleteError
+from autoshard.validation.serving_rows import rebuild_serving
 
 
 RESULTS = Path(__file__).parents[1] / "results"

@@ -2,7 +2,7 @@
 
     python experiments/fidelity/published_runs.py [ROW ...] [--time-limit S] [--table] [--compile] [--write]
 
-Rows are those of `autoshard/plan/published/published.json` that state their model, machine, batch, sharding and
+Rows are those of `autoshard/validation/published.json` that state their model, machine, batch, sharding and
 rematerialisation. Scheduled programs are kept under `build/published_runs`, so that a broken run goes on where it
 stopped and a change of the estimator costs seconds; `--table` only reads what is kept. The table is
 `experiments/results/published_runs.md`.
@@ -28,11 +28,11 @@ import numpy as np
 if TYPE_CHECKING:
     from autoshard.cost import Calibration, Mesh
     from autoshard.exec import Estimate
-    from autoshard.exec.ahead._compiled import Compiled
-    from autoshard.exec.hlo._hlo import HloModule
-    from autoshard.plan import Plan
-    from autoshard.plan.published._published import Run
+    from autoshard.exec.ahead.compile_targets import Compiled
+    from autoshard.exec.hlo.hlo_text import HloModule
+    from autoshard.planning import Plan
     from autoshard.program import Program
+    from autoshard.validation.published_runs import Run
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
@@ -74,7 +74,7 @@ class Kept:
 
 def published_rows() -> "list[tuple[dict[str, Any], Run]]":
     """Rows of TPUs that can be rebuilt."""
-    from autoshard.plan.published._published import IncompleteError, MatmulRun, parse_run, read_rows
+    from autoshard.validation.published_runs import IncompleteError, MatmulRun, parse_run, read_rows
 
     found = []
     for row in read_rows():
@@ -93,7 +93,7 @@ def with_layers(run: "Run", layers: int) -> "Run":
 
 def rebuild(run: "Run") -> "tuple[int, Program, Plan]":
     """The run's layers, program and plan; with fewer layers, half by half, where offloading made room for the rest."""
-    from autoshard.plan.published._rebuild import stated_plan
+    from autoshard.validation.rebuilt_runs import stated_plan
 
     every = run.decoder.global_every
     layers = run.decoder.layers
@@ -112,7 +112,7 @@ def load(row: dict[str, Any]) -> Kept | None:
 
 
 def compile_row(row: dict[str, Any], run: "Run", time_limit: float) -> Kept:
-    from autoshard.exec.ahead._libtpu import compile_without_devices
+    from autoshard.exec.ahead.ahead_process import compile_without_devices
 
     layers, program, plan = rebuild(run)
     found = compile_without_devices(program, plan, time_limit)
@@ -159,8 +159,8 @@ class Case:
 
 def load_cases() -> list[Case]:
     """Every run that was compiled and fits."""
-    from autoshard.exec.hlo._hlo import parse_hlo
-    from autoshard.plan.published._rebuild import source_group
+    from autoshard.exec.hlo.hlo_text import parse_hlo
+    from autoshard.validation.rebuilt_runs import source_group
 
     cases = []
     for row, run in published_rows():
@@ -190,8 +190,8 @@ def left_out(cases: Sequence[Case]) -> dict[str, float]:
 
 def table(cases: Sequence[Case]) -> tuple[str, dict[str, float]]:
     """The page of results, and the errors of the rows that count, each source left out."""
-    from autoshard.plan.price._predict import evaluate
-    from autoshard.plan.published._rebuild import rebuild as priced
+    from autoshard.planning.price.evaluate import evaluate
+    from autoshard.validation.rebuilt_runs import rebuild as priced
 
     counted = [case for case in cases if case.complete]
     without = left_out(counted)
@@ -204,7 +204,7 @@ def table(cases: Sequence[Case]) -> tuple[str, dict[str, float]]:
         "`predicted` is the planner's own figure for the same sharding. Attention is jax's splash kernel. `layers`:",
         "where the run kept activations on its hosts, fewer layers are compiled, and the loops over them counted as",
         "often as the run's; what moves to the hosts is left out. `left out`: constants fitted to the other sources.",
-        "Rows in brackets needed assumptions (`assume` in `autoshard/plan/published/published.json`) and do not count.",
+        "Rows in brackets needed assumptions (`assume` in `autoshard/validation/published.json`) and do not count.",
         "",
         "| run | topology | layers | published | predicted | error | estimated | error | left out | flops | compile |",
         "| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |",
@@ -269,8 +269,8 @@ def too_large() -> list[str]:
 def flops_ratio(case: Case) -> float:
     """Matrix flops of the compiled step over those of the program that was compiled."""
     from autoshard.exec import estimate
-    from autoshard.exec.hlo._flops import check_flops
-    from autoshard.plan.published._rebuild import stated_plan
+    from autoshard.exec.hlo.compiled_flops import check_flops
+    from autoshard.validation.rebuilt_runs import stated_plan
 
     program, _ = stated_plan(with_layers(case.run, case.kept.layers))
     return check_flops(program, estimate(case.module, case.mesh), case.mesh.num_devices).ratio

@@ -5,7 +5,7 @@
 One program of independent gradients `[k, n]`, summed over the batch (`data`) and the sequence (`model`) and split over
 `data` in one dim, is compiled for each topology with no TPU. The table, `experiments/results/scatter_tiles.md`, counts
 reduce-scatters by which dim is split and by the shard's elements of that dim in registers of 128 lanes. `waves` in
-`autoshard/plan/xla/_states.py` prices what it shows.
+`autoshard/planning/xla/axis_assignments.py` prices what it shows.
 """
 
 import argparse

@@ -10,8 +10,8 @@ import statistics
 import sys
 from pathlib import Path
 
-from autoshard.cost import ServingAsked, ServingLimits
-from autoshard.plan import CheckedStep, Plan, check_serving, plan_serving
+from autoshard.planning import Plan
+from autoshard.serving import CheckedStep, ServingAsked, ServingLimits, check_serving, plan_serving
 
 
 TABLE = Path(__file__).parents[1] / "results" / "serving_checks.md"

@@ -1,4 +1,4 @@
-"""Measured serving of decoders on GPUs and TPUs beside `autoshard.cost.serving_point`.
+"""Measured serving of decoders on GPUs and TPUs beside `autoshard.serving.serving_point`.
 
     python experiments/fidelity/serving_points.py [SERVING.json [SERVING_TPU.json]]
 
@@ -11,7 +11,8 @@ import sys
 from collections import defaultdict
 from pathlib import Path
 
-from autoshard.cost import Decoder, ServingAsked, ServingEngine, ServingPoint, Topology, serving_point
+from autoshard.cost import Topology
+from autoshard.serving import Decoder, ServingAsked, ServingEngine, ServingPoint, serving_point
 
 
 ROOT = Path(__file__).parents[2]
@@ -31,8 +32,8 @@ SAME = 0.03
 
 HEAD = """# Serving, measured and priced
 
-`python experiments/fidelity/serving_points.py`. Time per output token of `autoshard.cost.serving_point` (closed form,
-by the figures that plans are priced by) beside measured points; nothing was fitted to them. Ratio: priced over
+`python experiments/fidelity/serving_points.py`. Time per output token of `autoshard.serving.serving_point` (closed
+form, by the figures that plans are priced by) beside measured points; nothing was fitted to them. Ratio: priced over
 measured.
 
 The last column is of whole requests, from their arrival to their last token, for each token of their answers: what a

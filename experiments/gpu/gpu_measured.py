@@ -36,7 +36,7 @@ STEP_SECONDS = 3.0
 def run(name: str, topology: str, tiny: bool) -> dict[str, Any]:
     """Plan and run one program, and return what was predicted beside what was measured."""
     from autoshard.exec import measure
-    from autoshard.plan import Options, make_plan
+    from autoshard.planning import Options, make_plan
     from experiments.lib.programs.gpu_programs import PROGRAMS
 
     devices = int(topology.partition(":")[2])

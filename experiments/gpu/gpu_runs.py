@@ -16,10 +16,10 @@ import numpy as np
 from scipy.optimize import least_squares
 
 from autoshard.cost import Compute, load_calibration
-from autoshard.plan.published import _gpu_stage
-from autoshard.plan.published._gpu_rows import GpuRow, read_gpu_rows
-from autoshard.plan.published._gpu_stage import host_figures
-from autoshard.plan.published._gpu_step import price_step
+from autoshard.degrees import gpu_stage
+from autoshard.degrees.gpu_stage import host_figures
+from autoshard.degrees.gpu_step import price_step
+from autoshard.validation.gpu_rows import GpuRow, read_gpu_rows
 
 
 def errors(rows: list[GpuRow], figures: np.ndarray) -> np.ndarray:
@@ -29,7 +29,7 @@ def errors(rows: list[GpuRow], figures: np.ndarray) -> np.ndarray:
     shipped = host_figures()
     kernels = shipped.attention_efficiency | {"triton": {"h100": attention}}
     mine = dataclasses.replace(shipped, attention_efficiency=kernels, contention=contention)
-    with mock.patch.object(_gpu_stage, "Compute", lambda topology: Compute(topology, calibration)):
+    with mock.patch.object(gpu_stage, "Compute", lambda topology: Compute(topology, calibration)):
         return np.log(
             [price_step(row.run, mine).seconds / row.measured_s for row in rows if row.run and row.measured_s]
         )

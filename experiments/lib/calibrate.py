@@ -15,12 +15,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from autoshard.cost import Calibration, Compute, load_calibration, robust_fit, with_flags
-from autoshard.plan.model._groups import find_groups
-from autoshard.plan.model._model import Model
-from autoshard.plan.price._predict import evaluate
-from autoshard.plan.price._reading import Reading, build_model
-from autoshard.plan.published._published import IncompleteError, MatmulRun, parse_run, read_rows
-from autoshard.plan.published._rebuild import LEFT_OUT, rebuild, source_group
+from autoshard.planning.price.analysed_program import Reading, build_model
+from autoshard.planning.price.evaluate import evaluate
+from autoshard.planning.space.decision_model import Model
+from autoshard.planning.space.dim_groups import find_groups
+from autoshard.validation.published_runs import IncompleteError, MatmulRun, parse_run, read_rows
+from autoshard.validation.rebuilt_runs import LEFT_OUT, rebuild, source_group
 
 
 DATE = "2026-11-22"

@@ -189,7 +189,7 @@ def main() -> None:
 
     for row in rows:
         getattr(transformers, row["fields"]["architectures"][0])  # imported once, ahead of the fork
-    import autoshard.exec.apply._distributed  # noqa: F401
+    import autoshard.exec.dtensor.distributed_module  # noqa: F401
 
     with tempfile.TemporaryDirectory() as folder:
         children = []

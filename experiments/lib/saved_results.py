@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any
 
 
 if TYPE_CHECKING:
-    from autoshard.exec.ahead._compiled import Compiled
-    from autoshard.plan import Plan
+    from autoshard.exec.ahead.compile_targets import Compiled
+    from autoshard.planning import Plan
     from autoshard.program import Program
 
 BUILD = Path(__file__).parents[2] / "build"
@@ -45,7 +45,7 @@ def compiled(folder: str, program: "Program", plan: "Plan", time_limit: float, w
 
     Raises `UserError` as `compile_without_devices` does.
     """
-    from autoshard.exec.ahead._libtpu import compile_without_devices
+    from autoshard.exec.ahead.ahead_process import compile_without_devices
 
     path = _path(folder, program, plan)
     if path.exists():

@@ -145,16 +145,16 @@ class Planned:
     """The hook does it; this keeps what it does."""
 
     def __init__(self) -> None:
-        from autoshard.exec.torch_xla_hook import _session
+        from autoshard.exec.torch_xla_hook.lifecycle import hook_session
 
         self._pinned: list[Any] = []
-        of = _session.Pins.of
+        of = hook_session.Pins.of
 
         def kept(*given: Any) -> Any:
             self._pinned.append(of(*given))
             return self._pinned[-1]
 
-        setattr(_session.Pins, "of", kept)  # noqa: B010 (a method, to type checkers)
+        setattr(hook_session.Pins, "of", kept)  # noqa: B010 (a method, to type checkers)
 
     def model(self, model: Any) -> None:
         pass

@@ -172,17 +172,19 @@ class Own:
     """Times the hook's own functions, each thread's outermost one, from here on."""
 
     def __init__(self) -> None:
-        from autoshard.exec.torch_xla_hook import _apply_plan, _hooks, _inputs, _pins, _session
+        from autoshard.exec.torch_xla_hook.lifecycle import hook_session
+        from autoshard.exec.torch_xla_hook.pins import input_placement, later_steps, pin_hooks
+        from autoshard.exec.torch_xla_hook.values import module_hooks
 
         self._spent = 0.0
         self._inside = threading.local()
         for owner, names in (
-            (_hooks.ModuleHook, ("__call__",)),
-            (_pins.PinnedOps, ("before", "after", "__enter__", "__exit__")),
-            (_pins.CallPins, ("_constrain",)),
-            (_session.Session, ("on_call", "on_sync", "on_read", "whole")),
-            (_inputs.PlannedInputs, ("xla_spec", "can_apply")),
-            (_apply_plan.Applied, ("mark_input", "mark_batch")),
+            (module_hooks.ModuleHook, ("__call__",)),
+            (pin_hooks.PinnedOps, ("before", "after", "__enter__", "__exit__")),
+            (pin_hooks.CallPins, ("_constrain",)),
+            (hook_session.Session, ("on_call", "on_sync", "on_read", "whole")),
+            (input_placement.PlannedInputs, ("xla_spec", "can_apply")),
+            (later_steps.Applied, ("mark_input", "mark_batch")),
         ):
             for name in names:
                 setattr(owner, name, self._timed(getattr(owner, name)))
@@ -221,9 +223,9 @@ _planned_at: list[int] = []
 
 def note_plans(dump: Path) -> None:
     """Have it noted which program is the first step of which plan."""
-    from autoshard.exec.torch_xla_hook import _session
+    from autoshard.exec.torch_xla_hook.lifecycle import hook_session
 
-    modules: Any = _session
+    modules: Any = hook_session
     replay = modules.replay
 
     @functools.wraps(replay)
@@ -242,7 +244,7 @@ def wire(dump: Path) -> list[dict[str, Any]]:
     """
     import autoshard.torch_xla
     from autoshard.exec import plan_mesh, read_collectives, wire_by_axis
-    from autoshard.exec.hlo._hlo import parse_hlo
+    from autoshard.exec.hlo.hlo_text import parse_hlo
 
     session = autoshard.torch_xla.session()
     if session is None:
@@ -278,7 +280,7 @@ def parameters() -> dict[str, Any]:
 
     import autoshard.torch_xla
     from autoshard.exec.torch_xla_hook import held_spec, is_split
-    from autoshard.exec.torch_xla_hook._tensors import live_on_xla
+    from autoshard.exec.torch_xla_hook.values.lazy_tensors import live_on_xla
 
     there = [each for each in live_on_xla() if isinstance(each, torch.nn.Parameter)]
     split = [each for each in there if is_split(held_spec(each))]

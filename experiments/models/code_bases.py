@@ -48,7 +48,7 @@ def full(name: str) -> dict[str, Any]:
     """Plan the module at its well-known size."""
     began = time.perf_counter()
     from autoshard.errors import UserError
-    from autoshard.plan import Options, make_plan
+    from autoshard.planning import Options, make_plan
     from autoshard.program import from_torch
 
     entry = PROGRAMS[name]
@@ -123,7 +123,7 @@ def split_somewhere(program: Any) -> Any:
 
     Left to itself, the planner keeps most of these small forms whole on every device, which would compare nothing.
     """
-    from autoshard.plan import read_asked
+    from autoshard.planning import read_asked
 
     pins: dict[str, str] = {}
     inputs = [
@@ -150,7 +150,7 @@ def beside_torch(program: Any, case: Case) -> dict[str, Any]:
     import torch
     from torch.utils import _pytree
 
-    from autoshard.program._input_names import input_names, leaf_name
+    from autoshard.program.argument_names import input_names, leaf_name
 
     args = program.make_args(0)
     names = input_names(case.module, len(case.inputs))

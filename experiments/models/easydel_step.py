@@ -106,7 +106,7 @@ def plan_row(folder: Path | None, row: dict[str, Any], send: Any) -> None:
     easydel = open_easydel(folder, 1)
 
     import autoshard
-    from autoshard.report import make_export
+    from autoshard.exports import make_export
 
     mesh, step, state, batch = inputs(easydel, row, (1, 1, 1, 1, 1))
     start = time.process_time()

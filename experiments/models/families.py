@@ -110,7 +110,7 @@ def row_of(program: "Program", mesh: dict[str, int], seed: int = 0, asked: Any =
     """
     from autoshard.errors import UserError
     from autoshard.exec import measure
-    from autoshard.plan import Options, make_plan
+    from autoshard.planning import Options, make_plan
 
     began = time.perf_counter()
     row: dict[str, Any] = {}

@@ -107,7 +107,7 @@ def plan_row(folder: Path | None, row: dict[str, Any], send: Any) -> None:
     from flax.core.spmd import logical_axis_rules
 
     import autoshard
-    from autoshard.report import export_plan
+    from autoshard.exports import export_plan
 
     config, mesh, (step, *_), args = inputs(base, row["config"] | {"per_device_batch_size": row["batch"]})
     shapes = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), args)

@@ -94,8 +94,8 @@ def _load() -> None:
     import transformers  # noqa: F401
 
     import autoshard
-    import autoshard.program._hf
-    from autoshard.program._import_torchax import importing_torchax
+    import autoshard.program.hf.hf_program
+    from autoshard.program.torch_ops.torch_imports import importing_torchax
 
     torch.set_num_threads(1)
     with importing_torchax():
@@ -115,7 +115,7 @@ def head_of(kind: str) -> str | None:
     """The class with a task head that is taken for a model type; None if it has none."""
     from transformers.models.auto import modeling_auto as auto
 
-    from autoshard.program._hf_model import _HEADS
+    from autoshard.program.hf.hf_model import _HEADS
 
     for head in _HEADS[:-1]:
         text = getattr(auto, f"MODEL_FOR_{head}_MAPPING_NAMES", {}).get(kind)
@@ -127,7 +127,7 @@ def head_of(kind: str) -> str | None:
 def class_of(kind: str) -> str | None:
     """The class that is built of a configuration without `architectures`."""
     import autoshard
-    from autoshard.program._hf_model import _config_class, _model_class
+    from autoshard.program.hf.hf_model import _config_class, _model_class
 
     try:
         return _model_class(kind, kind, _config_class(kind, kind), None).__name__

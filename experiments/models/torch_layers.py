@@ -200,7 +200,7 @@ def work(row: Row) -> dict[str, Any]:
     import jax
     import torch
 
-    from autoshard.exec.run._eager_check import check_eager
+    from autoshard.exec.run.eager_check import check_eager
     from autoshard.program import from_torch
 
     start = time.process_time()

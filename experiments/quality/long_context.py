@@ -28,10 +28,10 @@ from jax.experimental.pallas.ops.tpu.splash_attention import (  # noqa: E402
     splash_attention_mask,
 )
 
-from autoshard.exec.ahead._compile import report  # noqa: E402
-from autoshard.plan import Options, Plan, make_plan, read_asked  # noqa: E402
+from autoshard.base.units import format_bytes, format_seconds  # noqa: E402
+from autoshard.exec.ahead.compile_plans import report  # noqa: E402
+from autoshard.planning import Options, Plan, make_plan, read_asked  # noqa: E402
 from autoshard.program import Program, Role, trace  # noqa: E402
-from autoshard.units import format_bytes, format_seconds  # noqa: E402
 from experiments.lib.saved_results import compiled  # noqa: E402
 
 

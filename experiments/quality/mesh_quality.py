@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 
 if TYPE_CHECKING:
-    from autoshard.plan import Plan
+    from autoshard.planning import Plan
     from autoshard.program import Program
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
@@ -63,7 +63,7 @@ def hand_picked(topology: str) -> dict[str, dict[str, int]]:
 def hand_plans(program: "Program", topology: str) -> "dict[str, Plan]":
     """What people write by hand that can be laid out, by name."""
     from autoshard import UserError
-    from autoshard.plan import Options, make_plan
+    from autoshard.planning import Options, make_plan
 
     found = {}
     for called, mesh in hand_picked(topology).items():
@@ -79,7 +79,7 @@ def hand_plans(program: "Program", topology: str) -> "dict[str, Plan]":
 
 def judge_ours(row: Row, time_limit: float) -> None:
     """The same of our plan alone, if others of the row are known."""
-    from autoshard.plan import Options, make_plan
+    from autoshard.planning import Options, make_plan
 
     found = Results(RESULTS)
     known = found.rows.get(row.name)
@@ -95,7 +95,7 @@ def judge_ours(row: Row, time_limit: float) -> None:
 def judge(row: Row, time_limit: float, most: int) -> None:
     """Plan, compile and estimate one row."""
     from autoshard.cost import Topology
-    from autoshard.plan import Options, make_plan
+    from autoshard.planning import Options, make_plan
 
     topology = row.topology
     program = PROGRAMS[row.program](math.prod(TOPOLOGIES[topology].values()))()

@@ -111,14 +111,14 @@ def stack_of(number: int) -> Stack:
 
 
 def options_of(stack: Stack, **mesh: Any) -> Any:
-    from autoshard.plan import Options
+    from autoshard.planning import Options
 
     return Options(topology=stack.topology, refine_axes=False, **mesh)
 
 
 def chosen(stack: Stack) -> tuple[tuple[Any, ...], float]:
     """Stages, schedule and microbatches that the search takes, and the expected step."""
-    from autoshard.plan import plan_recipes
+    from autoshard.planning import plan_recipes
 
     recipe, made = plan_recipes(stack.program, stack.choices, options_of(stack), of_source=True)
     return tuple(recipe.arguments.values()), made.plan.prediction.expected_s
@@ -126,17 +126,16 @@ def chosen(stack: Stack) -> tuple[tuple[Any, ...], float]:
 
 def enumerated(stack: Stack) -> dict[tuple[Any, ...], float]:
     """The expected step of every pipeline that can be, and of none, on its best mesh."""
-    from autoshard.base.crew import Crew
+    from autoshard.base.workers import Crew
     from autoshard.cost import Topology, candidate_meshes, load_calibration
     from autoshard.errors import UserError
-    from autoshard.plan import read_asked
-    from autoshard.plan.mesh._trial import unusable
-    from autoshard.plan.model._axis_parts import LEAST_GAIN
-    from autoshard.plan.model._options import Limits
-    from autoshard.plan.price._reading import read_program
-    from autoshard.plan.price._task import Task
-    from autoshard.plan.solve._search import Infeasible, search
-    from autoshard.plan.write._stages import is_sensible
+    from autoshard.planning import read_asked
+    from autoshard.planning.mesh.mesh_attempt import unusable
+    from autoshard.planning.price.analysed_program import Task, read_program
+    from autoshard.planning.recipes.pipeline_recipes import is_sensible
+    from autoshard.planning.solve.weight_search import Infeasible, search
+    from autoshard.planning.space.derived_axes import LEAST_GAIN
+    from autoshard.planning.space.plan_options import Limits
 
     found: dict[tuple[Any, ...], float] = {}
     topology = Topology.parse(stack.topology)

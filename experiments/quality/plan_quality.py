@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 
 if TYPE_CHECKING:
-    from autoshard.plan import Plan
+    from autoshard.planning import Plan
     from autoshard.program import Program
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
@@ -80,7 +80,7 @@ class Row:
 def judge(row: Row, time_limit: float, most: int | None, completed: bool = False) -> None:
     """Plan, compile and estimate one row; every plan is kept as soon as it is known."""
     from autoshard.cost import Topology
-    from autoshard.plan import Options, make_plan
+    from autoshard.planning import Options, make_plan
     from autoshard.report import candidates
 
     mesh = TOPOLOGIES[row.topology]
@@ -106,7 +106,7 @@ def figures_of(program: "Program", plan: "Plan", time_limit: float, holds: bool 
     """What the compiler says of a plan, and what was predicted of it if that `holds` for what was compiled."""
     from autoshard import UserError
     from autoshard.exec import compile_figures
-    from autoshard.exec.ahead._compile import report
+    from autoshard.exec.ahead.compile_plans import report
 
     prediction = plan.prediction
     known: dict[str, Any] = {
@@ -162,7 +162,7 @@ class Judgement:
 
 def table(rows: dict[str, Any]) -> str:
     """The results as a page of Markdown."""
-    from autoshard.exec.hlo._estimate import estimator_error
+    from autoshard.exec.hlo.schedule_estimate import estimator_error
 
     lines = [
         "# Our plan against every baseline, judged by the TPU compiler",

@@ -23,8 +23,8 @@ from typing import TYPE_CHECKING, Any
 
 
 if TYPE_CHECKING:
-    from autoshard.plan.published._published import Run
     from autoshard.program import Program
+    from autoshard.validation.published_runs import Run
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 sys.path.insert(0, str(Path(__file__).parents[2]))
@@ -86,7 +86,7 @@ def processor_s() -> float:
 def program_of(run: "Run", remat: str, batch: int) -> "Program":
     """One step of the run's model with another remat, value by value, and batch."""
     from autoshard.program import SAVED, decoder_program
-    from autoshard.program._policy import read_policy
+    from autoshard.program.remat_policy import read_policy
 
     policy = read_policy(remat)
     known = {path.rpartition(".")[2]: value for path, value in VALUES.items()}
@@ -115,7 +115,8 @@ def program_of(run: "Run", remat: str, batch: int) -> "Program":
 
 def searched(run: "Run") -> tuple[dict[str, Any], "Program", Any]:
     """The best recipe, what the search took, and its program and plan."""
-    from autoshard.plan import Options, plan_recipes, stated_plan
+    from autoshard.planning import Options, plan_recipes
+    from autoshard.validation import stated_plan
 
     stated = stated_plan(run)[1].prediction
     batches = [round(run.batch * share) for share in SHARES]
@@ -143,9 +144,9 @@ def judged(program: "Program", plan: Any, time_limit: float, whole: bool) -> dic
     """The compiler's verdict, and the processor time that it took, with machine code if `whole`; without the flag that
     libtpu refuses off v5e."""
     from autoshard import UserError
-    from autoshard.cost._flags import FUSED_GATHERS
-    from autoshard.exec.ahead._compile import report
-    from autoshard.exec.ahead._libtpu import compile_without_devices
+    from autoshard.cost.compiler_flags import FUSED_GATHERS
+    from autoshard.exec.ahead.ahead_process import compile_without_devices
+    from autoshard.exec.ahead.compile_plans import report
 
     said = plan.provenance.get("xla_flags")
     if said is not None:

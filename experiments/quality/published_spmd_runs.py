@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 
 if TYPE_CHECKING:
-    from autoshard.plan import Plan
+    from autoshard.planning import Plan
     from autoshard.program import Program
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
@@ -61,7 +61,7 @@ def main() -> None:
 
 def language(batch: int) -> dict[str, Any]:
     """The best recipe of GPT-2, and the plan by hand."""
-    from autoshard.plan import Options, make_plan, plan_recipes
+    from autoshard.planning import Options, make_plan, plan_recipes
     from autoshard.program import open_source
 
     def program_of(**chosen: Any) -> "Program":
@@ -84,7 +84,7 @@ def language(batch: int) -> dict[str, Any]:
 def images(batch: str, layout: str) -> dict[str, Any]:
     """A plan of ResNet-50 whose images are split as the layout says."""
     from autoshard.errors import UserError
-    from autoshard.plan import Options, make_plan, read_asked
+    from autoshard.planning import Options, make_plan, read_asked
     from autoshard.program import Role, open_source
 
     mesh, split = LAYOUTS[layout]
@@ -116,8 +116,8 @@ def _found(plan: "Plan") -> dict[str, Any]:
 def _compiled(program: "Program", plan: "Plan") -> dict[str, Any]:
     """The TPU compiler's verdict, before it writes machine code."""
     from autoshard.errors import UserError
-    from autoshard.exec.ahead._compile import report
-    from autoshard.exec.ahead._libtpu import compile_without_devices
+    from autoshard.exec.ahead.ahead_process import compile_without_devices
+    from autoshard.exec.ahead.compile_plans import report
 
     try:
         found = report(program, plan, compile_without_devices(program, plan, COMPILE_S, True))

@@ -49,7 +49,9 @@ HEADER = (
     "wall s",
     "peak GB",
 )
-RUN = "import sys; from autoshard.solver._command import run_solve; sys.exit(run_solve({!r}, {}, {}, 2, None, {!r}))"
+RUN = (
+    "import sys; from autoshard.solver.solve_command import run_solve; sys.exit(run_solve({!r}, {}, {}, 2, None, {!r}))"
+)
 
 
 def run(name: str, seed: int) -> dict:

@@ -41,13 +41,13 @@ STARTS = {"reading": "extract", "pricing": "price", "solving": "solve", "writing
 
 def measure(kind: str, layers: int, topology: str, chips: int) -> dict[str, Any]:
     """One plan, in this process."""
-    from autoshard.plan import Options, make_plan
-    from autoshard.plan.solve import _repeats
+    from autoshard.planning import Options, make_plan
+    from autoshard.planning.solve import repeats
     from experiments.lib.programs.jax_case import train_program
     from experiments.lib.programs.jax_layers import layered
 
     if kind == "unshared":
-        _repeats.WORTHWHILE = 0.0
+        repeats.WORTHWHILE = 0.0
     batch = max(64, chips)
     make_plan(train_program("small", layered(2), "train"), Options(topology="v5p:2x2x2", mesh={"data": 4, "model": 2}))
     program = train_program("layers", layered(layers, kind == "scanned", batch=batch), "train")

@@ -13,7 +13,7 @@ import sys
 import time
 from pathlib import Path
 
-from autoshard.base.process import cores
+from autoshard.base.processes import cores
 from experiments.quality.plan_vs_baselines import run
 
 

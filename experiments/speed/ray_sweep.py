@@ -8,8 +8,8 @@ with SIGKILL, while it works at a row. Files are compared byte for byte with tho
 that of all processes that were started, also of those that outlived who started them: this process adopts orphans, and
 waits for each.
 
-Then what one small call costs: by a helper of the planner (`autoshard.base.crew`), by `HelperPool`, which local sweeps
-take, by Python's own `ProcessPoolExecutor` (spawned processes), and by Ray, in turn.
+Then what one small call costs: by a helper of the planner (`autoshard.base.workers`), by `HelperPool`, which local
+sweeps take, by Python's own `ProcessPoolExecutor` (spawned processes), and by Ray, in turn.
 
 Writes `results/ray_sweep.md`; exit code 1 if a file differs, a row is lost, or a process is left.
 """
@@ -37,9 +37,9 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT))
 
-from autoshard.base.helper import Helper, Job  # noqa: E402
-from autoshard.base.pool import HelperPool  # noqa: E402
 from autoshard.base.ray_pool import RayPool  # noqa: E402
+from autoshard.base.worker_pool import HelperPool  # noqa: E402
+from autoshard.base.worker_process import Helper, Job  # noqa: E402
 from tests.ray_cluster import LocalCluster, local_cluster  # noqa: E402
 
 

@@ -50,7 +50,7 @@ def plan_first_step(name: str) -> dict[str, Any]:
     import transformers
 
     import autoshard.torch_xla
-    from autoshard.exec.torch_xla_hook import _session
+    from autoshard.exec.torch_xla_hook.lifecycle import hook_session
 
     took: dict[str, list[float]] = {}
 
@@ -67,15 +67,15 @@ def plan_first_step(name: str) -> dict[str, Any]:
     class Planned(BaseException):
         """The first step is planned: there is nothing more to see."""
 
-    whole = timed("everything", _session.Session._plan)
+    whole = timed("everything", hook_session.Session._plan)
 
     def planned(*args: Any) -> Any:
         whole(*args)
         raise Planned
 
-    modules: Any = _session
-    modules.capture = timed("read", _session.capture)
-    modules.kept_decision = timed("decide", _session.kept_decision)
+    modules: Any = hook_session
+    modules.capture = timed("read", hook_session.capture)
+    modules.kept_decision = timed("decide", hook_session.kept_decision)
     modules.Session._plan = planned
     kind, options, (rows, tokens) = MODELS[name]
     xr.use_spmd(**{"auto": True})

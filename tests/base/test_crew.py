@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from autoshard.base.crew import HERE, Crew, helpers_here
-from autoshard.base.helper import Job, Stopped
+from autoshard.base.worker_process import Job, Stopped
+from autoshard.base.workers import HERE, Crew, helpers_here
 
 
 PATIENCE_S = 60.0
@@ -238,7 +238,7 @@ def work(seconds: float) -> int:
 
 def test_one_core_has_no_helpers() -> None:
     code = "import os; os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})\n"
-    code += "from autoshard.base.crew import helpers_here; print(helpers_here())"
+    code += "from autoshard.base.workers import helpers_here; print(helpers_here())"
     if not hasattr(os, "sched_setaffinity"):
         pytest.skip("this system does not bind processes to cores")
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
@@ -250,7 +250,7 @@ SCRIPT = """
     import os, signal, sys, time
     sys.path.insert(0, {tests!r})
     signal.signal(signal.SIGINT, signal.default_int_handler)  # what runs in a shell's background ignores it
-    from autoshard.base.crew import Crew
+    from autoshard.base.workers import Crew
     from tests.base.test_crew import nap, wait_for_helpers
 
     print("script", flush=True)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from autoshard.base import kept
+from autoshard.base import disk_cache
 
 
 ROOT = Path(__file__).parents[2]
@@ -38,10 +38,10 @@ def test_eight_processes_share_one_cache(tmp_path: Path):
 
 def test_what_killed_processes_were_writing_goes_in_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("AUTOSHARD_CACHE_DIR", str(tmp_path))
-    for name, age in (("old", 2 * kept.FORGOTTEN_S), ("new", 0.0)):
+    for name, age in (("old", 2 * disk_cache.FORGOTTEN_S), ("new", 0.0)):
         (path := tmp_path / f".autoshard-{name}").write_bytes(b"half")
         os.utime(path, (time.time() - age,) * 2)
-    kept.write_entry("graph", "key", b"body")
+    disk_cache.write_entry("graph", "key", b"body")
     assert sorted(path.name for path in tmp_path.iterdir()) == [".autoshard-new", "key.graph"]
 
 
@@ -65,8 +65,8 @@ def test_an_entry_takes_the_place_of_what_others_put_there(kind: str, tmp_path: 
         entry.chmod(0o666)
         if os.geteuid() == 0:
             os.chown(entry, 12345, 54321)
-    kept.write_entry("graph", "key", b"body")
-    assert kept.read_entry("graph", "key") == b"body"
+    disk_cache.write_entry("graph", "key", b"body")
+    assert disk_cache.read_entry("graph", "key") == b"body"
     status = entry.lstat()
     assert stat.S_ISREG(status.st_mode) and (status.st_mode & 0o777, status.st_uid) == (0o600, os.geteuid())
     assert victim.read_bytes() == b"mine" and not (tmp_path / "none").exists()
@@ -74,10 +74,10 @@ def test_an_entry_takes_the_place_of_what_others_put_there(kind: str, tmp_path: 
 
 def test_a_damaged_entry_is_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("AUTOSHARD_CACHE_DIR", str(tmp_path))
-    kept.write_entry("graph", "key", b"body")
+    disk_cache.write_entry("graph", "key", b"body")
     whole = (tmp_path / "key.graph").read_bytes()
     for damaged in (b"", whole[:10], whole[:-1], whole + b"x", whole.replace(b"body", b"bode"), b"[" * 100_000):
         (tmp_path / "key.graph").write_bytes(damaged)
-        assert kept.read_entry("graph", "key") is None
+        assert disk_cache.read_entry("graph", "key") is None
     (tmp_path / "key.graph").write_bytes(whole)
-    assert kept.read_entry("graph", "key") == b"body" and kept.read_entry("graph", "other") is None
+    assert disk_cache.read_entry("graph", "key") == b"body" and disk_cache.read_entry("graph", "other") is None

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from autoshard.base.pool import HelperPool
+from autoshard.base.worker_pool import HelperPool
 from tests.base.test_crew import is_gone
 
 
@@ -51,7 +51,7 @@ LEAVES = """
     import hashlib, os, sys
     sys.path.insert(0, {root!r})
     from autoshard import cli
-    from autoshard.base.pool import HelperPool
+    from autoshard.base.worker_pool import HelperPool
     from autoshard.cli import _process
     from tests.base.test_pool import leave_folder
 
@@ -120,8 +120,8 @@ SCRIPT = """
     import signal, sys, time
     sys.path.insert(0, {root!r})
     signal.signal(signal.SIGINT, signal.default_int_handler)  # what runs in a shell's background ignores it
-    from autoshard.base.pool import HelperPool
-    from autoshard.cli._process import obey_signals
+    from autoshard.base.worker_pool import HelperPool
+    from autoshard.cli.session import obey_signals
     from tests.base.test_pool import nap
 
     obey_signals()

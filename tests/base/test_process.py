@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 import autoshard
-from autoshard.base.crew import Crew
-from autoshard.base.process import collecting_seldom, python_command, scratch_folder, scratch_folders
+from autoshard.base.processes import collecting_seldom, python_command, scratch_folder, scratch_folders
+from autoshard.base.workers import Crew
 
 
 TRAP = "import pathlib; pathlib.Path(__file__).with_name('executed').touch(); raise SystemExit('not this one')\n"
@@ -33,7 +33,9 @@ def trap(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-@pytest.mark.parametrize("module", ["autoshard.base.helper", "autoshard.solver._worker", "autoshard.solver._exact"])
+@pytest.mark.parametrize(
+    "module", ["autoshard.base.worker_process", "autoshard.solver.search.milp_worker", "autoshard.solver.exact_solves"]
+)
 def test_children_import_nothing_from_the_working_directory(module: str, trap: Path):
     done = subprocess.run(python_command(module), input=b"", capture_output=True, timeout=60)
     assert done.returncode == 0 and done.stderr == b""

@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from autoshard.base.providers import HOMES, provider, provides
-from autoshard.plan import Plan, explain_plan, save_plan
+from autoshard.planning import Plan, explain_plan, save_plan
 
 
 @pytest.mark.parametrize("request_", sorted(HOMES))

@@ -13,9 +13,9 @@ import pytest
 
 import autoshard
 from autoshard.base import ray_pool
-from autoshard.base.pool import as_ended
 from autoshard.base.ray_node import NAMES, NodeSetting, run_call, setting_here
 from autoshard.base.ray_pool import RayPool
+from autoshard.base.worker_pool import as_ended
 from autoshard.cost import Topology
 from autoshard.errors import UserError
 from tests.base.test_pool import die, fail, nap

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from autoshard.base import tested
-from autoshard.base.tested import PACKAGES, TESTED, VersionSet, minor_of
+from autoshard.base import tested_versions
+from autoshard.base.tested_versions import PACKAGES, TESTED, VersionSet, minor_of
 
 
 ROOT = Path(__file__).parents[2]
@@ -59,7 +59,9 @@ def test_minor_versions_are_compared(installed: dict[str, str | None], differing
 
 def test_versions_are_ordered_by_number(monkeypatch: pytest.MonkeyPatch):
     sets = tuple(VersionSet("", "", {"torch": version}, "", "") for version in ("2.13.0", "2.9.1", "2.10.0", "2.9.1"))
-    monkeypatch.setattr(tested, "TESTED", (*sets, VersionSet("", "", {}, "", "")))
-    assert tested.known_versions("torch") == "2.9.1, 2.10.0 and 2.13.0"
-    assert tested.newer_than_tested("torch", "2.14.0+cpu")
-    assert not tested.newer_than_tested("torch", "2.13.9") and not tested.newer_than_tested("torch", "2.8.0")
+    monkeypatch.setattr(tested_versions, "TESTED", (*sets, VersionSet("", "", {}, "", "")))
+    assert tested_versions.known_versions("torch") == "2.9.1, 2.10.0 and 2.13.0"
+    assert tested_versions.newer_than_tested("torch", "2.14.0+cpu")
+    assert not tested_versions.newer_than_tested("torch", "2.13.9") and not tested_versions.newer_than_tested(
+        "torch", "2.8.0"
+    )

@@ -8,8 +8,7 @@ import pytest
 
 from autoshard.cost import (
     Chip,
-    _calibration,
-    _chip,
+    calibration,
     chip_names,
     chip_of_kind,
     dtype_class,
@@ -18,6 +17,7 @@ from autoshard.cost import (
     load_chip,
     load_chip_file,
 )
+from autoshard.cost import chip as _chip
 from autoshard.errors import UserError
 
 
@@ -142,7 +142,7 @@ def test_two_chips_of_one_name(chips: pathlib.Path, tmp_path: pathlib.Path, name
 def test_a_chip_without_calibration(chips: pathlib.Path) -> None:
     json_of = json.loads((chips / "v5e.json").read_text())
     (chips / "v9.json").write_text(json.dumps(json_of | {"name": "v9", "aliases": [], "device_kinds": ["TPU v9"]}))
-    for name in set(json.loads(_calibration._FILE.read_text())["chips"]) - {"v5e"}:
+    for name in set(json.loads(calibration._FILE.read_text())["chips"]) - {"v5e"}:
         other = json_of | {"name": name, "aliases": [], "device_kinds": [f"TPU {name}"]}
         (chips / f"{name}.json").write_text(json.dumps(other))
     with pytest.raises(UserError, match="calibration.json misses matmul_efficiency, .* of v9, a chip of cost/chips"):

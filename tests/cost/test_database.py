@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from autoshard.cost import Database, Observation, Topology, compiler_version, content_hash, data_directory
-from autoshard.cost import _database as module
+from autoshard.cost import observation_database as module
 from tests.cost.observed import bill, observation
 
 

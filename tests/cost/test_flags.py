@@ -5,7 +5,7 @@ import pathlib
 import pytest
 
 from autoshard.cost import chosen_flags, flag_set, load_calibration, load_chip, read_flags, save_calibration, with_flags
-from autoshard.cost._flags import (
+from autoshard.cost.compiler_flags import (
     CLOCK,
     FUSED_GATHERS,
     SPARSE_GATHERS,

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from autoshard.cost import Calibration, Collectives, Compute, Kind, Topology, load_chip, make_mesh
-from autoshard.cost._measured import (
+from autoshard.cost.gpu_measurements import (
     IslandNetwork,
     between_seconds,
     is_measured,

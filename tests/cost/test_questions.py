@@ -5,8 +5,9 @@ import pathlib
 
 import pytest
 
-from autoshard.cost import Decoder, QuestionRow, train_state_bytes, validate_questions
 from autoshard.errors import UserError
+from autoshard.serving import Decoder, train_state_bytes
+from autoshard.validation import QuestionRow, validate_questions
 
 
 ROWS = {row.id: row for row in validate_questions()}

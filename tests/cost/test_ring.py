@@ -6,7 +6,7 @@ import math
 from hypothesis import given
 from hypothesis import strategies as st
 
-from autoshard.cost._ring import ring, snake
+from autoshard.cost.torus import ring, snake
 
 
 SHAPES = st.lists(st.integers(1, 6), min_size=1, max_size=3)

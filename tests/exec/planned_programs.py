@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from autoshard import mlir
-from autoshard.plan import Pin, Plan, Prediction, Spec
+from autoshard.planning import Pin, Plan, Prediction, Spec
 from autoshard.program import Program, trace
 
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from autoshard import mlir
-from autoshard.plan import Options, Pin, Plan, Spec, make_plan, read_asked
+from autoshard.planning import Options, Pin, Plan, Spec, make_plan, read_asked
 from autoshard.program import Program, trace
 
 

@@ -10,13 +10,13 @@ import numpy as np
 import pytest
 
 from autoshard.graph import Op, read_graph
-from autoshard.plan import Call, Options, PlanResult, Spec, make_plan
-from autoshard.plan.model._factors import factor_states
-from autoshard.plan.model._heavy import heavy_strategies, result_states
-from autoshard.plan.xla._states import WHOLE
+from autoshard.planning import Call, Options, PlanResult, Spec, make_plan
+from autoshard.planning.space.dim_groups import factor_states
+from autoshard.planning.space.op_strategies import heavy_strategies, result_states
+from autoshard.planning.xla.axis_assignments import WHOLE
 from autoshard.program import Program, trace
-from autoshard.program._cached import cached_attention
-from autoshard.program._cached_keys import Held
+from autoshard.program.kernels.cached_keys import Held
+from autoshard.program.kernels.decode_attention import cached_attention
 
 
 LAYERS, BATCH, HEADS, GROUP, LENGTH, DIM = 2, 2, 2, 2, 8192, 128

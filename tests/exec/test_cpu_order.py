@@ -9,8 +9,8 @@ import sys
 
 import pytest
 
-from autoshard.exec.run._steps import PlannedStep, first_arguments, quartiles, run_in_turn
-from autoshard.plan import Options, make_plan
+from autoshard.exec.run.planned_steps import PlannedStep, first_arguments, quartiles, run_in_turn
+from autoshard.planning import Options, make_plan
 from experiments.fidelity import cpu_order
 from experiments.lib.programs.jax_case import infer_program, train_program
 from experiments.lib.programs.jax_programs import CASES

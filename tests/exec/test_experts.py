@@ -9,10 +9,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from autoshard.plan import Options, PlanResult, make_plan, read_asked
+from autoshard.planning import Options, PlanResult, make_plan, read_asked
 from autoshard.program import Program, parse_experts, trace
-from autoshard.program._experts import capacity, mix
-from autoshard.program._routers import softmax_router
+from autoshard.program.moe.experts import capacity, mix
+from autoshard.program.moe.hf_routers import softmax_router
 from tests.exec.planned_programs import f32
 
 

@@ -11,10 +11,10 @@ import pytest
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel, splash_attention_mask
 
 from autoshard.graph import FactorKind, Op, read_graph
-from autoshard.plan import Call, Options, PlanResult, Spec, make_plan
-from autoshard.plan.model._factors import factor_states
-from autoshard.plan.model._heavy import heavy_strategies, result_states
-from autoshard.plan.xla._states import WHOLE
+from autoshard.planning import Call, Options, PlanResult, Spec, make_plan
+from autoshard.planning.space.dim_groups import factor_states
+from autoshard.planning.space.op_strategies import heavy_strategies, result_states
+from autoshard.planning.xla.axis_assignments import WHOLE
 from autoshard.program import Program, trace
 
 

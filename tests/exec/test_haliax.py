@@ -17,8 +17,8 @@ import autoshard  # noqa: E402
 from autoshard import UserError  # noqa: E402
 from autoshard.cost import Topology, make_mesh  # noqa: E402
 from autoshard.exec import read_collectives, wire_by_axis  # noqa: E402
-from autoshard.plan import Plan  # noqa: E402
-from autoshard.report import export_plan  # noqa: E402
+from autoshard.exports import export_plan  # noqa: E402
+from autoshard.planning import Plan  # noqa: E402
 
 
 MESH = {"data": 4, "model": 2}

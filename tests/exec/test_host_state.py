@@ -11,15 +11,15 @@ import numpy as np
 import optax
 import pytest
 
+from autoshard.base.units import format_bytes, format_seconds
 from autoshard.cost import Compute, Topology
 from autoshard.errors import UserError
 from autoshard.exec import jax_export
-from autoshard.exec.apply import _apply
-from autoshard.plan import Options, Plan, load_plan, make_plan
+from autoshard.exec.apply import jax_application
+from autoshard.exports import export_plan
+from autoshard.planning import Options, Plan, load_plan, make_plan
 from autoshard.program import Program, trace
-from autoshard.report import export_plan
-from autoshard.report._binding import WAITS_FOR_HOST, what_binds
-from autoshard.units import format_bytes, format_seconds
+from autoshard.report.terminal.explanation_report import WAITS_FOR_HOST, what_binds
 
 
 LAYERS, WIDTH, INNER, TOKENS = 4, 64, 256, 128
@@ -131,8 +131,8 @@ def test_devices_without_memory_of_a_host_are_refused(monkeypatch: pytest.Monkey
         def addressable_memories(self) -> list[Any]:
             return []
 
-    check = _apply.check_host_memory
-    monkeypatch.setattr(_apply, "check_host_memory", lambda device: check(Device()))
+    check = jax_application.check_host_memory
+    monkeypatch.setattr(jax_application, "check_host_memory", lambda device: check(Device()))
     with pytest.raises(UserError, match="toy devices have no memory there .* and without `--host`"):
         plan.jit(step)(*arguments())
 

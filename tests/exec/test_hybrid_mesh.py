@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from autoshard.cost import Topology, hybrid_mesh
-from autoshard.exec.torch_xla_hook._here import numbers_by_coordinates
+from autoshard.exec.torch_xla_hook.planning.runtime_topology import numbers_by_coordinates
 
 
 sharding = pytest.importorskip("torch_xla.distributed.spmd.xla_sharding")

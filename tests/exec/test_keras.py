@@ -17,8 +17,8 @@ keras = pytest.importorskip("keras")
 import autoshard  # noqa: E402
 from autoshard import UserError  # noqa: E402
 from autoshard.exec import fit_as_planned  # noqa: E402
+from autoshard.exports import export_plan  # noqa: E402
 from autoshard.program import from_keras  # noqa: E402
-from autoshard.report import export_plan  # noqa: E402
 
 
 MESH = {"data": 4, "model": 2}

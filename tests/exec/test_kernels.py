@@ -14,9 +14,9 @@ from jax.experimental.pallas.ops.tpu.flash_attention import flash_attention
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel, splash_attention_mask
 
 from autoshard import UserError, mlir
-from autoshard.exec.apply._calls import lower_for_compiler
+from autoshard.exec.apply.calls_on_shards import lower_for_compiler
 from autoshard.graph import FactorKind, Op, read_graph
-from autoshard.plan import Options, Plan, make_plan
+from autoshard.planning import Options, Plan, make_plan
 from autoshard.program import Program, trace
 
 

@@ -10,9 +10,9 @@ import pytest
 
 import autoshard
 from autoshard.exec import measure
-from autoshard.exec.apply._apply import Application, donated_aliases, lower_module
-from autoshard.exec.devices._devices import place
-from autoshard.plan import Options, Spec, explain_plan, make_plan
+from autoshard.exec.apply.jax_application import Application, donated_aliases, lower_module
+from autoshard.exec.devices.local_devices import place
+from autoshard.planning import Options, Spec, explain_plan, make_plan
 from autoshard.program import Program, Role, load_artifact, trace
 
 

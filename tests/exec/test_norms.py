@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from autoshard.graph import FactorKind, read_graph
-from autoshard.plan import Options, make_plan
+from autoshard.planning import Options, make_plan
 from autoshard.program import Program, load_artifact
 
 

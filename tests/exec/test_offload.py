@@ -13,12 +13,12 @@ from jax.ad_checkpoint import checkpoint_name
 from autoshard.cost import Compute, Topology, make_mesh
 from autoshard.errors import UserError
 from autoshard.exec import compile_plan
-from autoshard.exec.apply import _apply
-from autoshard.exec.apply._apply import check_host_memory
+from autoshard.exec.apply import jax_application
+from autoshard.exec.apply.jax_application import check_host_memory
 from autoshard.graph import analyse, read_graph
-from autoshard.plan import Options, make_plan
-from autoshard.plan.model._model import HOST
-from autoshard.plan.price._reading import build_model, read_program
+from autoshard.planning import Options, make_plan
+from autoshard.planning.price.analysed_program import build_model, read_program
+from autoshard.planning.space.decision_model import HOST
 from autoshard.program import Program, trace
 
 
@@ -239,6 +239,6 @@ def test_a_plan_that_offloads_is_refused_where_nothing_can_wait(monkeypatch: pyt
     def refuse(device: object) -> None:
         raise UserError(f"no host memory beside {device}")
 
-    monkeypatch.setattr(_apply, "check_host_memory", refuse)
+    monkeypatch.setattr(jax_application, "check_host_memory", refuse)
     with pytest.raises(UserError, match="no host memory"):
         plan.jit(step(True))(*arguments(np.random.default_rng(1)))

@@ -12,9 +12,10 @@ from jax.sharding import PartitionSpec as P
 
 from autoshard.errors import UserError
 from autoshard.exec import measure
-from autoshard.plan import Options, explain_plan, make_plan, read_asked
+from autoshard.exports import export_plan
+from autoshard.planning import Options, explain_plan, make_plan, read_asked
 from autoshard.program import Program, trace
-from autoshard.report import export_plan, html_report, perfetto_json, terminal_report
+from autoshard.report import html_report, perfetto_json, terminal_report
 
 
 def shape(*dims: int, dtype: Any = jnp.float32) -> jax.ShapeDtypeStruct:

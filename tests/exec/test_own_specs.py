@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec as P
 import autoshard
 from autoshard.errors import UserError
 from autoshard.exec import measure
-from autoshard.plan import Options, PlanResult, Spec, explain_plan, make_plan
+from autoshard.planning import Options, PlanResult, Spec, explain_plan, make_plan
 from autoshard.program import Program, lift_constraints, trace
 
 

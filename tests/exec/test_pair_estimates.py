@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from autoshard.plan import read_groups
+from autoshard.validation import read_groups
 from experiments.fidelity import pair_estimates
 
 

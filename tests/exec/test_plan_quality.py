@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from autoshard.exec.hlo._estimate import estimator_error
+from autoshard.exec.hlo.schedule_estimate import estimator_error
 from experiments.lib import saved_results as kept
 from experiments.lib.programs.compile_programs import jax_mlp
 from experiments.quality import plan_quality
@@ -72,6 +72,6 @@ def test_a_row_is_compiled_once_and_kept(tmp_path: Path, monkeypatch: pytest.Mon
     def refuse(*_: Any) -> None:
         raise AssertionError("compiled again")
 
-    monkeypatch.setattr("autoshard.exec.ahead._libtpu.compile_without_devices", refuse)
+    monkeypatch.setattr("autoshard.exec.ahead.ahead_process.compile_without_devices", refuse)
     plan_quality.judge(row, 300.0, 1)
     assert kept.Results(plan_quality.RESULTS).rows == rows

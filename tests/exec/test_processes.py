@@ -15,7 +15,7 @@ os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=4"
 import jax
 jax.distributed.initialize(f"localhost:{port}", num_processes=2, process_id=process)
 from autoshard.exec import measure, measurement_figures
-from autoshard.plan import load_plan
+from autoshard.planning import load_plan
 from tests.exec import planned_programs as made
 program, plan = made.mlp(), load_plan(plan_file)
 found = measurement_figures(measure(program, plan, steps=2, check=True, timed_collectives=2))

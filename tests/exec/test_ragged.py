@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from autoshard.exec import plan_mesh, read_collectives, wire_by_axis
-from autoshard.exec.apply._calls import lower_for_compiler
+from autoshard.exec.apply.calls_on_shards import lower_for_compiler
 from autoshard.graph import FactorKind, read_graph
-from autoshard.plan import Options, PlanResult, make_plan
+from autoshard.planning import Options, PlanResult, make_plan
 from autoshard.program import Program, trace
 from tests.exec.planned_programs import f32
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, PartitionSpec
 
-from autoshard.program._ragged_exchange import RaggedCall, _all_rows, _real_rows, _RealRows
+from autoshard.program.kernels.ragged_exchange import RaggedCall, _all_rows, _real_rows, _RealRows
 
 
 GROUPS, BATCH, ROOM, WIDTH = 8, 16, 3, 5

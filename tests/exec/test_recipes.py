@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from autoshard.exec import measure
-from autoshard.plan import Options, make_plan
+from autoshard.planning import Options, make_plan
 from autoshard.program import Program, open_source
 
 

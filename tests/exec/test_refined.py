@@ -3,9 +3,9 @@
 import pytest
 
 from autoshard.exec import measure
-from autoshard.plan import Options, read_asked
-from autoshard.plan._make import make_plan
-from tests.plan.programs import grouped_query
+from autoshard.planning import Options, read_asked
+from autoshard.planning.plan_builder import make_plan
+from tests.planning.programs import grouped_query
 
 
 @pytest.mark.parametrize(

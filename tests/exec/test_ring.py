@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 
 from autoshard.graph import Op, find_attentions, read_graph
-from autoshard.plan import Call, Options, PlanResult, Spec, make_plan
-from autoshard.plan.model._factors import factor_states
-from autoshard.plan.model._heavy import heavy_strategies, result_states
-from autoshard.plan.xla._states import WHOLE
+from autoshard.planning import Call, Options, PlanResult, Spec, make_plan
+from autoshard.planning.space.dim_groups import factor_states
+from autoshard.planning.space.op_strategies import heavy_strategies, result_states
+from autoshard.planning.xla.axis_assignments import WHOLE
 from autoshard.program import Program, ring_attention, trace
 
 

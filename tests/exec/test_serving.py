@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from autoshard.exec import compile_plan
-from autoshard.plan import Options, make_plan
+from autoshard.planning import Options, make_plan
 from autoshard.program import Program, open_source
-from autoshard.program._cached_keys import major_to_minor
+from autoshard.program.kernels.cached_keys import major_to_minor
 
 
 CONFIG = {

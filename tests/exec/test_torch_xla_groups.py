@@ -6,12 +6,12 @@ from typing import Any
 import jax
 import pytest
 
-from autoshard.exec.torch_xla_hook._marks import LiveMesh
-from autoshard.exec.torch_xla_hook._planning import Decision, decide, splits
-from autoshard.plan import Spec
+from autoshard.exec.torch_xla_hook.planning.capture_planning import Decision, decide, splits
+from autoshard.exec.torch_xla_hook.values.live_marks import LiveMesh
+from autoshard.planning import Spec
 from autoshard.program import trace
 from tests.graph.programs import f32
-from tests.plan.test_spatial import SAME, convolution
+from tests.planning.test_spatial import SAME, convolution
 
 
 SOME = Spec((("data",), (), (), ()))

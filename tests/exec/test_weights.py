@@ -11,8 +11,8 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from autoshard.errors import UserError
-from autoshard.exec.apply import _weights
-from autoshard.plan import Options, Plan, make_plan
+from autoshard.exec.apply import weight_files
+from autoshard.planning import Options, Plan, make_plan
 from autoshard.program import Program, host_array, open_source, read_config, trace
 from tests.exec.planned_programs import handmade
 
@@ -75,14 +75,14 @@ def test_no_more_is_read_than_a_device_holds(tmp_path: Path, monkeypatch: pytest
     plan = handmade(program, {"data": 4, "model": 2}, {split: "data,model,-"})
     model_of("llama-tiny").save_pretrained(tmp_path)
     read: dict[str, list[int]] = {}
-    part = _weights.Files.part
+    part = weight_files.Files.part
 
     def counted(self: Any, key: str, index: tuple[slice, ...]) -> Any:
         found = part(self, key, index)
         read.setdefault(key, []).append(found.size)
         return found
 
-    monkeypatch.setattr(_weights.Files, "part", counted)
+    monkeypatch.setattr(weight_files.Files, "part", counted)
     array = plan.load_weights(tmp_path, program)[split]
     assert array.sharding.shard_shape(array.shape) == (array.shape[0] // 4, array.shape[1] // 2, array.shape[2])
     halves = [array.shape[1] // 2 * array.shape[2]] * 2
@@ -96,9 +96,9 @@ def test_several_files_have_an_index(tmp_path: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.chdir(tmp_path)
     relative = plan.load_weights("theirs", program)
     assert all(np.array_equal(array, relative[name]) for name, array in params.items())
-    monkeypatch.setattr(_weights, "FILE_BYTES", 100_000)
+    monkeypatch.setattr(weight_files, "FILE_BYTES", 100_000)
     files = plan.save_weights(params, tmp_path / "ours", program)
-    index = json.loads((tmp_path / "ours" / _weights.INDEX).read_text())
+    index = json.loads((tmp_path / "ours" / weight_files.INDEX).read_text())
     assert len(files) > 2 and set(index["weight_map"].values()) == {file.name for file in files}
     assert index["metadata"]["total_size"] == sum(array.nbytes for array in params.values())
     again = plan.load_weights("ours", program)
@@ -122,10 +122,10 @@ def test_what_cannot_be_read_or_written_is_said(tmp_path: Path) -> None:
         plan.load_weights(tmp_path / "small", program)
     (tmp_path / "indexed").mkdir()
     for text in ("[]", "{}", '{"weight_map": {"a": 1}}'):
-        (tmp_path / "indexed" / _weights.INDEX).write_text(text)
+        (tmp_path / "indexed" / weight_files.INDEX).write_text(text)
         with pytest.raises(UserError, match="is no index of weights: it has no `weight_map` from tensors to files"):
             plan.load_weights(tmp_path / "indexed", program)
-    (tmp_path / "indexed" / _weights.INDEX).write_text('{"weight_map": {"a": "none.safetensors"}}')
+    (tmp_path / "indexed" / weight_files.INDEX).write_text('{"weight_map": {"a": "none.safetensors"}}')
     with pytest.raises(UserError, match="none.safetensors` cannot be read as safetensors"):
         plan.load_weights(tmp_path / "indexed", program)
     (tmp_path / "broken.safetensors").write_bytes(b"nothing")

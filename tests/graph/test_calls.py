@@ -5,8 +5,8 @@ import pytest
 
 from autoshard.graph import MATMULS, FactorKind, OpClass, read_graph
 from autoshard.program import trace
-from autoshard.program._grouped_kernels import GroupedKernels, GroupedTiles, kernel_matmul
-from autoshard.program._kernels import KernelBlocks, flash_attention
+from autoshard.program.kernels.flash_attention import KernelBlocks, flash_attention
+from autoshard.program.kernels.grouped_kernels import GroupedKernels, GroupedTiles, kernel_matmul
 
 
 def attention_ops(window: int | None = None, length: int = 64, blocks: KernelBlocks | None = None) -> dict:

@@ -9,7 +9,7 @@ import pytest
 
 from autoshard.cost import Compute, Topology
 from autoshard.graph import read_graph
-from autoshard.graph._interleaved import interleaved_passes
+from autoshard.graph.memory.stack_layouts import interleaved_passes
 from autoshard.program import trace
 
 

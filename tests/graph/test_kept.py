@@ -8,9 +8,9 @@ import jax
 import pytest
 from jax import lax
 
-from autoshard.base.kept import MOST
-from autoshard.graph import OpGraph, _kept, kept_graph, read_graph
-from autoshard.graph._rows import from_json, to_json
+from autoshard.base.disk_cache import MOST
+from autoshard.graph import OpGraph, graph_cache, kept_graph, read_graph
+from autoshard.graph.graph_cache import from_json, to_json
 from autoshard.program import Program, flash_attention, trace
 from tests.graph.programs import convolutions, decoder, decoding, f32, mlp, views
 
@@ -18,7 +18,7 @@ from tests.graph.programs import convolutions, decoder, decoding, f32, mlp, view
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("AUTOSHARD_CACHE_DIR", str(tmp_path / "kept"))
-    monkeypatch.setattr(_kept, "registrations", lambda: 0)  # other tests of this process register rules
+    monkeypatch.setattr(graph_cache, "registrations", lambda: 0)  # other tests of this process register rules
     return tmp_path / "kept"
 
 
@@ -47,18 +47,18 @@ def test_a_graph_comes_back_as_it_was(make) -> None:
 def test_the_second_time_nothing_is_read(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     module, other = mlp().module, views().module
     reads = []
-    monkeypatch.setattr(_kept, "read_graph", lambda module: reads.append(1) or read_graph(module))
+    monkeypatch.setattr(graph_cache, "read_graph", lambda module: reads.append(1) or read_graph(module))
     first, second = kept_graph(module), kept_graph(module)
     assert first == second == read_graph(module) and len(reads) == 1
     assert kept_graph(other) != first and len(reads) == 2
-    monkeypatch.setattr(_kept, "registrations", lambda: 1)
+    monkeypatch.setattr(graph_cache, "registrations", lambda: 1)
     assert kept_graph(module) == first and len(reads) == 3, "a registered rule is not in the module"
     assert len(list(folder.iterdir())) == 2
 
 
 @pytest.mark.parametrize("damage", ["short", "flipped", "forged"])
 def test_a_damaged_entry_is_read_anew_and_replaced(folder: Path, damage: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    from autoshard.base.kept import write_entry
+    from autoshard.base.disk_cache import write_entry
 
     module = mlp().module
     expected = kept_graph(module)
@@ -94,7 +94,7 @@ def test_a_second_plan_starts_no_framework(folder: Path, tmp_path: Path) -> None
     path = tmp_path / "step.mlirbc"
     path.write_bytes(mlp().module)
     code = (
-        "import sys; from autoshard.plan import Options, make_plan; from autoshard.program import open_source; "
+        "import sys; from autoshard.planning import Options, make_plan; from autoshard.program import open_source; "
         "program = open_source(sys.argv[1], kept=True); "
         "made = make_plan(program, Options(topology=sys.argv[2], mesh='data=2,model=2'), kept=True); "
         "print('jax' in sys.modules, 'torch' in sys.modules, round(made.plan.prediction.step_time_s * 1e12))"

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import pytest
 
 from autoshard.graph import OpGraph, analyse, read_graph
-from autoshard.graph._turned import Passes, turned_passes
+from autoshard.graph.memory.stack_layouts import Passes, turned_passes
 from autoshard.program import trace
 
 

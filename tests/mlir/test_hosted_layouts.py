@@ -9,7 +9,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxlib.mlir import ir
 
 from autoshard import mlir
-from autoshard.mlir._module import collect
+from autoshard.mlir.module import collect
 from autoshard.program import trace
 
 

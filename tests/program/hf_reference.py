@@ -65,11 +65,12 @@ def _check_training_step(config, monkeypatch, seed, **options):
     import jax
     import torch
 
-    from autoshard.program import _train, open_source
-    from autoshard.program._config import read_config
-    from autoshard.program._torch_function import TorchFunction
+    from autoshard.program import open_source
+    from autoshard.program.config_files import read_config
+    from autoshard.program.jax import train_step
+    from autoshard.program.torch.torch_function import TorchFunction
 
-    monkeypatch.setattr(_train, "LEARNING_RATE", STEP)
+    monkeypatch.setattr(train_step, "LEARNING_RATE", STEP)
     _, fields = read_config(config)
     experts = {"experts_implementation": "eager"} if "num_experts_per_tok" in fields else {}
     model = real_model(fields, **experts)

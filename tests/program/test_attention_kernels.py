@@ -9,12 +9,13 @@ import torch
 from torch import nn
 
 from autoshard.errors import UserError
-from autoshard.exec.apply._export import jax_export
+from autoshard.exec.apply.exported_step import jax_export
 from autoshard.graph import read_graph
-from autoshard.plan import Options, make_plan, settled_options
-from autoshard.program import Program, _splash, from_torch, open_source, trace
-from autoshard.program._attention import attend
-from autoshard.program._kernels import KernelBlocks
+from autoshard.planning import Options, make_plan, settled_options
+from autoshard.program import Program, from_torch, open_source, trace
+from autoshard.program.kernels import splash_attention
+from autoshard.program.kernels.dot_attention import attend
+from autoshard.program.kernels.flash_attention import KernelBlocks
 
 
 class Attention(nn.Module):
@@ -88,7 +89,7 @@ def test_windows_and_softcaps_are_the_kernels_too() -> None:
     q, k, v = (random.standard_normal((2, heads, 256, 64)).astype(np.float32) for heads in (4, 2, 2))
     for more in ({"window": 96}, {"window": 128, "softcap": 20.0, "scale": 0.2}, {"softcap": 5.0}):
         plain = attend(q, k, v, causal=True, **more)
-        with _splash.attention_kernel("splash", []):
+        with splash_attention.attention_kernel("splash", []):
             kernel = attend(q, k, v, causal=True, **more)
         assert np.abs(plain - kernel).max() <= 1e-5 * np.abs(plain).max(), more
 
@@ -105,7 +106,7 @@ def test_sequences_that_no_block_divides_are_padded(queries: int, keys: int, mor
         return (attend(q, k, v, **more) * weights).sum()
 
     wanted = jax.value_and_grad(loss, (0, 1, 2))(q, k, v)
-    with _splash.attention_kernel("splash", []):
+    with splash_attention.attention_kernel("splash", []):
         found = jax.value_and_grad(loss, (0, 1, 2))(q, k, v)
     for one, other in zip(jax.tree.leaves(wanted), jax.tree.leaves(found), strict=True):
         assert np.abs(one - other).max() <= 2e-5 * np.abs(one).max()
@@ -120,7 +121,7 @@ def test_blocks_that_are_given_are_padded_to_as_well(blocks: tuple[tuple[int, in
 
     def loss(q: Any, k: Any, v: Any) -> Any:
         given = KernelBlocks(*blocks, blocks[0])
-        return (_splash.splash_attention(q, k, v, causal=True, blocks=given) ** 2).sum()
+        return (splash_attention.splash_attention(q, k, v, causal=True, blocks=given) ** 2).sum()
 
     def plain(q: Any, k: Any, v: Any) -> Any:
         return (attend(q[:, :, 0], k, v, causal=True) ** 2).sum()
@@ -139,7 +140,7 @@ def test_padding_takes_less_than_smaller_blocks_and_scores_in_memory() -> None:
         return make_plan(program, Options(topology="v6e:1x1", time_limit=10)).plan.prediction.step_time_s
 
     assert seconds(4352) < seconds(4608) < 1.2 * seconds(4352)
-    assert _splash.no_gain(577, 577, False, None, 64) == ""
+    assert splash_attention.no_gain(577, 577, False, None, 64) == ""
     left = step(Attention(2, 2, 32, True), 100, attention="auto")
     assert not has_kernel(left)
     assert any("An attention stays plain: 100 queries of 100 keys take longer padded" in note for note in left.notes)
@@ -156,9 +157,13 @@ def test_what_the_kernel_cannot_take_is_said() -> None:
 
 
 def test_blocks_are_small_where_a_window_leaves_little() -> None:
-    assert _splash.block_of(8192, 8192, True, None, 128) >= 512
-    assert _splash.block_of(8192, 8192, True, 256, 1024) < _splash.block_of(8192, 8192, True, None, 1024)
-    assert _splash.block_of(384, 384, True, None, 128) == 512, "one step on padding takes less than six without"
+    assert splash_attention.block_of(8192, 8192, True, None, 128) >= 512
+    assert splash_attention.block_of(8192, 8192, True, 256, 1024) < splash_attention.block_of(
+        8192, 8192, True, None, 1024
+    )
+    assert splash_attention.block_of(384, 384, True, None, 128) == 512, (
+        "one step on padding takes less than six without"
+    )
 
 
 def test_work_is_that_of_the_blocks_that_a_mask_leaves() -> None:
@@ -169,7 +174,7 @@ def test_work_is_that_of_the_blocks_that_a_mask_leaves() -> None:
     q, k = (jax.ShapeDtypeStruct((1, *dims, 2048, 128), "bfloat16") for dims in ((1, 2), (1,)))
 
     def loss(q: Any, k: Any) -> Any:
-        return _splash.splash_attention(q, k, k, causal=True).astype("float32").sum()
+        return splash_attention.splash_attention(q, k, k, causal=True).astype("float32").sum()
 
     def flops() -> dict[str, float]:
         graph = read_graph(trace(jax.grad(loss), (q, k), name="kernel").module)
@@ -177,13 +182,13 @@ def test_work_is_that_of_the_blocks_that_a_mask_leaves() -> None:
 
     product = 2 * 2 * 2048 * 2048 * 128 * 3 // 4
     assert flops() == {"fwd": 2 * product, "dkv": 5 * product}
-    with _splash.attention_kernel("splash", [], "gather"):
+    with splash_attention.attention_kernel("splash", [], "gather"):
         assert flops() == {"fwd": 2 * product, "dkv": 4 * product, "dq": 3 * product}
 
 
 def test_gradients_are_made_by_one_kernel_unless_it_would_hold_many_parts() -> None:
     def fused(length: int, window: int | None = None) -> bool:
-        return _splash.blocks_of(length, length, True, window, 128).fused
+        return splash_attention.blocks_of(length, length, True, window, 128).fused
 
     assert fused(2048) and fused(8192)
     assert not fused(32768) and not fused(8192, 1024)
@@ -205,7 +210,7 @@ def test_a_program_for_tpus_holds_the_kernel_itself(monkeypatch: pytest.MonkeyPa
     plan = make_plan(program, Options(topology="v5e:2x2", mesh="data=2,model=2", time_limit=20)).plan
     assert any(call.name.startswith("splash_mqa_fwd") for call in plan.calls)
     assert b"tpu_custom_call" in jax_export(plan, program)
-    monkeypatch.setattr(_splash, "interpreted", lambda: False)  # as it is traced where TPUs are
+    monkeypatch.setattr(splash_attention, "interpreted", lambda: False)  # as it is traced where TPUs are
     assert open_source("hf:llama-tiny", **options).fingerprint == program.fingerprint
 
 

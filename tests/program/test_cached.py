@@ -10,10 +10,11 @@ import numpy as np
 import pytest
 
 from autoshard.errors import UserError
-from autoshard.program import Program, _cached, _splash, open_source
-from autoshard.program._attention import attend
-from autoshard.program._cached import _Blocks, cached_attention, cached_refusal, no_gain
-from autoshard.program._cached_keys import Held
+from autoshard.program import Program, open_source
+from autoshard.program.kernels import decode_attention, splash_attention
+from autoshard.program.kernels.cached_keys import Held
+from autoshard.program.kernels.decode_attention import _Blocks, cached_attention, cached_refusal, no_gain
+from autoshard.program.kernels.dot_attention import attend
 
 
 CONFIG = {
@@ -59,7 +60,7 @@ def test_the_kernel_computes_what_scores_in_memory_do(
     query = np.random.default_rng(1).standard_normal((batch, 3 * heads, 1, 128)).astype(np.float32)
     options = {"causal": True, "position": jnp.int32(position), **more}
     plain = attend(query, held.keys[held.layer], held.values[held.layer], **options)
-    with _splash.attention_kernel("cached", []):
+    with splash_attention.attention_kernel("cached", []):
         kernel = attend(query, held.keys[held.layer], held.values[held.layer], held=held, **options)
     assert kernel.shape == plain.shape
     assert np.abs(plain - kernel).max() <= 1e-5 * np.abs(plain).max()
@@ -101,7 +102,7 @@ def test_steps_of_decoding_are_the_same(tmp_path: Path, window: int | None) -> N
 
 def test_the_program_is_the_same_where_kernels_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     here = decoding(tmp_path, attention="cached", seq=64, cache=128)
-    monkeypatch.setattr(_cached, "interpreted", lambda: False)
+    monkeypatch.setattr(decode_attention, "interpreted", lambda: False)
     assert decoding(tmp_path, attention="cached", seq=64, cache=128).fingerprint == here.fingerprint
     assert decoding(tmp_path, attention="cached", seq=64, cache=256).fingerprint != here.fingerprint
 

@@ -10,12 +10,13 @@ import numpy as np
 import pytest
 
 from autoshard.errors import UserError
-from autoshard.exec.apply._export import jax_export
+from autoshard.exec.apply.exported_step import jax_export
 from autoshard.graph import find_attentions, read_graph
-from autoshard.plan import Options, make_plan, settled_options
-from autoshard.program import Program, _splash, open_source, trace
-from autoshard.program._attention import attend
-from autoshard.program._cudnn_attention import _cudnn_backward, _cudnn_forward, _Scores, cudnn_attention
+from autoshard.planning import Options, make_plan, settled_options
+from autoshard.program import Program, open_source, trace
+from autoshard.program.kernels import splash_attention
+from autoshard.program.kernels.cudnn_attention import _cudnn_backward, _cudnn_forward, _Scores, cudnn_attention
+from autoshard.program.kernels.dot_attention import attend
 
 
 BATCH, HEADS, GROUP, SEQ, DIM = 4, 2, 2, 64, 16
@@ -141,7 +142,7 @@ def test_what_cudnn_cannot_take_is_said(changed: dict[str, Any], options: dict[s
     dtype = changed.get("dtype", "bfloat16")
     query, key = jnp.zeros((2, 2, SEQ, size), dtype), jnp.zeros((2, 2, keys, size), dtype)
     with (
-        _splash.attention_kernel("cudnn", []),
+        splash_attention.attention_kernel("cudnn", []),
         pytest.raises(UserError, match=f"attention `cudnn` cannot be: {re.escape(sentence)}"),
     ):
         attend(query, key, key, **options)

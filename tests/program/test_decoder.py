@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 from jax.experimental import pallas as pl
 
-from autoshard.cost import Decoder
 from autoshard.errors import UserError
 from autoshard.graph import read_graph
 from autoshard.program import SAVED, DecoderDims, Program, Role, decoder_program
-from autoshard.program._attention import attend
-from autoshard.program._kernels import KernelBlocks
-from autoshard.program._splash import splash_attention
+from autoshard.program.kernels.dot_attention import attend
+from autoshard.program.kernels.flash_attention import KernelBlocks
+from autoshard.program.kernels.splash_attention import splash_attention
+from autoshard.serving import Decoder
 
 
 DIMS = DecoderDims(4, 64, 160, 4, 2, 16, 128)

@@ -9,11 +9,11 @@ import pytest
 
 from autoshard.cost import Topology, make_mesh
 from autoshard.errors import UserError
-from autoshard.plan import source_choices
-from autoshard.plan.price._reading import build_model, read_program
+from autoshard.planning import source_choices
+from autoshard.planning.price.analysed_program import build_model, read_program
 from autoshard.program import from_torch, open_source, parse_experts, trace
-from autoshard.program._experts import LOSSLESS, capacity, mix
-from autoshard.program._grouped import grouped_matmul
+from autoshard.program.kernels.ragged_dots import grouped_matmul
+from autoshard.program.moe.experts import LOSSLESS, capacity, mix
 
 
 BATCH, DIM, INNER, EXPERTS = 6, 8, 5, 4

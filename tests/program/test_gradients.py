@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from autoshard import UserError
 from autoshard.program import from_torch
-from autoshard.program._torch_function import TorchFunction
+from autoshard.program.torch.torch_function import TorchFunction
 
 
 class Sign(torch.autograd.Function):

@@ -3,7 +3,7 @@
 import pytest
 
 from autoshard.program import GroupedKernels, GroupedTiles
-from autoshard.program._grouped_kernels import _work
+from autoshard.program.kernels.grouped_kernels import _work
 
 
 ROWS, GROUPS, WIDTH, INNER = 4096, 8, 2048, 1536

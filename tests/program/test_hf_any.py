@@ -121,7 +121,7 @@ def test_forward_equals_the_eager_module(kind, tmp_path):
     import jax
     import torch
 
-    from autoshard.program._torch_function import TorchFunction
+    from autoshard.program.torch.torch_function import TorchFunction
 
     model = eager(kind)
     experts = {"experts": "slots:all"} if "experts" in str(MODELS[kind]) else {}
@@ -146,7 +146,7 @@ def test_gradients_equal_those_of_the_eager_module(kind, tmp_path):
     import jax
     import torch
 
-    from autoshard.program._torch_function import TorchFunction
+    from autoshard.program.torch.torch_function import TorchFunction
 
     model = eager(kind)
     source = f"hf:{written(kind, tmp_path)}"
@@ -172,7 +172,7 @@ def test_a_model_that_compares_its_inputs_is_trained_on_its_own_loss(tmp_path):
     import jax
     import torch
 
-    from autoshard.program._torch_function import TorchFunction
+    from autoshard.program.torch.torch_function import TorchFunction
 
     model = eager("clip")
     program = open_source(f"hf:{written('clip', tmp_path)}", batch=BATCH, seq=SEQ, dtype="fp32", train=True)
@@ -232,7 +232,7 @@ def test_decoding_equals_the_full_pass(kind, tmp_path):
 def test_sinks_are_one_more_key_without_a_value():
     import jax.numpy as jnp
 
-    from autoshard.program._attention import attend
+    from autoshard.program.kernels.dot_attention import attend
 
     rng = np.random.default_rng(0)
     q, k, v = (jnp.asarray(rng.standard_normal((2, heads, 5, 8)), jnp.float32) for heads in (4, 2, 2))
@@ -267,7 +267,7 @@ def test_rows_and_elements_are_scattered_as_torch_does():
     import jax
     import torch
 
-    from autoshard.program._writes import masked_scatter
+    from autoshard.program.torch_ops.indexed_writes import masked_scatter
 
     rng = np.random.default_rng(1)
     x, source = rng.standard_normal((2, 3, 4)), rng.standard_normal((6, 4))
@@ -300,13 +300,13 @@ def test_sentences(fields, sentence, tmp_path):
     ],
 )
 def test_the_class_is_one_that_takes_the_configuration(kind, wanted):
-    from autoshard.program._hf_model import _config_class, _model_class
+    from autoshard.program.hf.hf_model import _config_class, _model_class
 
     assert _model_class("it", kind, _config_class("it", kind), None).__name__ == wanted
 
 
 def test_a_class_of_a_part_is_built_from_that_part():
-    from autoshard.program._hf_model import build_model
+    from autoshard.program.hf.hf_model import build_model
 
     part = {"hidden_size": 32, "ffn_dim": 48, "num_hidden_layers": 1, "num_attention_heads": 4, "vocab_size": 96}
     model = build_model(
@@ -319,7 +319,7 @@ def test_a_class_of_a_part_is_built_from_that_part():
 def test_floats_that_json_has_not_are_read_as_transformers_writes_them():
     from transformers import Mamba2Config
 
-    from autoshard.program._hf_model import config_fields
+    from autoshard.program.hf.hf_model import config_fields
 
     saved = json.loads(Mamba2Config(time_step_limit=(0.0, float("inf"))).to_json_string(use_diff=False))
     assert config_fields(Mamba2Config, saved)["time_step_limit"] == [0.0, float("inf")]
@@ -330,7 +330,7 @@ def test_constructors_are_those_of_torch():
     import jax
     import torch
 
-    from autoshard.program._torch_env import lowered_environment
+    from autoshard.program.torch.module_patches import lowered_environment
 
     env = lowered_environment()
 
@@ -365,7 +365,7 @@ def test_constructors_are_those_of_torch():
 def test_images_are_resized_as_torch_does(mode, method):
     import torch
 
-    from autoshard.program._lowerings_nn import resizing
+    from autoshard.program.torch_ops.layer_lowerings import resizing
 
     x = np.random.default_rng(0).standard_normal((2, 3, 16, 12), np.float32)
     for size in ((5, 7), (20, 30)):
@@ -377,8 +377,8 @@ def test_a_mask_that_hides_nothing_is_left_out():
     import jax
     import torch
 
-    from autoshard.program._environment import environment
-    from autoshard.program._hf_attention import hf_mask
+    from autoshard.program.hf.hf_attention import hf_mask
+    from autoshard.program.torch_ops.torchax_environment import environment
 
     every, some = torch.ones(2, 3), torch.tensor([[1, 1, 0], [1, 1, 1]])
     assert hf_mask(attention_mask=every) is None
@@ -447,7 +447,7 @@ def test_results_that_transformers_remembers_are_made_anew():
     import torch
     from transformers.pytorch_utils import compile_compatible_method_lru_cache
 
-    from autoshard.program._torch_env import canonical_modules
+    from autoshard.program.torch.module_patches import canonical_modules
 
     made = []
 

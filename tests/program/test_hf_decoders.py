@@ -26,8 +26,8 @@ def test_logits_equal_eager(config):
     import jax
     import torch
 
-    from autoshard.program._config import read_config
-    from autoshard.program._torch_function import TorchFunction
+    from autoshard.program.config_files import read_config
+    from autoshard.program.torch.torch_function import TorchFunction
 
     _, fields = read_config(config)
     model = real_model(fields)
@@ -129,7 +129,7 @@ def test_equal_programs_have_equal_fingerprints():
 def test_made_arguments_are_plausible():
     import jax
 
-    from autoshard.program._train import token_loss
+    from autoshard.program.jax.train_step import token_loss
 
     program = open_source("hf:gpt2-tiny", batch=2, seq=8)
     params, batch = program.make_args(0)

@@ -56,7 +56,7 @@ def test_experts_say_how_they_are_dispatched_and_count_only_chosen_ones():
 def test_routing_prefers_the_lower_index_on_a_tie():
     import jax.numpy as jnp
 
-    from autoshard.program._experts import choose, group_size
+    from autoshard.program.moe.experts import choose, group_size
 
     first, second = choose(jnp.array([[1.0, 3.0, 3.0, 3.0]]), 2)
     assert first.tolist() == [[False, True, False, False]] and second.tolist() == [[False, False, True, False]]
@@ -66,7 +66,7 @@ def test_routing_prefers_the_lower_index_on_a_tie():
 def test_tokens_beyond_the_slots_of_an_expert_are_dropped():
     import jax.numpy as jnp
 
-    from autoshard.program._experts import capacity, mix
+    from autoshard.program.moe.experts import capacity, mix
 
     x = jnp.ones((1, 4, 2))
     mask = jnp.zeros((1, 4, 2), bool).at[:, :, 0].set(True)  # every token wants expert 0

@@ -6,7 +6,7 @@ import pytest
 def test_spectra_have_the_frames_that_a_nested_tower_wants():
     from transformers import VoxtralConfig
 
-    from autoshard.program._hf_media import media_of
+    from autoshard.program.hf.media_inputs import media_of
 
     config = VoxtralConfig(audio_config={"max_source_positions": 20, "num_mel_bins": 16})
     media = media_of(config, {"input_ids", "input_features"}, "it", batch=2, image=None, room=8)
@@ -25,7 +25,7 @@ def test_spectra_have_the_frames_that_a_nested_tower_wants():
 def test_images_come_with_their_sizes(kind, names, shapes, fixed):
     import transformers
 
-    from autoshard.program._hf_media import media_of
+    from autoshard.program.hf.media_inputs import media_of
 
     vision = {"image_size": 28, "patch_size": 14, "num_patches": 9}
     more = {"image_grid_pinpoints": [[28, 56], [56, 56]]} if kind == "llava_next" else {}
@@ -51,8 +51,8 @@ def test_images_come_with_their_sizes(kind, names, shapes, fixed):
 def test_images_come_in_the_forms_of_processors(kind, names, form, shapes, fixed):
     import transformers
 
-    from autoshard.program._hf_beside import MediaForm, forms_of, in_form
-    from autoshard.program._hf_media import Media
+    from autoshard.program.hf.extra_inputs import MediaForm, forms_of, in_form
+    from autoshard.program.hf.media_inputs import Media
 
     more = {"patch_size": 14} if kind == "fuyu" else {}
     config = transformers.AutoConfig.for_model(kind, **more)
@@ -76,8 +76,8 @@ def test_images_come_in_the_forms_of_processors(kind, names, form, shapes, fixed
 def test_patches_come_in_the_forms_of_processors(kind, more, shape, grid):
     import transformers
 
-    from autoshard.program._hf_beside import MediaForm, forms_of, in_form
-    from autoshard.program._hf_media import media_of
+    from autoshard.program.hf.extra_inputs import MediaForm, forms_of, in_form
+    from autoshard.program.hf.media_inputs import media_of
 
     names = {"input_ids", "pixel_values", "image_grid_thw"}
     config = transformers.AutoConfig.for_model(kind)
@@ -92,7 +92,7 @@ def test_patches_come_in_the_forms_of_processors(kind, more, shape, grid):
 def test_patches_of_all_images_come_side_by_side():
     from transformers import AutoConfig
 
-    from autoshard.program._hf_media import media_of
+    from autoshard.program.hf.media_inputs import media_of
 
     config = AutoConfig.for_model("minicpmv4_6")
     names = {"input_ids", "pixel_values", "target_sizes"}
@@ -115,7 +115,7 @@ def test_patches_of_all_images_come_side_by_side():
 def test_media_have_the_shapes_that_fields_say(kind, fields, name, shape):
     from transformers import AutoConfig
 
-    from autoshard.program._hf_media import media_of
+    from autoshard.program.hf.media_inputs import media_of
 
     media = media_of(AutoConfig.for_model(kind, **fields), {name}, "it", batch=2, image=None, room=None)
     assert media is not None

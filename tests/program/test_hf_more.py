@@ -59,9 +59,9 @@ def test_values_of_buffers_that_decide_what_is_computed():
 
 def test_what_is_written_into_known_values_is_known(monkeypatch):
     """Longformer writes into a slice of a large mask, and then asks whether there is anything in it."""
-    from autoshard.program import _environment
+    from autoshard.program.torch_ops import torchax_environment
 
-    monkeypatch.setattr(_environment, "_FOLDED_ELEMENTS", 4)
+    monkeypatch.setattr(torchax_environment, "_FOLDED_ELEMENTS", 4)
 
     class Marking(nn.Module):
         def forward(self, x):
@@ -76,7 +76,7 @@ def test_what_is_written_into_known_values_is_known(monkeypatch):
 
 
 def test_of_parts_that_take_turns_the_first_is_planned():
-    from autoshard.program._hf_model import acting
+    from autoshard.program.hf.hf_model import acting
 
     class Part(nn.Module):
         from_pretrained = None
@@ -128,7 +128,7 @@ def test_experts_of_dbrx_equal_their_own():
 @pytest.mark.parametrize(("rope", "refused"), [(0, False), (8, True)])
 def test_heads_that_positions_do_not_turn_may_be_none(rope, refused):
     from autoshard.errors import UserError
-    from autoshard.program._config import read_config
+    from autoshard.program.config_files import read_config
 
     fields = {"model_type": "glm5_next", "text_config": {"head_dim": 0, "qk_rope_head_dim": rope}}
     if refused:
@@ -168,7 +168,7 @@ def test_rows_under_a_mask_are_computed_with():
 
 
 def test_masks_that_are_known_to_be_the_same_take_their_rows_as_they_lie():
-    from autoshard.program._writes import is_same
+    from autoshard.program.torch_ops.indexed_writes import is_same
 
     seen = []
 
@@ -196,7 +196,7 @@ def test_rows_under_a_mask_are_not_mixed():
 @pytest.mark.parametrize("counted", [False, True])
 def test_means_over_windows_are_those_of_torch(ceil, counted):
     """EfficientNet takes one mean by a window far larger than its images."""
-    from autoshard.program._pooling import avg_pool
+    from autoshard.program.torch_ops.recurrent import avg_pool
 
     x = np.random.default_rng(0).standard_normal((2, 3, 7, 9), np.float32)
     options = {"ceil_mode": ceil, "count_include_pad": counted}
@@ -230,8 +230,8 @@ def test_a_view_of_one_element_is_written_without_its_value():
 
 
 def test_rows_of_an_image_may_end_with_a_place_of_their_own():
-    from autoshard.program._hf_beside import MediaForm, forms_of, in_form
-    from autoshard.program._hf_media import Media
+    from autoshard.program.hf.extra_inputs import MediaForm, forms_of, in_form
+    from autoshard.program.hf.media_inputs import Media
 
     media = Media({"pixel_values": (100, 12)}, {"image_grid_thw": np.array([[1, 10, 10]])}, 25)
     assert MediaForm(breaks=True) in forms_of({"pixel_values", "image_grid_thw"}, media)
@@ -242,7 +242,7 @@ def test_rows_of_an_image_may_end_with_a_place_of_their_own():
 def test_sizes_of_media_are_those_of_nested_configurations():
     from types import SimpleNamespace as Config
 
-    from autoshard.program._hf_media import media_of
+    from autoshard.program.hf.media_inputs import media_of
 
     inner = Config(model_type="inner", num_mel_bins=128, max_source_positions=50)
     sound = media_of(
@@ -271,7 +271,7 @@ def test_masks_that_code_cuts_have_all_their_dims():
     from transformers.models.llama.configuration_llama import LlamaConfig
     from transformers.models.pix2struct.configuration_pix2struct import Pix2StructTextConfig
 
-    from autoshard.program._hf_attention import hf_mask
+    from autoshard.program.hf.hf_attention import hf_mask
 
     some = torch.tensor([[1, 1, 0], [1, 1, 1]])
     sizes = {"batch_size": 2, "q_length": 3, "kv_length": 3, "mask_function": masking_utils.causal_mask_function}

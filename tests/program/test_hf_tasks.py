@@ -42,8 +42,8 @@ def test_inference_equals_eager(config):
     import jax
     import torch
 
-    from autoshard.program._config import read_config
-    from autoshard.program._torch_function import TorchFunction
+    from autoshard.program.config_files import read_config
+    from autoshard.program.torch.torch_function import TorchFunction
 
     _, fields = read_config(config)
     model = real_model(fields)

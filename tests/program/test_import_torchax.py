@@ -10,9 +10,10 @@ import torch
 from torch import nn
 
 from autoshard.errors import UserError
-from autoshard.program import _import_torchax, from_torch
-from autoshard.program._environment import environment
-from autoshard.program._hf import from_config
+from autoshard.program import from_torch
+from autoshard.program.hf.hf_program import from_config
+from autoshard.program.torch_ops import torch_imports
+from autoshard.program.torch_ops.torchax_environment import environment
 
 
 REMOVED = "import torch\nmissing = torch.ops.aten.prod.no_such_overload\nhere = torch.ops.aten.prod.dim_int"
@@ -20,7 +21,7 @@ REMOVED = "import torch\nmissing = torch.ops.aten.prod.no_such_overload\nhere = 
 
 def test_torchax_may_name_an_overload_that_this_torch_lacks():
     table = {"__name__": "torchax.tables"}
-    with _import_torchax.importing_torchax():
+    with torch_imports.importing_torchax():
         exec(REMOVED, table)
         assert not hasattr(torch.ops.aten.prod, "no_such_overload"), "for torchax alone"
         with pytest.raises(AttributeError):
@@ -46,7 +47,7 @@ def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch):
         from_config("llama-tiny")
     monkeypatch.setitem(sys.modules, "torchax", None)
     with pytest.raises(UserError, match=r"not installed \(torchax\): pip install torchax\.$"):
-        _import_torchax.require_torch()
+        torch_imports.require_torch()
 
 
 def test_a_torch_that_is_too_old_is_named(monkeypatch: pytest.MonkeyPatch):
@@ -71,7 +72,7 @@ def test_a_torch_that_is_too_new_is_named(monkeypatch: pytest.MonkeyPatch):
     with pytest.raises(UserError, match=r"ValueError: no in .*; torch 2\.99\.0 is newer than the tested versions 2\.9"):
         from_torch(Refused(), (torch.ones(1),))
     with pytest.raises(UserError, match=r"cannot be loaded with torch 2\.99\.0 \(ImportError: gone\): install"):
-        with _import_torchax.importing_torchax():
+        with torch_imports.importing_torchax():
             raise ImportError("gone")
 
 

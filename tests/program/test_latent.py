@@ -8,11 +8,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from autoshard.cost import Decoder
 from autoshard.errors import UserError
 from autoshard.program import LatentDims, Role, decoder_program
-from autoshard.program._decoder import _norm, _rotated
-from autoshard.program._latent import latent_heads, latent_shapes
+from autoshard.program.jax.decoder import _norm, _rotated
+from autoshard.program.jax.mla import latent_heads, latent_shapes
+from autoshard.serving import Decoder
 
 
 LATENT = LatentDims(key_rank=24, plain=16, turned=8, value=12)
@@ -69,9 +69,9 @@ def test_a_step_has_the_parameters_and_flops_of_the_closed_form(query_rank: int,
 
 def test_a_plain_step_trains() -> None:
     """The loss of a step that can be run is finite, and its gradients reach what keys are made from."""
-    from autoshard.program._decoder import _How, _loss
-    from autoshard.program._decoder_dims import parameters_of
-    from autoshard.program._routed import Routing
+    from autoshard.program.jax.decoder import _How, _loss
+    from autoshard.program.jax.decoder_dims import parameters_of
+    from autoshard.program.moe.decoder_experts import Routing
 
     how = _How(None, (), "plain", "auto", False, None, Routing("capacity"), "float32", 0, True, None)
     keys = iter(jax.random.split(jax.random.key(0), 40))

@@ -6,14 +6,14 @@ from pathlib import Path
 
 import pytest
 
-from autoshard.program import _lean
+from autoshard.program.torch_ops import torch_imports
 
 
 @pytest.fixture
 def code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder of modules, among them an `accelerate` that nobody has imported yet."""
     monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setattr(_lean, "_lean", False)
+    monkeypatch.setattr(torch_imports, "_lean", False)
     for name in ("accelerate", "lean_optional", "lean_required"):
         monkeypatch.delitem(sys.modules, name, raising=False)
     (tmp_path / "accelerate.py").write_text("")
@@ -25,24 +25,24 @@ def code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_what_is_optional_is_left_out_of_a_process_of_our_own_only(code: Path) -> None:
-    assert _lean.import_model_code("lean_optional").has
+    assert torch_imports.import_model_code("lean_optional").has
     for name in ("accelerate", "lean_optional"):
         del sys.modules[name]
-    _lean.import_lean()
-    assert not _lean.import_model_code("lean_optional").has
+    torch_imports.import_lean()
+    assert not torch_imports.import_model_code("lean_optional").has
     assert "accelerate" not in sys.modules
     importlib.import_module("accelerate")  # and it can be had afterwards
 
 
 def test_one_that_is_here_already_stays(code: Path) -> None:
     here = importlib.import_module("accelerate")
-    _lean.import_lean()
-    assert _lean.import_model_code("lean_optional").has
+    torch_imports.import_lean()
+    assert torch_imports.import_model_code("lean_optional").has
     assert sys.modules["accelerate"] is here
 
 
 def test_what_cannot_do_without_gets_it(code: Path) -> None:
-    _lean.import_lean()
-    assert _lean.import_model_code("lean_required").accelerate is sys.modules["accelerate"]
+    torch_imports.import_lean()
+    assert torch_imports.import_model_code("lean_required").accelerate is sys.modules["accelerate"]
     with pytest.raises(ModuleNotFoundError, match="lean_missing"):
-        _lean.import_model_code("lean_missing")
+        torch_imports.import_model_code("lean_missing")

@@ -14,8 +14,8 @@ from torch_modules import Chain
 from autoshard.errors import UserError
 from autoshard.graph import analyse, read_graph
 from autoshard.program import Program, from_torch, open_source
-from autoshard.program._marks import chosen_name, short_names
-from autoshard.program._policy import Policy, read_policy
+from autoshard.program.remat_marks import chosen_name, short_names
+from autoshard.program.remat_policy import Policy, read_policy
 
 
 AGAIN = "rematted_computation"

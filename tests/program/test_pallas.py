@@ -6,10 +6,10 @@ import jax
 import pytest
 from jax.experimental.pallas.ops.tpu import flash_attention as flash
 
-from autoshard.program._kernels import KernelBlocks
-from autoshard.program._masks import computed_share, grid_steps
-from autoshard.program._pallas import PallasCall
-from autoshard.program._splash import splash_attention
+from autoshard.program.kernels.attention_masks import computed_share, grid_steps
+from autoshard.program.kernels.flash_attention import KernelBlocks
+from autoshard.program.kernels.pallas_rules import PallasCall
+from autoshard.program.kernels.splash_attention import splash_attention
 
 
 def _calls(function: Any, *shapes: tuple[int, ...]) -> list[PallasCall]:

@@ -9,7 +9,7 @@ from torch.nn.modules import rnn
 
 from autoshard.errors import UserError
 from autoshard.program import from_torch, scan_operands
-from autoshard.program._recurrent import torchs_own_gru
+from autoshard.program.torch_ops.recurrent import torchs_own_gru
 
 
 def outputs_loss(output):

@@ -11,8 +11,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from autoshard.exec import ensure_devices
 from autoshard.program import ring_attention
-from autoshard.program._ring import RingCall, _Settings, ring_refusal
-from autoshard.program._ring_pieces import How, ring_side
+from autoshard.program.kernels.ring_attention import RingCall, _Settings, ring_refusal
+from autoshard.program.kernels.ring_pieces import How, ring_side
 
 
 FULL = pytest.mark.full

@@ -8,11 +8,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from autoshard.cost import Decoder
 from autoshard.errors import UserError
 from autoshard.graph import read_graph
 from autoshard.program import Program, Role, decoder_program
-from autoshard.program._routed import Routing, expert_shapes, routed
+from autoshard.program.moe.decoder_experts import Routing, expert_shapes, routed
+from autoshard.serving import Decoder
 
 
 DIMS = Decoder(

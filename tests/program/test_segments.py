@@ -7,9 +7,9 @@ import torch
 from torch import nn
 
 from autoshard import UserError
-from autoshard.plan.price._reading import read_program
+from autoshard.planning.price.analysed_program import read_program
 from autoshard.program import NotDividedError, from_torch, in_segments, segment_of
-from autoshard.program._segments import asked_segments
+from autoshard.program.torch_ops.module_segments import asked_segments
 from tests.program.torch_modules import Chain, meta
 
 

@@ -14,7 +14,7 @@ import autoshard
 from autoshard.errors import UserError
 from autoshard.exec import measure
 from autoshard.graph import read_graph
-from autoshard.plan import Options, make_plan, read_asked
+from autoshard.planning import Options, make_plan, read_asked
 from autoshard.program import open_source, pipelined, read_pipeline, trace
 
 

@@ -228,7 +228,7 @@ def test_what_is_remembered_or_drawn_in_one_trace_is_not_met_in_another():
 
 
 def test_values_for_eager_torch_keep_the_width_of_their_floats():
-    from autoshard.program._eager import host_tensor
+    from autoshard.program.torch.eager_twin import host_tensor
 
     thirds, whole = host_tensor(np.float32([1 / 3]), torch.bfloat16), host_tensor(np.int32([3]), torch.int64)
     assert thirds.dtype is torch.float32 and thirds.item() == np.float32(1 / 3)

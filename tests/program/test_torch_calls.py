@@ -8,7 +8,7 @@ from torch import nn
 
 from autoshard.errors import UserError
 from autoshard.program import from_torch
-from autoshard.program._lowerings import embedding_bag
+from autoshard.program.torch_ops.op_lowerings import embedding_bag
 
 
 class Experts(nn.Module):

@@ -7,7 +7,7 @@ import torch
 from hf_reference import close
 from torch.nn import functional
 
-from autoshard.program._torch_function import TorchFunction
+from autoshard.program.torch.torch_function import TorchFunction
 from tests.scripts import load_script
 
 

@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from autoshard.errors import UserError
 from autoshard.program import torch_contexts
-from autoshard.program._policy import read_policy
+from autoshard.program.remat_policy import read_policy
 
 
 class Mixer(nn.Module):

@@ -10,7 +10,7 @@ from torch import nn
 from torch_modules import Layer
 
 from autoshard.program import from_torch
-from autoshard.program._torch_function import TorchFunction
+from autoshard.program.torch.torch_function import TorchFunction
 
 
 class Joint(nn.Module):

@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 
-from autoshard.base.kept import MOST, cache_directory
+from autoshard.base.disk_cache import MOST, cache_directory
 from autoshard.errors import UserError
-from autoshard.plan import Options, make_plan
-from autoshard.plan.record._store import plan_to_json
+from autoshard.planning import Options, make_plan
+from autoshard.planning.record.plan_files import plan_to_json
 from autoshard.program import Program, open_source, trace
-from autoshard.program._traced import open_config
+from autoshard.program.trace_cache import open_config
 from tests.graph.programs import f32
 
 
@@ -63,7 +63,7 @@ def test_what_decides_the_program_decides_the_entry(folder: Path, change: str, m
     source = Source()
     opened(source)
     if change == "package":
-        monkeypatch.setattr("autoshard.base.kept.version", lambda package: "another")
+        monkeypatch.setattr("autoshard.base.disk_cache.version", lambda package: "another")
     if change == "setting":
         monkeypatch.setenv("JAX_ENABLE_X64", "1")
     config = "llama-tiny" if change == "config" else "gpt2-tiny"
@@ -165,7 +165,7 @@ def module(tmp_path: Path) -> Path:
 def test_a_module_in_a_file_is_read_once_for_each_content_and_roles(
     folder: Path, module: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from autoshard.program import _load
+    from autoshard.program import load as _load
 
     read = []
     load = _load.load_artifact

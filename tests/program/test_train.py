@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from autoshard.program import from_torch
-from autoshard.program._train import LEARNING_RATE, make_optimizer
+from autoshard.program.jax.train_step import LEARNING_RATE, make_optimizer
 
 
 STORED = [("adamw", 2), ("momentum", 1), ("sgd", 0)]

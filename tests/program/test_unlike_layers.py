@@ -16,7 +16,7 @@ from torch_modules import eager_step, training_step
 
 from autoshard.errors import UserError
 from autoshard.program import from_torch
-from autoshard.program._layer_differences import LayerComparison, opaque_numbers, reads
+from autoshard.program.torch.layer_differences import LayerComparison, opaque_numbers, reads
 
 
 class Kind(enum.Enum):

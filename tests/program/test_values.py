@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import autoshard
-from autoshard.program._values import DRAWN
+from autoshard.program.example_values import DRAWN
 
 
 def made(*shape: int, dtype=jnp.float32):

@@ -6,7 +6,7 @@ from hf_reference import close
 
 from autoshard.errors import UserError
 from autoshard.program import from_torch
-from autoshard.program._torch_function import TorchFunction
+from autoshard.program.torch.torch_function import TorchFunction
 
 
 def written(body, *arrays):

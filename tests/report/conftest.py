@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 
-from autoshard.plan import Collective, HeldTensors, Plan, PlannedOp, Prediction, Span, Spec, Timeline
+from autoshard.planning import Collective, HeldTensors, Plan, PlannedOp, Prediction, Span, Spec, Timeline
 
 
 GIB = 2**30

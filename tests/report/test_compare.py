@@ -5,8 +5,8 @@ from typing import Any
 
 from rich.console import Console
 
-from autoshard.exec.hlo._estimate import estimator_error
-from autoshard.plan import Plan
+from autoshard.exec.hlo.schedule_estimate import estimator_error
+from autoshard.planning import Plan
 from autoshard.report import ComparisonRow, comparison_figures, comparison_report
 
 

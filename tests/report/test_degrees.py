@@ -7,8 +7,7 @@ import tomllib
 
 from rich.console import Console
 
-from autoshard.plan import DegreeChoice, choose_degrees, gpu_decoder
-from autoshard.report import DEGREE_FORMS, degree_figures, degree_report
+from autoshard.degrees import DEGREE_FORMS, DegreeChoice, choose_degrees, degree_figures, degree_report, gpu_decoder
 
 
 def _choices(framework: str) -> tuple[DegreeChoice, ...]:

@@ -5,9 +5,9 @@ import dataclasses
 from rich.console import Console
 
 import autoshard
-from autoshard.plan import Collective, Pin, Plan, Spec
+from autoshard.planning import Collective, Pin, Plan, Spec
 from autoshard.report import difference, difference_figures, difference_report
-from tests.plan.programs import two_matmuls
+from tests.planning.programs import two_matmuls
 
 
 def shown(found: object) -> str:

@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from autoshard.base.tested import TESTED, VersionSet, known_versions
-from autoshard.report import _doctor, doctor, doctor_report
+from autoshard.base.tested_versions import TESTED, VersionSet, known_versions
+from autoshard.report import doctor, doctor_report
+from autoshard.report.terminal import doctor_report as _doctor
 from tests.command import run
 
 

@@ -21,10 +21,10 @@ from jax.sharding import AbstractMesh, NamedSharding
 
 import autoshard
 from autoshard import UserError
+from autoshard.base.units import format_seconds
 from autoshard.exec import jax_mesh
-from autoshard.plan import Pin, Plan, Spec, dims_by_axis, layer_pattern
-from autoshard.report import EXPORT_FORMS, export_plan, hlo_sharding, make_export
-from autoshard.units import format_seconds
+from autoshard.exports import EXPORT_FORMS, export_plan, make_export
+from autoshard.planning import Pin, Plan, Spec, dims_by_axis, hlo_sharding, layer_pattern
 
 
 MESH = {"data": 4, "model": 2}

@@ -15,8 +15,8 @@ import pytest
 
 import autoshard
 from autoshard import UserError
-from autoshard.plan import ParameterUse, Plan, Spec, load_plan
-from autoshard.report import export_plan
+from autoshard.exports import export_plan
+from autoshard.planning import ParameterUse, Plan, Spec, load_plan
 
 
 STEP = """

@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 from autoshard import UserError
-from autoshard.plan import ParameterUse, Plan, Spec, stack_names
-from autoshard.report import export_plan
+from autoshard.exports import export_plan
+from autoshard.planning import ParameterUse, Plan, Spec, stack_names
 
 
 RANKS = 4
@@ -55,7 +55,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from transformers import LlamaForCausalLM
 import autoshard
-import autoshard.exec.apply._distributed
+import autoshard.exec.dtensor.distributed_module
 from transformers.distributed import DistributedConfig
 
 rank = 0

@@ -12,9 +12,9 @@ import torch
 
 import autoshard
 from autoshard import UserError
-from autoshard.plan import Plan, PlannedChunk, PlannedPipeline
-from autoshard.report import export_plan, make_export
-from tests.plan.write.test_staged import FILE
+from autoshard.exports import export_plan, make_export
+from autoshard.planning import Plan, PlannedChunk, PlannedPipeline
+from tests.planning.explain.test_staged import FILE
 
 
 SCHEDULES = ("gpipe", "1f1b", "interleaved:2")

@@ -13,8 +13,8 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 import autoshard
-from autoshard.plan import Plan, Spec
-from autoshard.report import export_plan
+from autoshard.exports import export_plan
+from autoshard.planning import Plan, Spec
 
 
 MESH = {"data": 4, "model": 2}

@@ -11,8 +11,8 @@ import torch
 
 import autoshard
 from autoshard import UserError
-from autoshard.plan import Plan, Spec
-from autoshard.report import export_plan
+from autoshard.exports import export_plan
+from autoshard.planning import Plan, Spec
 
 
 FILE = """

@@ -12,9 +12,9 @@ import pytest
 
 import autoshard
 from autoshard import UserError
-from autoshard.plan import ParameterUse, Plan, Spec
+from autoshard.exports import export_plan
+from autoshard.planning import ParameterUse, Plan, Spec
 from autoshard.program import from_torch
-from autoshard.report import export_plan
 
 
 RANKS = 2

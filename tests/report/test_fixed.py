@@ -5,7 +5,7 @@ import io
 
 from rich.console import Console
 
-from autoshard.plan import Plan
+from autoshard.planning import Plan
 from autoshard.report import html_report, plan_figures, terminal_report
 
 

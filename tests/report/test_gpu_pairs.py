@@ -7,8 +7,7 @@ import pytest
 from rich.console import Console
 
 from autoshard.errors import UserError
-from autoshard.plan import validate_gpu_pairs
-from autoshard.report import gpu_pair_figures, gpu_pair_report
+from autoshard.validation import gpu_pair_figures, gpu_pair_report, validate_gpu_pairs
 
 
 def test_figures_and_words_say_the_same():

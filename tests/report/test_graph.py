@@ -15,11 +15,11 @@ import pytest
 from rich.console import Console
 
 from autoshard.errors import UserError
-from autoshard.plan import Plan, ProgramGraph
+from autoshard.planning import Plan, ProgramGraph
 from autoshard.program import trace
 from autoshard.report import graph_figures, graph_form, graph_report, graph_svg, write_graph
-from autoshard.report._graph_boxes import draw_boxes
-from autoshard.report._graph_svg import COLUMNS, _box
+from autoshard.report.drawing.graph_boxes import draw_boxes
+from autoshard.report.drawing.graph_svg import COLUMNS, _box
 from tests.graph.programs import f32
 from tests.plan import programs
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from autoshard.cost import Topology, make_mesh
-from autoshard.plan import Plan, Spec, load_plan, save_plan
+from autoshard.planning import Plan, Spec, load_plan, save_plan
 from autoshard.report import html_report
 
 

@@ -5,9 +5,9 @@ import dataclasses
 import pytest
 
 from autoshard.cost import Topology, make_mesh
-from autoshard.plan import Collective, Plan
+from autoshard.planning import Collective, Plan
 from autoshard.report import html_report
-from autoshard.report._links import link_loads
+from autoshard.report.page.ops_page import link_loads
 
 
 def laid(plan: Plan, topology: str, mesh: dict[str, int], *sent: tuple[tuple[str, ...], float]) -> Plan:

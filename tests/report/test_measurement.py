@@ -5,7 +5,7 @@ from typing import Any
 
 from rich.console import Console
 
-from autoshard.plan import Plan
+from autoshard.planning import Plan
 from autoshard.report import measurement_report
 
 

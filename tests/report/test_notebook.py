@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from autoshard import UserError
-from autoshard.plan import Plan, Spec
+from autoshard.planning import Plan, Spec
 
 
 matplotlib.use("agg")

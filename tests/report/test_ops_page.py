@@ -7,9 +7,9 @@ import re
 import pytest
 
 from autoshard.cost import Topology
-from autoshard.plan import Plan
+from autoshard.planning import Plan
 from autoshard.report import html_report
-from autoshard.report._ops_page import memory_data, ops_data, ops_summary, roofs
+from autoshard.report.page.ops_page import memory_data, ops_data, ops_summary, roofs
 
 
 def page_data(text: str) -> dict:

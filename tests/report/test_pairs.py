@@ -10,8 +10,7 @@ import pytest
 from rich.console import Console
 
 from autoshard.errors import UserError
-from autoshard.plan import PairGroup, PairRow
-from autoshard.report import pair_figures, pair_report, plot_pairs, write_pair_page
+from autoshard.validation import PairGroup, PairRow, pair_figures, pair_report, plot_pairs, write_pair_page
 
 
 GROUPS = (

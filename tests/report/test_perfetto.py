@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from autoshard import UserError
-from autoshard.plan import Plan
+from autoshard.planning import Plan
 from autoshard.report import perfetto_json, perfetto_trace, read_profile
 
 

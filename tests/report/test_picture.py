@@ -8,7 +8,7 @@ import pytest
 from rich.console import Console
 
 from autoshard.errors import UserError
-from autoshard.plan import Spec
+from autoshard.planning import Spec
 from autoshard.report import visualize_sharding, visualize_spec, visualize_tensor_sharding
 
 

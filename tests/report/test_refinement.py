@@ -5,7 +5,7 @@ from rich.console import Console
 
 from autoshard.cost import load_calibration
 from autoshard.exec import Seen, refine
-from autoshard.exec.learn import _refine
+from autoshard.exec.learn import refinement
 from autoshard.report import refinement_report
 from tests.exec.learn.refine_checks import MadeUpJudge
 from tests.plan import programs
@@ -27,7 +27,7 @@ def test_the_table_the_ending_and_the_figures(monkeypatch: pytest.MonkeyPatch):
             yield name, Seen(failed="it exploded") if number == 1 else seen
 
     judge.judge = fails_on_one
-    monkeypatch.setattr(_refine, "judge_of", lambda *_: judge)
+    monkeypatch.setattr(refinement, "judge_of", lambda *_: judge)
     result = refine(programs.program("mlp"), topology="cpu:8", mesh="data=4,model=2", plans=3, rounds=1)
     text = shown(result)
     names = {each.name.split()[0] for each in result.judged}

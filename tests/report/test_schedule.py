@@ -8,11 +8,11 @@ import pytest
 from rich.console import Console
 
 import autoshard
-from autoshard.plan import Plan, PlannedChunk, PlannedPipeline, load_plan, save_plan
+from autoshard.planning import Plan, PlannedChunk, PlannedPipeline, load_plan, save_plan
 from autoshard.program import pipelined, read_pipeline, trace
-from autoshard.program._stack import in_stages
+from autoshard.program.jax.layer_stack import in_stages
 from autoshard.report import html_report, perfetto_trace, plan_figures, terminal_report
-from autoshard.report._schedule import schedule_picture, schedule_report
+from autoshard.report.schedule_picture import schedule_picture, schedule_report
 
 
 def staged(plan: Plan, schedule: str = "1f1b", stages: int = 2, count: int = 4, rounds: int = 1) -> Plan:

@@ -7,10 +7,8 @@ from typing import Any
 import pytest
 
 from autoshard import cli
-from autoshard.cost import ServingAsked, ServingLimits
 from autoshard.errors import UserError
-from autoshard.plan import plan_serving
-from autoshard.report import read_serving, serve_page, serving_figures
+from autoshard.serving import ServingAsked, ServingLimits, plan_serving, read_serving, serve_page, serving_figures
 from tests.report.test_html import Page
 
 

@@ -11,10 +11,17 @@ import numpy as np
 import pytest
 
 from autoshard import cli
-from autoshard.cost import ServingAsked, ServingEngine, ServingLimits
-from autoshard.plan import ServingPlan, check_serving, plan_serving, serving_specs
 from autoshard.program import Program, open_source
-from autoshard.report import jax_shardings
+from autoshard.serving import (
+    ServingAsked,
+    ServingEngine,
+    ServingLimits,
+    ServingPlan,
+    check_serving,
+    jax_shardings,
+    plan_serving,
+    serving_specs,
+)
 from tests.command import run
 
 

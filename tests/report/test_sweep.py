@@ -4,7 +4,7 @@ import io
 
 from rich.console import Console
 
-from autoshard.plan import SweepRow
+from autoshard.planning import SweepRow
 from autoshard.report import sweep_figures, sweep_report
 
 

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from autoshard import cli
-from autoshard.plan import SweepRow, save_plan
-from autoshard.plan.capacity._sweep import _write
+from autoshard.planning import SweepRow, save_plan
+from autoshard.planning.capacity.capacity_sweep import _write
 from autoshard.report import sweep_page
 from tests.report.conftest import llama_plan
 from tests.report.test_html import HOSTILE

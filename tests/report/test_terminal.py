@@ -7,9 +7,9 @@ import itertools
 import pytest
 from rich.console import Console
 
-from autoshard.plan import Plan
+from autoshard.base.units import format_bytes, format_seconds
+from autoshard.planning import Plan
 from autoshard.report import terminal_report
-from autoshard.units import format_bytes, format_seconds
 
 
 def rendered(plan: Plan, width: int = 80, color: bool = False) -> str:

@@ -4,8 +4,8 @@ import dataclasses
 
 import pytest
 
-from autoshard.plan import WAITS_FOR_HOST, Plan, Span
-from autoshard.report._timeline_page import MAIN, timeline_data
+from autoshard.planning import WAITS_FOR_HOST, Plan, Span
+from autoshard.report.page.ops_page import MAIN, timeline_data
 
 
 def test_every_span_is_in_its_row(plan: Plan):

@@ -8,10 +8,16 @@ import pathlib
 import pytest
 from rich.console import Console
 
-from autoshard.cost import QuestionRow
 from autoshard.errors import UserError
-from autoshard.plan import PublishedRow
-from autoshard.report import Validation, passes, validate, validation_figures, validation_report
+from autoshard.validation import (
+    PublishedRow,
+    QuestionRow,
+    Validation,
+    passes,
+    validate,
+    validation_figures,
+    validation_report,
+)
 
 
 def row(kind: str, ours: float | None, trust: str = "use") -> QuestionRow:

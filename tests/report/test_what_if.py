@@ -4,8 +4,8 @@ import dataclasses
 
 import pytest
 
-from autoshard.plan import MeshTried, Plan
-from autoshard.report._what_if import alternatives, chosen_per_element
+from autoshard.planning import MeshTried, Plan
+from autoshard.report.terminal.explanation_report import alternatives, chosen_per_element
 
 
 TRIED = [

@@ -11,13 +11,13 @@ import pytest
 from random_problems import make_problem
 
 from autoshard.solver import Problem, Status, evaluate, processor_seconds, solve
-from autoshard.solver import _solve as module
-from autoshard.solver._climb import Climber
-from autoshard.solver._eliminate import Elimination
-from autoshard.solver._flat import flatten
-from autoshard.solver._graph import build
-from autoshard.solver._reduce import reduce
-from autoshard.solver._thread import OnThread
+from autoshard.solver import solve_problem as module
+from autoshard.solver.elimination import Elimination
+from autoshard.solver.flat_graph import flatten
+from autoshard.solver.job_process import OnThread
+from autoshard.solver.reductions import reduce
+from autoshard.solver.residual_graph import build
+from autoshard.solver.search.local_search import Climber
 
 
 COUNT = 30

@@ -12,7 +12,7 @@ from test_search import hard_problem
 
 from autoshard.errors import UserError
 from autoshard.solver import evaluate, write_contest
-from autoshard.solver._command import run_solve
+from autoshard.solver.solve_command import run_solve
 
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -30,7 +30,7 @@ def signals_as_before():
 @pytest.fixture
 def young(monkeypatch):
     """As if the process had just begun: here the limit would count from the start of pytest."""
-    monkeypatch.setattr("autoshard.solver._command._age", lambda: 0.0)
+    monkeypatch.setattr("autoshard.solver.solve_command._age", lambda: 0.0)
 
 
 def test_the_last_line_is_the_choices(tmp_path, capsys, young):

@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 
 from autoshard.solver import FORBIDDEN
-from autoshard.solver._compare import dominators, fold_between
-from autoshard.solver._reduce import _dominators_plainly, _fold_between_plainly
+from autoshard.solver.dominance_kernels import dominators, fold_between
+from autoshard.solver.reductions import _dominators_plainly, _fold_between_plainly
 
 
 def random_table(rng: np.random.Generator, rows: int, columns: int) -> np.ndarray:

@@ -14,10 +14,10 @@ from random_problems import make_problem
 from test_clock import LEAST, hard_problem
 
 from autoshard.solver import Problem, Status, evaluate, processor_seconds, solve
-from autoshard.solver import _exact as module
-from autoshard.solver._exact import Exact, solve_apart
-from autoshard.solver._graph import Graph, build
-from autoshard.solver._mip import solve_mip
+from autoshard.solver import exact_solves as module
+from autoshard.solver.exact_solves import Exact, solve_apart
+from autoshard.solver.mip_rows import solve_mip
+from autoshard.solver.residual_graph import Graph, build
 
 
 def small_problem() -> Problem:

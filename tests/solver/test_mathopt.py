@@ -10,11 +10,11 @@ import pytest
 from test_clock import hard_problem
 
 from autoshard.solver import evaluate, processor_seconds
-from autoshard.solver._clock import Due, never
-from autoshard.solver._flat import flatten
-from autoshard.solver._graph import build
-from autoshard.solver._mathopt import IntegerProgram, Minimum, _last, _Log
-from autoshard.solver._worker import PartJob, Worker
+from autoshard.solver.flat_graph import flatten
+from autoshard.solver.job_process import Due, never
+from autoshard.solver.mathopt import IntegerProgram, Minimum, _last, _Log
+from autoshard.solver.residual_graph import build
+from autoshard.solver.search.milp_worker import PartJob, Worker
 
 
 WEIGHTS, WORTH = np.array([3.0, 4.0, 2.0]), np.array([5.0, 6.0, 3.0])

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from random_problems import brute_force, make_problem, problems
 
 from autoshard.solver import FORBIDDEN, Link, Network, Problem, Term, evaluate, narrow
-from autoshard.solver import _narrow as module
+from autoshard.solver.search import pruning as module
 
 
 def network(problem: Problem) -> Network:
@@ -103,8 +103,8 @@ def test_messages_of_like_costs_are_a_bound_to_begin_with(monkeypatch: pytest.Mo
 @settings(max_examples=60, deadline=None)
 @given(problems(most_nodes=5), st.randoms())
 def test_flat_arrays_hold_what_is_left(problem: Problem, random: Random) -> None:
-    from autoshard.solver._messages import entry
-    from autoshard.solver._packed import Packer
+    from autoshard.solver.packed_network import Packer
+    from autoshard.solver.search.message_kernels import entry
 
     whole = network(problem)
     packer = Packer(whole)

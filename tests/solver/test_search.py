@@ -8,17 +8,17 @@ from hypothesis import given, settings
 from random_problems import brute_force, make_problem, problems
 
 from autoshard.solver import FORBIDDEN, Problem, Status, evaluate, solve
-from autoshard.solver import _solve as module
-from autoshard.solver._block import minimise, plan
-from autoshard.solver._climb import Climber
-from autoshard.solver._dual import Dual
-from autoshard.solver._eliminate import Elimination
-from autoshard.solver._flat import flatten
-from autoshard.solver._graph import InfeasibleGraph, OverLimit, build, table_entries
-from autoshard.solver._messages import price_memory
-from autoshard.solver._mip import usage_profile
-from autoshard.solver._reduce import reduce
-from autoshard.solver._search import _block_cost, _grow, _residual
+from autoshard.solver import solve_problem as module
+from autoshard.solver.elimination import Elimination
+from autoshard.solver.flat_graph import flatten
+from autoshard.solver.mip_rows import usage_profile
+from autoshard.solver.reductions import reduce
+from autoshard.solver.residual_graph import InfeasibleGraph, OverLimit, build, table_entries
+from autoshard.solver.search.block_kernels import minimise, plan
+from autoshard.solver.search.local_search import Climber
+from autoshard.solver.search.message_kernels import price_memory
+from autoshard.solver.search.message_passing import Dual
+from autoshard.solver.search.search_kernels import _block_cost, _grow, _residual
 
 
 def hard_problem(nodes: int, seed: int, hops: tuple[int, ...] = (1, 2, 7), alternatives: int = 4) -> Problem:

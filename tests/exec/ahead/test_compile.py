@@ -18,17 +18,17 @@ import pytest
 from autoshard.cost import Topology, make_mesh
 from autoshard.errors import UserError
 from autoshard.exec import CompileReport, Verdict, compile_figures, compile_lines, compile_plan, compile_plans
-from autoshard.exec.ahead import _libtpu as room
-from autoshard.exec.ahead._compile import report
-from autoshard.exec.ahead._compiled import Compiled
-from autoshard.exec.ahead._libtpu import libtpu_topology, parse_out_of_memory
-from autoshard.exec.hlo._collectives import plan_mesh, read_collectives
-from autoshard.exec.hlo._unforeseen import unforeseen
-from autoshard.plan import Collective, Options, Plan, make_plan
+from autoshard.exec.ahead import ahead_process as room
+from autoshard.exec.ahead.ahead_process import libtpu_topology, parse_out_of_memory
+from autoshard.exec.ahead.compile_plans import report
+from autoshard.exec.ahead.compile_targets import Compiled
+from autoshard.exec.hlo.compiled_collectives import plan_mesh, read_collectives
+from autoshard.exec.hlo.unforeseen import unforeseen
+from autoshard.planning import Collective, Options, Plan, make_plan
 from autoshard.program import trace
 from tests.exec import planned_programs as made
 from tests.exec.planned_programs import handmade
-from tests.plan.test_sweep import Dying
+from tests.planning.test_sweep import Dying
 
 
 def tiny():
@@ -380,7 +380,7 @@ def test_a_shortage_of_temporaries_counts_the_arguments_too(program, monkeypatch
 
 
 def test_modules_without_a_function_are_lowered_like_functions(program):
-    from autoshard.exec.apply._apply import Application, donated_aliases, lower_module
+    from autoshard.exec.apply.jax_application import Application, donated_aliases, lower_module
 
     plan = handmade(program, {"data": 2, "model": 4}, SPECS)
     compiled = lower_module(Application(plan), program.module, donated_aliases(program, plan)).compile()

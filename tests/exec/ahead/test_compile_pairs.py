@@ -9,7 +9,7 @@ import pytest
 
 from autoshard.errors import UserError
 from autoshard.exec import Verdict
-from autoshard.exec.ahead import _compile_pairs as module
+from autoshard.validation import compiled_pairs as module
 
 
 def group(name: str, hardware: str, *rows: dict[str, Any]) -> dict[str, Any]:

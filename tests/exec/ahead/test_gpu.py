@@ -10,11 +10,11 @@ import pytest
 from autoshard.cost import Database, Topology, compiler_version, load_chip
 from autoshard.errors import UserError
 from autoshard.exec import CompileReport, Verdict, compile_lines, compile_plan, refine
-from autoshard.exec.ahead import _target as room
-from autoshard.exec.ahead._target import gpu_target
-from autoshard.exec.hlo._hlo import parse_hlo
-from autoshard.exec.hlo._work import Reader
-from autoshard.plan import Options, make_plan
+from autoshard.exec.ahead import compile_targets as room
+from autoshard.exec.ahead.compile_targets import gpu_target
+from autoshard.exec.hlo.hlo_text import parse_hlo
+from autoshard.exec.hlo.instruction_work import Reader
+from autoshard.planning import Options, make_plan
 from autoshard.program import Program, config_program, trace
 
 

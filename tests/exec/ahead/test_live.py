@@ -4,9 +4,9 @@ import dataclasses
 
 import pytest
 
-from autoshard.exec.ahead._compiled import Compiled
-from autoshard.exec.ahead._live import device_peak, host_arguments, memory_at_peak
-from autoshard.plan import Plan, Spec
+from autoshard.exec.ahead.compile_targets import Compiled
+from autoshard.exec.ahead.live_ranges import device_peak, host_arguments, memory_at_peak
+from autoshard.planning import Plan, Spec
 from tests.exec.planned_programs import handmade, mlp
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from autoshard.exec import compile_plan
 from autoshard.graph import analyse, read_graph
-from autoshard.plan import Options, make_plan
+from autoshard.planning import Options, make_plan
 from autoshard.program import Program, trace
 
 

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import pytest
 
 from autoshard.exec import compile_plan
-from autoshard.plan import Options, make_plan
+from autoshard.planning import Options, make_plan
 from autoshard.program import trace
 
 

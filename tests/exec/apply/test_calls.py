@@ -14,11 +14,11 @@ from jax.experimental.custom_partitioning import custom_partitioning
 from jax.sharding import NamedSharding, PartitionSpec
 
 from autoshard import UserError, register_rule
+from autoshard.base.call_rules import forget
 from autoshard.exec import plan_mesh, read_collectives, wire_by_axis
 from autoshard.graph import read_graph
-from autoshard.plan import Options, Plan, PlanResult, load_plan, make_plan
+from autoshard.planning import Options, Plan, PlanResult, load_plan, make_plan
 from autoshard.program import Program, load_artifact, trace
-from autoshard.rules import forget
 from tests.exec.planned_programs import f32
 
 

@@ -15,7 +15,7 @@ import torch
 import autoshard
 from autoshard.errors import UserError
 from autoshard.exec import TorchPlan, distribution_notes
-from autoshard.plan import ParameterUse, Plan, Spec
+from autoshard.planning import ParameterUse, Plan, Spec
 from autoshard.program import from_torch
 from experiments.correctness.dtensor import ALLOWED, FAMILIES, plan_row, run_rows
 from tests.exec.planned_programs import handmade, spec
@@ -275,7 +275,7 @@ os.environ.update(RANK=sys.argv[1], WORLD_SIZE="2", MASTER_ADDR="localhost", MAS
 import torch
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
-from autoshard.exec.apply._split_ops import SplitOps
+from autoshard.exec.dtensor.split_ops import SplitOps
 torch.distributed.init_process_group("gloo")
 mesh = init_device_mesh("cpu", (2,))
 plain = torch.arange(48.0).reshape(4, 6, 2)

@@ -10,7 +10,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import autoshard
-from autoshard.exec.apply._explicit import on_mesh
+from autoshard.exec.apply.calls_on_shards import on_mesh
 
 
 def explicit(*axes: tuple[str, int]) -> Mesh:

@@ -16,7 +16,7 @@ import pytest
 import autoshard
 from autoshard import UserError
 from autoshard.exec import jax_export
-from autoshard.plan import Plan
+from autoshard.planning import Plan
 from autoshard.program import Program
 
 

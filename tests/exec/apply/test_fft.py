@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from autoshard.exec import compile_plan, measure
-from autoshard.plan import Options, make_plan, read_asked
+from autoshard.planning import Options, make_plan, read_asked
 from autoshard.program import Program, trace
 
 

@@ -14,9 +14,9 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 from torch.nn import functional
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from autoshard.exec.apply._split_ops import SplitOps, run_split
-from autoshard.exec.apply._split_shards import choose, embed, multiply, pad
-from autoshard.exec.apply._split_trial import _alike, trial
+from autoshard.exec.dtensor.split_functions import choose, embed, multiply, pad
+from autoshard.exec.dtensor.split_ops import SplitOps, run_split
+from autoshard.exec.dtensor.split_trial import _alike, trial
 
 
 WHOLE = Replicate()

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from autoshard.errors import UserError
 from autoshard.exec import placements_of, spec_of_placements
-from autoshard.plan import Spec
+from autoshard.planning import Spec
 from tests.exec.planned_programs import handmade
 from tests.exec.workers import run_workers
 

@@ -9,9 +9,9 @@ import pytest
 
 import autoshard
 from autoshard.errors import UserError
-from autoshard.exec.devices._granted import check_granted
-from autoshard.exec.run._steps import failure
-from autoshard.plan import Plan
+from autoshard.exec.devices.local_devices import check_granted
+from autoshard.exec.run.planned_steps import failure
+from autoshard.planning import Plan
 
 
 GIB = 1 << 30

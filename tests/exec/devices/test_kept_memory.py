@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from autoshard.exec.devices._kept_memory import _glibc, memory_kept
-from autoshard.exec.run._steps import run_in_turn
+from autoshard.exec.devices.local_devices import _glibc, memory_kept
+from autoshard.exec.run.planned_steps import run_in_turn
 
 
 SIZE = 40 << 20

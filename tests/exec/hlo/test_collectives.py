@@ -4,8 +4,8 @@ import pytest
 
 from autoshard.cost import Topology, make_mesh
 from autoshard.exec import count_by_kind, read_collectives, wire_by_axis
-from autoshard.exec.hlo._collectives import parse_groups
-from autoshard.exec.hlo._hlo import parse_hlo
+from autoshard.exec.hlo.compiled_collectives import parse_groups
+from autoshard.exec.hlo.hlo_text import parse_hlo
 
 
 MESH = make_mesh(Topology.parse("cpu:8"), {"data": 2, "model": 4})

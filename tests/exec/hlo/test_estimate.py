@@ -6,9 +6,9 @@ import pytest
 
 from autoshard.cost import Collectives, Compute, Topology, make_mesh
 from autoshard.exec import decided, estimate
-from autoshard.exec.hlo._estimate import estimator_error, pair_error
-from autoshard.exec.hlo._hlo import parse_hlo
-from autoshard.exec.hlo._work import Reader
+from autoshard.exec.hlo.hlo_text import parse_hlo
+from autoshard.exec.hlo.instruction_work import Reader
+from autoshard.exec.hlo.schedule_estimate import estimator_error, pair_error
 
 
 MESH = make_mesh(Topology.parse("v5e:4x4"), {"data": 4, "model": 4})

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import pytest
 
 from autoshard.exec import estimate
-from autoshard.exec.hlo._flops import TOLERANCE, FlopCheck, check_flops
+from autoshard.exec.hlo.compiled_flops import TOLERANCE, FlopCheck, check_flops
 from autoshard.program import trace
 from tests.exec.hlo.test_estimate import MESH, matmul, module
 

@@ -4,8 +4,8 @@ import pytest
 
 from autoshard.cost import Collectives, Segment, Topology, load_calibration, make_mesh
 from autoshard.exec import read_collectives
-from autoshard.exec.hlo._estimate import estimate
-from autoshard.exec.hlo._physical import group_segments, permute_seconds, route
+from autoshard.exec.hlo.physical_links import group_segments, permute_seconds, route
+from autoshard.exec.hlo.schedule_estimate import estimate
 
 
 V5E = Topology.parse("v5e:4x4")

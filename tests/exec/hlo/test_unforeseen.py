@@ -1,7 +1,7 @@
 """Which compiled communication a prediction does not account for."""
 
-from autoshard.exec.hlo._collectives import CompiledCollective
-from autoshard.exec.hlo._unforeseen import Expected, beyond
+from autoshard.exec.hlo.compiled_collectives import CompiledCollective
+from autoshard.exec.hlo.unforeseen import Expected, beyond
 
 
 def compiled(kind: str, wire: dict[str, float], count: int = 1, source: str = "") -> CompiledCollective:

@@ -7,11 +7,11 @@ from collections.abc import Callable, Iterator, Mapping
 
 from autoshard.cost import Bill, Judge
 from autoshard.exec import refine
-from autoshard.exec.learn import _refine
-from autoshard.exec.learn._judge import Seen
-from autoshard.plan import Plan, plan_bills
+from autoshard.exec.learn import refinement
+from autoshard.exec.learn.judges import Seen
+from autoshard.planning import Plan, plan_bills
 from autoshard.program import Program
-from tests.plan.programs import program
+from tests.planning.programs import program
 
 
 class MadeUpJudge:
@@ -35,7 +35,7 @@ class MadeUpJudge:
 def main() -> None:
     signal.signal(signal.SIGINT, signal.default_int_handler)  # jobs that a shell runs in the background ignore it
     judge = MadeUpJudge(lambda bill: 0.1 + 0.001 * len(bill.charges), wait_s=1.0)
-    _refine.judge_of = lambda *_: judge
+    refinement.judge_of = lambda *_: judge
     result = refine(
         program("mlp"), topology="cpu:8", mesh="data=4,model=2", plans=4, rounds=1,
         progress=lambda line: print(line, flush=True),

@@ -15,9 +15,9 @@ import autoshard
 from autoshard.cost import Bill, Database, Topology, compiler_version, load_calibration
 from autoshard.errors import UserError
 from autoshard.exec import Seen, Verdict, refine, refinement_figures
-from autoshard.exec.learn import _judge, _refine
-from autoshard.exec.learn._judge import CompileJudge, MeasureJudge, judge_of
-from autoshard.plan import Options, make_plan, plan_bills, plan_digest
+from autoshard.exec.learn import judges, refinement
+from autoshard.exec.learn.judges import CompileJudge, MeasureJudge, judge_of
+from autoshard.planning import Options, make_plan, plan_bills, plan_digest
 from tests.exec.learn.refine_checks import MadeUpJudge
 from tests.plan import programs
 
@@ -40,7 +40,7 @@ def judged_by(monkeypatch: pytest.MonkeyPatch) -> Callable[..., MadeUpJudge]:
 
     def replace(seconds: Callable[[Bill], float]) -> MadeUpJudge:
         judge = MadeUpJudge(seconds)
-        monkeypatch.setattr(_refine, "judge_of", lambda *_: judge)
+        monkeypatch.setattr(refinement, "judge_of", lambda *_: judge)
         return judge
 
     return replace
@@ -180,7 +180,7 @@ def test_the_judge_is_the_devices_for_cpu_and_else_the_compiler():
 
 def test_plans_are_measured_in_turn_on_the_devices_here(monkeypatch: pytest.MonkeyPatch, database: Database):
     program = programs.program("mlp")
-    broken = _judge.PlannedStep
+    broken = judges.PlannedStep
 
     def fails_on_second(program, plan, made, count=[0]):  # noqa: B006
         count[0] += 1
@@ -188,7 +188,7 @@ def test_plans_are_measured_in_turn_on_the_devices_here(monkeypatch: pytest.Monk
             raise UserError("this one cannot be lowered")
         return broken(program, plan, made)
 
-    monkeypatch.setattr(_judge, "PlannedStep", fails_on_second)
+    monkeypatch.setattr(judges, "PlannedStep", fails_on_second)
     result = autoshard.refine(program, **CPU, plans=3, rounds=1, steps=3)
     assert [bool(each.seen.failed) for each in result.judged] == [False, False, True]
     assert all(each.seen.seconds > 0 and each.seen.fits for each in result.judged[:2])
@@ -207,7 +207,7 @@ def test_the_compiler_tells_whether_it_fits_and_what_is_hidden(monkeypatch: pyte
             raise UserError("it takes too long")
         return reports[plan.program_name]
 
-    monkeypatch.setattr("autoshard.exec.ahead._compile.compile_plan", compile_plan)
+    monkeypatch.setattr("autoshard.exec.ahead.compile_plans.compile_plan", compile_plan)
     plans = {name: SimpleNamespace(topology="v5e:4x4", program_name=name) for name in "abc"}
     found = dict(CompileJudge().judge(programs.program("mlp"), plans, lambda line: None))
     assert found["a"] == Seen(2.0, 0.2, Verdict.FITS_WITH_REMAT.value, 7, 0.75, {"sums": 0.75}) and found["a"].fits

@@ -7,7 +7,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from autoshard.exec.run._check import compare, default_tolerance
+from autoshard.exec.run.result_check import compare, default_tolerance
 from autoshard.program import Argument, Program, Result, Role
 
 

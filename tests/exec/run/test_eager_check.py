@@ -9,7 +9,7 @@ import pytest
 
 import autoshard
 from autoshard import cli
-from autoshard.exec.run._eager_check import check_eager
+from autoshard.exec.run.eager_check import check_eager
 from autoshard.program import Program, from_torch
 
 
@@ -80,7 +80,7 @@ def test_the_command_reports_both_comparisons(
     assert "AGREES with eager torch: loss, 4 gradients, 3 buffers; the largest difference is" in text
     assert "AGREES with the unplanned run" in text
 
-    import autoshard.exec.run._measure as room
+    import autoshard.exec.run.measurement as room
 
     monkeypatch.setattr(room, "check_eager", lambda program, seed: check_eager(_wrong(program), seed))
     assert cli.main([*command, "--json"]) == 1

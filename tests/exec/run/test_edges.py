@@ -8,8 +8,8 @@ from jax import lax
 
 import autoshard
 from autoshard import mlir
-from autoshard.exec.run._edges import BEYOND, ENDS, UNDEFINED, edge_arguments
-from autoshard.exec.run._measure import measure
+from autoshard.exec.run.check_inputs import BEYOND, ENDS, UNDEFINED, edge_arguments
+from autoshard.exec.run.measurement import measure
 
 
 X, IDS = jax.ShapeDtypeStruct((16, 8), jnp.float32), jax.ShapeDtypeStruct((8,), jnp.int32)

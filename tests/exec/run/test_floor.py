@@ -9,8 +9,8 @@ import optax
 import pytest
 
 from autoshard.exec import measure
-from autoshard.exec.run._check import compare
-from autoshard.exec.run._floor import narrow_rounding, noise_floor, rounding_floor
+from autoshard.exec.run.check_inputs import narrow_rounding, noise_floor, rounding_floor
+from autoshard.exec.run.result_check import compare
 from autoshard.program import Program, trace
 from tests.exec.planned_programs import handmade
 from tests.graph.programs import f32

@@ -15,8 +15,8 @@ import pytest
 from autoshard.cost import Topology
 from autoshard.errors import UserError
 from autoshard.exec import ensure_devices, measure, measurement_figures, plan_devices
-from autoshard.exec.devices._devices import by_coordinates
-from autoshard.plan import Collective, Options, Pin, make_plan
+from autoshard.exec.devices.local_devices import by_coordinates
+from autoshard.planning import Collective, Options, Pin, make_plan
 from autoshard.program import trace
 from tests.exec import planned_programs as made
 from tests.exec.planned_programs import handmade, spec
@@ -54,7 +54,7 @@ def test_a_measurement_has_times_communication_and_agreement(mlp):
 
 
 def test_the_check_catches_a_wrong_program(mlp, monkeypatch: pytest.MonkeyPatch):
-    import autoshard.exec.run._measure as room
+    import autoshard.exec.run.measurement as room
 
     right = room._unplanned_step
 
@@ -209,7 +209,7 @@ def test_what_the_runtime_says_is_one_sentence(mlp, monkeypatch: pytest.MonkeyPa
     def fail(*_):
         raise jax.errors.JaxRuntimeError(message)
 
-    monkeypatch.setattr("autoshard.exec.run._steps.place", fail)
+    monkeypatch.setattr("autoshard.exec.run.planned_steps.place", fail)
     with pytest.raises(UserError, match=sentence):
         measure(mlp, handmade(mlp, MESH, TENSOR_PARALLEL), steps=1, warmup=0)
 
@@ -218,7 +218,7 @@ def test_an_unplanned_step_that_does_not_fit_is_said_and_the_planned_one_is_time
     def too_large(*_):
         raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 9 bytes")
 
-    monkeypatch.setattr("autoshard.exec.run._measure._unplanned_step", too_large)
+    monkeypatch.setattr("autoshard.exec.run.measurement._unplanned_step", too_large)
     found = measure(mlp, handmade(mlp, MESH, TENSOR_PARALLEL), steps=2, warmup=0, check=True)
     assert found.check is None and len(found.step_times_s) == 2
     skipped = measurement_figures(found)["check_skipped"]
@@ -227,6 +227,6 @@ def test_an_unplanned_step_that_does_not_fit_is_said_and_the_planned_one_is_time
     def broken(*_):
         raise jax.errors.JaxRuntimeError("INTERNAL: no such luck")
 
-    monkeypatch.setattr("autoshard.exec.run._measure._unplanned_step", broken)
+    monkeypatch.setattr("autoshard.exec.run.measurement._unplanned_step", broken)
     with pytest.raises(UserError, match="mlp failed on the devices here: INTERNAL"):
         measure(mlp, handmade(mlp, MESH, TENSOR_PARALLEL), steps=1, warmup=0, check=True)

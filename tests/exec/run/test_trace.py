@@ -8,9 +8,9 @@ import jax.numpy as jnp
 import pytest
 
 from autoshard.exec import CollectiveTime, CompiledCollective, measure, measurement_figures, read_collectives
-from autoshard.exec.devices._xspace import events_in
-from autoshard.exec.run import _trace
-from autoshard.exec.run._trace import Ran, collective_times
+from autoshard.exec.devices.profiles import events_in
+from autoshard.exec.run import profiled_collectives
+from autoshard.exec.run.profiled_collectives import Ran, collective_times
 from autoshard.program import Program
 from tests.exec import planned_programs as made
 from tests.exec.hlo.test_estimate import BIG, MESH, MODEL, module
@@ -56,7 +56,7 @@ def test_a_profile_that_cannot_be_read_is_a_note(mlp: Program, monkeypatch: pyte
     def refuse(file: Path) -> None:
         raise ValueError("it is no profile")
 
-    monkeypatch.setattr(_trace, "read_events", refuse)
+    monkeypatch.setattr(profiled_collectives, "read_events", refuse)
     found = measure(mlp, handmade(mlp, {"data": 4, "model": 2}, SPECS), steps=1, warmup=0, timed_collectives=1)
     assert measurement_figures(found)["profiler"] == "what the profiler wrote cannot be read: it is no profile"
 

@@ -7,9 +7,9 @@ from typing import Any
 import jax
 import pytest
 
-from autoshard.exec.torch_xla_hook import _kept
-from autoshard.exec.torch_xla_hook._marks import LiveMesh
-from autoshard.plan import Spec
+from autoshard.exec.torch_xla_hook.planning import decision_cache
+from autoshard.exec.torch_xla_hook.values.live_marks import LiveMesh
+from autoshard.planning import Spec
 from autoshard.program import trace
 from tests.graph.programs import f32
 
@@ -26,46 +26,46 @@ def taken() -> Any:
 def count(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[int]:
     """How often was really planned, as the length of it."""
     monkeypatch.setenv("AUTOSHARD_CACHE_DIR", str(tmp_path))
-    monkeypatch.setattr(_kept, "registrations", tuple)  # those of other tests
-    planned, decide = [], _kept.decide
+    monkeypatch.setattr(decision_cache, "registrations", tuple)  # those of other tests
+    planned, decide = [], decision_cache.decide
 
     def counted(*given: Any) -> Any:
         planned.append(1)
         return decide(*given)
 
-    monkeypatch.setattr(_kept, "decide", counted)
+    monkeypatch.setattr(decision_cache, "decide", counted)
     return planned
 
 
 def test_a_decision_is_found_again_as_it_was_made(count: list[int]):
     mesh = LiveMesh({"data": 4, "model": 2}, range(8))
-    made, found = (_kept.kept_decision(taken(), "cpu:8", mesh, {}) for _ in range(2))
+    made, found = (decision_cache.kept_decision(taken(), "cpu:8", mesh, {}) for _ in range(2))
     assert len(count) == 1
     assert made == found and any(spec is not None and spec.axes for spec in made.specs)
 
 
 def test_what_else_is_decided_or_asked_for_is_planned_anew(count: list[int], monkeypatch: pytest.MonkeyPatch):
     mesh = LiveMesh({"data": 4, "model": 2}, range(8))
-    _kept.kept_decision(taken(), "cpu:8", mesh, {})
-    whole = _kept.kept_decision(taken(), "cpu:8", mesh, {0: Spec(((), ()))})
+    decision_cache.kept_decision(taken(), "cpu:8", mesh, {})
+    whole = decision_cache.kept_decision(taken(), "cpu:8", mesh, {0: Spec(((), ()))})
     assert not (whole.specs[0] or Spec(())).axes
-    _kept.kept_decision(taken(), "cpu:8", LiveMesh({"data": 8, "model": 1}, range(8)), {})
-    _kept.kept_decision(taken(), "cpu:8", mesh, {}, free=True)
+    decision_cache.kept_decision(taken(), "cpu:8", LiveMesh({"data": 8, "model": 1}, range(8)), {})
+    decision_cache.kept_decision(taken(), "cpu:8", mesh, {}, free=True)
     monkeypatch.setenv("AUTOSHARD_MEMORY_LIMIT", "2")
-    _kept.kept_decision(taken(), "cpu:8", mesh, {})
+    decision_cache.kept_decision(taken(), "cpu:8", mesh, {})
     assert len(count) == 5
 
 
 def test_an_entry_that_says_nothing_is_not_used(count: list[int], monkeypatch: pytest.MonkeyPatch):
     mesh = LiveMesh({"data": 4, "model": 2}, range(8))
-    monkeypatch.setattr(_kept, "read_entry", lambda *_: b'{"plan": "{}", "notes": []}')
-    assert _kept.kept_decision(taken(), "cpu:8", mesh, {}).plan.mesh == {"data": 4, "model": 2}
+    monkeypatch.setattr(decision_cache, "read_entry", lambda *_: b'{"plan": "{}", "notes": []}')
+    assert decision_cache.kept_decision(taken(), "cpu:8", mesh, {}).plan.mesh == {"data": 4, "model": 2}
     assert len(count) == 1
 
 
 def test_a_mesh_is_found_again(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     monkeypatch.setenv("AUTOSHARD_CACHE_DIR", str(tmp_path))
-    monkeypatch.setattr(_kept, "registrations", tuple)  # those of other tests
-    made = _kept.kept_mesh(taken(), "cpu:8")
-    monkeypatch.setattr(_kept, "best_mesh", lambda *_: {})
-    assert _kept.kept_mesh(taken(), "cpu:8") == made != {}
+    monkeypatch.setattr(decision_cache, "registrations", tuple)  # those of other tests
+    made = decision_cache.kept_mesh(taken(), "cpu:8")
+    monkeypatch.setattr(decision_cache, "best_mesh", lambda *_: {})
+    assert decision_cache.kept_mesh(taken(), "cpu:8") == made != {}

@@ -10,7 +10,7 @@ from tests.exec.torch_xla_hook.torch_xla_processes import run_checks
 
 
 pytest.importorskip("torch")
-from autoshard.exec.torch_xla_hook import _moves  # noqa: E402
+from autoshard.exec.torch_xla_hook.pins import input_placement  # noqa: E402
 
 
 SETTINGS = ("", "1", "0")
@@ -58,11 +58,11 @@ def test_tensors_are_held_alike_either_way(found: dict[str, Any]):
 
 def test_the_group_is_asked_for_in_words_that_are_known(monkeypatch: pytest.MonkeyPatch):
     for text, answer in {"": None, "1": True, "TRUE": True, "0": False, "false": False}.items():
-        monkeypatch.setenv(_moves.GROUP_VARIABLE, text)
-        assert _moves.group_here() is answer
-    monkeypatch.setenv(_moves.GROUP_VARIABLE, "maybe")
+        monkeypatch.setenv(input_placement.GROUP_VARIABLE, text)
+        assert input_placement.group_here() is answer
+    monkeypatch.setenv(input_placement.GROUP_VARIABLE, "maybe")
     with pytest.raises(UserError, match="XLA_AUTO_USE_GROUP_SHARDING=maybe is no answer: set 1"):
-        _moves.group_here()
+        input_placement.group_here()
 
 
 def test_whole_inputs_have_to_fit_beside_the_step():
@@ -73,5 +73,5 @@ def test_whole_inputs_have_to_fit_beside_the_step():
         plan = SimpleNamespace(prediction=SimpleNamespace(peak_bytes=100), memory_limit_bytes=limit)
         return SimpleNamespace(specs=("split", None, "split"), plan=plan)
 
-    assert _moves.fits_whole(taken, decision(180))
-    assert not _moves.fits_whole(taken, decision(179))
+    assert input_placement.fits_whole(taken, decision(180))
+    assert not input_placement.fits_whole(taken, decision(179))

@@ -10,8 +10,8 @@ from pathlib import Path
 WORKER = """
 import copy, json
 import torch, torch_xla
-from autoshard.exec.torch_xla_hook._norms import expand_norms
-from autoshard.exec.torch_xla_hook._xlac import xlac
+from autoshard.exec.torch_xla_hook.values.device_kernels import expand_norms
+from autoshard.exec.torch_xla_hook.values.lazy_tensors import xlac
 from torch import nn
 
 expand_norms()

@@ -6,7 +6,7 @@ import pytest
 
 from autoshard.errors import UserError
 from autoshard.exec.torch_xla_hook import LiveMesh, inputs_by_shape
-from autoshard.plan import Spec
+from autoshard.planning import Spec
 from tests.exec.torch_xla_hook.torch_xla_processes import run_checks
 
 

@@ -7,12 +7,12 @@ from typing import Any
 import pytest
 
 from autoshard.mlir import Flow
-from autoshard.plan import Pin, Spec
+from autoshard.planning import Pin, Spec
 
 
 pytest.importorskip("torch")
-from autoshard.exec.torch_xla_hook._pinned import Pins  # noqa: E402
-from autoshard.exec.torch_xla_hook._places import LazyOp, Place  # noqa: E402
+from autoshard.exec.torch_xla_hook.pins.pinned_values import Pins  # noqa: E402
+from autoshard.exec.torch_xla_hook.values.call_sites import LazyOp, Place  # noqa: E402
 
 
 SPLIT, OTHER, WHOLE = Spec((("data",), ())), Spec(((), ("data",))), Spec(((), ()))

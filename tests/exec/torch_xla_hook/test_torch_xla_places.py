@@ -6,7 +6,7 @@ import pytest
 
 from autoshard.cost import Topology, chip_names, load_chip
 from autoshard.errors import UserError
-from autoshard.exec.torch_xla_hook._here import tpu_topology
+from autoshard.exec.torch_xla_hook.planning.runtime_topology import tpu_topology
 
 
 def attributes(topology: Topology) -> list[dict[str, object]]:

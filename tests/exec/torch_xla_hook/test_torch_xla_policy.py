@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from autoshard.errors import UserError
-from autoshard.exec.torch_xla_hook._enable import check_version
+from autoshard.exec.torch_xla_hook.lifecycle.enable import check_version
 from tests.exec.torch_xla_hook.torch_xla_processes import run_checks
 
 

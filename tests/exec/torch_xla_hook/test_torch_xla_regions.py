@@ -6,8 +6,8 @@ import pytest
 
 
 torch = pytest.importorskip("torch")
-from autoshard.exec.torch_xla_hook._guard import Guard  # noqa: E402
-from autoshard.exec.torch_xla_hook._regions import _ORDER, _in_order, _run  # noqa: E402
+from autoshard.exec.torch_xla_hook.pins.compiled_regions import _ORDER, _in_order, _run  # noqa: E402
+from autoshard.exec.torch_xla_hook.values.module_hooks import Guard  # noqa: E402
 
 
 class Told:

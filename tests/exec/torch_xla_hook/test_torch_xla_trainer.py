@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from autoshard.exec.devices._torch_names import own_name
+from autoshard.exec.devices.torch_names import own_name
 from tests.exec.torch_xla_hook.torch_xla_processes import run_checks
 from tests.exec.torch_xla_hook.torch_xla_trainer_checks import SAVED, STEPS
 

@@ -23,7 +23,7 @@ def check(function: Check) -> Check:
 
 
 def spec(tensor: Any) -> str:
-    from autoshard.exec.torch_xla_hook._xlac import xlac
+    from autoshard.exec.torch_xla_hook.values.lazy_tensors import xlac
 
     return xlac()._get_xla_sharding_spec(tensor)
 
@@ -259,7 +259,7 @@ def offline() -> dict[str, Any]:
     import torch_xla.runtime as xr
 
     import autoshard
-    from autoshard.plan import hlo_sharding
+    from autoshard.planning import hlo_sharding
     from autoshard.program import from_torch
 
     xr.use_spmd()
@@ -320,12 +320,12 @@ def failing() -> dict[str, Any]:
     import torch_xla
 
     from autoshard import UserError
-    from autoshard.exec.torch_xla_hook import _session
+    from autoshard.exec.torch_xla_hook.lifecycle import hook_session
 
     def no_plan(*_: Any, **__: Any) -> Any:
         raise UserError("there is no plan today.")
 
-    decide, _session.kept_decision = _session.kept_decision, no_plan
+    decide, hook_session.kept_decision = hook_session.kept_decision, no_plan
     plain = mlp(16)
     model = copy.deepcopy(plain).to("xla")
     x = torch.randn(8, 16)
@@ -342,7 +342,7 @@ def failing() -> dict[str, Any]:
     except UserError as error:
         strict = str(error)
     del os.environ["AUTOSHARD_STRICT"], other
-    _session.kept_decision = decide
+    hook_session.kept_decision = decide
     return {
         "difference": difference(value, plain(x).square().sum()),
         "strict": strict,

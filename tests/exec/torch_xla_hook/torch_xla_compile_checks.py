@@ -173,7 +173,7 @@ def running() -> dict[str, Any]:
     import torch_xla
     import torch_xla.runtime as xr
 
-    from autoshard.exec.torch_xla_hook._tensors import handles
+    from autoshard.exec.torch_xla_hook.values.lazy_tensors import handles
 
     xr.use_spmd()
     value, found, kept = torch.eye(512).to("xla"), [], []

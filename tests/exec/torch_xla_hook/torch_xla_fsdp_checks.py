@@ -112,7 +112,7 @@ def fsdp_baseline() -> dict[str, Any]:
     import torch
 
     from autoshard.exec import TorchPlan
-    from autoshard.plan import Options, make_plan, parse_hlo_sharding
+    from autoshard.planning import Options, make_plan, parse_hlo_sharding
     from autoshard.program import from_torch
 
     model, plain, _ = wrapped("none", checkpointed=False)

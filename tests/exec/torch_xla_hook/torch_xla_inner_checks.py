@@ -23,9 +23,9 @@ def moves() -> dict[str, Any]:
     import torch
     import torch_xla.debug.metrics as metrics
 
-    from autoshard.exec.torch_xla_hook import _session
+    from autoshard.exec.torch_xla_hook.lifecycle import hook_session
 
-    split, fetched, inputs = _session.split_inputs, [], []
+    split, fetched, inputs = hook_session.split_inputs, [], []
 
     def counted(taken: Any, decision: Any, *given: Any) -> Any:
         before = (metrics.metric_data("InboundData") or (0,))[0]
@@ -34,7 +34,7 @@ def moves() -> dict[str, Any]:
         inputs.append(sum(spec is not None and bool(spec.axes) for spec in decision.specs))
         return found
 
-    _session.split_inputs = counted
+    hook_session.split_inputs = counted
     found = shown(train(4))
     plain = mlp(128).requires_grad_(False)
     model = copy.deepcopy(plain).to("xla")
@@ -42,7 +42,7 @@ def moves() -> dict[str, Any]:
     for _ in range(3):
         read.append(model(x.to("xla")).square().sum().item())
         counts.append(compiled() - before)
-    _session.split_inputs = split
+    hook_session.split_inputs = split
     expected = plain(x).square().sum().item()
     return {
         **found,
@@ -60,7 +60,7 @@ def told_ops() -> dict[str, Any]:
     import torch
     from torch.utils._python_dispatch import _get_current_dispatch_mode
 
-    from autoshard.exec.torch_xla_hook._ops import Ops, stand_in, unseen
+    from autoshard.exec.torch_xla_hook.capture.op_events import Ops, stand_in, unseen
 
     class Told(Ops):
         def __init__(self, *kinds: str) -> None:
@@ -121,8 +121,8 @@ def made_inside() -> dict[str, Any]:
     """What is made of nothing while ops are told of, and then written to through views and read through others."""
     import torch
 
-    from autoshard.exec.torch_xla_hook._ops import Ops
-    from autoshard.exec.torch_xla_hook._xlac import xlac
+    from autoshard.exec.torch_xla_hook.capture.op_events import Ops
+    from autoshard.exec.torch_xla_hook.values.lazy_tensors import xlac
 
     x = torch.randn(4, 6)
 
@@ -159,7 +159,7 @@ def chunked() -> dict[str, Any]:
     """Chunks, which are slices in the lazy graph, and views by strides: what they are; of chunks the gradients too."""
     import torch
 
-    from autoshard.exec.torch_xla_hook._xlac import xlac
+    from autoshard.exec.torch_xla_hook.values.lazy_tensors import xlac
 
     def gates(x: Any) -> list[Any]:
         return list(x.unsafe_chunk(4, 1))
@@ -195,7 +195,7 @@ def told_parts() -> dict[str, Any]:
     import torch
     from torch_xla.experimental.scan import scan
 
-    from autoshard.exec.torch_xla_hook._ops import Ops, stand_in
+    from autoshard.exec.torch_xla_hook.capture.op_events import Ops, stand_in
 
     class Told(Ops):
         def __init__(self) -> None:

@@ -87,7 +87,7 @@ def nested_batches() -> dict[str, Any]:
     import torch_xla.runtime as xr
 
     import autoshard
-    from autoshard.plan import parse_hlo_sharding
+    from autoshard.planning import parse_hlo_sharding
     from autoshard.program import from_torch
 
     xr.use_spmd()

@@ -117,7 +117,7 @@ def wrong_policies() -> dict[str, Any]:
     class Other:
         device_type = "cpu"
 
-    from autoshard.exec.torch_xla_hook._here import mesh_here
+    from autoshard.exec.torch_xla_hook.planning.runtime_topology import mesh_here
 
     os.environ["XLA_AUTO_SPMD_MESH"] = "3,2"
     few = refused(mesh_here)

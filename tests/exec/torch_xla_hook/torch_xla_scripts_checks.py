@@ -444,8 +444,8 @@ def failing_watch() -> dict[str, Any]:
     os.environ.pop("AUTOSHARD_STRICT", None)  # which would have it raise
     import torch_xla
 
-    from autoshard.exec.torch_xla_hook._pins import ModulePins
-    from autoshard.exec.torch_xla_hook._watch import Watch
+    from autoshard.exec.torch_xla_hook.capture.first_step import Watch
+    from autoshard.exec.torch_xla_hook.pins.pin_hooks import ModulePins
 
     session = on()
     planned = len(session.plans)

@@ -1,0 +1,261 @@
+"""The commands that compare machines and sizes: `degrees`, `estimate`, `serve-plan` and `sweep`."""
+
+import argparse
+import contextlib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TextIO
+
+from autoshard.base.processes import cores
+from autoshard.cli.inputs import PROGRAM_OPTIONS, check_unread, need_no_accelerator, planning_flags, stand_in_devices
+from autoshard.cli.outputs import print_json, print_rich, show_progress
+from autoshard.cli.session import WORKER, connect, ray_of, settle_imports
+from autoshard.errors import UserError
+
+
+if TYPE_CHECKING:
+    from autoshard.base.ray_pool import RayPool
+    from autoshard.planning import SweepRow
+    from autoshard.serving import ModelEstimate
+
+
+def run_degrees(arguments: argparse.Namespace, answer: TextIO) -> int:
+    need_no_accelerator()  # nothing is traced or run
+    from autoshard.base.files import write_whole
+    from autoshard.degrees import DEGREE_FORMS, choose_degrees, degree_figures, degree_report, gpu_decoder
+
+    choices = choose_degrees(
+        gpu_decoder(arguments.program), arguments.topology, arguments.framework, arguments.batch, arguments.seq
+    )
+    if arguments.out:
+        write_whole(arguments.out, DEGREE_FORMS[arguments.framework](choices[0]).encode())
+    if arguments.json:
+        print_json(degree_figures(choices), answer)
+    else:
+        print_rich(degree_report(choices), answer)
+    return 0
+
+
+def run_estimate(arguments: argparse.Namespace, answer: TextIO) -> int:
+    need_no_accelerator()
+    from autoshard.cost import find_topologies
+    from autoshard.planning import settled_options
+    from autoshard.program import open_source
+    from autoshard.serving import estimate_config, estimate_figures, estimates_report, fewest_devices, least_estimate
+
+    if not arguments.program.startswith("hf:"):
+        raise UserError(f"an estimate is of a configuration, hf:CONFIG; found {arguments.program!r}: plan it.")
+    places = [place for pattern in arguments.topology for place in find_topologies(pattern)]
+    said = {name: getattr(arguments, name) for name in ("train", "serve", "batch", "seq", "cache", "remat")}
+    said |= {name: getattr(arguments, name) for name in ("param_dtype", "state_dtype")}
+    found: list[ModelEstimate] = []
+    failed: list[str] = []
+    for place in places:
+        try:
+            found += estimate_config(arguments.program, place, **said)
+        except UserError as error:
+            failed.append(str(error))
+    if failed and not found:
+        raise UserError(failed[0])
+    if not found:  # no decoder whose counts are known: its program is traced
+        with show_progress(arguments) as progress:
+            settle_imports()
+            for place in places:
+                progress(f"Tracing {arguments.program}, which is no decoder that can be counted")
+                options = {**said, "batch": said["batch"] or place.num_devices}
+                program = open_source(arguments.program, kept=True, **settled_options(options, place.name))
+                found.append(least_estimate(program, place))
+    fewest = fewest_devices(arguments.program, found, **said)
+    if arguments.json:
+        print_json(estimate_figures(found, failed, fewest), answer)
+    else:
+        print_rich(estimates_report(arguments.program, found, failed, fewest), answer)
+    return 0
+
+
+def report_serving(arguments: argparse.Namespace, figures: dict[str, Any], answer: TextIO) -> int:
+    """`autoshard report` of what `autoshard serve-plan --json` printed: a page."""
+    from autoshard.cost import load_chip
+    from autoshard.report import write_text
+    from autoshard.serving import serve_page
+
+    for flag in ("perfetto", "compiled", "profile", "compare", "measured", "tokens", "plans"):
+        if getattr(arguments, flag):
+            raise UserError(f"--{flag} is not for ways to serve, which {arguments.plan} holds.")
+    if arguments.out is None:
+        raise UserError(f"{arguments.plan} holds ways to serve: name the page with --out serve.html.")
+    prices = {load_chip(chip).name: price for chip, price in arguments.price.items()}
+    write_text(arguments.out, serve_page(figures, prices))
+    if arguments.json:
+        print_json(figures | {"written": [str(arguments.out)]}, answer)
+    else:
+        print(f"Written: {arguments.out}", file=answer)
+    return 0
+
+
+def run_serve_plan(arguments: argparse.Namespace, answer: TextIO) -> int:
+    need_no_accelerator()
+    from autoshard.report import write_text
+    from autoshard.serving import (
+        ServingAsked,
+        ServingLimits,
+        check_serving,
+        jax_shardings,
+        plan_serving,
+        serving_figures,
+        serving_report,
+    )
+
+    if not arguments.program.startswith("hf:"):
+        raise UserError(f"serving is planned for a configuration, hf:CONFIG; found {arguments.program!r}.")
+    asked = ServingAsked(arguments.input, arguments.output, arguments.weights, arguments.cache_dtype)
+    limits = ServingLimits(arguments.ttft, arguments.tpot, arguments.gap)
+    plan = plan_serving(arguments.program, arguments.topology, asked, limits)
+    checked = []
+    if arguments.check:
+        with show_progress(arguments) as progress:
+            settle_imports()
+            checked = check_serving(plan, progress=progress)
+    if arguments.jax is not None:
+        write_text(arguments.jax, jax_shardings(plan))
+    if arguments.json:
+        print_json(serving_figures(plan, checked), answer)
+    else:
+        print_rich(serving_report(plan, checked), answer)
+        if arguments.jax is not None:
+            print(f"Written: {arguments.jax}", file=answer)
+    return 0
+
+
+def run_sweep(arguments: argparse.Namespace, answer: TextIO) -> int:
+    need_no_accelerator()
+    with ray_of(arguments) as pool:
+        return _swept(arguments, answer, pool)
+
+
+def _swept(arguments: argparse.Namespace, answer: TextIO, pool: "RayPool | None") -> int:
+    settle_imports()
+    from autoshard.base.worker_pool import HelperPool
+    from autoshard.cost import Topology, load_chip
+    from autoshard.planning import sweep
+    from autoshard.report import plot_sweep, sweep_figures, sweep_report
+
+    prices = {load_chip(chip).name: price for chip, price in arguments.price.items()}
+    names = _topologies(arguments)
+    stand_in_devices(arguments.program, max(names, key=lambda text: Topology.parse(text).num_devices))
+    batches, remats = ([] if each in (None, "auto") else each for each in (arguments.batch, arguments.remat))
+    options = {name: getattr(arguments, name) for name in PROGRAM_OPTIONS}
+    options |= {name: "auto" if getattr(arguments, name) == "auto" else None for name in ("batch", "remat")}
+    options |= {"entry": arguments.entry, "roles": arguments.roles, "kept": arguments.cached}
+    options["rules"] = None if arguments.rules is None else str(arguments.rules)
+    with show_progress(arguments) as progress, contextlib.ExitStack() as pools:
+        connect(pool, progress)
+        tasks = len(names) * max(1, len(batches)) * max(1, len(remats))
+        jobs = min(tasks, arguments.jobs or cores())
+        executor = pool or (pools.enter_context(HelperPool(jobs, WORKER)) if jobs > 1 else None)
+        rows = sweep(
+            arguments.program,
+            topologies=names,
+            batches=batches,
+            remats=remats,
+            program_options=options,
+            executor=executor,
+            path=arguments.out,
+            progress=progress,
+            **planning_flags(arguments),
+        )
+    if arguments.plot is not None:
+        plot_sweep(rows, arguments.plot)
+    if arguments.json:
+        print_json(sweep_figures(rows, prices, arguments.tokens), answer)
+    else:
+        print_rich(sweep_report(rows, prices, arguments.tokens), answer)
+        if arguments.out is not None:
+            print(f"Kept in {arguments.out}", file=answer)
+    if all(row.failed for row in rows):
+        answer.flush()
+        raise UserError(f"no row of the sweep has a plan: {rows[0].failed}")
+    return 0
+
+
+def report_sweep(arguments: argparse.Namespace, answer: TextIO) -> int:
+    """`autoshard report` of what a sweep kept: its table, or a page."""
+    from autoshard.cost import Topology, load_chip
+    from autoshard.planning import read_sweep
+    from autoshard.report import sweep_figures, sweep_page, sweep_report, write_text
+
+    for flag in ("perfetto", "compiled", "profile", "compare", "measured"):
+        if getattr(arguments, flag):
+            raise UserError(f"--{flag} is for one plan; {arguments.plan} is a sweep.")
+    prices = {load_chip(chip).name: price for chip, price in arguments.price.items()}
+
+    def place(row: "SweepRow") -> tuple[str, int, str, int, str]:
+        return row.chip, Topology.parse(row.topology).num_chips, row.topology, row.batch or 0, row.remat or ""
+
+    rows = sorted(read_sweep(arguments.plan).values(), key=place)
+    if not rows:
+        raise UserError(f"{arguments.plan} has no rows yet; run its sweep first.")
+    pages = _plan_pages(arguments, rows) if arguments.plans else {}
+    written: list[str] = []
+    if arguments.out is not None:
+        links = {plan: file.relative_to(arguments.out.parent).as_posix() for plan, (file, _) in pages.items()}
+        if pages:
+            _make_folder(_folder_of(arguments.out))
+        texts = [*pages.values(), (arguments.out, sweep_page(rows, prices, arguments.tokens, links))]
+        for file, text in texts:
+            write_text(file, text)
+        written = sorted(str(file) for file, _ in texts)
+    if arguments.json:
+        print_json(sweep_figures(rows, prices, arguments.tokens) | {"written": written}, answer)
+    elif arguments.out is not None:
+        more = f", and {len(pages)} pages of plans in {_folder_of(arguments.out)}" if pages else ""
+        print(f"Written: {arguments.out}{more}", file=answer)
+    else:
+        print_rich(sweep_report(rows, prices, arguments.tokens), answer)
+    return 0
+
+
+def _folder_of(page: Path) -> Path:
+    """Where the pages of plans are, beside the page of their sweep."""
+    return page.with_name(f"{page.stem}-plans")
+
+
+def _make_folder(folder: Path) -> None:
+    try:
+        folder.mkdir(exist_ok=True)
+    except OSError as error:
+        raise UserError(f"cannot make the folder {folder}: {error.strerror}.") from error
+
+
+def _plan_pages(arguments: argparse.Namespace, rows: "Sequence[SweepRow]") -> dict[str, tuple[Path, str]]:
+    """Plan file -> the file of its page, and the page, of every row whose plan is kept."""
+    from autoshard.planning import load_plan
+    from autoshard.report import html_report
+
+    if arguments.out is None:
+        raise UserError("--plans writes pages beside that of the sweep; name it with --out sweep.html.")
+    folder: Path = arguments.plan if arguments.plan.is_dir() else arguments.plan.parent
+    names = [row.plan for row in rows if row.plan]
+    if not names:
+        raise UserError(f"{arguments.plan} keeps no plans: sweep with --out FOLDER to have them.")
+    for name in names:
+        if name != Path(name).name:
+            raise UserError(f"{arguments.plan} is damaged: {name!r} is no file in the folder of the sweep.")
+    check_unread(arguments, [folder / name for name in names])
+    place = _folder_of(arguments.out)
+    return {
+        name: (place / f"{name.removesuffix('.json')}.html", html_report(load_plan(folder / name))) for name in names
+    }
+
+
+def _topologies(arguments: argparse.Namespace) -> list[str]:
+    """Names of all that the patterns stand for and `--chips` allows. Raises `UserError` if that is none."""
+    from autoshard.cost import find_topologies
+
+    found = {each.name: each for pattern in arguments.topology for each in find_topologies(pattern)}
+    most = arguments.chips
+    names = [name for name, each in found.items() if most is None or each.num_chips <= most]
+    if not names:
+        least = min(found.values(), key=lambda each: each.num_chips)
+        raise UserError(f"--chips {most} leaves no topology: the smallest, {least.name}, has {least.num_chips} chips.")
+    return names

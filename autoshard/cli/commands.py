@@ -1,0 +1,393 @@
+"""One function for each command: from parsed arguments to what is printed, and the exit code."""
+
+import argparse
+import contextlib
+import io
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TextIO
+
+from autoshard.cli.capacity_commands import report_serving, report_sweep
+from autoshard.cli.inputs import (
+    check_unread,
+    need_no_accelerator,
+    open_program,
+    out_files,
+    plan_options,
+    read_json,
+    stand_in_devices,
+    start_devices,
+)
+from autoshard.cli.outputs import print_json, print_rich, show_progress
+from autoshard.cli.session import connect, ray_of, start_helpers
+from autoshard.errors import UserError
+
+
+if TYPE_CHECKING:
+    from autoshard.base.ray_pool import RayPool
+    from autoshard.base.workers import Crew
+    from autoshard.planning import Options, Plan, PlanResult
+    from autoshard.program import Program
+    from autoshard.report import ProgressLine
+
+
+PROFILED_STEPS = 3
+"""Steps that `measure` runs under the profiler, after the timed ones."""
+
+
+def run_plan(arguments: argparse.Namespace, answer: TextIO) -> int:
+    # Planning never touches an accelerator: without this JAX would look for one, and wait for it.
+    need_no_accelerator()
+    with start_helpers() as crew, show_progress(arguments) as progress:
+        began = time.perf_counter()
+        result, traced = _planned(arguments, progress, crew)
+        from autoshard.planning import save_plan
+
+        offered = result.candidates if arguments.candidates > 1 else ()
+        written = out_files(arguments.out, len(result.candidates))
+        for each, path in zip(result.candidates, written, strict=False):
+            save_plan(each.plan, path)
+    wall_s = {"trace": traced, **result.wall_s, "total": time.perf_counter() - began}
+    from autoshard.report import candidate_figures, candidates_report, plan_figures, terminal_report
+
+    if arguments.json:
+        more = {"candidates": candidate_figures(offered)} if offered else {}
+        print_json(plan_figures(result.plan, wall_s) | more, answer)
+    else:
+        print_rich(terminal_report(result.plan, wall_s), answer)
+        if offered:
+            print_rich(candidates_report(offered), answer)
+        for number, path in enumerate(written):
+            print(f"{f'Candidate {number + 1}' if number else 'Plan'} written to {path}", file=answer)
+    return 0
+
+
+def _planned(arguments: argparse.Namespace, progress: "ProgressLine", crew: "Crew") -> tuple["PlanResult", float]:
+    """The plan, and the seconds that tracing took."""
+    traced = 0.0
+
+    def traced_with(**recipe: Any) -> "Program":
+        nonlocal traced
+        began = time.perf_counter()
+        for name in left:
+            setattr(arguments, name, recipe[name])
+        program = open_program(
+            arguments,
+            progress,
+            arguments.topology,
+            kept=arguments.cached and arguments.rules is None,
+            recipe={name: value for name, value in recipe.items() if name not in left},
+        )
+        traced += time.perf_counter() - began
+        return program
+
+    from autoshard.planning import is_by_stage, make_plan, plan_recipes, source_choices
+    from autoshard.program import read_choices
+
+    options = plan_options(arguments)
+    if is_by_stage(vars(arguments), options.form):
+        return _planned_by_stage(arguments, options, progress, crew)
+    left = source_choices(vars(arguments), arguments.topology)
+    own = read_choices(arguments.program, arguments.entry)
+    running = {
+        "progress": progress, "crew": crew, "kept": arguments.cached, "save_problem": arguments.save_problem,
+    }  # fmt: skip
+    if left or own:
+        return plan_recipes(traced_with, {**left, **own}, options, of_source=not own, **running)[1], traced
+    return make_plan(traced_with(), options, **running), traced
+
+
+def _planned_by_stage(
+    arguments: argparse.Namespace, options: "Options", progress: "ProgressLine", crew: "Crew"
+) -> tuple["PlanResult", float]:
+    """The plan of a program for each stage, and the seconds that tracing took."""
+    from autoshard.planning import plan_by_stage
+
+    traced = 0.0
+
+    def opened(**more: Any) -> "Program":
+        nonlocal traced
+        began = time.perf_counter()
+        whole = {"stages": None, "microbatches": None, "schedule": None}
+        program = open_program(argparse.Namespace(**{**vars(arguments), **whole, **more}), progress, arguments.topology)
+        traced += time.perf_counter() - began
+        return program
+
+    if arguments.save_problem is not None:
+        raise UserError("--save-problem is for one program; leave it out with a program for each stage.")
+    return plan_by_stage(opened, vars(arguments), options, progress=progress, crew=crew), traced
+
+
+def run_measure(arguments: argparse.Namespace, answer: TextIO) -> int:
+    from autoshard.cost import Topology
+    from autoshard.exec import measure, measurement_figures
+    from autoshard.planning import load_plan, make_plan
+
+    if (arguments.plan is None) == (arguments.topology is None):
+        raise UserError("`autoshard measure` takes either --plan PLAN.json, or --topology to plan first.")
+    planning = ("mesh", "memory_limit", "save_problem", "pin", "forbid", "axis_only", "replicate", "pin_from")
+    for flag in (*planning, "xla_flags", "ignore_constraints"):
+        if arguments.plan is not None and getattr(arguments, flag) not in (None, [], False):
+            raise UserError(f"--{flag.replace('_', '-')} is for planning; {arguments.plan} is a plan already.")
+    plan = load_plan(arguments.plan) if arguments.plan else None
+    topology = Topology.parse(plan.topology if plan else arguments.topology)
+    start_devices(topology)
+    options = plan_options(arguments) if plan is None else None
+    with show_progress(arguments) as progress:
+        program = open_program(arguments, progress, topology.name, plan=plan)
+        if plan is None:
+            assert options is not None
+            plan = make_plan(program, options, save_problem=arguments.save_problem, progress=progress).plan
+        progress("Running the planned step" + (" and the unplanned one" if arguments.check else ""))
+        running = {name: getattr(arguments, name) for name in ("steps", "check", "tolerance", "profile")}
+        result = measure(program, plan, **running, timed_collectives=PROFILED_STEPS)
+    from autoshard.report import measurement_report
+
+    figures = measurement_figures(result)
+    if arguments.json:
+        print_json(figures, answer)
+    else:
+        print_rich(measurement_report(plan, figures), answer)
+    return 1 if result.failed else 0
+
+
+def run_compile(arguments: argparse.Namespace, answer: TextIO) -> int:
+    # The compiler runs in a process of its own; here JAX only traces.
+    need_no_accelerator()
+    from autoshard.exec import Verdict, compile_figures, compile_lines, compile_plan
+    from autoshard.planning import load_plan
+    from autoshard.report import write_text
+
+    plan = load_plan(arguments.plan)
+    with show_progress(arguments) as progress:
+        program = open_program(arguments, progress, plan.topology, plan=plan)
+        progress(f"Compiling for {plan.topology}" + ("" if arguments.quick else " (minutes for a large model)"))
+        result = compile_plan(program, plan, time_limit=arguments.time_limit, quick=arguments.quick)
+    if arguments.hlo is not None:
+        write_text(arguments.hlo, result.hlo)
+    if arguments.json:
+        print_json(compile_figures(result), answer)
+    else:
+        print("\n".join(compile_lines(result)), file=answer)
+    return 1 if result.verdict is Verdict.DOES_NOT_FIT else 0
+
+
+def run_compare(arguments: argparse.Namespace, answer: TextIO) -> int:
+    if arguments.on and not arguments.compile:
+        raise UserError("--on is for --compile: what is measured runs on the devices that are here.")
+    from autoshard.cost import Topology
+
+    topology = Topology.parse(arguments.topology)
+    if arguments.measure:
+        start_devices(topology)
+    else:
+        need_no_accelerator()
+    with ray_of(arguments) as pool:
+        return _compare(arguments, answer, pool)
+
+
+def _compare(arguments: argparse.Namespace, answer: TextIO, pool: "RayPool | None") -> int:
+    from autoshard.exec import compile_figures, compile_plans, measure, measurement_figures
+    from autoshard.planning import make_plan
+    from autoshard.report import ComparisonRow, candidates, comparison_figures, comparison_report
+
+    rows = []
+    options = plan_options(arguments)
+    with show_progress(arguments) as progress:
+        connect(pool, progress)
+        program = open_program(arguments, progress, arguments.topology)
+        made = make_plan(program, options, save_problem=arguments.save_problem, progress=progress)
+        run = arguments.compile or arguments.measure
+        offered = list(candidates(made.plan, made.baseline_plans, run, made.candidates))
+        plans = {name: plan for name, plan, _ in offered} if arguments.compile else {}
+        reports = dict(compile_plans(program, plans, quick=True, executor=pool, progress=progress))
+        for name, plan, holds in offered:
+            compiled = measured = None
+            failed = ""
+            try:
+                if isinstance(report := reports.get(name), UserError):
+                    raise report
+                compiled = None if report is None else compile_figures(report)
+                if arguments.measure:
+                    progress(f"Running {name}")
+                    measured = measurement_figures(measure(program, plan, steps=arguments.steps))
+            except UserError as error:
+                failed = str(error)  # this one is dropped, the others go on
+            rows.append(ComparisonRow(name, plan.prediction if holds else None, compiled, measured, failed))
+    if all(row.failed for row in rows):
+        raise UserError(rows[0].failed)
+    if arguments.json:
+        print_json(comparison_figures(rows), answer)
+    else:
+        print_rich(comparison_report(made.plan, rows), answer)
+    return 0
+
+
+def run_diff(arguments: argparse.Namespace, answer: TextIO) -> int:
+    from autoshard.planning import load_plan
+    from autoshard.report import difference, difference_figures, difference_report
+
+    found = difference(load_plan(arguments.first), load_plan(arguments.second))
+    if arguments.json:
+        print_json(difference_figures(found), answer)
+    else:
+        print_rich(difference_report(found), answer)
+    return 0
+
+
+def run_explain(arguments: argparse.Namespace, answer: TextIO) -> int:
+    need_no_accelerator()
+    from autoshard.planning import explain_plan, explanation_figures, load_plan, reopen
+    from autoshard.report import explanation_report
+
+    plan = load_plan(arguments.plan)
+    with show_progress(arguments) as progress:
+        source = _said_source(arguments, plan, progress)
+        stand_in_devices(source, plan.topology)
+        program = reopen(plan, arguments.program, arguments.entry)
+        progress(f"Pricing what else {arguments.name} could be")
+        found = explain_plan(plan, arguments.name, program, time_limit=arguments.time_limit)
+    if arguments.json:
+        print_json(explanation_figures(found), answer)
+    else:
+        print_rich(explanation_report(found, plan), answer)
+    return 0
+
+
+def _said_source(arguments: argparse.Namespace, plan: "Plan", progress: "ProgressLine") -> str:
+    """Where the plan's program is, empty if nobody says so. That a file of Python is run is said before it is."""
+    named = (plan.provenance.get("source") or {}).get("program", "")
+    source = arguments.program or named
+    check_unread(arguments, [source])
+    if not source.endswith(".py"):
+        progress(f"Opening the program of {arguments.plan} again")
+    elif arguments.program:
+        progress(f"Running {source} for the program of {arguments.plan}")
+    else:
+        progress(f"Running {source}, which {arguments.plan} names, for its program")
+    return source
+
+
+def run_export(arguments: argparse.Namespace, answer: TextIO) -> int:
+    need_no_accelerator()  # the program may be traced again, never run
+    from autoshard.exports import make_export
+    from autoshard.planning import Rest, form_named, load_plan, reopen
+    from autoshard.report import write_text
+
+    plan = load_plan(arguments.plan)
+    with show_progress(arguments) as progress:
+        source = _said_source(arguments, plan, progress)
+        progress(f"Exporting {arguments.plan}")
+        stand_in_devices(source, plan.topology)
+        if form_named(arguments.to).rest is Rest.PLAN:
+            return _export_bytes(arguments, plan, answer)
+        program = reopen(plan, arguments.program, arguments.entry) if arguments.program else None
+        made = make_export(plan, arguments.to, program, force=arguments.force)
+    if arguments.out is not None:
+        write_text(arguments.out, made.text)
+    if arguments.json:
+        found = made.prediction
+        print_json(
+            {
+                "to": arguments.to,
+                "text": made.text,
+                "step_time_s": None if found is None else found.step_time_s,
+                "peak_bytes": None if found is None else found.peak_bytes,
+                "plan_step_time_s": plan.prediction.step_time_s,
+                "plan_peak_bytes": plan.prediction.peak_bytes,
+            },
+            answer,
+        )
+    elif arguments.out is None:
+        answer.write(made.text)
+    else:
+        print(f"Written: {arguments.out}\n{made.sentence}", file=answer)
+    return 0
+
+
+def _export_bytes(arguments: argparse.Namespace, plan: "Plan", answer: TextIO) -> int:
+    from autoshard.base.files import write_whole
+    from autoshard.exec import jax_export
+    from autoshard.planning import reopen
+
+    if arguments.out is None:
+        raise UserError(f"{arguments.to} is a file of bytes; name it with --out step.jax_export.")
+    data = jax_export(plan, reopen(plan, arguments.program, arguments.entry))
+    write_whole(arguments.out, data)
+    step, peak = plan.prediction.step_time_s, plan.prediction.peak_bytes
+    if arguments.json:
+        figures = {"step_time_s": step, "peak_bytes": peak, "plan_step_time_s": step, "plan_peak_bytes": peak}
+        print_json({"to": arguments.to, "bytes": len(data), **figures}, answer)
+    else:
+        print(f"Written: {arguments.out}\nIt holds the plan whole, pins included.", file=answer)
+    return 0
+
+
+def run_report(arguments: argparse.Namespace, answer: TextIO) -> int:
+    from autoshard.planning import is_sweep, load_plan
+    from autoshard.report import html_report, perfetto_json, plan_figures, read_profile, terminal_report, write_text
+    from autoshard.serving import read_serving
+
+    if is_sweep(arguments.plan):
+        return report_sweep(arguments, answer)
+    if (serving := read_serving(arguments.plan)) is not None:
+        return report_serving(arguments, serving, answer)
+    for flag, value in (("tokens", arguments.tokens), ("price", arguments.price), ("plans", arguments.plans)):
+        if value:
+            raise UserError(f"--{flag} is for a sweep; {arguments.plan} is none that `autoshard sweep --out` kept.")
+    plan = load_plan(arguments.plan)
+    written: dict[str, str] = {}
+    if arguments.perfetto is not None:
+        compiled = read_json(arguments.compiled, "compile") if arguments.compiled else None
+        profile = read_profile(arguments.profile) if arguments.profile else None
+        written[str(arguments.perfetto)] = perfetto_json(plan, compiled, profile)
+    else:
+        for flag in ("compiled", "profile"):
+            if getattr(arguments, flag):
+                raise UserError(f"--{flag} is for the trace; name it with --perfetto trace.json.")
+    if arguments.out is None:
+        for flag in ("compare", "measured"):
+            if getattr(arguments, flag):
+                raise UserError(f"--{flag} is for the page; name it with --out report.html.")
+    else:
+        compare = load_plan(arguments.compare) if arguments.compare else None
+        measured = read_json(arguments.measured, "measure") if arguments.measured else None
+        written[str(arguments.out)] = html_report(plan, compare=compare, measured=measured)
+    for path, text in written.items():
+        write_text(Path(path), text)
+    if arguments.json:
+        print_json(plan_figures(plan) | {"written": sorted(written)}, answer)
+    elif written:
+        for path in written:
+            print(f"Written: {path}", file=answer)
+    else:
+        print_rich(terminal_report(plan), answer)
+    return 0
+
+
+def run_solve(arguments: argparse.Namespace, answer: TextIO) -> int:
+    from autoshard.solver.solve_command import run_solve
+
+    with contextlib.redirect_stdout(answer), contextlib.ExitStack() as quiet:
+        if arguments.quiet:
+            quiet.enter_context(contextlib.redirect_stderr(io.StringIO()))
+        return run_solve(
+            str(arguments.problem),
+            time_limit=arguments.time_limit,
+            seed=arguments.seed,
+            threads=arguments.threads,
+            iterations=arguments.iterations,
+            out=str(arguments.out) if arguments.out else None,
+            as_json=arguments.json,
+        )
+
+
+def run_doctor(arguments: argparse.Namespace, answer: TextIO) -> int:
+    from autoshard.report import doctor, doctor_report
+
+    found = doctor()
+    if arguments.json:
+        print_json(found, answer)
+    else:
+        print_rich(doctor_report(found), answer)
+    return 0

@@ -1,0 +1,259 @@
+"""From parsed arguments to what commands work on: programs, devices, options, and files to read and write."""
+
+import argparse
+import contextlib
+import os
+import stat
+import sys
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from autoshard.base import files
+from autoshard.base.files import is_replaced
+from autoshard.cli.session import settle_imports
+from autoshard.errors import UserError
+
+
+if TYPE_CHECKING:
+    from autoshard.cost import Topology
+    from autoshard.planning import Options, Plan, PlanOptions
+    from autoshard.program import Program
+    from autoshard.report import ProgressLine
+
+PROGRAM_OPTIONS = ("train", "batch", "seq", "image", "dtype", "param_dtype", "state_dtype", "remat", "optimizer")
+PROGRAM_OPTIONS += ("serve", "cache", "experts", "capacity_factor", "imbalance", "attention", "exchange")
+PROGRAM_OPTIONS += ("microbatches", "host", "stages", "schedule", "gradient_groups")
+"""What `hf:CONFIG` takes."""
+
+
+def need_no_accelerator() -> None:
+    """Keep JAX, and PyTorch/XLA where tracing imports it, from looking for one, and from saying that there is none."""
+    os.environ.setdefault("JAX_PLATFORMS", "cpu")
+    os.environ.setdefault("PJRT_DEVICE", "CPU")
+
+
+def open_program(
+    arguments: argparse.Namespace,
+    progress: "ProgressLine",
+    topology: str | None = None,
+    kept: bool = False,
+    recipe: Mapping[str, Any] | None = None,
+    plan: "Plan | None" = None,
+) -> "Program":
+    """The program; the mesh that a Python file may make finds a CPU device for each of the topology's.
+
+    What no flag says of a program that a `plan` is for is as that plan has it.
+    """
+    if plan is not None:
+        plan.check_one_step()
+    progress(f"Tracing {arguments.program}")
+    from autoshard.planning.record.program_place import is_same_program
+    from autoshard.program import lift_constraints, load_rules, open_source
+
+    settle_imports()
+    if topology is not None:
+        stand_in_devices(arguments.program, topology)
+
+    options = {name: getattr(arguments, name) for name in PROGRAM_OPTIONS if getattr(arguments, name) is not None}
+    source = plan.provenance.get("source") if plan is not None else None
+    if source and is_same_program(source["program"], arguments.program):
+        options = {name: value for name, value in source["options"].items() if name in PROGRAM_OPTIONS} | options
+        recipe = source.get("recipe")
+    if topology is not None:
+        from autoshard.planning import settled_options
+
+        options = settled_options(options, topology)
+    if arguments.rules is not None:
+        load_rules(arguments.rules)
+    program = open_source(
+        arguments.program, entry=arguments.entry, roles=arguments.roles, kept=kept, recipe=recipe, **options
+    )
+    # The program's own modules, which it imported from beside it.
+    check_unread(arguments, [file for each in list(sys.modules.values()) if (file := _file_of(each))])
+    return lift_constraints(program) if getattr(arguments, "ignore_constraints", False) else program
+
+
+def _file_of(module: object) -> str | None:
+    """Return the file of a module, without asking one that imports more when it is asked."""
+    return getattr(module, "__dict__", {}).get("__file__")
+
+
+def stand_in_devices(source: str, topology: str) -> None:
+    """A CPU device for each of the topology's, where a program is Python and may make a mesh."""
+    if source.endswith(".py"):
+        from autoshard.cost import Topology
+        from autoshard.exec import ensure_devices
+
+        with contextlib.suppress(UserError):  # JAX has started with fewer, which is enough for most programs
+            ensure_devices(Topology.parse(topology).num_devices)
+
+
+def start_devices(topology: "Topology") -> None:
+    """CPU devices are made before anything imports jax; any other devices must be here already."""
+    from autoshard.exec import ensure_devices
+
+    if topology.traits.shares_machine:
+        need_no_accelerator()
+        ensure_devices(topology.num_devices)
+        return
+    import jax
+
+    if jax.default_backend() == "cpu":
+        raise UserError(
+            f"the plan is for {topology.name}, but only CPU devices are here; "
+            f"plan for cpu:{topology.num_devices} to rehearse it."
+        )
+
+
+PLANNING = (
+    "mesh",
+    "memory_limit",
+    "time_limit",
+    "seed",
+    "refine_axes",
+    "calibration",
+    "xla_flags",
+    "form",
+    "candidates",
+)
+"""The options of `autoshard.plan` that flags of the same names give."""
+
+
+def plan_options(arguments: argparse.Namespace) -> "Options":
+    """How to plan; what cannot be for any program is refused here, before one is traced."""
+    from autoshard.planning import check_request, read_options
+
+    options = read_options(arguments.topology, said_options(arguments))
+    check_request(options)
+    return options
+
+
+def said_options(arguments: argparse.Namespace) -> "PlanOptions":
+    """What flags say of how to plan, as `autoshard.plan` takes it."""
+    from autoshard.planning import parameter_specs, read_asked
+
+    pairs = {flag: _merged(flag, getattr(arguments, flag)) for flag in ("pin", "forbid", "axis_only")}
+    others = parameter_specs(arguments.pin_from) if arguments.pin_from is not None else None
+    asked = read_asked(pairs["pin"], arguments.replicate, pairs["forbid"], pairs["axis_only"], others)
+    return {**planning_flags(arguments), "asked": asked}
+
+
+def planning_flags(arguments: argparse.Namespace) -> "PlanOptions":
+    """What the flags in `PLANNING` say, those that were given."""
+    said: Any = {name: value for name in PLANNING if (value := getattr(arguments, name, None)) is not None}
+    return said
+
+
+def _merged(flag: str, pairs: list[tuple[str, str]]) -> dict[str, str]:
+    """Pairs by name; what is said of one name twice must be a list of axes or groups."""
+    found: dict[str, str] = {}
+    for name, value in pairs:
+        if name in found and flag == "pin" and found[name] != value:
+            raise UserError(f"--pin {name}={value} contradicts --pin {name}={found[name]}: leave one of them out.")
+        found[name] = value if name not in found or flag == "pin" else f"{found[name]},{value}"
+    return found
+
+
+def out_files(out: Path | None, count: int) -> list[Path]:
+    """Return `plan.json` for the plan, then `plan.2.json` and so on for the other candidates."""
+    if out is None:
+        return []
+    return [out, *(out.with_name(f"{out.stem}.{number}{out.suffix}") for number in range(2, count + 1))]
+
+
+def check_outputs(arguments: argparse.Namespace) -> None:
+    """Refuse an output that cannot be written, or that the command reads as well, before minutes of work."""
+    for flag, name in arguments.writes.items():
+        (_check_place if name in arguments.places else check_writable)(flag, getattr(arguments, name))
+    outputs = _outputs(arguments)
+    for number, (flag, path) in enumerate(outputs):
+        for other, before in outputs[:number]:
+            if is_replaced(path) and os.path.realpath(path) == os.path.realpath(before):
+                raise UserError(f"{other} and {flag} both write {path}; name a file for each.")
+    named = {name: value for name, value in vars(arguments).items() if name not in arguments.writes.values()}
+    texts = [named.get("program"), named.get("problem"), named.get("pairs"), getattr(named.get("price"), "file", None)]
+    read = [text for text in texts if isinstance(text, str)]
+    check_unread(arguments, [*read, *(value for value in named.values() if isinstance(value, Path))])
+
+
+def check_unread(arguments: argparse.Namespace, sources: Iterable[str | Path]) -> None:
+    """Refuse an output that is one of these files under any name, unless `--force` allows it.
+
+    A source may be a program as commands name it, or a directory, for the JSON in it. Raises `UserError`.
+    """
+    outputs = [] if getattr(arguments, "force", True) else [each for each in _outputs(arguments) if _is_file(each[1])]
+    for source in sources if outputs else ():
+        path = Path(str(source).removeprefix("hf:"))
+        for file in path.glob("*.json") if path.is_dir() else [path] if _is_file(path) else []:
+            for flag, output in outputs:
+                if os.path.samefile(output, file):
+                    raise UserError(
+                        f"{flag} {output} would write over {file}, which `autoshard {arguments.command}` reads; name "
+                        "another file, or add --force."
+                    )
+
+
+def _is_file(path: Path) -> bool:
+    try:
+        return path.is_file()
+    except (OSError, ValueError):
+        return False
+
+
+def _outputs(arguments: argparse.Namespace) -> list[tuple[str, Path]]:
+    """Return the files that flags ask for, each with its flag."""
+    found: list[tuple[str, Path]] = []
+    for flag, name in arguments.writes.items():
+        path: Path | None = getattr(arguments, name)
+        if path is not None and name in arguments.places and path.is_dir():
+            path = path / "sweep.json"
+        several = arguments.candidates if flag == "--out" and arguments.command == "plan" else 1
+        found += [(flag, each) for each in out_files(path, several)]
+    return found
+
+
+def _check_place(flag: str, path: Path | None) -> None:
+    """Refuse what is neither a file that can be written nor a folder that is there or can be made."""
+    if path is not None and path.suffix == "" and path.is_file():
+        raise UserError(f"{flag} {path} is a file; name one that ends in .json, or a folder.")
+    check_writable(flag, path / "sweep.json" if path is not None and path.is_dir() else path)
+
+
+def check_writable(flag: str, path: Path | None) -> None:
+    """Refuse a path that is no place for a file, or that may not be written."""
+    if path is None:
+        return
+    if str(path) in _STDOUT:
+        raise UserError(f"{flag} {path}: the answer goes to stdout already; name a file.")
+    try:
+        folder = Path(os.path.realpath(path)).parent
+        if path.is_dir():
+            raise UserError(f"{flag} {path} is a directory; name a file.")
+        if not path.absolute().parent.is_dir():
+            raise UserError(f"{flag} {path}: the directory {path.absolute().parent} does not exist; create it first.")
+        if not folder.is_dir():
+            raise UserError(f"{flag} {path} is a link into the directory {folder}, which does not exist.")
+        exists = path.exists()
+    except (OSError, ValueError) as error:
+        raise UserError(f"{flag} {path} cannot be written: {getattr(error, 'strerror', None) or error}.") from None
+    if exists and stat.S_ISSOCK(path.stat().st_mode):
+        raise UserError(f"{flag} {path} is a socket; name a file.")
+    if not os.access(path if exists else folder, os.W_OK) or (is_replaced(path) and not os.access(folder, os.W_OK)):
+        raise UserError(f"{flag} {path} cannot be written: permission denied.")
+
+
+_STDOUT = ("/dev/stdout", "/dev/fd/1", "/proc/self/fd/1")
+
+
+def read_json(path: Path, command: str) -> dict[str, Any]:
+    """What `autoshard COMMAND --json` printed."""
+    try:
+        value = files.read_json(path)
+    except OSError as error:
+        raise UserError(f"cannot read {path}: {error.strerror}.") from error
+    except ValueError as error:
+        raise UserError(f"{path} is not JSON ({error}); give what `autoshard {command} --json` printed.") from error
+    if not isinstance(value, dict) or "step_time_s" not in value:
+        raise UserError(f"{path} has no `step_time_s`; give what `autoshard {command} --json` printed.")
+    return value

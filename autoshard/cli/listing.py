@@ -1,0 +1,96 @@
+"""What there is to name: bundled models, chips and topologies."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from rich.box import SIMPLE_HEAD
+from rich.console import RenderableType
+from rich.table import Table
+
+from autoshard.base.units import format_bytes, format_count
+from autoshard.cost import chip_names, find_topologies, load_chip, slice_shapes
+from autoshard.program import bundled, read_config
+from autoshard.serving import config_decoder
+
+
+_PATTERN = "*:*"
+
+
+def model_rows() -> list[dict[str, Any]]:
+    """Every bundled configuration: `name`, `type`, and `parameters` and `layers` where they are counted without it."""
+    found = []
+    for name in bundled():
+        decoder = config_decoder(f"hf:{name}")
+        found.append(
+            {
+                "name": f"hf:{name}",
+                "type": read_config(name)[1]["model_type"],
+                "parameters": None if decoder is None else decoder.params,
+                "layers": None if decoder is None else decoder.layers,
+            }
+        )
+    return found
+
+
+def chip_rows() -> list[dict[str, Any]]:
+    """Every chip: its name, peak in bf16, memory that a device may use, bandwidth, and devices of a chip."""
+    chips = [load_chip(name) for name in chip_names()]
+    return [
+        {
+            "name": chip.name,
+            "also": list(chip.aliases),
+            "peak_flops_per_s": chip.peak_flops_per_s["bf16"],
+            "memory_bytes": chip.hbm_bytes or None,
+            "memory_bytes_per_s": chip.memory_bytes_per_s,
+            "devices": chip.devices_per_chip,
+        }
+        for chip in chips
+    ]
+
+
+def topology_rows(pattern: str | None = None) -> list[dict[str, Any]]:
+    """Every topology of one slice, or those of a pattern, with chips and the names that it is offered under.
+
+    Raises `UserError` for a pattern that means none.
+    """
+    found = find_topologies(pattern or _PATTERN)
+    found = found if pattern else tuple(sorted(found, key=lambda each: (each.chip.name, each.num_chips)))
+    names = {(chip, shape): name for chip in chip_names() for name, shape in slice_shapes(load_chip(chip)).items()}
+    return [
+        {
+            "name": each.name,
+            "chips": each.num_chips,
+            "devices": each.num_devices,
+            "memory_bytes": each.usable_bytes * each.num_devices,
+            "slice": names.get((each.chip.name, each.shape)) if each.slices == 1 else None,
+        }
+        for each in found
+    ]
+
+
+_SHOWN = {
+    "name": ("name", str),
+    "type": ("type", str),
+    "also": ("also", ", ".join),
+    "parameters": ("parameters", format_count),
+    "layers": ("layers", str),
+    "chips": ("chips", str),
+    "devices": ("devices", str),
+    "peak_flops_per_s": ("bf16", lambda value: format_count(value, "FLOP/s")),
+    "memory_bytes": ("memory", format_bytes),
+    "memory_bytes_per_s": ("bandwidth", lambda value: format_count(value, "B/s")),
+    "slice": ("slice", str),
+}
+"""Key of a row -> its column's name, and how a value is written."""
+
+
+def listing_report(rows: Sequence[dict[str, Any]]) -> RenderableType:
+    """A table for a terminal, a line for each row."""
+    table = Table(box=SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0), header_style="dim")
+    keys = list(rows[0])
+    for key in keys:
+        justify = "left" if key in ("name", "type", "also", "slice") else "right"
+        table.add_column(_SHOWN[key][0], justify=justify, no_wrap=key == "name")
+    for row in rows:
+        table.add_row(*("" if row[key] is None else _SHOWN[key][1](row[key]) for key in keys))
+    return table

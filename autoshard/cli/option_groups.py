@@ -1,0 +1,249 @@
+"""Groups of arguments that several commands take: the program, limits, meshes, what is fixed by hand."""
+
+import argparse
+from pathlib import Path
+
+from autoshard.cli.option_values import (
+    experts,
+    factor,
+    gib,
+    numbers,
+    or_auto,
+    pair,
+    positive,
+    remat,
+    remats,
+    roles,
+    schedule,
+    seconds_or_none,
+    texts,
+    whole,
+    xla_flags,
+)
+
+
+def add_program(parser: argparse.ArgumentParser, several: bool = False, auto: bool = False) -> None:
+    """`several`: batches and remat variants are lists; `auto`: these and microbatches may be left to the planner."""
+    chosen = or_auto if auto else lambda parse: parse
+    best = "; auto: the fastest" if auto else ""
+    parser.add_argument("program", metavar="PROGRAM", help="model.py, step.mlir or hf:CONFIG, see below")
+    parser.add_argument("--entry", default="program", metavar="NAME", help="name in model.py (default: program)")
+    parser.add_argument(
+        "--roles",
+        type=roles,
+        metavar="NAME=ROLE,...",
+        help="what arguments are for where a file does not say: parameter, optimizer_state, batch or other, by name, "
+        "start of names, or arg0-arg7",
+    )
+    parser.add_argument(
+        "--rules", metavar="RULES.py", type=Path, help="calls autoshard.register_rule for custom calls of the program"
+    )
+    group = parser.add_argument_group("for hf:CONFIG")
+    mode = group.add_mutually_exclusive_group()
+    mode.add_argument("--train", action="store_true", default=None, help="a training step: loss, backward, optimizer")
+    mode.add_argument("--infer", action="store_false", dest="train", default=None, help="a forward pass")
+    if several:
+        group.add_argument(
+            "--batch",
+            type=chosen(numbers),
+            metavar="N,N,...",
+            help="sequences in one step, over all devices" + best,
+        )
+    else:
+        group.add_argument(
+            "--batch", type=chosen(positive), metavar="N", help="sequences in one step, over all devices" + best
+        )
+    group.add_argument("--seq", type=positive, metavar="N", help="tokens of one sequence")
+    group.add_argument("--image", type=positive, metavar="N", help="pixels of one side, for models of images")
+    group.add_argument("--dtype", metavar="DTYPE", help="to compute in (default: bfloat16)")
+    group.add_argument("--param-dtype", metavar="DTYPE", help="of parameters (default: float32 in training)")
+    group.add_argument("--state-dtype", metavar="DTYPE", help="of the optimizer's state (default: float32)")
+    again = "what the backward pass computes again: none, dots, full, full,keep=q_proj,offload=input (by value), "
+    again += "or full:20+none for the first 20 layers alone"
+    if several:
+        group.add_argument("--remat", type=chosen(remats), metavar="R,R,...", help=again + best)
+    else:
+        group.add_argument("--remat", type=chosen(remat), metavar="R", help=again + best)
+    group.add_argument("--optimizer", metavar="NAME", help="adamw (default), sgd, momentum")
+    group.add_argument(
+        "--attention",
+        choices=("plain", "splash", "cached", "cudnn", "auto"),
+        help="scores in memory (plain), jax's splash kernel, one over a cache (cached), cuDNN's on GPUs, or (auto) the "
+        "kernels of TPUs or GPUs wherever they can be and gain something",
+    )
+    group.add_argument(
+        "--exchange",
+        choices=("auto", "gather", "heads", "ring"),
+        help="how queries meet keys and values where the sequence is split: gathered, by heads, or around a ring"
+        + best,
+    )
+    group.add_argument(
+        "--microbatches",
+        type=chosen(positive),
+        metavar="N",
+        help="parts of the batch that are computed one after the other; their gradients are averaged" + best,
+    )
+    group.add_argument(
+        "--gradient-groups",
+        type=chosen(positive),
+        metavar="N",
+        help="parts of the batch that keep gradients of their own through all microbatches, and sum them once a step"
+        + ("; auto: those of the devices that hold examples, if that is faster" if auto else ""),
+    )
+    group.add_argument(
+        "--stages",
+        type=chosen(positive),
+        metavar="N",
+        help="of a pipeline, into which layers that repeat are cut; microbatches go through them one after the other, "
+        "by default as many as there are stages (also for autoshard.stack in JAX programs)" + best,
+    )
+    group.add_argument(
+        "--schedule",
+        type=chosen(schedule),
+        metavar="S",
+        help="of a pipeline: gpipe (the default), circular:2 (two chunks of layers in each stage, through which "
+        "microbatches go in turn), or circular (as many chunks as there are layers); of torch modules as a program for "
+        "each stage: 1f1b, or interleaved:2 (1F1B with two chunks)" + best,
+    )
+    group.add_argument(
+        "--host",
+        choices=("none", "optimizer", "auto") if auto else ("none", "optimizer"),
+        help="what waits in the hosts' memory between steps: nothing (none, the default), or the state of the "
+        "optimizer, updated a layer at a time (optimizer; also of functions in files)" + best,
+    )
+    group.add_argument("--serve", choices=("prefill", "decode"), help="a step of serving, with a key-value cache")
+    group.add_argument("--cache", type=positive, metavar="N", help="tokens the cache holds (default: --seq)")
+    group.add_argument(
+        "--experts",
+        type=chosen(experts),
+        metavar="E",
+        help="how tokens reach experts: einsums into slots (the default; slots:all drops none), sorted, or sorted:8 or "
+        "ragged:8 for experts in 8 groups" + ("; auto: the fastest that drops none" if auto else ""),
+    )
+    group.add_argument(
+        "--capacity-factor",
+        type=factor,
+        metavar="X",
+        help="slots of an expert over its mean number of tokens (default: 1.25), or rows of a group (default: for all)",
+    )
+    group.add_argument(
+        "--imbalance",
+        type=factor,
+        metavar="X",
+        help="the busiest device has X times the mean number of tokens for its experts (default: 1; for experts in "
+        "groups)",
+    )
+
+
+def add_estimated(parser: argparse.ArgumentParser) -> None:
+    """What decides memory and time of a decoder's step by closed form."""
+    parser.add_argument("program", metavar="PROGRAM", help="hf:CONFIG")
+    parser.add_argument(
+        "--topology", required=True, type=texts, metavar="T,T,...", help="names or patterns: v5p-256, 'v6e:*' ..."
+    )
+    mode = parser.add_mutually_exclusive_group()
+    mode.add_argument("--train", action="store_true", default=None, help="a training step: loss, backward, optimizer")
+    mode.add_argument("--infer", action="store_false", dest="train", default=None, help="a forward pass")
+    parser.add_argument("--serve", choices=("prefill", "decode"), help="a step of serving, with a key-value cache")
+    parser.add_argument("--batch", type=positive, metavar="N", help="sequences in a step (default: one for a device)")
+    parser.add_argument("--seq", type=positive, metavar="N", help="tokens of one sequence")
+    parser.add_argument("--cache", type=positive, metavar="N", help="tokens the cache holds (default: --seq)")
+    parser.add_argument("--remat", type=remat, metavar="R", help="none, dots or full (default: one column for each)")
+    parser.add_argument("--param-dtype", metavar="DTYPE", help="of parameters (default: float32 in training)")
+    parser.add_argument("--state-dtype", metavar="DTYPE", help="of the optimizer's state (default: float32)")
+
+
+def add_output(
+    parser: argparse.ArgumentParser,
+    *flags: str,
+    metavar: str,
+    help: str,
+    group: argparse._ActionsContainer | None = None,
+    force: str = "write over a file that the command reads as well",
+    place: bool = False,
+) -> None:
+    """Add flags that name a file to write, and `--force` (with that help) once for all such flags of a command.
+
+    The parser's default `writes` has the attribute of each by its flag, `places` those that may be folders.
+    """
+    action = (group or parser).add_argument(*flags, metavar=metavar, type=Path, help=help)
+    writes = parser.get_default("writes") or {}
+    if not writes:
+        parser.add_argument("--force", action="store_true", help=force)
+    places = parser.get_default("places") or ()
+    parser.set_defaults(writes={**writes, flags[-1]: action.dest}, places=(*places, action.dest) if place else places)
+
+
+def add_planning(parser: argparse.ArgumentParser, required: bool, problem: bool = True) -> None:
+    """`problem`: the Problem can be written, there is one for each plan."""
+    group = parser.add_argument_group("planning")
+    group.add_argument("--topology", required=required, metavar="CHIP:SHAPE", help="v5p:4x8x8, v6e:16x16*2, cpu:8 ...")
+    add_limits(group)
+    add_flags(group)
+    if problem:
+        text = "write the Problem, in the contest's format"
+        add_output(parser, "--save-problem", metavar="P.json.gz", help=text, group=group)
+    fixed = parser.add_argument_group("specs that you fix; the rest is chosen for them (docs/constraints.md)")
+    for flag, form, text in (
+        ("--pin", "NAME=SPEC", "the spec of tensors by name or pattern: '*.mlp.*.weight=model,None'"),
+        ("--forbid", "NAME=AXIS", "an axis that may not split these tensors"),
+        ("--axis-only", "AXIS=GROUP", "an axis that may split this dim group only: data=batch"),
+    ):
+        fixed.add_argument(flag, action="append", default=[], type=pair(form), metavar=form, help=text)
+    fixed.add_argument("--replicate", action="append", default=[], metavar="NAME", help="tensors that stay whole")
+    fixed.add_argument(
+        "--ignore-constraints",
+        action="store_true",
+        help="lift what the program itself asks for (with_sharding_constraint, shardings of arguments; not shard_map)",
+    )
+    fixed.add_argument("--pin-from", metavar="PLAN.json", type=Path, help="the parameters' specs of another plan")
+
+
+def add_flags(group: argparse._ActionsContainer) -> None:
+    group.add_argument(
+        "--xla-flags",
+        type=xla_flags,
+        metavar='SET|"--xla_A=B ..."',
+        help="compiler flags that the step will run with, as in LIBTPU_INIT_ARGS (which is read without), or a set of "
+        "them (default, async, sparsecore); what they hide is priced so",
+    )
+
+
+def add_candidates(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--candidates",
+        type=positive,
+        default=1,
+        metavar="N",
+        help="offer up to N plans that really differ, ours the first (default: 1)",
+    )
+
+
+def add_limits(group: argparse._ActionsContainer) -> None:
+    group.add_argument(
+        "--mesh",
+        metavar="AXIS=N,...",
+        help="axes and sizes, major first (default: XLA_AUTO_SPMD_MESH, else the best is looked for, as by auto)",
+    )
+    group.add_argument("--memory-limit", type=gib, metavar="GiB", help="of one device (default: what the chip has)")
+    limit = "of processor for each solve (default: 60); its work is bounded anyway, and inf is allowed"
+    group.add_argument("--time-limit", type=seconds_or_none, default=60.0, metavar="S", help=limit)
+    group.add_argument("--seed", type=whole, default=0, metavar="N", help="of searches that draw lots (default: 0)")
+    group.add_argument(
+        "--no-refine-axes",
+        dest="refine_axes",
+        action="store_false",
+        help="keep axes whole where a dim could use a part of one (8 heads on an axis of 16)",
+    )
+    group.add_argument(
+        "--no-calibration",
+        dest="calibration",
+        action="store_false",
+        help="price with the shipped figures, whatever `autoshard refine` has seen (AUTOSHARD_DATA_DIR keeps it)",
+    )
+
+
+def add_cache(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--no-cache", dest="cached", action="store_false", help="read the program anew (AUTOSHARD_CACHE_DIR keeps it)"
+    )

@@ -1,0 +1,409 @@
+"""What the command takes.
+
+argparse, not a framework on top of it: every refusal must be one sentence in our own words with exit code 2,
+and `autoshard --help` must not wait for imports.
+"""
+
+import argparse
+import difflib
+import sys
+import textwrap
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NoReturn, TextIO
+
+from autoshard import __version__
+from autoshard.cli import capacity_commands, other_commands
+from autoshard.cli import commands as _commands
+from autoshard.cli.option_groups import (
+    add_cache,
+    add_candidates,
+    add_estimated,
+    add_flags,
+    add_limits,
+    add_output,
+    add_planning,
+    add_program,
+)
+from autoshard.cli.option_values import latency, positive, prices, seconds, texts, tokens, tolerance, whole
+from autoshard.cli.session import add_on
+from autoshard.errors import UserError
+
+
+_COLUMNS = 79
+PROGRAM_HELP = """\
+PROGRAM is a Python file, a file with a module, or hf:CONFIG.
+
+  model.py   defines `program` (see --entry): an autoshard.Program, or a
+             function that returns one, or (function, arguments) for JAX, or
+             (module, example inputs) for torch; shapes are enough
+             (jax.ShapeDtypeStruct, meta tensors), so nothing large is ever
+             allocated; --train takes a torch module and the `loss` of the file
+  step.mlir  StableHLO as text or portable bytecode, a jax.export artifact, an
+             HLO proto or unoptimised dump
+  hf:NAME    a bundled Hugging Face configuration, such as hf:llama3-8b or
+             hf:gpt2 (`autoshard list models`), or the path of a config.json
+"""
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise UserError(f"{message}; see `{self.prog} --help`.")
+
+
+def parse(argv: list[str]) -> argparse.Namespace:
+    parser = build_parser()
+    if not argv:
+        parser.print_help(sys.stderr)
+        raise UserError("no command given; start with `autoshard plan PROGRAM --topology TOPOLOGY`.")
+    if argv[0].startswith("--") and argv[0] not in parser._option_string_actions:
+        raise UserError(f"{argv[0]} stands before the command; write `autoshard COMMAND ... {argv[0]}`.")
+    arguments, unknown = parser.parse_known_args(_joined(argv))
+    if unknown:
+        command = parser_of(parser, arguments.command)
+        flags = [flag for action in command._actions for flag in action.option_strings]
+        given = unknown[0].split("=")[0]
+        near = [flag for flag in flags if len(given) > 3 and flag.startswith(given)]
+        near = near or difflib.get_close_matches(given, flags, n=1)
+        hint = f"did you mean {near[0]}?" if near else f"see `{command.prog} --help`."
+        kind = "flag" if unknown[0].startswith("-") else "argument"
+        raise UserError(f"`autoshard {arguments.command}` has no {kind} {unknown[0]}; {hint}")
+    return arguments
+
+
+def _joined(argv: list[str]) -> list[str]:
+    """`--xla-flags --xla_a=b` as one word: argparse takes a value that looks like a flag for one."""
+    found: list[str] = []
+    for word in argv:
+        if found and found[-1] == "--xla-flags" and word.startswith("--xla_"):
+            found[-1] = f"--xla-flags={word}"
+        else:
+            found.append(word)
+    return found
+
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = _Parser(
+        prog="autoshard",
+        description="Plan how to split every tensor of a training or inference step over many accelerators.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("--version", action="version", version=f"autoshard {__version__}")
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True, parser_class=_Parser)
+
+    plan = _command(commands, "plan", _commands.run_plan, "choose a sharding for every tensor", PROGRAM_HELP)
+    add_program(plan, auto=True)
+    add_planning(plan, required=True)
+    add_candidates(plan)
+    add_output(plan, "--out", metavar="PLAN.json", help="write the plan here, candidates beside it")
+    plan.add_argument(
+        "--for",
+        dest="form",
+        metavar="FORM",
+        help="only what this form of export can hold: dtensor, flax ...",
+    )
+    add_cache(plan)
+
+    measure = _command(
+        commands, "measure", _commands.run_measure, "run a planned program on the devices that are here", PROGRAM_HELP
+    )
+    add_program(measure)
+    measure.add_argument("--plan", metavar="PLAN.json", type=Path, help="written by `autoshard plan --out`")
+    measure.add_argument(
+        "--check",
+        action="store_true",
+        help="compare a torch source with eager torch, and the plan with the unplanned run; exit code 1 if one differs",
+    )
+    measure.add_argument(
+        "--tolerance", type=tolerance, metavar="X", help="of a tensor's own maximum (default: 1e-5 for float32)"
+    )
+    add_output(measure, "--profile", metavar="P.json.gz", help="write a trace of one more step here")
+    measure.add_argument("--steps", type=positive, default=10, metavar="N", help="steps to time (default: 10)")
+    add_planning(measure, required=False)
+
+    compile_ = _command(
+        commands,
+        "compile",
+        _commands.run_compile,
+        "compile a planned program for TPUs or GPUs, without one",
+        PROGRAM_HELP,
+    )
+    add_program(compile_)
+    compile_.add_argument("--plan", required=True, metavar="PLAN.json", type=Path, help="from `autoshard plan --out`")
+    add_output(compile_, "--hlo", metavar="OUT.txt", help="write the compiled program here")
+    compile_.add_argument(
+        "--quick", action="store_true", help="write no machine code: verdict, memory and schedule in seconds (TPUs)"
+    )
+    compile_.add_argument("--time-limit", type=seconds, default=600.0, metavar="S", help="in all (default: 600)")
+
+    compare = _command(
+        commands, "compare", _commands.run_compare, "set the plan beside every plan that people write", PROGRAM_HELP
+    )
+    add_program(compare)
+    add_candidates(compare)
+    compare.add_argument("--compile", action="store_true", help="compile each for its TPUs or GPUs, without one")
+    add_on(compare, "compile")
+    compare.add_argument("--measure", action="store_true", help="run each on the devices that are here")
+    compare.add_argument("--steps", type=positive, default=10, metavar="N", help="steps to time (default: 10)")
+    add_planning(compare, required=True)
+
+    sweep = _command(
+        commands,
+        "sweep",
+        capacity_commands.run_sweep,
+        "plan for several topologies, batches and remat variants",
+        PROGRAM_HELP,
+    )
+    add_program(sweep, several=True, auto=True)
+    sweep.add_argument(
+        "--topology", required=True, type=texts, metavar="T,T,...", help="names or patterns: v5p-256, 'v6e:*' ..."
+    )
+    sweep.add_argument("--chips", type=positive, metavar="N", help="leave out topologies of more than N chips")
+    add_limits(sweep)
+    add_flags(sweep)
+    sweep.add_argument("--tokens", type=tokens, metavar="N", help="of a whole run, for its days and cost: 15T, 300B")
+    sweep.add_argument(
+        "--price",
+        type=prices,
+        default={},
+        metavar="CHIP=X,...",
+        help="of one chip for one hour, in any currency; or a file PRICES.json with the same",
+    )
+    sweep.add_argument(
+        "--jobs",
+        type=positive,
+        metavar="N",
+        help="processes that plan (default: one for each core), or with --on tasks at a time (default: all)",
+    )
+    add_on(sweep, "plan")
+    add_output(
+        sweep,
+        "-o",
+        "--out",
+        metavar="PLACE",
+        place=True,
+        help="keep rows here: in SWEEP.json, or in a folder with the plan of each; what it has is not made again",
+    )
+    add_cache(sweep)
+    add_output(sweep, "--plot", metavar="SWEEP.png", help="draw step time, MFU and headroom here")
+
+    estimate = _command(
+        commands,
+        "estimate",
+        capacity_commands.run_estimate,
+        "guess memory and step time from a model's dims, without a plan",
+    )
+    add_estimated(estimate)
+
+    serve = _command(
+        commands, "serve-plan", capacity_commands.run_serve_plan, "say how to serve a decoder within limits of latency"
+    )
+    serve.add_argument("program", metavar="PROGRAM", help="hf:CONFIG of a decoder")
+    serve.add_argument("--topology", required=True, metavar="CHIP:SHAPE", help="v6e:2x4, h100:8 ...")
+    serve.add_argument("--input", required=True, type=positive, metavar="N", help="tokens of a prompt")
+    serve.add_argument("--output", required=True, type=positive, metavar="N", help="tokens of an answer")
+    serve.add_argument(
+        "--ttft", type=latency, default=float("inf"), metavar="T", help="time to first token at most, as 500ms"
+    )
+    serve.add_argument(
+        "--tpot", type=latency, default=float("inf"), metavar="T", help="time per further token at most, as 30ms"
+    )
+    serve.add_argument(
+        "--gap", type=latency, default=float("inf"), metavar="T", help="time between any two tokens at most, as 60ms"
+    )
+    stored = {"choices": ("bf16", "fp8", "int8"), "default": "bf16"}
+    serve.add_argument("--weights", **stored, help="as stored and multiplied (default: bf16)")
+    serve.add_argument("--cache-dtype", **stored, help="of keys and values (default: bf16)")
+    add_output(serve, "--jax", metavar="FILE.py", help="write the best way as shardings in JAX here")
+    serve.add_argument(
+        "--check", action="store_true", help="plan steps of traced programs at the best way too, and compare"
+    )
+
+    refine = _command(
+        commands,
+        "refine",
+        other_commands.run_refine,
+        "plan, have the best plans judged, learn from it, and plan again until the choice stands",
+        PROGRAM_HELP,
+    )
+    add_program(refine)
+    add_planning(refine, required=True, problem=False)
+    refine.add_argument(
+        "--judge",
+        choices=("compile", "measure"),
+        help="compilers of TPUs and GPUs, or the devices that are here (default: measure for cpu topologies)",
+    )
+    refine.add_argument("--plans", type=positive, default=4, metavar="N", help="judged in a round (default: 4)")
+    refine.add_argument("--rounds", type=positive, default=3, metavar="N", help="at most (default: 3)")
+    refine.add_argument("--steps", type=positive, default=10, metavar="N", help="to time of each plan (default: 10)")
+    refine.add_argument(
+        "--compile-limit",
+        type=seconds,
+        default=600.0,
+        metavar="S",
+        help="for compiling one plan (default: 600)",
+    )
+    add_on(refine, "compile")
+    add_output(refine, "--out", metavar="PLAN.json", help="write the plan that was judged best here")
+
+    degrees = _command(
+        commands,
+        "degrees",
+        capacity_commands.run_degrees,
+        "choose degrees of parallelism for a decoder under a GPU framework",
+    )
+    degrees.add_argument("program", metavar="PROGRAM", help="hf:CONFIG of a dense decoder")
+    degrees.add_argument("--topology", required=True, metavar="NAME", help="GPUs, such as h100:8*16 or gb200:72*4")
+    degrees.add_argument("--batch", required=True, type=positive, metavar="N", help="sequences of a step, of all GPUs")
+    degrees.add_argument("--seq", required=True, type=positive, metavar="N", help="tokens of a sequence")
+    degrees.add_argument(
+        "--framework", choices=("torchtitan", "megatron-core"), default="torchtitan", help="(default: torchtitan)"
+    )
+    add_output(
+        degrees,
+        "--out",
+        metavar="FILE",
+        help="write the first plan here, as torchtitan's TOML or Megatron's arguments",
+    )
+
+    diff = _command(commands, "diff", _commands.run_diff, "say what differs between two plans, and what it costs")
+    diff.add_argument("first", metavar="A.json", type=Path, help="a plan")
+    diff.add_argument("second", metavar="B.json", type=Path, help="another")
+
+    explain = _command(commands, "explain", _commands.run_explain, "say why a tensor is split as it is, or not")
+    explain.add_argument("plan", metavar="PLAN.json", type=Path, help="written by `autoshard plan --out`")
+    explain.add_argument("name", metavar="NAME", help="an argument or result, as reports print it")
+    explain.add_argument(
+        "--program", metavar="PROGRAM", help="where the program is now (default: where it was); a Python file is run"
+    )
+    explain.add_argument("--entry", metavar="NAME", help="name in model.py (default: as it was)")
+    explain.add_argument(
+        "--time-limit", type=seconds, default=60.0, metavar="S", help="of processor, to solve (default: 60)"
+    )
+
+    report = _command(commands, "report", _commands.run_report, "show a plan, a sweep or ways to serve")
+    report.add_argument(
+        "plan",
+        metavar="PLAN.json",
+        type=Path,
+        help="from `autoshard plan --out`, `sweep --out`, or `serve-plan --json`",
+    )
+    add_output(report, "-o", "--out", metavar="REPORT.html", help="write a page here instead")
+    add_output(report, "--perfetto", metavar="TRACE.json", help="write a trace for ui.perfetto.dev here")
+    report.add_argument("--compiled", metavar="C.json", type=Path, help="what `autoshard compile --json` printed")
+    report.add_argument("--profile", metavar="P.json.gz", type=Path, help="what `autoshard measure --profile` wrote")
+    report.add_argument("--compare", metavar="OTHER.json", type=Path, help="another plan to set beside this one")
+    report.add_argument("--measured", metavar="M.json", type=Path, help="what `autoshard measure --json` printed")
+    report.add_argument("--tokens", type=tokens, metavar="N", help="of a sweep: tokens of a whole run, as 15T, 300B")
+    report.add_argument(
+        "--price", type=prices, default={}, metavar="CHIP=X,...", help="of a sweep: a chip's hour, or PRICES.json"
+    )
+    report.add_argument("--plans", action="store_true", help="of a sweep: write each plan's page too, and link it")
+
+    export = _command(commands, "export", _commands.run_export, "write a plan as code or configuration for elsewhere")
+    export.add_argument("plan", metavar="PLAN.json", type=Path, help="written by `autoshard plan --out`")
+    export.add_argument(
+        "--to",
+        required=True,
+        metavar="FORM",
+        help="jax, jax-export, explicit, flax, maxtext, keras, rules, haliax, torch-xla, dtensor, fsdp2, "
+        "transformers, torchtitan, hlo or torch-pipelining",
+    )
+    export.add_argument(
+        "--program", metavar="PROGRAM", help="where the program is now (default: where it was); a Python file is run"
+    )
+    export.add_argument("--entry", metavar="NAME", help="name in model.py (default: as it was)")
+    add_output(
+        export,
+        "-o",
+        "--out",
+        metavar="FILE",
+        help="write here instead of to stdout",
+        force="write it even if nothing of the plan's splits is in it, and over a file that the command reads",
+    )
+
+    graph = _command(
+        commands,
+        "graph",
+        other_commands.run_graph,
+        "write a program's ops and tensors as a graph, or draw them",
+        PROGRAM_HELP,
+    )
+    add_program(graph)
+    graph.add_argument(
+        "--plan", metavar="PLAN.json", type=Path, help="a plan of the program: specs, times, collectives"
+    )
+    add_output(graph, "-o", "--out", metavar="FILE", help="write g.graphml, g.json (node-link) or g.svg")
+    graph.add_argument("--whole", action="store_true", help="in g.svg a box for every op, not for heavy ones only")
+
+    solve = _command(commands, "solve", _commands.run_solve, "solve a Problem in the contest's format")
+    solve.add_argument("problem", metavar="PROBLEM.json", help="JSON, also gzipped; what --save-problem writes")
+    solve.add_argument("--time-limit", type=seconds, default=60.0, metavar="S", help="in all (default: 60)")
+    solve.add_argument("--seed", type=whole, default=0, metavar="N", help="of searches that draw lots (default: 0)")
+    solve.add_argument("--threads", type=positive, default=2, metavar="N", help="to search with (default: 2)")
+    solve.add_argument("--iterations", type=positive, metavar="N", help="stop after so many, to repeat a run exactly")
+    add_output(solve, "--out", metavar="OUT.json", help="write choices, cost and bound here")
+
+    validate = _command(
+        commands, "validate", other_commands.run_validate, "check the cost model against worked questions and runs"
+    )
+    validate.add_argument("--data", metavar="FILE", type=Path, help="other runs or questions, of a shipped file's form")
+    validate.add_argument(
+        "--pairs",
+        metavar="FILE",
+        nargs="?",
+        const=True,
+        help="measured plans of one model instead (default: shipped); ultrascale, vtrain: runs on GPUs",
+    )
+    validate.add_argument(
+        "--only", type=texts, metavar="NAME,...", help="with --pairs: groups whose names contain these"
+    )
+    validate.add_argument(
+        "--compile", action="store_true", help="with --pairs: by the TPU compiler and its schedule, a minute a row"
+    )
+    add_output(validate, "--html", metavar="PAIRS.html", help="with --pairs: write one page here")
+    add_output(validate, "--plot", metavar="PAIRS.png", help="with --pairs: draw predicted over measured")
+
+    list_ = _command(commands, "list", other_commands.run_list, "say which models, topologies and chips can be named")
+    list_.add_argument("what", choices=other_commands.LISTS, help="models are bundled configurations, for hf:NAME")
+    list_.add_argument("pattern", nargs="?", metavar="PATTERN", help="of topologies: 'v5e:*', 'v6e:16x16*1-4' ...")
+
+    completion = _command(
+        commands,
+        "completion",
+        other_commands.run_completion,
+        "print a shell's completion of this command, to be sourced",
+    )
+    completion.add_argument("shell", choices=other_commands.SHELLS, help="docs/command.md says where it belongs")
+    completion.set_defaults(whole=parser)
+
+    _command(commands, "doctor", _commands.run_doctor, "say what is installed, what is here, and what will work")
+    return parser
+
+
+def parser_of(parser: argparse.ArgumentParser, command: str) -> argparse.ArgumentParser:
+    """The parser of one sub-command."""
+    (choices,) = (a.choices for a in parser._actions if isinstance(a, argparse._SubParsersAction))
+    return choices[command]
+
+
+def _command(
+    commands: Any,
+    name: str,
+    run: Callable[[argparse.Namespace, TextIO], int],
+    summary: str,
+    epilog: str = "",
+) -> argparse.ArgumentParser:
+    parser = commands.add_parser(
+        name,
+        help=summary,
+        description=textwrap.fill(summary[0].upper() + summary[1:] + ".", _COLUMNS),
+        epilog=epilog,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.set_defaults(run=run, writes={}, places=())
+    parser.add_argument("--json", action="store_true", help="print one JSON object on stdout, nothing else there")
+    parser.add_argument("--quiet", action="store_true", help="no progress on stderr")
+    parser.add_argument("--debug", action="store_true", help="show the traceback of an error")
+    return parser

@@ -1,0 +1,171 @@
+"""Which physical axes, whole or split, make each mesh axis.
+
+A mesh axis is a list of segments, major first. A segment is a digit of one physical axis: `size` steps of `stride`.
+On `v5e:16x16`, `data=32,model=8` becomes data = x(16) + y(2, stride 8), model = y(8, stride 1): the major digit of y
+still closes to a ring (through 8 hops), the minor one is a line.
+"""
+
+import dataclasses
+import functools
+import itertools
+import math
+from collections.abc import Iterator, Mapping, Sequence
+
+from autoshard.cost.topology import PhysicalAxis
+from autoshard.errors import UserError
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Segment:
+    """A digit of a physical axis: devices `stride` apart, `size` of them, in a ring if `wrap`.
+
+    `stride` is also the number of groups that share each link, since the devices between two neighbours form
+    groups of their own that talk at the same time.
+    """
+
+    axis: str
+    kind: str
+    size: int
+    stride: int
+    wrap: bool
+
+
+_Counts = tuple[int, ...]
+"""How much of each physical axis a mesh axis takes; multiplies to the size of the mesh axis."""
+
+
+def _takes(size: int, left: Sequence[int]) -> Iterator[_Counts]:
+    """Every way to write `size` as a product of one divisor of each number in `left`."""
+    if not left:
+        if size == 1:
+            yield ()
+        return
+    others = math.prod(left[1:])
+    for count in _divisors(math.gcd(size, left[0])):
+        if others % (size // count) == 0:
+            for rest in _takes(size // count, left[1:]):
+                yield (count, *rest)
+
+
+@functools.cache
+def _divisors(number: int) -> tuple[int, ...]:
+    small = [d for d in range(1, math.isqrt(number) + 1) if number % d == 0]
+    return tuple(sorted({*small, *(number // d for d in small)}))
+
+
+def _assignments(
+    sizes: Sequence[int], left: tuple[int, ...], pieces: float = math.inf
+) -> Iterator[tuple[_Counts, ...]]:
+    """Every way to give each mesh axis its share of each physical axis, in at most so many pieces in all."""
+    if not sizes:
+        yield ()
+        return
+    for counts in _takes(sizes[0], left):
+        used = sum(count > 1 for count in counts)
+        if used + len(sizes) - 1 > pieces:
+            continue
+        remaining = tuple(whole // count for whole, count in zip(left, counts, strict=True))
+        for rest in _assignments(sizes[1:], remaining, pieces - used):
+            yield (counts, *rest)
+
+
+def least_cuts(sizes: Sequence[int], physical: Sequence[PhysicalAxis], most: int) -> int | None:
+    """How often physical axes have to be cut to make mesh axes of these sizes; None if more than `most` times."""
+    lengths = tuple(axis.size for axis in physical)
+    whole = sum(length > 1 for length in lengths)
+    for cuts in range(most + 1):
+        if next(_assignments(sizes, lengths, whole + cuts), None) is not None:
+            return cuts
+    return None
+
+
+_PLACE = {"network": math.inf, "die": 0, "switch": 0, "memory": 0}
+
+
+def _segments(assignment: Sequence[_Counts], physical: Sequence[PhysicalAxis]) -> tuple[tuple[Segment, ...], ...]:
+    """Segments of every mesh axis; of a split physical axis, earlier mesh axes take the major digits."""
+    strides = [axis.size for axis in physical]
+    result = []
+    for counts in assignment:
+        mine = []
+        for position, (count, axis) in enumerate(zip(counts, physical, strict=True)):
+            outermost = strides[position] == axis.size
+            strides[position] //= count
+            if count > 1:
+                wrap = axis.wrap and outermost
+                mine.append(Segment(axis.name, axis.kind, count, strides[position], wrap))
+        # Far steps first, so that most neighbours along the mesh axis are near; devices of a chip stay innermost.
+        result.append(
+            tuple(sorted(mine, key=lambda s: s.stride if s.kind == "torus" else _PLACE[s.kind], reverse=True))
+        )
+    return tuple(result)
+
+
+_SPEED = {"network": 1e-3, "torus": 1.0, "die": 6.0, "switch": 10.0, "memory": 1.0}
+
+
+def _speed(segments: tuple[Segment, ...]) -> float:
+    """Rough all-gather rate of a mesh axis in one-way links: slow kinds bind, torus segments add up."""
+    torus = sum((2.0 if s.wrap else 1.0) / s.stride for s in segments if s.kind == "torus")
+    others = [_SPEED[s.kind] for s in segments if s.kind != "torus"]
+    return min([torus, *others] if torus else others, default=math.inf)
+
+
+def _rank(segments: tuple[tuple[Segment, ...], ...], assignment: Sequence[_Counts], physical: Sequence[PhysicalAxis]):
+    """Smaller is better: slow links to the first mesh axes, whole physical axes, then speed of the last mesh axes."""
+    last = len(segments) - 1
+    early_die = sum((last - i) for i, mine in enumerate(segments) for s in mine if s.kind == "die")
+    speeds = tuple(-_speed(mine) for mine in reversed(segments))
+    # The last entry only breaks ties: earlier mesh axes on earlier physical axes.
+    order = tuple(tuple(-count for count in counts) for counts in assignment)
+    return (*_first_ranks(assignment, physical), early_die, speeds, order)
+
+
+def _first_ranks(assignment: Sequence[_Counts], physical: Sequence[PhysicalAxis]) -> tuple[float, int]:
+    """What `_rank` begins with, which takes no segments."""
+    network = [p for p, axis in enumerate(physical) if axis.kind == "network"]
+    late_network = sum(i * math.log(counts[p]) for i, counts in enumerate(assignment) for p in network)
+    pieces = [sum(count > 1 for count in counts) for counts in zip(*assignment, strict=True)]
+    return round(late_network, 9), sum(max(0, count - 1) for count in pieces)
+
+
+def choose_layout(
+    sizes: Mapping[str, int], physical: Sequence[PhysicalAxis], network: Mapping[str, int] | None = None
+) -> dict[str, tuple[Segment, ...]]:
+    """Segments of every mesh axis, major first.
+
+    Slices go to the first mesh axes, the devices of a chip to the last one; then physical axes are kept whole where
+    possible, and the last mesh axes get the fastest rings. `network` fixes how many slices (or islands) each mesh
+    axis spans. Raises: UserError if `network` cannot be had.
+    """
+    fixed = None
+    if network is not None:
+        fixed = tuple(network.get(name, 1) for name in sizes)
+        outer = physical[0]
+        unknown = sorted(network.keys() - sizes.keys())
+        if unknown or outer.kind != "network" or math.prod(fixed) != outer.size:
+            have = f"{outer.size} {outer.name}s" if outer.kind == "network" else "one machine"
+            asked = " x ".join(f"{name}={count}" for name, count in network.items())
+            raise UserError(
+                f"the network shape {asked} cannot be laid on {have}; it must name mesh axes and multiply to it"
+            )
+        for name, count in zip(sizes, fixed, strict=True):
+            if sizes[name] % count:
+                raise UserError(
+                    f"mesh axis {name}={sizes[name]} cannot span {count} {outer.name}s: {count} does not divide it"
+                )
+    best = None
+    lengths = tuple(axis.size for axis in physical)
+    for assignment in itertools.islice(_assignments(tuple(sizes.values()), lengths), 200_000):
+        if fixed is not None and tuple(counts[0] for counts in assignment) != fixed:
+            continue
+        if best is not None and _first_ranks(assignment, physical) > best[0][:2]:
+            continue
+        segments = _segments(assignment, physical)
+        rank = _rank(segments, assignment, physical)
+        if best is None or rank < best[0]:
+            best = (rank, segments)
+    if best is None:
+        asked = ",".join(f"{name}={size}" for name, size in sizes.items())
+        raise UserError(f"the mesh {asked} cannot be laid on physical axes {' x '.join(map(str, lengths))}")
+    return dict(zip(sizes, best[1], strict=True))

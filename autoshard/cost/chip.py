@@ -1,0 +1,335 @@
+"""Chips as data: one strict JSON file each, with units in the keys."""
+
+import dataclasses
+import difflib
+import functools
+import math
+import pathlib
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from autoshard.base.files import read_json
+from autoshard.cost.backend import BACKENDS, Backend
+from autoshard.errors import UserError
+
+
+_FOLDER = pathlib.Path(__file__).with_name("chips")
+
+_DTYPES = {
+    "bf16": ("bf16", "bfloat16", "f16", "float16", "half"),
+    "f32": ("f32", "float32", "float", "tf32", "f64", "float64", "double"),
+    "int8": ("int8", "s8", "si8", "i8", "ui8", "u8", "uint8", "int4", "s4", "i4", "uint4", "u4"),
+    "fp8": ("fp8", "float8"),
+}
+_DTYPE_CLASS = {name: cls for cls, names in _DTYPES.items() for name in names}
+
+
+def dtype_class(dtype: str) -> str:
+    """The row of a chip's peak table for a dtype name: `bf16`, `f32`, `int8` or `fp8`.
+
+    JAX, torch and MLIR spellings are understood (`bfloat16`, `torch.float32`, `f8E4M3FN`); wide integers and
+    booleans are priced as `f32`, since no matrix unit takes them.
+    """
+    name = dtype.removeprefix("torch.").lower()
+    if name.startswith(("f8", "float8")):
+        return "fp8"
+    return _DTYPE_CLASS.get(name, "f32")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Chip:
+    """What one kind of chip can do at best; measured efficiencies live in `Calibration`.
+
+    Rates are per chip. `link_oneway_bytes_per_s` is one direction of one ICI link (TPU) or all NVLinks of one GPU
+    together. `cores_per_chip` counts units that share `vmem_bytes`, each of which has its part of it to itself; two of
+    them may be one device. `usable_bytes_per_device` is what a program may allocate (0: a share of the machine's
+    memory).
+    `small_shapes` are the shapes below one cube (or all shapes, for a 2-D torus); `cube_edge` 4 means that larger
+    shapes are built of whole 4x4x4 cubes, and `wrap_rule` then says `cubes of 4`; `length 16` closes axes of 16 only.
+    `device_kinds` is what the runtime calls a device of it. `sparse_core_collectives` and `fused_gathers` say whether
+    its compiler runs collectives on SparseCores and fuses gathers with compute: `none`, `by flag` or `by default`.
+    `compiler_config` is the chip configuration that libtpu has to be asked for, empty for its own.
+    """
+
+    name: str
+    aliases: tuple[str, ...]
+    device_kinds: tuple[str, ...]
+    backend: str
+    devices_per_chip: int
+    peak_flops_per_s: Mapping[str, float]
+    hbm_bytes: int
+    usable_bytes_per_device: int
+    memory_bytes_per_s: float
+    link_oneway_bytes_per_s: float
+    die_link_oneway_bytes_per_s: float
+    network_bytes_per_s_per_chip: float
+    pcie_bytes_per_s_per_chip: float
+    torus_dims: int
+    wrap_rule: str
+    small_shapes: tuple[tuple[int, ...], ...]
+    cube_edge: int
+    max_chips: int
+    host_shape: tuple[int, ...]
+    cores_per_chip: int
+    vmem_bytes: int
+    vmem_over_hbm_bandwidth: float
+    mxu_edge: int
+    sublanes: int
+    clock_hz: float
+    sparse_core_collectives: str
+    fused_gathers: str
+    compiler_config: str
+    sources: Mapping[str, str]
+
+    @property
+    def traits(self) -> Backend:
+        """What sets the chip's backend apart."""
+        return BACKENDS[self.backend]
+
+    def __hash__(self) -> int:
+        return hash(
+            (self.name, self.memory_bytes_per_s, self.link_oneway_bytes_per_s, tuple(self.peak_flops_per_s.items()))
+        )
+
+    def peak_flops(self, dtype: str) -> float:
+        """Peak multiply-add rate of one chip in FLOP/s (two per multiply-add) for operands of `dtype`."""
+        return self.peak_flops_per_s[dtype_class(dtype)]
+
+
+def chip_from_dict(data: Mapping[str, Any], origin: str) -> Chip:
+    """Builds a chip from the content of a chip file; `origin` names the file in messages.
+
+    Raises: UserError for a missing or extra key, a value of the wrong kind, and a figure that no chip has.
+    """
+    fields = [field.name for field in dataclasses.fields(Chip)]
+    missing = [name for name in fields if name not in data]
+    extra = sorted(data.keys() - set(fields))
+    if missing or extra:
+        parts = [f"misses {', '.join(missing)}"] if missing else []
+        parts += [f"has the unknown key {', '.join(extra)}"] if extra else []
+        raise UserError(
+            f"chip file {origin} {' and '.join(parts)}; a chip file has exactly the keys {', '.join(fields)}"
+        )
+    check_chip(data, {field.name: field.type for field in dataclasses.fields(Chip)}, tuple(_DTYPES), origin)
+    values = dict(data)
+    for name in ("aliases", "device_kinds", "host_shape"):
+        values[name] = tuple(values[name])
+    values["small_shapes"] = tuple(tuple(shape) for shape in values["small_shapes"])
+    return Chip(**values)
+
+
+def load_chip_file(path: str | pathlib.Path) -> Chip:
+    """Reads one chip file. Raises: UserError if it cannot be read or is not exactly a chip."""
+    try:
+        data = read_json(path)
+    except OSError as error:
+        raise UserError(f"chip file {path} cannot be read: {error.strerror}") from error
+    except ValueError as error:
+        raise UserError(f"chip file {path} is not JSON: {error}") from error
+    if not isinstance(data, dict):
+        raise UserError(f"chip file {path} holds a {type(data).__name__}, expected an object of chip keys")
+    return chip_from_dict(data, str(path))
+
+
+@functools.cache
+def _chips() -> dict[str, Chip]:
+    chips: dict[str, Chip] = {}
+    words: dict[str, str] = {}
+    for path in sorted(_FOLDER.glob("*.json")):
+        chip = load_chip_file(path)
+        if chip.name != path.stem:
+            raise UserError(f"chip file {path}: name is {chip.name!r}, expected {path.stem!r}, as the file is called")
+        for field in ("name", "aliases", "device_kinds"):
+            given = getattr(chip, field)
+            for word in (given,) if isinstance(given, str) else given:
+                key = f"{field == 'device_kinds'} {_plain(word)}"
+                if words.setdefault(key, chip.name) != chip.name:
+                    raise UserError(f"chip file {path}: {field} has {word!r}, which {words[key]} is called already")
+        chips[chip.name] = chip
+    return chips
+
+
+def _plain(word: str) -> str:
+    return "".join(word.lower().split())
+
+
+def chip_names() -> tuple[str, ...]:
+    """Names of the chips that are known, without aliases."""
+    return tuple(_chips())
+
+
+def load_chip(name: str) -> Chip:
+    """The chip of that name or alias. Raises: UserError with near matches for an unknown one."""
+    wanted = name.lower()
+    for chip in _chips().values():
+        if wanted == chip.name or wanted in chip.aliases:
+            return chip
+    known = [alias for chip in _chips().values() for alias in (chip.name, *chip.aliases)]
+    near = difflib.get_close_matches(wanted, known, n=3, cutoff=0.5)
+    hint = f"did you mean {' or '.join(near)}?" if near else f"known chips are {', '.join(_chips())}"
+    raise UserError(f"unknown chip {name!r}; {hint}")
+
+
+def chip_of_kind(kind: str) -> Chip | None:
+    """The chip whose devices the runtime calls `kind`, such as `TPU v5 lite`; None if none is known."""
+    return next((chip for chip in _chips().values() if _plain(kind) in map(_plain, chip.device_kinds)), None)
+
+
+BY_FLAG, BY_DEFAULT, NONE = "by flag", "by default", "none"
+"""How a compiler comes to do something on a chip."""
+
+SOURCES = ("peak_flops_per_s", "memory", "usable_bytes_per_device", "links", "network", "vmem", "compiler")
+
+_RATE = (1e9, 1e15)
+_RANGES: dict[str, tuple[float, float]] = {
+    "devices_per_chip": (1, 16),
+    "hbm_bytes": (1e9, 1e13),
+    "usable_bytes_per_device": (1e9, 1e13),
+    "memory_bytes_per_s": _RATE,
+    "link_oneway_bytes_per_s": _RATE,
+    "die_link_oneway_bytes_per_s": _RATE,
+    "network_bytes_per_s_per_chip": (1e7, 1e13),
+    "pcie_bytes_per_s_per_chip": (1e8, 1e13),
+    "torus_dims": (0, 3),
+    "cube_edge": (0, 64),
+    "max_chips": (1, 1e6),
+    "cores_per_chip": (1, 1024),
+    "vmem_bytes": (1e5, 1e11),
+    "vmem_over_hbm_bandwidth": (1, 1000),
+    "mxu_edge": (1, 4096),
+    "sublanes": (1, 1024),
+    "clock_hz": (1e8, 1e11),
+}
+"""Figure -> its least and most, wide enough for any chip, and too narrow for GB where bytes are meant."""
+
+_PEAKS = (1e9, 1e18)
+
+_BINARY = 2**30 / 1e9
+"""By how much memory may exceed its name: 16 GB are often 16 GiB."""
+
+
+def check_chip(data: Mapping[str, Any], kinds: Mapping[str, Any], dtypes: Sequence[str], origin: str) -> None:
+    """Refuse a chip file's content that is not of the kinds of the fields, or that no chip can have.
+
+    `kinds` has the type of every field, all of which are there; `dtypes` are the rows of the table of peaks.
+    Raises: UserError with one sentence that names the file (`origin`), the field, what it is and what was expected.
+    """
+    _check_kinds(data, kinds, origin)
+    _expect(data["backend"] in BACKENDS, origin, "backend", data["backend"], " or ".join(BACKENDS))
+    for name, (least, most) in _RANGES.items():
+        _check_range(data, name, least, most, origin)
+    _check_peaks(data["peak_flops_per_s"], dtypes, origin)
+    share = data["hbm_bytes"] / data["devices_per_chip"] * _BINARY
+    usable = data["usable_bytes_per_device"]
+    _expect(
+        usable <= share, origin, "usable_bytes_per_device", usable, f"at most {share:.4g}, a device's part of hbm_bytes"
+    )
+    for name in ("sparse_core_collectives", "fused_gathers"):
+        _expect(
+            data[name] in (NONE, BY_FLAG, BY_DEFAULT), origin, name, data[name], f"{NONE}, {BY_FLAG} or {BY_DEFAULT}"
+        )
+    missing = [name for name in SOURCES if not isinstance(data["sources"].get(name), str) or not data["sources"][name]]
+    extra = sorted(set(data["sources"]) - set(SOURCES))
+    _expect(not missing and not extra, origin, "sources", sorted(data["sources"]), f"one text for each of {SOURCES}")
+    _check_shapes(data, origin)
+
+
+def _expect(holds: bool, origin: str, name: str, found: object, expected: str) -> None:
+    if not holds:
+        raise UserError(f"chip file {origin}: {name} is {found!r}, expected {expected}")
+
+
+def _check_kinds(data: Mapping[str, Any], kinds: Mapping[str, Any], origin: str) -> None:
+    for name, kind in kinds.items():
+        value = data[name]
+        if kind is int:
+            _expect(_whole(value), origin, name, value, "a whole number >= 0")
+        elif kind is float:
+            _expect(_number(value), origin, name, value, "a number")
+        elif kind is str:
+            _expect(isinstance(value, str), origin, name, value, "text")
+        elif name in ("peak_flops_per_s", "sources"):
+            _expect(isinstance(value, dict), origin, name, value, "an object")
+        else:
+            _expect(isinstance(value, list), origin, name, value, "a list")
+    _expect(
+        re.fullmatch(r"[a-z0-9][a-z0-9._-]*", data["name"]) is not None,
+        origin,
+        "name",
+        data["name"],
+        "a lower-case word",
+    )
+    for name in ("aliases", "device_kinds"):
+        words = data[name]
+        _expect(all(isinstance(word, str) and word.strip() for word in words), origin, name, words, "a list of texts")
+
+
+def _whole(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+
+
+def _number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _check_range(data: Mapping[str, Any], name: str, least: float, most: float, origin: str) -> None:
+    value = data[name]
+    may_lack = value == 0 and _may_lack(data, name)
+    expected = f"{least:g} to {most:g}" + (", or 0 for none" if _may_lack(data, name) else "")
+    _expect(may_lack or least <= value <= most, origin, name, value, expected)
+
+
+def _may_lack(data: Mapping[str, Any], name: str) -> bool:
+    """Whether a chip may have nothing of what a figure measures: devices that are threads of one machine do."""
+    if name == "die_link_oneway_bytes_per_s":
+        return data["devices_per_chip"] == 1
+    if name.startswith("vmem"):
+        return not BACKENDS[data["backend"]].tiled
+    return BACKENDS[data["backend"]].shares_machine and ("bytes" in name) and name != "memory_bytes_per_s"
+
+
+def _check_peaks(peaks: Mapping[str, Any], dtypes: Sequence[str], origin: str) -> None:
+    if set(peaks) != set(dtypes):
+        found = ", ".join(peaks) or "nothing"
+        raise UserError(f"chip file {origin}: peak_flops_per_s has {found}, expected {', '.join(dtypes)}")
+    least, most = _PEAKS
+    for dtype, peak in peaks.items():
+        within = _number(peak) and least <= peak <= most
+        _expect(within, origin, f"peak_flops_per_s of {dtype}", peak, f"{least:g} to {most:g}")
+
+
+def _check_shapes(data: Mapping[str, Any], origin: str) -> None:
+    tpu, shapes = BACKENDS[data["backend"]].torus, data["small_shapes"]
+    dims = data["torus_dims"] if tpu else 1
+    of_dims = f"{dims} whole numbers >= 1"
+    for shape in shapes:
+        _expect(_is_shape(shape, dims), origin, "a shape of small_shapes", shape, of_dims)
+    host = data["host_shape"]
+    _expect(_is_shape(host, dims) or (host == [] and not tpu), origin, "host_shape", host, of_dims)
+    _expect(math.prod(host) <= 128, origin, "host_shape", host, "at most 128 chips, those of one machine")
+    if not tpu:
+        return
+    _expect(dims in (2, 3), origin, "torus_dims", dims, "2 or 3 on a TPU")
+    _expect(bool(shapes), origin, "small_shapes", shapes, "one shape at least on a TPU")
+    for shape in shapes:
+        name, most = "a shape of small_shapes", data["max_chips"]
+        _expect(math.prod(shape) <= most, origin, name, shape, f"at most {most} chips, the max_chips")
+        _expect(tuple(shape) == in_order(shape), origin, name, shape, f"{list(in_order(shape))}, as it is looked up")
+    _expect(bool(data["device_kinds"]), origin, "device_kinds", [], "what JAX's device_kind says of a TPU")
+    edge, rule = data["cube_edge"], data["wrap_rule"]
+    _expect(not edge or dims == 3, origin, "cube_edge", edge, "0 on a torus of 2 dims")
+    cubes = f"cubes of {edge}" if edge else "length N, for axes of N chips"
+    right = rule == cubes if edge else re.fullmatch(r"length [1-9][0-9]*", rule) is not None
+    _expect(right, origin, "wrap_rule", rule, f"{cubes!r} with a cube_edge of {edge}")
+
+
+def in_order(shape: Sequence[int]) -> tuple[int, ...]:
+    """A TPU's shape as its sizes are written: ascending, but in 3 dims with those of 1 last (`2x2x1`)."""
+    if len(shape) < 3:
+        return tuple(sorted(shape))
+    return tuple(sorted(size for size in shape if size > 1)) + (1,) * list(shape).count(1)
+
+
+def _is_shape(shape: object, dims: int) -> bool:
+    return isinstance(shape, list) and len(shape) == dims and all(_whole(size) and size >= 1 for size in shape)

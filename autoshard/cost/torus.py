@@ -1,0 +1,78 @@
+"""Rings and twists of tori: neighbours, distances, and walks through a box of devices."""
+
+import dataclasses
+import functools
+import itertools
+import math
+from collections.abc import Sequence
+
+import numpy as np
+
+from autoshard.cost.axis_layout import Segment
+
+
+def in_group(segments: Sequence[Segment], axes: dict[str, int]) -> list[Segment]:
+    """Segments of a group on a twisted torus (axis name -> size): a short axis is a ring only within one that holds
+    the major half of every long axis too."""
+    short = min(axes.values())
+    tops = {s.axis for s in segments if s.size * s.stride == axes.get(s.axis)}
+    closed = all(name in tops for name, size in axes.items() if size > short)
+    return [s if closed or axes.get(s.axis) != short else dataclasses.replace(s, wrap=False) for s in segments]
+
+
+def is_whole(segments: Sequence[Segment], axes: dict[str, int]) -> bool:
+    """Whether a group is whole axes, every long one and at least one short one among them."""
+    short = min(axes.values())
+    whole = {s.axis for s in segments if s.size == axes.get(s.axis)}
+    long = {name for name, size in axes.items() if size > short}
+    return {s.axis for s in segments} == whole and long < whole
+
+
+@functools.cache
+def mean_hops(shape: tuple[int, ...]) -> tuple[tuple[float, ...], int]:
+    """Mean hops along each axis of a twisted torus between two of its chips, and the most hops of any two.
+
+    By shortest paths; of several equally short ones each takes its share.
+    """
+    short = min(shape)
+    closing = np.diag(shape)
+    for axis, size in enumerate(shape):
+        if size == short:
+            closing[axis, [other for other, length in enumerate(shape) if length > short]] = short
+    apart = np.array(list(itertools.product(*(range(size) for size in shape))))
+    ways = np.array(list(itertools.product((-1, 0, 1, 2), repeat=len(shape)))) @ closing
+    steps = np.abs(apart[:, None, :] - ways[None, :, :])
+    total = steps.sum(axis=2)
+    best = total == total.min(axis=1, keepdims=True)
+    shared = (steps * best[:, :, None]).sum(axis=1) / best.sum(axis=1)[:, None]
+    return tuple(float(hops) for hops in shared.mean(axis=0)), int(total.min(axis=1).max())
+
+
+def snake(shape: Sequence[int]) -> list[tuple[int, ...]]:
+    """All points of a box, each one step from the one before (boustrophedon order)."""
+    if not shape:
+        return [()]
+    rest = snake(shape[1:])
+    return [(i, *point) for i in range(shape[0]) for point in (rest if i % 2 == 0 else rest[::-1])]
+
+
+def ring(shape: Sequence[int], wrap: Sequence[bool]) -> list[tuple[int, ...]]:
+    """All points of a box so that neighbours, also last and first, are one step apart where the box allows it.
+
+    A box with an even side and another side longer than one has such a cycle: walk one column of it down at the end,
+    the rest as a snake. Fully wrapped boxes keep row-major order, in which the hardware's own
+    torus collectives find whole rings.
+    """
+    if all(wrap) or len(shape) < 2:
+        return list(itertools.product(*(range(size) for size in shape)))
+    even = next((i for i, size in enumerate(shape) if size % 2 == 0 and math.prod(shape) > size), None)
+    if even is None:
+        return snake(shape)
+    # `path` walks the other sides; (step, place on the path) is a plain grid with an even number of rows.
+    path = snake([*shape[:even], *shape[even + 1 :]])
+    cells = [(0, 0)]
+    for row in range(shape[even]):
+        places = range(1, len(path))
+        cells += [(row, place) for place in (places if row % 2 == 0 else reversed(places))]
+    cells += [(row, 0) for row in range(shape[even] - 1, 0, -1)]
+    return [(*path[place][:even], row, *path[place][even:]) for row, place in cells]

@@ -1,0 +1,143 @@
+"""Degrees of parallelism for a decoder under an eager framework on GPUs: plans that multiply, priced and sorted."""
+
+import dataclasses
+import pathlib
+from collections.abc import Iterator
+
+from autoshard.cost import Topology
+from autoshard.degrees.gpu_run import GpuDecoder, GpuRun
+from autoshard.degrees.gpu_stage import host_figures
+from autoshard.degrees.gpu_step import GpuStep, price_step
+from autoshard.degrees.node_waits import steadiest, waits
+from autoshard.errors import UserError
+from autoshard.program import read_config
+
+
+ZEROS = {"torchtitan": (2, 3), "megatron-core": (0, 1)}
+"""Frameworks that degrees are chosen for, and the ZeRO stages that each has."""
+_DENSE = ("llama", "mistral", "qwen2", "qwen3")
+_MOST_MICRO = 16
+"""Sequences of the largest microbatch that is tried."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class DegreeChoice:
+    """One plan of degrees, and what its step takes."""
+
+    run: GpuRun
+    step: GpuStep
+
+    @property
+    def limit_bytes(self) -> float:
+        """Bytes of one GPU that tensors may take."""
+        return self.run.topology.usable_bytes * host_figures().usable_share
+
+    @property
+    def fits(self) -> bool:
+        """Whether one GPU can hold its part."""
+        return self.step.peak_bytes <= self.limit_bytes
+
+    @property
+    def waits(self) -> int:
+        """Messages between islands that a step waits for one after the other."""
+        return waits(self.run)
+
+    @property
+    def mfu(self) -> float:
+        """Model FLOPs over the peak of the GPUs; half of the scores are masked."""
+        decoder, run = self.run.decoder, self.run
+        multiplied = decoder.layers * decoder.layer_parameters + decoder.table_parameters
+        flops = run.tokens * (6.0 * multiplied + 6.0 * decoder.layers * decoder.width * run.seq)
+        peak = run.topology.peak_flops("bf16") * run.topology.num_devices
+        return flops / (self.step.seconds * peak)
+
+
+def gpu_decoder(program: str) -> GpuDecoder:
+    """The dims of a dense decoder's configuration, `hf:NAME` or `hf:PATH`.
+
+    Raises: `UserError` for another program, and for a model that is no such decoder.
+    """
+    if not program.startswith("hf:"):
+        raise UserError(f"degrees are chosen for a configuration, hf:CONFIG; found {program!r}.")
+    name, fields = read_config(program.removeprefix("hf:"))
+    if fields["model_type"] not in _DENSE:
+        raise UserError(
+            f"{name} is of the type {fields['model_type']}; degrees are chosen for dense decoders: {', '.join(_DENSE)}."
+        )
+    heads = fields["num_attention_heads"]
+    if fields.get("head_dim", fields["hidden_size"] // heads) * heads != fields["hidden_size"]:
+        raise UserError(
+            f"{name} has heads of {fields['head_dim']}, which do not make up its width; they are not priced."
+        )
+    return GpuDecoder(
+        fields["num_hidden_layers"],
+        fields["hidden_size"],
+        heads,
+        fields.get("num_key_value_heads", heads),
+        fields["intermediate_size"],
+        fields["vocab_size"],
+        bool(fields.get("tie_word_embeddings", False)),
+        gated=True,
+    )
+
+
+def choose_degrees(
+    decoder: GpuDecoder, topology: str | pathlib.Path, framework: str, batch: int, seq: int
+) -> tuple[DegreeChoice, ...]:
+    """Every plan of a global batch of sequences of `seq` tokens, those that fit first and the fastest first of them,
+    but before them the one to take: of those that cannot be told from the fastest, what waits least for other nodes.
+
+    Tensor parallelism stays inside an island. Raises: `UserError` for a topology without GPUs' prices, another
+    framework, a batch that no plan divides, and where nothing fits, with the least that a plan needs.
+    """
+    if framework not in ZEROS:
+        raise UserError(f"degrees are chosen for {' and '.join(ZEROS)}; found {framework!r}.")
+    place = Topology.parse(str(topology))
+    if place.chip.name not in host_figures().attention_efficiency["flash"]:
+        raise UserError(f"{place.name} has no GPUs; degrees are chosen for topologies such as h100:8*16.")
+    found = [DegreeChoice(run, price_step(run)) for run in _runs(decoder, place, framework, batch, seq)]
+    found = [each for each in found if each.step.runs]
+    if not found:
+        raise UserError(
+            f"no degrees multiply to the {place.num_devices} GPUs of {place.name} and divide a batch of {batch} "
+            f"sequences, {decoder.layers} layers and {decoder.kv_heads} heads of keys; name another --batch."
+        )
+    if not any(each.fits for each in found):
+        least = min(found, key=lambda each: each.step.peak_bytes)
+        raise UserError(
+            f"nothing fits {place.name}: the least that a plan needs is {least.step.peak_bytes / 2**30:.1f} GiB a GPU "
+            f"of {least.limit_bytes / 2**30:.1f} ({said_degrees(least.run)}); use more GPUs or shorter sequences."
+        )
+    found.sort(key=lambda each: (not each.fits, each.step.seconds))
+    fitting = [each for each in found if each.fits]
+    taken = steadiest(fitting, lambda each: each.step.seconds, lambda each: each.run)
+    return (taken, *(each for each in found if each is not taken))
+
+
+def said_degrees(run: GpuRun) -> str:
+    """A plan in a few words."""
+    words = [f"dp{run.dp}", f"tp{run.tp}", f"pp{run.pp}", f"ZeRO-{run.zero}", f"micro {run.micro_batch}"]
+    return " ".join(words + (["recompute"] if run.recompute == "full" else []))
+
+
+def _runs(decoder: GpuDecoder, topology: Topology, framework: str, batch: int, seq: int) -> Iterator[GpuRun]:
+    devices = topology.num_devices
+    for tp in _divisors(min(devices, topology.shape[0])):
+        if decoder.kv_heads % tp or decoder.ffn % tp or decoder.vocab % tp or devices % tp:
+            continue
+        for pp in _divisors(devices // tp):
+            dp = devices // tp // pp
+            if batch % dp or pp > decoder.layers:
+                continue
+            for micro in _divisors(batch // dp):
+                for zero in ZEROS[framework] if dp > 1 else ZEROS[framework][:1]:
+                    if micro > _MOST_MICRO or (zero == 3 and pp > 1):
+                        continue  # a stage would gather its layers again for every microbatch
+                    for recompute in ("none", "full"):
+                        yield GpuRun(
+                            decoder, topology, framework, seq, dp, tp, pp, micro, batch // dp // micro, zero, recompute
+                        )
+
+
+def _divisors(number: int) -> list[int]:
+    return [each for each in range(1, number + 1) if number % each == 0]

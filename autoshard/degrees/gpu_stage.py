@@ -1,0 +1,206 @@
+"""Seconds of a stated run's parts on its GPUs: a layer, the embedding and the head, forward and backward.
+
+A part is the list of kernels that its framework starts. Matmuls, traffic and collectives are priced as the planner
+prices them (`Compute`, `Collectives`). The host that starts the kernels runs ahead of the GPU, so that a pass takes the
+longer of the two: what its kernels take, and what starting them takes.
+"""
+
+import dataclasses
+import functools
+import json
+import pathlib
+
+from autoshard.cost import Collectives, Compute, Kind, make_mesh
+from autoshard.degrees.gpu_run import GpuRun
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class HostFigures:
+    """What the shared prices do not have: figures of eager frameworks, each with its source in `gpu_figures.json`."""
+
+    host_op_s: float
+    """Seconds in which the host starts an op."""
+    attention_efficiency: dict[str, dict[str, float]]
+    """Share of peak over a forward and a backward pass by kernel and chip, without masked scores."""
+    contention: float
+    """Share of the shorter of compute and what is sent beside it that is waited for."""
+    eager_traffic: float
+    """Bytes at the bandwidth of a stream for each byte of kernels beside matmuls."""
+    usable_share: float
+    """Share of a GPU's usable memory that a program's tensors may take."""
+
+
+@functools.cache
+def host_figures() -> HostFigures:
+    """The shipped figures."""
+    document = json.loads(pathlib.Path(__file__).with_name("gpu_figures.json").read_text())
+    return HostFigures(**{name: entry["value"] for name, entry in document.items()})
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Pass:
+    """Seconds of one pass of one microbatch over a part."""
+
+    device: float
+    host: float
+
+    def __add__(self, other: "Pass") -> "Pass":
+        return Pass(self.device + other.device, self.host + other.host)
+
+    def times(self, count: float) -> "Pass":
+        return Pass(self.device * count, self.host * count)
+
+    @property
+    def seconds(self) -> float:
+        return max(self.device, self.host)
+
+
+NOTHING = Pass(0.0, 0.0)
+
+
+class GpuPrices:
+    """Prices of one run's parts."""
+
+    def __init__(self, run: GpuRun, figures: HostFigures | None = None) -> None:
+        self.run = run
+        self.figures = figures or host_figures()
+        self.compute = Compute(run.topology)
+        self.wires = Collectives(make_mesh(run.topology, {"pp": run.pp, "dp": run.dp, "tp": run.tp}))
+        self.tokens = run.micro_batch * run.seq
+        self.spread = run.tp if run.eager.sequence_parallel else 1
+        """Parts into which the residual stream is cut."""
+
+    def collective(self, kind: Kind, axis: str, size_bytes: float) -> float:
+        """Seconds of one collective over one of `dp`, `tp`, `pp`."""
+        return float(self.wires.time(kind, (axis,), size_bytes))
+
+    def matmul(self, m: float, n: float, k: float) -> float:
+        return float(self.compute.dot_seconds(m, n, k, dtype=self.run.dtype))
+
+    def streamed(self, size_bytes: float, ops: float) -> float:
+        """Kernels that stream what they read and write."""
+        return float(self.compute.memory_seconds(size_bytes)) + ops * self.compute.calibration.op_overhead_s
+
+    def _matmuls(self) -> list[tuple[float, float, float, bool]]:
+        """(rows, columns, contracted, begins a tensor-parallel block) of a layer's matmuls on one GPU."""
+        decoder, tp = self.run.decoder, self.run.tp
+        kv = 2 * decoder.kv_heads * decoder.head_dim
+        up = (2 if decoder.gated else 1) * decoder.ffn
+        return [
+            (self.tokens, (decoder.width + kv) / tp, decoder.width, True),
+            (self.tokens, decoder.width, decoder.width / tp, False),
+            (self.tokens, up / tp, decoder.width, True),
+            (self.tokens, decoder.width, decoder.ffn / tp, False),
+        ]
+
+    def _attention(self, backward: bool) -> float:
+        """Kernels of attention: one that keeps its scores on chip, or matmuls with scores in memory."""
+        run, decoder = self.run, self.run.decoder
+        heads = decoder.heads / run.tp
+        scores = run.micro_batch * heads * run.seq * run.seq
+        if run.eager.attention != "scores":
+            peak = run.topology.peak_flops("bf16")
+            rate = peak * self.figures.attention_efficiency[run.eager.attention][run.topology.chip.name]
+            return (5 if backward else 2) * scores * decoder.head_dim / rate
+        batch = run.micro_batch * heads
+        pair = [
+            float(self.compute.dot_seconds(run.seq, run.seq, decoder.head_dim, batch)),
+            float(self.compute.dot_seconds(run.seq, decoder.head_dim, run.seq, batch)),
+        ]
+        return sum(pair) * (2 if backward else 1)
+
+    def _elementwise(self, backward: bool) -> float:
+        run, decoder = self.run, self.run.decoder
+        each = run.eager.backward_bytes if backward else run.eager.forward_bytes
+        size = each["hidden"] * self.tokens * decoder.width / self.spread
+        size += each["ffn"] * self.tokens * decoder.ffn / run.tp
+        size += each["rotary"] * self.tokens * decoder.width / run.tp
+        size += each["scores"] * run.micro_batch * decoder.heads / run.tp * run.seq * run.seq
+        ops = run.eager.backward_ops if backward else run.eager.forward_ops
+        return self.streamed(size * self.figures.eager_traffic, max(0, ops - 8))
+
+    def _host(self, backward: bool) -> float:
+        eager = self.run.eager
+        ops = eager.backward_ops if backward else eager.forward_ops
+        calls = (eager.backward_collectives if backward else eager.forward_collectives) if self.run.tp > 1 else 0
+        return (ops + calls) * self.figures.host_op_s
+
+    def layer_forward(self) -> Pass:
+        """One layer of one microbatch."""
+        device = sum(self.matmul(m, n, k) for m, n, k, _ in self._matmuls())
+        device += self._attention(False) + self._elementwise(False)
+        if self.run.tp > 1:
+            size = 2.0 * self.tokens * self.run.decoder.width
+            if self.run.eager.sequence_parallel:
+                both = self.collective("all-gather", "tp", size) + self.collective("reduce-scatter", "tp", size)
+            else:
+                both = self.collective("all-reduce", "tp", size)
+            device += 2 * both
+        return Pass(device, self._host(False))
+
+    def layer_backward(self) -> Pass:
+        """Gradients of one layer, and their sum into the buffer."""
+        run = self.run
+        device = self._attention(True) + self._elementwise(True)
+        size = 2.0 * self.tokens * run.decoder.width
+        for m, n, k, begins in self._matmuls():
+            rows, weights = self.matmul(m, k, n), self.matmul(k, n, m)
+            device += rows + weights
+            if run.tp == 1:
+                continue
+            if not run.eager.sequence_parallel:
+                device += self.collective("all-reduce", "tp", size) if begins else 0.0
+                continue
+            if begins:  # the gradient of the input is scattered beside the weights' matmul
+                device += max(0.0, self.collective("reduce-scatter", "tp", size) - weights)
+            else:
+                device += self.collective("all-gather", "tp", size)
+        return Pass(device + self._accumulated(run.decoder.layer_parameters), self._host(True))
+
+    def _accumulated(self, parameters: float) -> float:
+        """Gradients of a microbatch added to their buffer."""
+        eager, run = self.run.eager, self.run
+        if not eager.accumulated or run.accumulation == 1 and eager.gradient_bytes == 2:
+            return 0.0
+        return self.streamed((2 + 2 * eager.gradient_bytes) * parameters / run.tp, 4)
+
+    def head(self, backward: bool) -> Pass:
+        """The head and the loss."""
+        run, decoder = self.run, self.run.decoder
+        columns = decoder.vocab / run.tp
+        each = run.eager.backward_bytes if backward else run.eager.forward_bytes
+        device = self.streamed(each["logits"] * self.tokens * columns * self.figures.eager_traffic, 8)
+        size = 2.0 * self.tokens * decoder.width
+        if backward:
+            device += self.matmul(self.tokens, decoder.width, columns) + self.matmul(
+                decoder.width, columns, self.tokens
+            )
+            device += self._accumulated(decoder.table_parameters)
+        else:
+            device += self.matmul(self.tokens, columns, decoder.width)
+        if run.tp > 1:
+            device += self.collective("all-gather", "tp", size)
+            device += 3 * self.collective("all-reduce", "tp", 4.0 * self.tokens)
+        return Pass(device, 20 * self.figures.host_op_s)
+
+    def embedding(self, backward: bool) -> Pass:
+        """The table of tokens."""
+        run, decoder = self.run, self.run.decoder
+        size = (12.0 if backward else 4.0) * self.tokens * decoder.width
+        device = self.streamed(size, 4)
+        if backward and not (decoder.tied and run.pp == 1):
+            device += self._accumulated(decoder.table_parameters)
+        if run.tp > 1:
+            kind: Kind = "all-gather" if backward else "reduce-scatter"
+            device += self.collective(kind, "tp", 2.0 * self.tokens * decoder.width)
+        return Pass(device, 6 * self.figures.host_op_s)
+
+    def sent(self) -> float:
+        """Seconds of a microbatch's activations on their way to the next stage: each GPU sends its part of the group's,
+        and where the residual stream is not cut the parts are gathered there."""
+        run = self.run
+        if run.pp == 1:
+            return 0.0
+        size = 2.0 * self.tokens * run.decoder.width
+        seconds = self.collective("collective-permute", "pp", size / run.tp)
+        return seconds + (self.collective("all-gather", "tp", size) if run.tp > self.spread else 0.0)

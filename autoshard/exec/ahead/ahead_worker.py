@@ -1,0 +1,94 @@
+"""The process in which libtpu, or the GPU compiler, works: `main` is called with a directory.
+
+Reads `plan.json`, `module.mlirbc`, `job.json` and the bodies of calls (`call-N.mlirbc`) from the directory and leaves
+`result.json` there, `program.hlo`, the scheduled HLO, and `program.live`, what lives at its peak. libtpu may abort, or
+never return; the parent (`_compile`) watches.
+"""
+
+import json
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+
+_NO_TILES = "Couldn't find output tile sizes"
+"""What Triton's matmuls fail with for some shapes where no device can time them; a library's are taken then."""
+
+
+def main(folder: str) -> None:
+    directory = Path(folder)
+    job = json.loads((directory / "job.json").read_text())
+    result = _compile(directory, job)
+    scratch = directory / "result.part"
+    scratch.write_text(json.dumps(result))
+    os.replace(scratch, directory / "result.json")
+    sys.stdout.flush()
+    # libtpu's own exit handlers can hang; all that matters is on disk.
+    os._exit(0)
+
+
+def _compile(directory: Path, job: dict[str, Any]) -> dict[str, Any]:
+    import jax
+    from jax.experimental import topologies
+
+    from autoshard.errors import UserError
+    from autoshard.exec.apply.jax_application import Application, lower_module
+    from autoshard.planning.record.plan_files import load_plan
+
+    try:
+        found = topologies.get_topology_desc(job["topology"], job["platform"], **job["options"])
+        devices = sorted(found.devices, key=lambda device: device.id) if job["platform"] != "tpu" else found.devices
+    except (jax.errors.JaxRuntimeError, ValueError) as error:
+        return {"status": "refused", "message": _first_line(error)}
+    jax.config.update("jax_enable_x64", True)  # the module's own types, 64-bit ones too
+    plan = load_plan(directory / "plan.json")
+    try:
+        application = Application(plan, tuple(devices))
+        bodies = {int(path.stem.partition("-")[2]): path.read_bytes() for path in directory.glob("call-*.mlirbc")}
+        lowered = lower_module(application, (directory / "module.mlirbc").read_bytes(), dict(job["aliases"]), bodies)
+    except UserError as error:
+        return {"status": "user", "message": str(error)}
+    dump = directory / "dump"
+    dump.mkdir()
+    start = time.perf_counter()
+    options: dict[str, Any] = {"xla_dump_to": str(dump), "xla_dump_hlo_as_text": True}
+    try:
+        # as_text() fails on some programs with asynchronous ops; the dump has the same text.
+        try:
+            compiled = lowered.compile(compiler_options=options)
+        except jax.errors.JaxRuntimeError as error:
+            if _NO_TILES not in str(error):
+                raise
+            compiled = lowered.compile(compiler_options=options | {"xla_gpu_enable_triton_gemm": False})
+    except jax.errors.JaxRuntimeError as error:
+        seconds = time.perf_counter() - start
+        if "RESOURCE_EXHAUSTED" in str(error):
+            return {"status": "memory", "message": str(error), "compile_s": seconds}
+        return {"status": "failed", "message": str(error)[:2000], "compile_s": seconds}
+    seconds = time.perf_counter() - start
+    # The compiler dumps the modules of its helpers too (for the sparse cores, for instance).
+    texts = sorted(dump.glob("*after_optimizations.txt"), key=lambda path: (".jit_" not in path.name, path.name))
+    if texts:
+        live = texts[0].with_name(texts[0].name.removesuffix(".txt") + "-live-range.txt")
+        os.replace(texts[0], directory / "program.hlo")
+        if live.exists():
+            os.replace(live, directory / "program.live")
+    else:
+        (directory / "program.hlo").write_text(compiled.as_text())
+    stats = compiled.memory_analysis()
+    memory = {
+        "arguments": stats.argument_size_in_bytes,
+        "results": stats.output_size_in_bytes,
+        "temporaries": stats.temp_size_in_bytes,
+        "donated": stats.alias_size_in_bytes,
+        "peak": getattr(stats, "peak_memory_in_bytes", 0),
+        "host": sum(getattr(stats, f"host_{what}_size_in_bytes", 0) for what in ("argument", "temp", "output"))
+        - getattr(stats, "host_alias_size_in_bytes", 0),
+    }
+    return {"status": "done", "memory": {key: int(size) for key, size in memory.items()}, "compile_s": seconds}
+
+
+def _first_line(error: Exception) -> str:
+    return " ".join(str(error).split())[:300]

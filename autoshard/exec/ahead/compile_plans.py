@@ -1,0 +1,324 @@
+"""What the real compiler says of a plan: does it fit, what does it send, how long will it take?"""
+
+import concurrent.futures
+import dataclasses
+import enum
+import re
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from autoshard.base.units import format_bytes
+from autoshard.base.worker_pool import as_ended
+from autoshard.errors import UserError
+from autoshard.exec.ahead.ahead_process import CompileJob, compile_job, compile_without_devices, try_job
+from autoshard.exec.ahead.compile_targets import Compiled
+from autoshard.exec.ahead.live_ranges import device_peak, memory_at_peak
+from autoshard.exec.hlo.compiled_collectives import CompiledCollective, plan_mesh, read_collectives, wire_by_axis
+from autoshard.exec.hlo.compiled_flops import FlopCheck, check_flops
+from autoshard.exec.hlo.hlo_text import parse_hlo
+from autoshard.exec.hlo.schedule_estimate import Estimate, decided, estimate
+from autoshard.exec.hlo.unforeseen import Unforeseen, involuntary, unforeseen
+from autoshard.exec.run.measurement import verify_program
+from autoshard.planning import Plan
+from autoshard.program import Program
+
+
+class Verdict(enum.StrEnum):
+    """Does the program fit into the memory of one device?"""
+
+    FITS = "fits"
+    FITS_WITH_REMAT = "fits only with the compiler's own remat"
+    DOES_NOT_FIT = "does not fit"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class CompileReport:
+    """The compiler's program against the plan's predictions; sizes are bytes of one device."""
+
+    verdict: Verdict
+    over_bytes: int
+    """Bytes by which the program exceeds the memory of a device; 0 if it fits."""
+    available_bytes: int | None
+    """The compiler's limit, if it does not fit."""
+    peak_predicted: int
+    peak_compiled: int | None
+    """Least memory with which the compiled program runs: live bytes at its peak, or what it needed if it does
+    not fit; None if the compiler did not say."""
+    memory_predicted: dict[str, int]
+    memory_compiled: dict[str, int]
+    """Arguments, temporaries, and `host`, bytes in the host's memory; results, donated and peak where machine code was
+    written, and what is `on_chip` where it was not."""
+    host_predicted: int
+    """Bytes of one device that the program keeps in its host's memory."""
+    memory_at_peak: dict[str, int]
+    """Bytes of each kind at the peak, as far as the compiler's live ranges tell; empty if it left none."""
+    wire_predicted: dict[str, int]
+    wire_compiled: dict[str, int]
+    collectives: tuple[CompiledCollective, ...]
+    unforeseen: tuple[Unforeseen, ...]
+    step_time_predicted_s: float
+    estimate: Estimate | None
+    flops: FlopCheck | None
+    """Matrix flops of the compiled program beside the traced one's and the model's."""
+    compile_s: float
+    hlo: str
+    """The scheduled HLO of the program, as text."""
+    warnings: tuple[str, ...]
+
+
+UNCODED = "no machine code was written: a kernel that the code generator refuses would not be seen"
+
+
+def compile_plan(program: Program, plan: Plan, time_limit: float = 600.0, *, quick: bool = False) -> CompileReport:
+    """Apply the plan and compile it for its topology with no device present: for TPUs with libtpu, for GPUs with JAX's
+    CUDA plugin.
+
+    With `quick` libtpu is ended before it writes machine code, which takes most of its time: what a report says is
+    known by then, but a kernel that the code generator would refuse is not seen. It changes nothing for GPUs.
+    Runs in a subprocess that is gone afterwards whatever happens. Raises `UserError` if the compiler is missing, there
+    is none for the topology or it is refused, the program is not the plan's, or `time_limit` seconds are over.
+    """
+    program = verify_program(program, plan)
+    return report(program, plan, compile_without_devices(program, plan, time_limit, quick))
+
+
+def compile_plans(
+    program: Program,
+    plans: Mapping[str, Plan],
+    time_limit: float = 600.0,
+    *,
+    quick: bool = False,
+    executor: concurrent.futures.Executor | None = None,
+    progress: Callable[[str], None] | None = None,
+) -> Iterator[tuple[str, CompileReport | UserError]]:
+    """Every plan, by name, compiled as `compile_plan` does: its report, or why there is none, in the plans' order.
+
+    They are tasks of `executor`, any of `concurrent.futures`' interface (also one of a cluster, whose nodes need the
+    compiler); without one they are compiled one after the other. Raises `UserError` if workers die again and again.
+    """
+    say = progress or (lambda line: None)
+    if executor is None:
+        for name, plan in plans.items():
+            say(f"Compiling {name} for {plan.topology}")
+            try:
+                yield name, compile_plan(program, plan, time_limit, quick=quick)
+            except UserError as error:
+                yield name, error
+        return
+    found: dict[str, CompileReport | UserError] = {}
+    asked: list[tuple[str, Program]] = []
+
+    def jobs() -> Iterator[CompileJob]:
+        for name, plan in plans.items():
+            say(f"Compiling {name} for {plan.topology}")
+            try:
+                verified = verify_program(program, plan)
+                job = compile_job(verified, plan, time_limit, quick)
+            except UserError as error:
+                found[name] = error
+                continue
+            asked.append((name, verified))
+            yield job
+
+    left = list(plans)
+    try:
+        for number, made in as_ended(executor, try_job, jobs()):
+            name, verified = asked[number]
+            found[name] = made if isinstance(made, UserError) else report(verified, plans[name], made)
+            while left and left[0] in found:
+                yield left[0], found[left.pop(0)]
+    except concurrent.futures.BrokenExecutor as error:
+        raise UserError(f"a worker that compiles died again and again ({error}); compile without --on.") from error
+    yield from ((name, found[name]) for name in left)
+
+
+def report(program: Program, plan: Plan, compiled: Compiled) -> CompileReport:
+    """Read what the compiler left (see `compile_plan`)."""
+    prediction = plan.prediction
+    common = {
+        "peak_predicted": prediction.peak_bytes,
+        "memory_predicted": dict(prediction.memory),
+        "host_predicted": prediction.host_bytes,
+        "memory_compiled": dict(compiled.memory),
+        "wire_predicted": dict(prediction.wire_bytes),
+        "step_time_predicted_s": prediction.step_time_s,
+        "compile_s": compiled.compile_s,
+        "hlo": compiled.text,
+    }
+    if not compiled.text:
+        over = (compiled.needed_bytes or 0) - (compiled.available_bytes or 0)
+        return CompileReport(
+            verdict=Verdict.DOES_NOT_FIT,
+            over_bytes=max(0, over),
+            available_bytes=compiled.available_bytes,
+            peak_compiled=compiled.needed_bytes,
+            memory_at_peak={},
+            wire_compiled={},
+            collectives=(),
+            unforeseen=(),
+            estimate=None,
+            flops=None,
+            warnings=_warnings(compiled.log),
+            **common,
+        )
+    mesh = plan_mesh(plan)
+    module = parse_hlo(compiled.text)
+    found = read_collectives(module, mesh)
+    timed = estimate(module, mesh)
+    flops = check_flops(program, timed, mesh.num_devices)
+    at_peak = memory_at_peak(compiled, plan)
+    peak = device_peak(compiled, at_peak)
+    limit = mesh.topology.usable_bytes
+    over = peak - limit if peak is not None and mesh.topology.traits.described else 0  # this compiler knows no limit
+    rematerialised = re.search(r"%[\w.\-]+\.remat[\w.\-]* = ", compiled.text) is not None
+    warnings = list(_warnings(compiled.log))
+    if timed.unknown_trips:
+        warnings.append(f"{timed.unknown_trips} loops have a trip count that the compiled text does not tell")
+    if not compiled.coded:
+        warnings.append(UNCODED)
+    if flops.complaint:
+        warnings.append(flops.complaint)
+    return CompileReport(
+        verdict=Verdict.DOES_NOT_FIT if over > 0 else Verdict.FITS_WITH_REMAT if rematerialised else Verdict.FITS,
+        over_bytes=max(0, over),
+        available_bytes=limit if over > 0 else None,
+        peak_compiled=peak,
+        memory_at_peak=at_peak,
+        wire_compiled=wire_by_axis(found),
+        collectives=tuple(found),
+        unforeseen=unforeseen(program, plan, found, compiled.log),
+        estimate=timed,
+        flops=flops,
+        warnings=tuple(warnings),
+        **common,
+    )
+
+
+def _warnings(log: str) -> tuple[str, ...]:
+    lines = involuntary(log)
+    return (f"the compiler reports {len(lines)} involuntary full rematerializations",) if lines else ()
+
+
+def compile_figures(result: CompileReport) -> dict[str, Any]:
+    """The JSON object of `autoshard compile --json`."""
+    axes = sorted({*result.wire_predicted, *result.wire_compiled})
+    timed = result.estimate
+    return {
+        "verdict": result.verdict.value,
+        "over_bytes": result.over_bytes,
+        "peak_bytes": {"predicted": result.peak_predicted, "compiled": result.peak_compiled},
+        "host_bytes": {"predicted": result.host_predicted, "compiled": result.memory_compiled.get("host")},
+        "memory": {
+            "predicted": result.memory_predicted,
+            "compiled": result.memory_compiled,
+            "compiled_at_peak": result.memory_at_peak,
+        },
+        "wire_bytes": {
+            axis: {
+                "predicted": result.wire_predicted.get(axis, 0),
+                "compiled": result.wire_compiled.get(axis, 0),
+            }
+            for axis in axes
+        },
+        "collectives": [
+            {
+                "kind": c.kind,
+                "axes": list(c.axes),
+                "wire_bytes": round(c.wire_bytes),
+                "count": c.count,
+                "in_loop": c.in_loop,
+                "asynchronous": c.asynchronous,
+                "network": c.network,
+                "op": c.source or c.name,
+                "line": c.line,
+            }
+            for c in result.collectives
+        ],
+        "step_time_s": {
+            "predicted": result.step_time_predicted_s,
+            "estimated": timed.step_time_s if timed else None,
+            "error": timed.error if timed else None,
+            "undecided": not decided(timed.step_time_s, result.step_time_predicted_s, timed.error) if timed else None,
+        },
+        "time": {
+            "compute_s": timed.compute_s,
+            "exposed_comm_s": timed.exposed_comm_s,
+            "hidden_comm_s": timed.hidden_comm_s,
+            "copy_s": timed.copy_s,
+            "by_kind": timed.by_kind,
+            "spans": [dataclasses.asdict(span) for span in timed.spans],
+        }
+        if timed
+        else None,
+        "flops": {
+            "program": result.flops.program,
+            "compiled": result.flops.compiled,
+            "remat": result.flops.remat,
+            "model": result.flops.model,
+        }
+        if result.flops
+        else None,
+        "model_flops_ratio": result.flops.model_ratio if result.flops else None,
+        "unforeseen": [dataclasses.asdict(row) for row in result.unforeseen],
+        "compile_s": result.compile_s,
+        "warnings": list(result.warnings),
+    }
+
+
+def compile_lines(result: CompileReport) -> list[str]:
+    """The report for people, line by line."""
+    lines = [f"Verdict: {result.verdict.value}"]
+    if result.verdict is Verdict.DOES_NOT_FIT and result.available_bytes:
+        lines[0] += (
+            f", by {format_bytes(result.over_bytes)} "
+            f"(needs {format_bytes(result.peak_compiled or 0)}, has {format_bytes(result.available_bytes)})"
+        )
+    compiled = "not said" if result.peak_compiled is None else format_bytes(result.peak_compiled)
+    lines.append(f"Peak memory of a device: predicted {format_bytes(result.peak_predicted)}, compiled {compiled}")
+    for kind in sorted({*result.memory_predicted, *result.memory_at_peak} if result.memory_at_peak else ()):
+        lines.append(
+            f"  {kind.replace('_', ' ')}: predicted {format_bytes(result.memory_predicted.get(kind, 0))}, "
+            f"compiled {format_bytes(result.memory_at_peak.get(kind, 0))}"
+        )
+    host = result.memory_compiled.get("host", 0)
+    if result.host_predicted or host:
+        lines.append(
+            f"Memory of the host for a device: predicted {format_bytes(result.host_predicted)}, "
+            f"compiled {format_bytes(host)}"
+        )
+    for axis in sorted({*result.wire_predicted, *result.wire_compiled}):
+        lines.append(
+            f"On the wire over {axis}: predicted {format_bytes(result.wire_predicted.get(axis, 0))}, "
+            f"compiled {format_bytes(result.wire_compiled.get(axis, 0))}"
+        )
+    timed = result.estimate
+    if timed is not None:
+        lines.append(
+            f"Step time: predicted {result.step_time_predicted_s:.3g} s, estimated from the schedule "
+            f"{timed.step_time_s:.3g} s +- {timed.error:.0%} "
+            f"(compute {timed.compute_s:.3g}, exposed communication {timed.exposed_comm_s:.3g})"
+        )
+        if not decided(timed.step_time_s, result.step_time_predicted_s, timed.error):
+            lines[-1] += ": undecided, they differ by less than the estimator's error"
+    if result.flops is not None:
+        model = result.flops.model_ratio
+        lines.append(f"Matrix flops: {result.flops.ratio:.2f} x the program's")
+        lines[-1] += f", {model:.2f} x the model's" if model is not None else ""
+    for collective in sorted(result.collectives, key=lambda c: -c.wire_bytes)[:12]:
+        flags = [
+            "in a loop" if collective.in_loop else "",
+            "async" if collective.asynchronous else "sync",
+            "between slices" if collective.network else "",
+        ]
+        lines.append(
+            f"  {collective.count} x {collective.kind} over {'+'.join(collective.axes)}: "
+            f"{format_bytes(collective.wire_bytes)} ({', '.join(filter(None, flags))})"
+        )
+    for row in result.unforeseen:
+        where = f" at {row.line}" if row.line else ""
+        specs = f", {row.before} -> {row.after}" if row.after else ""
+        lines.append(
+            f"Unforeseen: {row.kind} over {'+'.join(row.axes)}, {format_bytes(row.wire_bytes)} "
+            f"({row.share:.0%} of all): {row.op}{where}{specs}{f' ({row.note})' if row.note else ''}"
+        )
+    return [*lines, *result.warnings, f"Compiled in {result.compile_s:.1f} s"]

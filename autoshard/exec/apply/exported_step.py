@@ -1,0 +1,105 @@
+"""A planned step as a `jax.export` artifact: it has shardings and pins in its module, and runs without autoshard."""
+
+from typing import Any
+
+from autoshard.errors import UserError
+from autoshard.exec.apply.calls_on_shards import lower_for_compiler, place_calls
+from autoshard.exec.apply.jax_application import donated_aliases
+from autoshard.exec.apply.plan_agreement import other_program
+from autoshard.planning import Plan, Spec, as_planned
+from autoshard.program import Program
+
+
+def jax_export(plan: Plan, program: Program) -> bytes:
+    """The step as `jax.export.deserialize` reads it, for as many devices as the plan has.
+
+    It takes and returns the program's pytrees, or, where these have nodes that `jax.export` does not know, flat arrays
+    in the order of the plan's arguments and results; `in_shardings_jax(mesh)` of what is loaded says how to put the
+    arguments, on a mesh of any devices with the plan's axes. Other platforms than the plan's run it too, unless it
+    calls kernels. Raises `UserError` for another program than the plan's, and for tensors in the hosts' memory.
+    """
+    import dataclasses
+
+    import jax
+    from jax import export
+    from jax.sharding import AbstractMesh, AxisType, NamedSharding
+
+    if plan.host:
+        raise UserError(
+            f"`{program.name}` keeps {len(plan.host)} tensors in the hosts' memory, which an artifact of jax.export "
+            "does not say: plan it without `--host`, or run it with plan.jit."
+        )
+    platform = _platform(plan)
+    module = _planned_module(plan, program, platform)
+    mesh = AbstractMesh(tuple(plan.mesh.values()), tuple(plan.mesh), axis_types=(AxisType.Auto,) * len(plan.mesh))
+
+    def shardings(specs: dict[str, Spec]) -> list[Any]:
+        return [NamedSharding(mesh, spec.partition_spec()) for spec in specs.values()]
+
+    out = jax.eval_shape(program.fn, *program.args)
+    flat = jax.tree.leaves(program.args), jax.tree.leaves(out)
+    for args, results in ((program.args, out), (tuple(flat[0]), tuple(flat[1]))):
+        stand_in = jax.jit(
+            _stand_in(results),
+            in_shardings=jax.tree.structure(args).unflatten(shardings(plan.arguments)),
+            out_shardings=jax.tree.structure(results).unflatten(shardings(plan.results)),
+            keep_unused=True,
+        )
+        made = export.export(
+            stand_in, platforms=(platform,), disabled_checks=[export.DisabledSafetyCheck.platform()]
+        )(*jax.tree.map(_shape, args))  # fmt: skip
+        made = dataclasses.replace(made, mlir_module_serialized=module, fun_name=program.name, _get_vjp=None)
+        try:
+            return bytes(made.serialize())
+        except (TypeError, ValueError) as error:  # pytree nodes that it cannot write
+            if args is not program.args and not isinstance(args, list):
+                raise UserError(f"`{program.name}` cannot be written by jax.export: {error}") from error
+    raise AssertionError("the second of the two is flat")
+
+
+def _platform(plan: Plan) -> str:
+    from autoshard.cost import Topology
+
+    return Topology.parse(plan.topology).traits.platform
+
+
+def _stand_in(results: Any) -> Any:
+    """A function of the right types; its body is replaced."""
+    import jax
+    import jax.numpy as jnp
+
+    def step(*_: Any) -> Any:
+        return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), results)
+
+    return step
+
+
+def _shape(leaf: Any) -> Any:
+    import jax
+
+    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
+
+
+def _planned_module(plan: Plan, program: Program, platform: str) -> bytes:
+    """The program's module with the plan's shardings, pins, regions and calls, as a portable artifact."""
+    from autoshard import mlir
+
+    program = as_planned(program, plan)
+    if program.fingerprint != plan.program_fingerprint:
+        raise UserError(other_program(plan))
+    bodies = lower_for_compiler(program, plan, platform)
+    with mlir.new_context() as context:
+        module = mlir.inline_calls(mlir.parse_module(program.module, context))
+        mlir.set_shardings(module, "mesh", plan.mesh, list(plan.arguments.values()), list(plan.results.values()))
+        mlir.use_mesh(module, mlir.ensure_mesh(module, "mesh", plan.mesh))
+        mlir.set_aliases(module, donated_aliases(program, plan))
+        ops = mlir.number_ops(module)
+        found = mlir.regions_of(module, plan.regions)
+        mlir.insert_pins(module, "mesh", plan.mesh, plan.pins)
+        mlir.insert_regions(module, "mesh", plan.mesh, found)
+        mlir.guard_indexing(module)
+        if platform != "tpu":
+            mlir.unfold_pooling(module)
+        place_calls(plan, module, ops, bodies)
+        mlir.drop_gspmd(module)
+        return mlir.to_portable(module)

@@ -1,0 +1,102 @@
+"""Agreement of a program with a plan: arguments, results, computation, and recipe."""
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from autoshard.errors import UserError
+from autoshard.planning import Plan, Spec, spec_text
+from autoshard.program import as_asked, pipelined, read_pipeline
+
+
+def other_program(plan: Plan) -> str:
+    """The sentence for a program whose arguments agree with the plan but whose computation does not."""
+    import jax
+
+    made = plan.provenance.get("versions", {}).get("jax")
+    version = (
+        f" (the plan was made with jax {made}, this is {jax.__version__})"
+        if made not in (None, jax.__version__)
+        else ""
+    )
+    return (
+        f"the plan is for another program: its arguments agree with {plan.program_name}, "
+        f"but the computation has changed{version}; plan it again."
+    )
+
+
+def names_devices(plan: Plan) -> bool:
+    """True if the program may name devices of its own, kept constraints or not: it is lowered for those."""
+    return not {"said_by_program", "lifted_constraints"}.isdisjoint(plan.provenance)
+
+
+def check_arguments(plan: Plan, leaves: Sequence[tuple[Any, Any]]) -> None:
+    """Compare flat arguments, `(path, abstract)` in order, with those of the plan, and their split.
+
+    Raises `UserError` that names the first argument that differs.
+    """
+    import jax
+
+    names = list(plan.arguments)
+    for name, (path, leaf) in zip(names, leaves, strict=False):
+        found = (tuple(leaf.shape), str(leaf.dtype))
+        if found != (plan.shapes[name], plan.dtypes[name]):
+            raise UserError(
+                f"the plan is for another program: argument `{name}` is "
+                f"{_typed(plan.shapes[name], plan.dtypes[name])} in the plan, but args{jax.tree_util.keystr(path)} "
+                f"is {_typed(*found)}; plan it again."
+            )
+    if len(names) != len(leaves):
+        extra = (
+            f"the plan's `{names[len(leaves)]}` is missing"
+            if len(names) > len(leaves)
+            else f"args{jax.tree_util.keystr(leaves[len(names)][0])} is not in the plan"
+        )
+        raise UserError(
+            f"the plan is for another program: it has {len(names)} arguments, this one {len(leaves)} ({extra}); "
+            "plan it again."
+        )
+    for name, spec in plan.arguments.items():
+        check_even(plan, f"argument `{name}`", plan.shapes[name], spec)
+
+
+def check_results(plan: Plan, leaves: Sequence[Any]) -> None:
+    """The same for flat results."""
+    if len(leaves) != len(plan.results):
+        raise UserError(
+            f"the plan is for another program: it has {len(plan.results)} results, this one {len(leaves)}; "
+            "plan it again."
+        )
+    for (name, spec), leaf in zip(plan.results.items(), leaves, strict=True):
+        if len(spec.dims) != len(leaf.shape):
+            raise UserError(
+                f"the plan is for another program: result `{name}` has {len(spec.dims)} dims in the plan, "
+                f"here {len(leaf.shape)}; plan it again."
+            )
+        check_even(plan, f"result `{name}`", leaf.shape, spec)
+
+
+def check_even(plan: Plan, what: str, shape: Sequence[int], spec: Spec) -> None:
+    """Raise `UserError` if a spec does not split a shape evenly: JAX places only even shards."""
+    for dim, (size, axes) in enumerate(zip(shape, spec.dims, strict=True)):
+        parts = math.prod(plan.mesh[axis] for axis in axes)
+        if size % parts:
+            raise UserError(
+                f"{what} cannot be split as {spec_text(spec, shape)}: dim {dim} has {size} elements, "
+                f"which {' x '.join(axes)} = {parts} does not divide."
+            )
+
+
+def _typed(shape: Sequence[int], dtype: str) -> str:
+    return f"{dtype}[{','.join(map(str, shape))}]"
+
+
+def in_recipe(plan: Plan, fn: Callable[..., Any]) -> Callable[..., Any]:
+    """The function with its stacks of layers as the plan has them: in stages, if it was planned so."""
+    source = plan.provenance.get("source") or {}
+    said = source.get("options", {})
+    pipeline = read_pipeline(said.get("stages"), said.get("microbatches"), said.get("schedule"))
+    if pipeline is None:
+        return fn
+    with pipelined(pipeline):
+        return as_asked(fn)

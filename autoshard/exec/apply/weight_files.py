@@ -1,0 +1,190 @@
+"""Weights in safetensors files, read into and written out of parameters that are split as planned, part by part."""
+
+import functools
+import json
+import os
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from autoshard.base.files import read_json
+from autoshard.errors import UserError
+from autoshard.exec.devices.local_devices import named_sharding
+from autoshard.planning import Plan
+from autoshard.program import Program, host_array
+
+
+INDEX = "model.safetensors.index.json"
+FILE_BYTES = 2 << 30
+"""Of one file that is written, before it is closed; no process holds more than that and one tensor."""
+
+
+class Files:
+    """The tensors of one model in a file, or in all files of a folder."""
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        """Raises `UserError` where there are none."""
+        from safetensors import SafetensorError, safe_open
+
+        self.path = Path(path)
+        if self.path.is_file():
+            files = [self.path]
+        elif self.path.is_dir():
+            index = self.path / INDEX
+            found = self.path.glob("*.safetensors")
+            files = sorted((self.path / name for name in _named_files(index)) if index.is_file() else found)
+        else:
+            raise UserError(f"there is no folder or file `{path}` to read weights from.")
+        if not files:
+            raise UserError(f"`{path}` holds no weights: there is no file *.safetensors in it.")
+        self._of: dict[str, Any] = {}
+        for file in files:
+            try:
+                opened = safe_open(str(file), framework="pt")
+            except (OSError, SafetensorError) as error:
+                raise UserError(f"`{file}` cannot be read as safetensors: {error}.") from error
+            self._of |= dict.fromkeys(opened.keys(), opened)
+
+    def named(self, name: str) -> str:
+        """What a parameter of the model is called in the files, which may leave out the base model's name or add it."""
+        if name in self._of:
+            return name
+        _, _, rest = name.partition(".")
+        longer = [key for key in self._of if key.partition(".")[2] == name]
+        if rest in self._of or len(longer) == 1:
+            return rest if rest in self._of else longer[0]
+        raise UserError(
+            f"`{self.path}` has no `{name}` among its {len(self._of)} tensors; give the weights of this model, with "
+            "its tensors as transformers' own code of it has them."
+        )
+
+    def shape(self, key: str) -> tuple[int, ...]:
+        """Of a tensor, without reading it."""
+        return tuple(self._of[key].get_slice(key).get_shape())
+
+    def part(self, key: str, index: tuple[slice, ...]) -> Any:
+        """A part of a tensor as a numpy array; no more is read."""
+        opened = self._of[key]
+        return host_array(opened.get_slice(key)[index] if index else opened.get_tensor(key))
+
+
+def _named_files(index: Path) -> set[str]:
+    """Files that an index names. Raises `UserError` where it is none."""
+    said = read_json(index)
+    places = said.get("weight_map") if isinstance(said, dict) else None
+    if not isinstance(places, dict) or not all(isinstance(name, str) for name in places.values()):
+        raise UserError(f"`{index}` is no index of weights: it has no `weight_map` from tensors to files.")
+    return set(places.values())
+
+
+def load_weights(plan: Plan, path: str | os.PathLike[str], program: Program, mesh: Any) -> dict[str, Any]:
+    """See `Plan.load_weights`."""
+    import jax
+
+    wanted = _stacks(plan, program)
+    files = Files(path)
+    for name, members in wanted.items():  # before anything is made
+        shape = plan.shapes[name] if len(members) == 1 else plan.shapes[name][1:]  # stacks have two layers at least
+        for member in members:
+            found = files.shape(files.named(member))
+            if found != shape:
+                raise UserError(
+                    f"`{member}` is of shape {list(found)} in `{path}` and of {list(shape)} in {plan.program_name}; "
+                    "give the weights of this model."
+                )
+    loaded = {}
+    for name, members in wanted.items():
+        keys = [files.named(member) for member in members]
+        part = functools.partial(_part, files, keys, plan.shapes[name], jax.numpy.dtype(plan.dtypes[name]), {})
+        sharding = named_sharding(mesh, plan.arguments[name], name in plan.host)
+        loaded[name] = jax.make_array_from_callback(plan.shapes[name], sharding, part)
+    return loaded
+
+
+def _part(files: Files, keys: Sequence[str], shape: Sequence[int], dtype: Any, read: dict[Any, Any], index: Any) -> Any:
+    """A part of a parameter that is one tensor, or a stack of several; `read` keeps it for other devices."""
+    import numpy as np
+
+    places = tuple(each.indices(size)[:2] for each, size in zip(index, shape, strict=True))
+    if places not in read:
+        ranges = tuple(slice(*place) for place in places)
+        if len(keys) == 1:
+            read[places] = files.part(keys[0], ranges).astype(dtype)
+        else:
+            read[places] = np.stack([files.part(key, ranges[1:]).astype(dtype) for key in keys[ranges[0]]])
+    return read[places]
+
+
+def save_weights(plan: Plan, params: Mapping[str, Any], folder: str | os.PathLike[str], program: Program) -> list[Path]:
+    """See `Plan.save_weights`."""
+    from safetensors.torch import save_file
+
+    stacks = _stacks(plan, program)
+    # Frozen parameters are where they were read from, and may be left out.
+    wanted = {name: members for name, members in stacks.items() if name in params or plan.roles[name] == "parameter"}
+    if set(params) != set(wanted):
+        odd = sorted(set(params) ^ set(wanted))
+        said = "no" if odd[0] in wanted else "unknown"
+        raise UserError(f"the parameters are not those of {plan.program_name}: {said} `{odd[0]}`.")
+    if any(not array.is_fully_addressable for array in params.values()):
+        raise UserError("weights are written by one process; these parameters are on devices of several.")
+    target = Path(folder).absolute()
+    if target.exists() and (not target.is_dir() or any(target.iterdir())):
+        raise UserError(f"`{folder}` exists and is no empty folder; name another to write weights to.")
+    scratch = target.with_name(f".{target.name}.part")
+    shutil.rmtree(scratch, ignore_errors=True)
+    scratch.mkdir(parents=True)
+    try:
+        files: list[list[str]] = []
+        for held in _filled(params, wanted):
+            save_file(held, str(scratch / f"{len(files)}.safetensors"), metadata={"format": "pt"})
+            files.append(list(held))
+        names = [f"model-{number + 1:05d}-of-{len(files):05d}.safetensors" for number in range(len(files))]
+        names = ["model.safetensors"] if len(files) == 1 else names
+        for number, name in enumerate(names):
+            os.replace(scratch / f"{number}.safetensors", scratch / name)
+        if len(files) > 1:
+            total = sum(array.size * array.dtype.itemsize for array in params.values())
+            places = {key: name for name, keys in zip(names, files, strict=True) for key in keys}
+            said = {"metadata": {"total_size": total}, "weight_map": places}
+            (scratch / INDEX).write_text(json.dumps(said, indent=2) + "\n")
+        if target.exists():
+            target.rmdir()
+        os.replace(scratch, target)
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
+    return [target / name for name in names]
+
+
+def _filled(params: Mapping[str, Any], stacks: Mapping[str, tuple[str, ...]]) -> Iterator[dict[str, Any]]:
+    """Whole tensors, so many at a time as one file takes; each is gathered when it is its turn."""
+    import numpy as np
+    import torch
+
+    held: dict[str, Any] = {}
+    size = 0
+    for name, members in stacks.items():
+        for number, member in enumerate(members):
+            array = params[name] if len(members) == 1 else params[name][number]
+            value = np.array(array)
+            narrow = value.dtype.name == "bfloat16"
+            tensor = torch.from_numpy(value.view(np.int16) if narrow else value)
+            held[member] = tensor.view(torch.bfloat16) if narrow else tensor
+            size += value.nbytes
+            if size >= FILE_BYTES:
+                yield held
+                held, size = {}, 0
+    if held:
+        yield held
+
+
+def _stacks(plan: Plan, program: Program) -> Mapping[str, tuple[str, ...]]:
+    """Parameter -> the model's tensors that it stacks."""
+    if not program.weights:
+        raise UserError(
+            f"{program.name} has no weights that files name: only models of hf:CONFIG and torch modules have."
+        )
+    if program.fingerprint != plan.program_fingerprint:
+        raise UserError(f"the plan is of {plan.program_name}, another program than {program.name}.")
+    return program.weights

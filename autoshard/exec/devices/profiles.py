@@ -1,0 +1,146 @@
+"""Profiles of devices by JAX's profiler, and a reader of its XSpace files."""
+
+import contextlib
+import dataclasses
+import pathlib
+import struct
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from autoshard.base.files import write_whole
+from autoshard.base.processes import scratch_folder
+from autoshard.errors import UserError
+
+
+@contextlib.contextmanager
+def profiled(path: pathlib.Path) -> Iterator[None]:
+    """Records what happens inside, and writes it to `path` as a gzipped trace in Chrome's format.
+
+    Python's own calls are left out. Raises: UserError if the profiler wrote nothing.
+    """
+    import jax
+
+    options = jax.profiler.ProfileOptions()
+    options.python_tracer_level = 0
+    with scratch_folder("profile") as folder:
+        with jax.profiler.trace(str(folder), profiler_options=options):
+            yield
+        traces = sorted(folder.rglob("*.trace.json.gz"))
+        if not traces:
+            raise UserError("JAX's profiler wrote no trace here; measure without --profile.")
+        write_whole(path, traces[0].read_bytes())
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Event:
+    plane: str
+    line: str
+    name: str
+    start_ns: float
+    duration_ns: float
+    stats: Mapping[str, Any]
+
+
+def events_in(file: Path) -> Iterator[Event]:
+    """Every event of a file. Raises `ValueError` if it is none."""
+    try:
+        for number, plane in _fields(memoryview(file.read_bytes())):
+            if number == 1:
+                yield from _plane(plane)
+    except (ValueError, IndexError, struct.error, TypeError) as error:
+        raise ValueError(f"{file} is no profile: {error}") from error
+
+
+def _plane(data: Any) -> Iterator[Event]:
+    name, lines = "", []
+    names: dict[int, dict[int, str]] = {4: {}, 5: {}}  # of events, and of statistics
+    for number, value in _fields(data):
+        if number == 2:
+            name = _text(value)
+        elif number == 3:
+            lines.append(value)
+        elif number in names:
+            entry = dict(_fields(value))
+            names[number][entry.get(1, 0)] = _text(dict(_fields(entry.get(2, b""))).get(2, b""))
+    for line in lines:
+        yield from _line(name, line, names[4], names[5])
+
+
+def _line(plane: str, data: Any, names: Mapping[int, str], stat_names: Mapping[int, str]) -> Iterator[Event]:
+    name, began_ns, events = "", 0, []
+    for number, value in _fields(data):
+        if number == 2:
+            name = _text(value)
+        elif number == 3:
+            began_ns = value
+        elif number == 4:
+            events.append(value)
+    for event in events:
+        known: dict[int, int] = {}
+        stats: dict[str, Any] = {}
+        for number, value in _fields(event):
+            if number == 4:
+                key, found = _stat(value, stat_names)
+                stats[key] = found
+            else:
+                known[number] = value
+        start_ns = began_ns + known.get(2, 0) / 1e3
+        yield Event(plane, name, names.get(known.get(1, 0), ""), start_ns, known.get(3, 0) / 1e3, stats)
+
+
+def _stat(data: Any, names: Mapping[int, str]) -> tuple[str, Any]:
+    key, found = "", None
+    for number, value in _fields(data):
+        match number:
+            case 1:
+                key = names.get(value, "")
+            case 2:
+                found = struct.unpack("<d", value)[0]
+            case 3:
+                found = value
+            case 4:
+                found = value - (1 << 64) if value >> 63 else value
+            case 5:
+                found = _text(value)
+            case 6:
+                found = bytes(value)
+            case 7:
+                found = names.get(value, "")
+    return key, found
+
+
+def _text(value: Any) -> str:
+    return bytes(value).decode()
+
+
+def _fields(data: Any) -> Iterator[tuple[int, Any]]:
+    """Numbers and values of a message in protobuf's wire format: whole numbers, or the bytes of anything else."""
+    place, end = 0, len(data)
+    while place < end:
+        tag, place = _varint(data, place)
+        kind = tag & 7
+        if kind == 0:
+            value, place = _varint(data, place)
+        else:
+            if kind == 2:
+                size, place = _varint(data, place)
+            elif kind in (1, 5):
+                size = 8 if kind == 1 else 4
+            else:
+                raise ValueError(f"a field has the unknown wire type {kind}")
+            if place + size > end:
+                raise ValueError("it ends in the middle of a field")
+            value, place = data[place : place + size], place + size
+        yield tag >> 3, value
+
+
+def _varint(data: Any, place: int) -> tuple[int, int]:
+    value = shift = 0
+    while True:
+        byte = data[place]
+        place += 1
+        value |= (byte & 0x7F) << shift
+        if byte < 0x80:
+            return value, place
+        shift += 7

@@ -1,0 +1,221 @@
+"""A torch module that runs under a plan on DTensors: hooks that split its inputs, and keep its layers as planned."""
+
+import contextlib
+import dataclasses
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
+from torch.utils import _pytree
+
+from autoshard.errors import UserError
+from autoshard.exec.devices.torch_names import own_name, owned_parameters
+from autoshard.exec.dtensor.dtensor_placements import placements_of
+from autoshard.exec.dtensor.split_functions import ExpertHooks, is_experts
+from autoshard.exec.dtensor.split_ops import PlacedGradient, SplitOps, gathered
+from autoshard.exec.dtensor.split_trial import settle
+from autoshard.planning import Plan, dims_by_axis, module_pattern
+from autoshard.program import map_inputs
+
+
+def distribute(plan: Plan, model: Any, mesh: Any, places: Mapping[str, Sequence[Any]], gather_outputs: bool) -> Any:
+    """Split a module's parameters, given their placements by name, and hook its modules; see `Plan.distribute`."""
+    if any(isinstance(parameter, DTensor) for parameter in model.parameters()):
+        raise UserError("plan.distribute: the module has DTensors already; give a module that is not distributed yet.")
+    made: dict[int, Any] = {}
+    uses = _PlannedUses(plan)
+    pinned: dict[Any, dict[str, list[_PlacedUse]]] = {}
+    for module, key, name, parameter in owned_parameters(model):
+        if id(parameter) not in made:
+            value = distribute_tensor(parameter.detach(), mesh, list(places[name]))
+            made[id(parameter)] = torch.nn.Parameter(value, requires_grad=parameter.requires_grad)
+        module.register_parameter(key, made[id(parameter)])
+        if found := uses.of(own_name(name)):
+            pinned.setdefault(module, {})[key] = found
+    running = _RunHooks(plan, mesh, gather_outputs)
+    running.place_gradients(model)
+    for module in list(model.modules()):
+        if is_experts(module):
+            taken = {key: found[0].weight for key, found in pinned.get(module, {}).items()}
+            block = ExpertHooks(mesh, taken)
+            module.register_forward_pre_hook(block.before)
+            module.register_forward_hook(block.after, always_call=True)
+        elif module in pinned:
+            layer = _UseHooks(pinned[module], running.ops)
+            module.register_forward_pre_hook(layer.before)
+            module.register_forward_hook(layer.after, always_call=True)
+        module.register_forward_pre_hook(running.enter_root if module is model else running.enter, prepend=True,
+                                         with_kwargs=True)  # fmt: skip
+        module.register_forward_hook(running.leave_root if module is model else running.leave, always_call=True)
+    return model
+
+
+def notes_on(model: Any) -> tuple[str, ...]:
+    """See `autoshard.exec.distribution_notes`."""
+    for hook in model._forward_pre_hooks.values():
+        if isinstance(getattr(hook, "__self__", None), _RunHooks):
+            return hook.__self__.notes()
+    raise UserError("distribution_notes: the module is not distributed; call plan.distribute(model, mesh) first.")
+
+
+@dataclasses.dataclass(frozen=True)
+class _PlacedUse:
+    """Placements of one way to use a parameter, and the shapes by which that is known."""
+
+    input_shape: tuple[int, ...]
+    output_shape: tuple[int, ...]
+    weight: list[Any]
+    input: list[Any]
+    output: list[Any]
+
+    def takes(self, shape: tuple[int, ...]) -> bool:
+        """Whether it takes values of a shape; what is looked up has one dim more in a program."""
+        return self.input_shape in (shape, (*shape, 1))
+
+
+class _PlannedUses:
+    """The plan's uses of parameters, as DTensor can hold them."""
+
+    def __init__(self, plan: Plan) -> None:
+        self._found: dict[str, tuple[re.Pattern[str], list[_PlacedUse]]] = {}
+        for use in plan.uses:
+            pattern = re.compile(module_pattern(plan, use.parameter))
+            _, into = self._found.setdefault(use.parameter, (pattern, []))
+            if all(dims_by_axis(spec, plan.mesh) is not None for spec in (use.weight, use.input, use.output)):
+                weight, taken, given = (
+                    list(placements_of(s, plan.mesh, "")) for s in (use.weight, use.input, use.output)
+                )
+                into.append(_PlacedUse(use.input_shape, use.output_shape, weight, taken, given))
+
+    def of(self, name: str) -> list[_PlacedUse]:
+        return [use for pattern, uses in self._found.values() if pattern.match(name) for use in uses]
+
+
+def _pins(plan: Plan) -> dict[tuple[str, tuple[int, ...]], list[Any]]:
+    """Placements of what functions give in some shape, as far as DTensor can hold them."""
+    return {
+        (each.function, each.shape): list(placements_of(each.spec, plan.mesh, ""))
+        for each in plan.activations
+        if dims_by_axis(each.spec, plan.mesh) is not None
+    }
+
+
+class _UseHooks:
+    """Hooks of a module that owns parameters: these are taken, and what it gives is held, as planned."""
+
+    def __init__(self, uses: Mapping[str, list[_PlacedUse]], ops: SplitOps) -> None:
+        self._uses = uses
+        self._ops = ops
+        self._calls: list[list[tuple[str, _PlacedUse]]] = []
+
+    def before(self, module: Any, args: tuple[Any, ...]) -> Any:
+        taken = args[0] if args and isinstance(args[0], DTensor) else None
+        shape = None if taken is None else tuple(taken.shape)
+        found = [
+            (key, next(iter(fitting)))
+            for key, uses in self._uses.items()
+            if shape is not None and (fitting := [use for use in uses if use.takes(shape)])
+        ]
+        self._calls.append(found)
+        self._ops.inside += bool(found)
+        for key, use in found:
+            held = module._parameters[key]
+            if list(held.placements) != use.weight:
+                # In front of the parameter: gone after the call, and never seen by an optimizer or a checkpoint.
+                module.__dict__[key] = held.redistribute(placements=use.weight)
+        if not found or shape is None:
+            return None
+        places = found[0][1].input
+        if any(place.is_shard() and place.dim >= len(shape) for place in places):
+            return None
+        return (moved(taken, places), *args[1:])
+
+    def after(self, module: Any, args: Any, output: Any) -> Any:
+        found = self._calls.pop() if self._calls else []
+        self._ops.inside -= bool(found)
+        for key, _ in found:
+            module.__dict__.pop(key, None)
+        if found and isinstance(output, DTensor) and tuple(output.shape) == found[0][1].output_shape:
+            return moved(output, found[0][1].output)
+        return None
+
+
+def moved(tensor: Any, places: Sequence[Any]) -> Any:
+    """A DTensor in other placements."""
+    return tensor if list(tensor.placements) == list(places) else tensor.redistribute(placements=list(places))
+
+
+class _RunHooks:
+    """Hooks of all modules: torch functions run split within them, the first to be called takes and gives for all."""
+
+    def __init__(self, plan: Plan, mesh: Any, gather_outputs: bool) -> None:
+        self._mesh = mesh
+        self._gathers = gather_outputs
+        self.ops = SplitOps(mesh, _pins(plan))
+        self._open: list[contextlib.ExitStack] = []
+        self._gradients = False
+        """Whether the gradients of this module's parameters are placed."""
+        self._inputs = {
+            name.removeprefix("batch."): (plan.shapes[name], placements_of(spec, plan.mesh, name))
+            for name, spec in plan.arguments.items()
+            if plan.roles[name] == "batch"
+        }
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"_gradients": False}  # parameters are copied and pickled without their hooks
+
+    def place_gradients(self, module: Any) -> None:
+        """Have gradients placed as parameters are: an optimizer would sum them anew wherever it uses them."""
+        for parameter in module.parameters():
+            if isinstance(parameter, DTensor) and parameter.requires_grad:
+                parameter.register_hook(PlacedGradient(parameter.placements))
+        self._gradients = True
+
+    def notes(self) -> tuple[str, ...]:
+        return tuple(f"{name} runs whole on every device: {said}." for name, said in self.ops.whole.items())
+
+    def enter(self, module: Any, args: Any, kwargs: Any) -> None:
+        stack = contextlib.ExitStack()
+        if not self._open:
+            stack.enter_context(self.ops)
+        self._open.append(stack)
+
+    def leave(self, module: Any, args: Any, output: Any) -> None:
+        if self._open:
+            self._open.pop().close()
+
+    def enter_root(self, module: Any, args: Any, kwargs: Any) -> Any:
+        self.enter(module, args, kwargs)
+        if not self._gradients:
+            self.place_gradients(module)
+        try:
+            return map_inputs(module, args, kwargs, self._placed)
+        except BaseException:
+            self.leave(module, args, None)
+            raise
+
+    def leave_root(self, module: Any, args: Any, output: Any) -> Any:
+        self.leave(module, args, output)
+        final = gathered if self._gathers else settle
+        return _pytree.tree_map_only(DTensor, final, output)
+
+    def _placed(self, name: str, value: Any) -> Any:
+        """An input as planned; one of another shape is split if that comes out even, else whole."""
+        if not isinstance(value, torch.Tensor):
+            return value
+        shape, places = self._inputs.get(name, ((), None))
+        whole = [Replicate()] * self._mesh.ndim
+        if places is None or len(shape) != value.ndim:
+            places = whole
+        sizes = list(value.shape)
+        for axis, place in enumerate(places):
+            if place.is_shard():
+                if sizes[place.dim] % self._mesh.size(axis):
+                    places = whole
+                    break
+                sizes[place.dim] //= self._mesh.size(axis)
+        if isinstance(value, DTensor):
+            return moved(value, places)
+        return DTensor.from_local(value, self._mesh, whole, run_check=False).redistribute(placements=places)

@@ -1,0 +1,401 @@
+"""Which collectives XLA emitted, on which mesh axes, with how many bytes on the wire: read from optimised HLO."""
+
+import collections
+import dataclasses
+import math
+import re
+from collections.abc import Iterable, Sequence
+from typing import cast
+
+from autoshard.cost import KINDS, Collectives, Kind, Mesh, Topology, make_mesh
+from autoshard.exec.hlo.hlo_text import Computation, HloModule, Instruction, parse_hlo
+from autoshard.exec.hlo.trip_counts import trip_count
+from autoshard.graph import RAGGED
+from autoshard.planning import Plan
+
+
+OTHER = "other"
+"""Key of traffic between groups that no set of mesh axes forms."""
+
+OPCODES: dict[str, Kind] = {**{kind: kind for kind in KINDS}, "ragged-all-to-all": "all-to-all"}
+"""Opcode of optimised HLO -> the kind that it is priced as."""
+
+_TRANSFERS: dict[str, Kind] = {
+    "ALL_REDUCE": "all-reduce",
+    "ALL_GATHER": "all-gather",
+    "REDUCE_SCATTER": "reduce-scatter",
+    "ALL_TO_ALL": "all-to-all",
+}
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class CompiledCollective:
+    """One collective of the compiled program, all its executions in one step together."""
+
+    kind: Kind
+    axes: tuple[str, ...]
+    """Mesh axes its groups span, in mesh order; `("other",)` if they span no whole axes."""
+    wire: dict[str, float]
+    """Bytes that one device puts on the wire in one step, by mesh axis."""
+    size_bytes: int
+    """One execution, as `cost.Collectives` counts it: gathered result, unreduced input, or local array."""
+    count: int
+    """Executions in one step: trips of all loops around it multiplied."""
+    in_loop: bool
+    asynchronous: bool
+    network: bool
+    """True for a transfer between slices (TPU: send and recv through the host)."""
+    name: str
+    """Name of the HLO instruction."""
+    source: str
+    """Op name of the source that caused it."""
+    group: int = 0
+    """How many devices are in one group."""
+    arrays: int = 1
+    """Arrays that one execution carries: the compiler combines small collectives."""
+    trips_known: bool = True
+    """False if a loop around it has a trip count that the text does not tell: counted as one."""
+    line: str = ""
+    """`file:line` of the source, where the text tells."""
+    members: tuple[int, ...] = ()
+    """Devices of one group, as numbers in the topology."""
+    pairs: tuple[tuple[int, int], ...] = ()
+    """For a collective-permute, the pairs of devices of which the first sends to the second."""
+
+    @property
+    def wire_bytes(self) -> float:
+        """Bytes that one device sends in a step, over all axes."""
+        return sum(self.wire.values())
+
+
+def plan_mesh(plan: Plan) -> Mesh:
+    """The plan's mesh on its topology, with the plan's device order."""
+    mesh = make_mesh(Topology.parse(plan.topology), plan.mesh)
+    return mesh if mesh.device_order == plan.device_order else dataclasses.replace(mesh, device_order=plan.device_order)
+
+
+def read_collectives(text: str | HloModule, mesh: Mesh) -> list[CompiledCollective]:
+    """Every collective of a compiled program, in the order of execution.
+
+    `text` is optimised HLO of a program compiled for `mesh` (partition number = position in the mesh, as JAX
+    assigns them). Loops are multiplied by their trips; of a conditional the branch with most traffic counts; a
+    start/done pair counts once, and so do TPU's fused forms: asynchronous fusions, and all-reduce-scatter, which is
+    a reduce-scatter. A collective-permute counts by the share of devices that send.
+    """
+    module = parse_hlo(text) if isinstance(text, str) else text
+    return Walk(module, mesh).computation(module.computations[module.entry], _Place())
+
+
+def wire_by_axis(found: Iterable[CompiledCollective]) -> dict[str, int]:
+    """Bytes on the wire of one device in one step, by mesh axis."""
+    totals: dict[str, float] = collections.defaultdict(float)
+    for collective in found:
+        for axis, size in collective.wire.items():
+            totals[axis] += size
+    return {axis: round(size) for axis, size in sorted(totals.items())}
+
+
+def count_by_kind(found: Iterable[CompiledCollective]) -> dict[str, int]:
+    """Executions in one step, by kind; a combined one counts once for each array."""
+    counts: dict[str, int] = collections.defaultdict(int)
+    for collective in found:
+        counts[collective.kind] += collective.count * collective.arrays
+    return dict(sorted(counts.items()))
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Place:
+    count: int = 1
+    in_loop: bool = False
+    asynchronous: bool = False
+    known: bool = True
+    near: Instruction | None = None
+    """The named op around it, for collectives that have no name of their own."""
+
+
+class Walk:
+    def __init__(self, module: HloModule, mesh: Mesh) -> None:
+        self.module = module
+        self.mesh = mesh
+        self.prices = Collectives(mesh)
+        self.sizes = tuple(mesh.axes.values())
+        self.positions = _first_slice(mesh)
+        self.groups: dict[str, tuple[tuple[str, ...], int, tuple[int, ...]]] = {}
+
+    def computation(self, computation: Computation, place: _Place) -> list[CompiledCollective]:
+        found: list[CompiledCollective] = []
+        for instruction in computation.instructions:
+            found += self.instruction(computation, instruction, place)
+        return found
+
+    def instruction(self, owner: Computation, op: Instruction, place: _Place) -> list[CompiledCollective]:
+        base, started = (op.opcode[:-6], True) if op.opcode.endswith("-start") else (op.opcode, False)
+        if base in OPCODES:
+            if "chain_id=" in op.attributes and not _starts(owner):
+                return []  # the later parts of one asynchronous fusion repeat the collective that it started
+            asynchronous = place.asynchronous or started or _starts(owner)
+            where = dataclasses.replace(place, asynchronous=asynchronous, near=place.near or _named(owner, op))
+            return self.collective(op, OPCODES[base], started, where)
+        if op.opcode == "send":
+            return self.transfer(owner, op, place)
+        if op.opcode == "while":
+            trips = trip_count(self.module, op)
+            count = place.count * (1 if trips is None else trips)
+            inside = dataclasses.replace(place, count=count, in_loop=True, known=place.known and trips is not None)
+            return self.called(op, "body", inside)
+        if op.opcode == "conditional":
+            branches = [self.called_by_name(name, place) for name in op.called]
+            return max(branches, key=lambda branch: sum(c.wire_bytes for c in branch), default=[])
+        if op.opcode == "async-start":
+            return self.called(op, "calls", dataclasses.replace(place, asynchronous=True))
+        if op.opcode == "fusion":
+            found = self.called(op, "calls", dataclasses.replace(place, near=place.near or _named(owner, op)))
+            return [self.scattered(c) if _scatters(op) else c for c in found]
+        if op.opcode == "call":
+            return self.called(op, "to_apply", place)
+        if op.opcode == "custom-call":  # what the sparse cores do (tpu7x) is called by one
+            keys = [key for key in ("calls", "called_computations") if op.attribute(key)]
+            return [c for key in keys for name in _names(op, key) for c in self.called_by_name(name, place)]
+        return []
+
+    def called(self, op: Instruction, key: str, place: _Place) -> list[CompiledCollective]:
+        return self.called_by_name((op.attribute(key) or "").lstrip("%"), place)
+
+    def called_by_name(self, name: str, place: _Place) -> list[CompiledCollective]:
+        inside = self.module.computations.get(name)
+        return self.computation(inside, place) if inside is not None else []
+
+    def collective(self, op: Instruction, kind: Kind, started: bool, place: _Place) -> list[CompiledCollective]:
+        shapes = op.shapes
+        if kind == "collective-permute":
+            # A start's result is (operand, result, context ...); several arrays may be sent by one permute.
+            arrays = shapes[: len(op.operands)] if started else shapes
+            return self.permute(op, sum(shape.bytes for shape in arrays), place)
+        if started and kind != "all-reduce":
+            shapes = shapes[len(op.operands) : 2 * len(op.operands)]
+        axes, group, members = self.group(op)
+        if group <= 1:
+            return []
+        size = sum(shape.bytes for shape in shapes) * (group if kind == "reduce-scatter" else 1)
+        if op.opcode.startswith("ragged-all-to-all"):
+            size = round(size * _real_share(op))
+        record = self.record(op, kind, axes, group, size, 1.0, place)
+        return [dataclasses.replace(record, members=members)]
+
+    def record(
+        self, op: Instruction, kind: Kind, axes: tuple[str, ...], group: int, size: int, share: float, place: _Place
+    ) -> CompiledCollective:
+        named = op if op.op_name or place.near is None else place.near
+        return CompiledCollective(
+            kind=kind,
+            axes=axes,
+            wire={axis: b * share * place.count for axis, b in self.wire(kind, axes, group, size).items()},
+            size_bytes=size,
+            count=place.count,
+            in_loop=place.in_loop,
+            asynchronous=place.asynchronous,
+            network=False,
+            name=op.name,
+            source=named.op_name,
+            line=self.module.lines.get(named.frame, ""),
+            group=group,
+            arrays=1 if kind == "all-to-all" else max(1, len(op.operands)),
+            trips_known=place.known,
+        )
+
+    def wire(self, kind: Kind, axes: tuple[str, ...], group: int, size: int) -> dict[str, float]:
+        if OTHER not in axes and math.prod(self.mesh.axes[axis] for axis in axes) == group:
+            return {axis: float(b) for axis, b in self.prices.wire_bytes(kind, axes, size).items()}
+        factor = {"all-reduce": 2 * (group - 1) / group, "collective-permute": 1.0}.get(kind, (group - 1) / group)
+        return {axes[0]: size * factor}
+
+    def scattered(self, collective: CompiledCollective) -> CompiledCollective:
+        """TPU's fused all-reduce and slice sends what a reduce-scatter sends: half of an all-reduce."""
+        if collective.kind != "all-reduce":
+            return collective
+        wire = {axis: size / 2 for axis, size in collective.wire.items()}
+        return dataclasses.replace(collective, kind=cast(Kind, "reduce-scatter"), wire=wire)
+
+    def permute(self, op: Instruction, size: int, place: _Place) -> list[CompiledCollective]:
+        text = op.attribute("source_target_pairs") or ""
+        pairs = [(int(a), int(b)) for a, b in re.findall(r"\{(\d+),(\d+)\}", text)]
+        moving = [(self.place_of(a), self.place_of(b)) for a, b in pairs if a != b]
+        if not moving:
+            return []
+        differing = [
+            i for i in range(len(self.sizes)) if any(self.coords(a)[i] != self.coords(b)[i] for a, b in moving)
+        ]
+        axes = tuple(self.mesh.names[i] for i in differing)
+        group = math.prod(self.sizes[i] for i in differing)
+        record = self.record(op, "collective-permute", axes, group, size, len(moving) / len(self.positions), place)
+        order = self.mesh.device_order
+        return [dataclasses.replace(record, pairs=tuple((order[a], order[b]) for a, b in moving))]
+
+    def transfer(self, owner: Computation, op: Instruction, place: _Place) -> list[CompiledCollective]:
+        """A transfer between slices: send and recv of the host, in the name of a collective."""
+        if "is_host_transfer=true" not in op.attributes or "megascale" not in op.attributes:
+            return []
+        wanted = re.search(r'_xla_megascale_transfer_type="(\w+)"', op.attributes)
+        members = re.search(r'_xla_megascale_target="\{([\d,]+)\}', op.attributes)
+        kind = _TRANSFERS.get(wanted[1] if wanted else "", "collective-permute")
+        slices = self.mesh.topology.slices
+        group = len(members[1].split(",")) if members else slices
+        size = op.shapes[0].bytes * (group if kind == "all-gather" else 1)
+        axes = _axes_between_slices(self.mesh)
+        place = dataclasses.replace(place, asynchronous=True, near=place.near or _named(owner, op))
+        share = 1.0
+        if kind == "collective-permute":
+            pairs = len(re.findall(r"->", op.attributes))
+            share = min(1.0, pairs / len(self.mesh.device_order)) if pairs else 1.0
+        record = self.record(op, kind, axes, group, size, share, place)
+        return [dataclasses.replace(record, network=True)]
+
+    # Groups of devices as mesh axes
+
+    def place_of(self, partition: int) -> int:
+        """Mesh position of a partition number; with several slices the numbers are those of the first one."""
+        return self.positions[partition] if partition < len(self.positions) else partition
+
+    def coords(self, position: int) -> tuple[int, ...]:
+        result: list[int] = []
+        for size in reversed(self.sizes):
+            position, digit = divmod(position, size)
+            result.insert(0, digit)
+        return tuple(result)
+
+    def group(self, op: Instruction) -> tuple[tuple[str, ...], int, tuple[int, ...]]:
+        """Mesh axes that a collective's groups span, the size of one group, and the devices of the first."""
+        found = re.search(
+            r"replica_groups=(mesh\[.*?\](?:, device_ids=\(.*?\))? \{.*?\}|\[[\d,]+\]<=\[[\d,]+\](?:T\([\d,]+\))?|"
+            r"\{\{.*?\}\}|\{\})",
+            op.attributes,
+        )
+        text = found[1] if found else "{}"
+        if text not in self.groups:
+            groups = parse_groups(text, len(self.positions))
+            first = max(groups, key=len, default=[])
+            members = tuple(self.mesh.device_order[self.place_of(member)] for member in first)
+            self.groups[text] = (*self.axes_of(groups), members)
+        return self.groups[text]
+
+    def axes_of(self, groups: Sequence[Sequence[int]]) -> tuple[tuple[str, ...], int]:
+        size = max((len(group) for group in groups), default=1)
+        if size == 1:
+            return (), 1
+        spans = []
+        for group in groups:
+            coords = [self.coords(self.place_of(member)) for member in group]
+            spans.append([len({c[i] for c in coords}) for i in range(len(self.sizes))])
+        span = spans[0]
+        if any(other != span for other in spans) or math.prod(span) != size:
+            return (OTHER,), size
+        return tuple(self.mesh.names[i] for i, width in enumerate(span) if width > 1), size
+
+
+def _names(op: Instruction, key: str) -> list[str]:
+    return re.findall(r"[\w.\-]+", op.attribute(key) or "")
+
+
+def _named(owner: Computation, op: Instruction) -> Instruction | None:
+    """The instruction itself if the source names it, or else the nearest named one that takes or makes its value."""
+    frontier, seen = [op], {op.name}
+    for _ in range(4):
+        for near in frontier:
+            if near.op_name:
+                return near
+        following = [user for near in frontier for user in owner.users.get(near.name, ())]
+        following += [owner.by_name[name] for near in frontier for name in near.operands if name in owner.by_name]
+        frontier = [near for near in following if near.name not in seen and near.opcode not in ("parameter", "tuple")]
+        seen |= {near.name for near in frontier}
+    return None
+
+
+def _real_share(op: Instruction) -> float:
+    """Of what a ragged all-to-all has room for, the share that one of ours sends; others may send all of it."""
+    found = re.search(rf"{RAGGED}(?:_back)?_([0-9.e-]+)/", op.op_name)
+    return float(found[1]) if found else 1.0
+
+
+def _starts(computation: Computation) -> bool:
+    """Whether a fused computation starts one of TPU's asynchronous collective fusions."""
+    return any('custom_call_target="AsyncCollectiveStart"' in i.attributes for i in computation.instructions)
+
+
+def _scatters(fusion: Instruction) -> bool:
+    return "AllReduceScatter" in fusion.attributes or "calls=%all-reduce-scatter" in fusion.attributes
+
+
+def _first_slice(mesh: Mesh) -> tuple[int, ...]:
+    """Mesh positions in the first slice, in order: the compiler numbers partitions within one slice."""
+    if mesh.topology.slices == 1 or not mesh.topology.traits.torus:
+        return tuple(range(len(mesh.device_order)))
+    return tuple(p for p, device in enumerate(mesh.device_order) if mesh.topology.coords(device)[0] == 0)
+
+
+def _axes_between_slices(mesh: Mesh) -> tuple[str, ...]:
+    """Mesh axes that cross from slice to slice."""
+    axes = tuple(
+        name
+        for name, segments in zip(mesh.names, mesh.layout, strict=True)
+        if any(segment.kind == "network" for segment in segments)
+    )
+    return axes or (OTHER,)
+
+
+def parse_groups(text: str, devices: int) -> list[list[int]]:
+    """Replica groups in any of XLA's three syntaxes; an empty list means one group of all.
+
+    `{{0,1},{2,3}}`; `[2,4]<=[4,2]T(1,0)`: iota over the dims after `<=`, transposed, reshaped to groups by members;
+    `mesh['a'=2,'b'=4], device_ids=([4,2]T(1,0)) {'b'}`: groups along the named axes (`'b':(1)2` is a part of one).
+    """
+    if text.startswith("mesh["):
+        return _mesh_groups(text, devices)
+    if text.startswith("["):
+        found = re.match(r"\[([\d,]+)\]<=(\[[\d,]+\](?:T\([\d,]+\))?)", text)
+        if found:
+            shape = [int(size) for size in found[1].split(",")]
+            order = _iota(found[2])
+            members = shape[-1]
+            return [order[i : i + members] for i in range(0, len(order), members)]
+    explicit = [[int(m) for m in group.split(",") if m.strip()] for group in re.findall(r"\{([\d, ]+)\}", text)]
+    return explicit or [list(range(devices))]
+
+
+def _iota(text: str) -> list[int]:
+    """`[2,4]T(1,0)` -> 0, 4, 1, 5, ..."""
+    found = re.match(r"\[([\d,]+)\](?:T\(([\d,]+)\))?", text)
+    if found is None:
+        return []
+    dims = [int(size) for size in found[1].split(",")]
+    order = [int(p) for p in found[2].split(",")] if found[2] else list(range(len(dims)))
+    strides = [math.prod(dims[i + 1 :]) for i in range(len(dims))]
+    result = [0]
+    for dim in order:
+        result = [value + step * strides[dim] for value in result for step in range(dims[dim])]
+    return result
+
+
+def _mesh_groups(text: str, devices: int) -> list[list[int]]:
+    found = re.match(r"mesh\[(.*?)\](?:, device_ids=\((.*?)\))? \{(.*)\}", text)
+    if found is None:
+        return [list(range(devices))]
+    sizes = [(name, int(size)) for name, size in re.findall(r"'([^']+)'=(\d+)", found[1])]
+    order = list(range(math.prod(size for _, size in sizes)))
+    if found[2]:
+        order = _iota(found[2]) if found[2].startswith("[") else [int(d) for d in re.findall(r"\d+", found[2])]
+    wanted = {
+        name: (int(before), int(size)) if size else None
+        for name, before, size in re.findall(r"'([^']+)'(?::\((\d+)\)(\d+))?", found[3])
+    }
+    # Split every axis into (before, chosen, after) so that part of an axis is an axis of its own.
+    digits: list[tuple[int, bool]] = []
+    for name, size in sizes:
+        part = wanted.get(name, (1, 1))
+        before, chosen = (1, size) if part is None else part
+        digits += [(before, False), (chosen, True), (size // before // chosen, False)]
+    strides = [math.prod(size for size, _ in digits[i + 1 :]) for i in range(len(digits))]
+    starts, offsets = [0], [0]
+    for (size, chosen), stride in zip(digits, strides, strict=True):
+        grown = offsets if chosen else starts
+        grown[:] = [value + step * stride for value in grown for step in range(size)]
+    return [[order[start + offset] for offset in offsets] for start in starts]

@@ -1,0 +1,56 @@
+"""The matrix flops that a compiled program does, against those of the program that it was compiled from."""
+
+import dataclasses
+
+from autoshard.exec.hlo.schedule_estimate import Estimate
+from autoshard.graph import read_graph
+from autoshard.program import Program
+
+
+TOLERANCE = 0.03
+"""Share by which the counts may differ with no reason: small products that the compiler turns into other ops."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class FlopCheck:
+    """Matrix flops of one step over all devices."""
+
+    program: float
+    """FLOPs of the program as it was traced, the rematerialisation that it asks for included."""
+    compiled: float
+    remat: float
+    """What of the compiled ones the compiler's own rematerialisation may have added."""
+    model: float | None
+    """FLOPs of the model itself: nothing is computed twice, and masked scores are left out."""
+
+    @property
+    def ratio(self) -> float:
+        return self.compiled / self.program if self.program else 1.0
+
+    @property
+    def model_ratio(self) -> float | None:
+        return self.compiled / self.model if self.model else None
+
+    @property
+    def complaint(self) -> str:
+        """One sentence if the counts differ by more than rematerialisation explains; else empty."""
+        low, high = (1.0 - TOLERANCE) * self.program, (1.0 + TOLERANCE) * self.program + self.remat
+        if low <= self.compiled <= high or not self.program:
+            return ""
+        if self.compiled > high:
+            explained = f" ({self.remat / self.program:.0%} may be the compiler's recompute)" if self.remat else ""
+            why = "several devices do the same work, or a loop runs less often than was read"
+        else:
+            explained = ""
+            why = "a loop runs more often than was read, or a kernel's flops are not known; the estimate is too short"
+        return f"the compiled program does {self.ratio:.2f} x the matrix flops of the traced one{explained}: {why}"
+
+
+def check_flops(program: Program, estimate: Estimate, devices: int) -> FlopCheck:
+    """Compare the flops of a compiled step, `devices` times those of one, with the program's own."""
+    return FlopCheck(
+        program=float(read_graph(program.module).flops),
+        compiled=estimate.flops * devices,
+        remat=estimate.remat_flops * devices,
+        model=program.model_flops,
+    )

@@ -1,0 +1,327 @@
+"""What one instruction of optimised HLO does: matrix flops, main-memory traffic, elementwise work."""
+
+import dataclasses
+import functools
+import math
+import re
+
+from autoshard.exec.hlo.hlo_text import Computation, HloModule, Instruction, Shape
+from autoshard.exec.hlo.tpu_kernels import Kernel, is_idle, read_kernel
+
+
+FREE = frozenset(
+    {
+        "parameter",
+        "constant",
+        "tuple",
+        "get-tuple-element",
+        "bitcast",
+        "after-all",
+        "partition-id",
+        "replica-id",
+        "opt-barrier",
+        "optimization-barrier",
+        "add-dependency",
+        "domain",
+        "copy-done",
+    }
+)
+"""Instructions that take no time."""
+
+_VIEWS = frozenset({"bitcast", "reshape", "get-tuple-element", "copy", "convert", "transpose"})
+_NO_ARITHMETIC = (
+    _VIEWS | FREE | {"broadcast", "slice", "concatenate", "pad", "iota", "dynamic-slice", "dynamic-update-slice"}
+)
+_UPDATE = {"dynamic-update-slice": 1, "scatter": 2}
+"""Operand of an instruction that writes in place: the values it writes over those of operand 0."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Matmul:
+    """One dot or convolution, as the matrix unit sees it."""
+
+    m: int
+    n: int
+    k: int
+    flops: float
+    dtype: str
+    passes: int
+    """1, or the bf16 passes that a higher precision of 32-bit floats takes."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class InstructionWork:
+    """One execution on one device."""
+
+    matmuls: tuple[Matmul, ...]
+    hbm_bytes: int
+    """Read and written, padding of tiles included: it is moved like the elements."""
+    vmem_bytes: int
+    elements: float
+    """How many elementwise operations one execution does."""
+    kernel: Kernel | None = None
+    """A Pallas kernel, whose work is all in here."""
+
+    @property
+    def flops(self) -> float:
+        return sum(matmul.flops for matmul in self.matmuls) + (self.kernel.flops if self.kernel else 0.0)
+
+
+class Reader:
+    """Works out the work of instructions of one module."""
+
+    def __init__(self, module: HloModule) -> None:
+        self.module = module
+        self._inside: dict[str, tuple[tuple[Matmul, ...], float]] = {}
+
+    def work(self, owner: Computation, op: Instruction) -> InstructionWork:
+        """Work of an instruction that is no loop, call or collective."""
+        if op.opcode in FREE or (op.opcode == "custom-call" and is_idle(op)):
+            return InstructionWork((), 0, 0, 0.0)
+        if op.opcode == "custom-call":
+            kernel = read_kernel(owner, op)
+            if kernel is not None:
+                return InstructionWork((), 0, 0, 0.0, kernel)
+        matmuls, elements = self._arithmetic(owner, op)
+        hbm, vmem = self._traffic(owner, op)
+        return InstructionWork(matmuls, hbm, vmem, elements)
+
+    # Arithmetic
+
+    def _arithmetic(self, owner: Computation, op: Instruction) -> tuple[tuple[Matmul, ...], float]:
+        if op.opcode in ("fusion", "call"):
+            return self._inner_arithmetic(_called(op))
+        if op.opcode in ("dot", "convolution"):
+            return (_matmul(owner, op),), 0.0
+        if op.opcode == "custom-call":
+            found = _library_call(owner, op)
+            return ((found,) if found is not None else ()), 0.0
+        if op.opcode in _NO_ARITHMETIC or not op.shapes:
+            return (), 0.0
+        if op.opcode in ("reduce", "reduce-window", "scatter", "sort"):
+            source = owner.by_name.get(op.operands[0])
+            return (), float(math.prod(source.shapes[0].dims)) if source is not None and source.shapes else 0.0
+        return (), float(math.prod(op.shapes[0].dims))
+
+    def _inner_arithmetic(self, name: str) -> tuple[tuple[Matmul, ...], float]:
+        if name not in self._inside:
+            computation = self.module.computations.get(name)
+            matmuls: list[Matmul] = []
+            elements = 0.0
+            for inner in computation.instructions if computation is not None else ():
+                found, count = self._arithmetic(computation, inner) if computation is not None else ((), 0.0)
+                matmuls += found
+                elements += count
+            self._inside[name] = (tuple(matmuls), elements)
+        return self._inside[name]
+
+    # Traffic
+
+    def _traffic(self, owner: Computation, op: Instruction) -> tuple[int, int]:
+        moved = [0, 0]
+
+        def count(shape: Shape, size: int) -> None:
+            moved[0 if shape.space == 0 else 1] += size
+
+        inside = self.module.computations.get(_called(op)) if op.opcode == "fusion" else None
+        for number, name in enumerate(op.operands):
+            source = owner.by_name.get(name)
+            if source is None:
+                continue
+            if inside is not None:
+                size = self._read(inside, number, sum(s.held for s in source.shapes))
+            elif op.opcode in ("dynamic-slice", "slice", "gather") and number == 0:
+                size = op.held
+            elif op.opcode in ("dynamic-update-slice", "scatter") and number == 0:
+                size = 0
+            elif op.opcode == "broadcast":
+                size = 0
+            else:
+                size = sum(s.held for s in source.shapes)
+            if source.shapes:
+                count(source.shapes[0], size)
+        if inside is not None:
+            for shape, size in zip(op.shapes, self._written(inside, op.shapes), strict=True):
+                count(shape, size)
+        elif op.opcode in ("dynamic-update-slice", "scatter"):
+            update = owner.by_name.get(op.operands[_UPDATE[op.opcode]])
+            count(op.shapes[0], update.held if update is not None else op.held)
+        else:
+            for shape in op.shapes:
+                count(shape, shape.held)
+        return moved[0], moved[1]
+
+    def _read(self, computation: Computation, number: int, whole: int) -> int:
+        """Bytes that a fused computation reads of one parameter: slices of it where only slices are used."""
+        parameter = computation.parameters.get(number)
+        if parameter is None:
+            return whole
+        return min(whole, self._used(computation, parameter.name, whole, 0))
+
+    def _used(self, computation: Computation, name: str, whole: int, depth: int) -> int:
+        total = 0
+        for user in computation.users.get(name, ()):
+            first = bool(user.operands) and user.operands[0] == name
+            if user.opcode in ("dynamic-slice", "slice", "gather") and first:
+                total += user.held
+            elif user.opcode in ("dynamic-update-slice", "scatter") and first:
+                total += 0
+            elif user.opcode in ("bitcast", "reshape") and depth < 20:
+                total += self._used(computation, user.name, whole, depth + 1)
+            elif user.opcode == "fusion" and depth < 20:
+                inner = self.module.computations.get(_called(user))
+                for number, operand in enumerate(user.operands):
+                    if operand == name and inner is not None:
+                        total += self._read(inner, number, whole)
+                        if _hands_on(inner, number):
+                            total += self._used(computation, user.name, whole, depth + 1)
+            elif user.opcode == "tuple":
+                total += 0  # handed on untouched
+            else:
+                return whole
+            if total >= whole:
+                return whole
+        return total
+
+    def _written(self, computation: Computation, shapes: tuple[Shape, ...]) -> list[int]:
+        """Bytes that a fused computation writes of each result: the update where it writes in place."""
+        root = computation.root
+        roots = [computation.by_name.get(name) for name in root.operands] if root.opcode == "tuple" else [root]
+        if len(roots) != len(shapes):
+            return [shape.held for shape in shapes]
+        return [
+            min(shape.held, self._update(computation, source)) if source is not None else shape.held
+            for shape, source in zip(shapes, roots, strict=True)
+        ]
+
+    def _update(self, computation: Computation, op: Instruction) -> int:
+        """Return the bytes that a result of a fused computation writes: its updates alone if a parameter holds them."""
+        while op.opcode in ("bitcast", "reshape") and op.operands[0] in computation.by_name:
+            op = computation.by_name[op.operands[0]]
+        if op.opcode in ("dynamic-update-slice", "scatter") and len(op.shapes) == 1:
+            updated, update = (computation.by_name.get(op.operands[n]) for n in (0, _UPDATE[op.opcode]))
+            # A value that the fusion computes is written whole, whatever is written over it.
+            if updated is not None and update is not None:
+                return self._update(computation, updated) + update.held
+        if op.opcode == "parameter":
+            return 0  # handed on untouched
+        if op.opcode == "fusion":
+            inner = self.module.computations.get(_called(op))
+            if inner is not None and inner.root.opcode != "tuple":
+                return self._update(inner, inner.root)
+        return op.held
+
+
+def _hands_on(computation: Computation, number: int) -> bool:
+    """Whether what a fused computation makes is one of its parameters, under another shape."""
+    op: Instruction | None = computation.root
+    while op is not None and op.opcode in ("bitcast", "reshape"):
+        op = computation.by_name.get(op.operands[0])
+    return op is not None and op is computation.parameters.get(number)
+
+
+def _called(op: Instruction) -> str:
+    return (op.attribute("calls") or op.attribute("to_apply") or "").lstrip("%")
+
+
+def _library_call(owner: Computation, op: Instruction) -> Matmul | None:
+    """A matmul of cuBLAS, or a convolution of cuDNN; None for any other call."""
+    target = re.search(r'custom_call_target="__(cublas|cudnn\$conv)([$\w]*)"', op.attributes)
+    sides = [owner.by_name[name].shapes[0] for name in op.operands[:2] if name in owner.by_name]
+    if target is None or len(sides) < 2 or not op.shapes:
+        return None
+    left, right = sides
+    if target[2].startswith("$triangularSolve"):
+        # As slow as a product with the whole matrix: half of it is zeros, but rows wait for one another.
+        rank = len(left.dims)
+        return _product(left, right, [rank - 1], list(range(rank - 2)), 1)
+    if target[1] == "cublas":
+        dims = {
+            key: _numbers((re.search(rf'"{key}_dimensions":\[([^\]]*)\]', op.attributes) or ["", ""])[1])
+            for key in ("lhs_contracting", "lhs_batch")
+        }
+        return _product(left, right, dims["lhs_contracting"], dims["lhs_batch"], 1)
+    # The labels are those of the convolution forward, of which a gradient's call makes an operand.
+    if "BackwardInput" in target[2]:
+        return _convolution(op, op.shapes[0], right, left, 1)
+    if "BackwardFilter" in target[2]:
+        return _convolution(op, left, op.shapes[0], right, 1)
+    return _convolution(op, left, right, op.shapes[0], 1)
+
+
+def _matmul(owner: Computation, op: Instruction) -> Matmul:
+    left, right = (owner.by_name[name].shapes[0] for name in op.operands[:2])
+    precision = op.attribute("operand_precision") or ""
+    passes = 6 if "highest" in precision else 3 if "high" in precision else 1
+    if left.dtype not in ("f32", "f64"):
+        passes = 1
+    if op.opcode == "dot":
+        contracted, batch = (_numbers(op.attribute(f"lhs_{which}_dims")) for which in ("contracting", "batch"))
+        return _product(left, right, contracted, batch, passes)
+    return _convolution(op, left, right, op.shapes[0], passes)
+
+
+def _product(left: Shape, right: Shape, contracting: list[int], batches: list[int], passes: int) -> Matmul:
+    contracted, batch = (math.prod(left.dims[d] for d in dims) for dims in (contracting, batches))
+    m = math.prod(left.dims) // max(1, contracted * batch)
+    n = math.prod(right.dims) // max(1, contracted * batch)
+    return Matmul(m, n, contracted, 2.0 * batch * m * n * contracted, left.dtype, passes)
+
+
+def _numbers(text: str | None) -> list[int]:
+    return [int(number) for number in re.findall(r"\d+", text or "")]
+
+
+def _convolution(op: Instruction, left: Shape, right: Shape, result: Shape, passes: int) -> Matmul:
+    """Flops as XLA counts them: only the places where a kernel element meets an input element.
+
+    TPU programs express batched matmuls as convolutions whose window is dilated or strided so that each batch meets
+    itself only; counting the whole window would be wrong by the batch size.
+    """
+    labels = re.search(r"dim_labels=(\w+)_(\w+)->(\w+)", op.attributes)
+    if labels is None:
+        return Matmul(1, 1, 1, 0.0, left.dtype, passes)
+    inputs, kernel, outputs = labels[1], labels[2], labels[3]
+    window = _window(op.attribute("window") or "{}")
+    spatial = [label for label in outputs if label.isdigit()]
+    meetings = 1
+    for label in spatial:
+        number = int(label)
+        meetings *= _meetings(
+            left.dims[inputs.index(label)],
+            right.dims[kernel.index(label)],
+            result.dims[outputs.index(label)],
+            *(window[key][number] if number < len(window[key]) else default for key, default in _WINDOW),
+        )
+    batch = result.dims[outputs.index("b")]
+    features = result.dims[outputs.index("f")]
+    k = right.dims[kernel.index("i")]
+    groups = int(op.attribute("batch_group_count") or 1)
+    flops = 2.0 * meetings * batch * features * k / groups
+    places = math.prod(result.dims[outputs.index(label)] for label in spatial)
+    # What of the window is contracted counts to k, what is a batch to neither.
+    deep = max(1, round(meetings / places)) if places else 1
+    rows = max(1, batch * places)
+    return Matmul(rows, features, k * deep, flops, left.dtype, passes)
+
+
+_WINDOW = (("stride", 1), ("pad", 0), ("lhs_dilate", 1), ("rhs_dilate", 1))
+
+
+def _window(text: str) -> dict[str, list[int]]:
+    found: dict[str, list[int]] = {"stride": [], "pad": [], "lhs_dilate": [], "rhs_dilate": []}
+    for key, value in re.findall(r"(\w+)=([\d_x\-]+)", text):
+        if key in found:
+            found[key] = [int(part.split("_")[0]) for part in value.split("x")]
+    return found
+
+
+@functools.lru_cache(maxsize=4096)
+def _meetings(size: int, kernel: int, out: int, stride: int, pad: int, lhs_dilate: int, rhs_dilate: int) -> int:
+    """Pairs (output place, kernel element) that meet an input element, along one spatial dim."""
+    import numpy as np
+
+    if kernel == 1 and pad == 0 and lhs_dilate == 1:
+        return out
+    at = np.arange(out)[:, None] * stride + np.arange(kernel)[None, :] * rhs_dilate - pad
+    return int(((at % lhs_dilate == 0) & (at >= 0) & (at < (size - 1) * lhs_dilate + 1)).sum())

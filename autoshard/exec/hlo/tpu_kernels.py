@@ -1,0 +1,125 @@
+"""What a custom call of a compiled TPU program does: a Pallas kernel's flops and traffic, or nothing at all."""
+
+import dataclasses
+import math
+import re
+from collections.abc import Sequence
+
+from autoshard.cost import LANES
+from autoshard.exec.hlo.hlo_text import Computation, Instruction, Shape
+
+
+_IDLE = frozenset({"AllocateBuffer", "AssumeGatherIndicesInBound", "Sharding", "annotate_device_placement"})
+"""Calls that only reserve memory or hold what the compiler was told."""
+
+_ATTENTION = re.compile(r"flash_attention|splash_m[hq]a")
+
+_CUDNN = "__cudnn$fmhaSoftmax"
+
+_HEADS_AT_2 = re.compile(
+    r'"bmm1(?:_grad_gemm1)?_dot_dimension_numbers":\s*\{[^}]*"rhs_batch_dimensions":\s*\["0",\s*"2"\]'
+)
+
+_FLOPS = {"fwd": 4, "dkv": 8, "dq": 6}
+"""Of jax's attention kernels, for each pair of positions and head channel: two matmuls, four, three."""
+_BLOCK = 512
+"""Queries, and keys, in one block of scores, where the text does not tell: what jax's kernels take by default."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Kernel:
+    """One call of a kernel on one device."""
+
+    name: str
+    flops: float
+    traffic: float
+    """Bytes from and to main memory."""
+    head: int = 0
+    """The head dim over which an attention kernel multiplies; 0 for any other kernel."""
+    steps: float = 0.0
+    """How many blocks of scores an attention kernel computes."""
+
+    @property
+    def score_passes(self) -> float:
+        """Scores of an attention kernel times the matmuls over them."""
+        return self.flops / (2.0 * self.head) if self.head else 0.0
+
+
+def is_idle(op: Instruction) -> bool:
+    """Whether a custom call takes no time."""
+    found = re.search(r'custom_call_target="([^"]*)"', op.attributes)
+    return found is not None and found[1] in _IDLE
+
+
+def read_kernel(owner: Computation, op: Instruction) -> Kernel | None:
+    """A Pallas kernel's own figures (`cost_estimate`), else those of its operands, as of cuDNN's attention; None for
+    any other custom call."""
+    if _CUDNN in op.attributes:
+        return _cudnn(owner, op)
+    if 'custom_call_target="tpu_custom_call"' not in op.attributes:
+        return None
+    name = _name(op)
+    operands = [owner.by_name[o].shapes[0] for o in op.operands if o in owner.by_name and owner.by_name[o].shapes]
+    floats = [s for s in operands if len(s.dims) >= 3 and s.dtype in ("bf16", "f16", "f32")]
+    head = floats[0].dims[-1] if floats and _ATTENTION.search(name) else 0
+    flops, traffic = (_figure(op, key) for key in ("flops", "bytes_accessed"))
+    if not flops and head and len(floats) > 1:
+        queries, keys = floats[:2]
+        flops = _flops_of(name) * math.prod(queries.dims) * keys.dims[-2]
+    steps = 0.0
+    if head and len(floats) > 1:
+        scores = flops / (_flops_of(name) * head)
+        steps = scores / math.prod(_block(operands, floats[0], floats[1].dims[-2], scores))
+    return Kernel(name, flops, traffic or sum(s.bytes for s in operands) + op.bytes, head, steps)
+
+
+def _cudnn(owner: Computation, op: Instruction) -> Kernel | None:
+    """Return cuDNN's attention: two matmuls over the scores, backward five. A causal mask leaves out half of them.
+
+    Heads are dim 1 or 2 of queries and keys, as the first matmul with both says; positions are the other one.
+    """
+    shapes = [owner.by_name[o].shapes[0] for o in op.operands[:2] if o in owner.by_name and owner.by_name[o].shapes]
+    if len(shapes) < 2 or any(len(shape.dims) != 4 for shape in shapes):
+        return None
+    queries, keys = shapes
+    matmuls = 5 if f"{_CUDNN}Backward" in op.attributes else 2
+    share = 0.5 if re.search(r'"mask_type":\s*"\w*CAUSAL', op.attributes) else 1.0
+    positions = 1 if _HEADS_AT_2.search(op.attributes) else 2
+    flops = 2.0 * matmuls * share * math.prod(queries.dims) * keys.dims[positions]
+    traffic = sum(owner.by_name[o].shapes[0].bytes for o in op.operands if o in owner.by_name) + op.bytes
+    return Kernel(_name(op), flops, traffic, queries.dims[-1])
+
+
+def _block(operands: Sequence[Shape], queries: Shape, keys: int, scores: float) -> tuple[int, int]:
+    """Queries and keys of a block: splash attention's tables `[heads, rows, columns]` have an entry for each.
+
+    A window leaves fewer rows or columns than there are blocks, and then nearly every entry is computed: sides of which
+    less than half of the entries would be are too long, and the smaller one is taken for both, as is one that is no
+    multiple of a register's lanes. Without a mask that leaves blocks out, half of them and more are computed.
+    """
+    length = queries.dims[-2]
+    for shape in operands:
+        if shape.dtype in ("s8", "s16", "s32") and len(shape.dims) == 3 and min(shape.dims) > 0:
+            rows, columns = shape.dims[1:]
+            sides = length // rows, keys // columns
+            entries = math.prod(queries.dims[:-2]) * rows * columns
+            whole = all(side and side % LANES == 0 for side in sides)
+            if not whole or scores < 0.5 * entries * math.prod(sides):
+                sides = (min(sides) or _BLOCK,) * 2
+            return min(sides[0], length), min(sides[1], keys)
+    return min(_BLOCK, length), min(_BLOCK, keys)
+
+
+def _flops_of(name: str) -> int:
+    return next((n for key, n in _FLOPS.items() if key in name), 4)
+
+
+def _name(op: Instruction) -> str:
+    """The scope right around the call: `.../splash_mha_fwd/pallas_call`, or the instruction's own name."""
+    parts = op.op_name.split("/")
+    return parts[-2] if len(parts) > 1 and parts[-1] == "pallas_call" else op.name
+
+
+def _figure(op: Instruction, key: str) -> float:
+    found = re.search(rf'"cost_estimate":\{{[^}}]*"{key}":"?(\d+)', op.attributes)
+    return float(found[1]) if found else 0.0

@@ -1,0 +1,137 @@
+"""How often a loop of a compiled module runs, read off its condition, its body and its start values."""
+
+import re
+
+from autoshard.exec.hlo.hlo_text import Computation, HloModule, Instruction
+
+
+def trip_count(module: HloModule, loop: Instruction) -> int | None:
+    """How often a while loop's body runs, or None if the text does not tell."""
+    known = re.search(r'"known_trip_count":\{"n":"?(\d+)"?', loop.attributes)
+    if known:
+        return int(known[1])
+    owner = next((c for c in module.computations.values() if c.by_name.get(loop.name) is loop), None)
+    return _counted(module, owner, loop) if owner else None
+
+
+def _counted(module: HloModule, owner: Computation, loop: Instruction) -> int | None:
+    """From `carried[k] < limit` in the condition, `carried[k] + step` in the body, and the start value outside."""
+    condition = module.computations.get((loop.attribute("condition") or "").lstrip("%"))
+    body = module.computations.get((loop.attribute("body") or "").lstrip("%"))
+    if condition is None or body is None or not loop.operands:
+        return None
+    carried = _tuple_elements(owner, loop.operands[0])
+    compared = _comparison(module, condition)
+    if compared is None or carried is None:
+        return None
+    direction, left, right = compared
+    if right[0] == "carried" and left[0] == "constant":
+        left, right = right, left
+        direction = {"LT": "GT", "GT": "LT", "LE": "GE", "GE": "LE"}.get(direction, direction)
+    if left[0] != "carried":
+        return None
+    index = left[1]
+    start = _constant_of(module, owner, carried[index]) if index < len(carried) else None
+    limit: int | None
+    if right[0] == "constant":
+        limit = right[1]
+    else:
+        limit = _constant_of(module, owner, carried[right[1]]) if right[1] < len(carried) else None
+    updated = _tuple_elements(body, body.root.name)
+    if updated is None or index >= len(updated) or start is None or limit is None:
+        return None
+    change = _affine(module, body, updated[index], {})
+    if change is None or change[0] != index or change[1] == 0:
+        return None
+    step = change[1]
+    span = {"LT": limit - start, "LE": limit - start + 1, "GT": start - limit, "GE": start - limit + 1}.get(
+        direction, abs(limit - start)
+    )
+    return max(0, -(-span // abs(step)))
+
+
+def _tuple_elements(computation: Computation, name: str) -> tuple[str, ...] | None:
+    instruction = computation.by_name.get(name)
+    while instruction is not None and instruction.opcode in ("copy", "optimization-barrier", "bitcast"):
+        instruction = computation.by_name.get(instruction.operands[0])
+    return instruction.operands if instruction is not None and instruction.opcode == "tuple" else None
+
+
+def _constant_of(module: HloModule, computation: Computation, name: str) -> int | None:
+    value = _affine(module, computation, name, {})
+    return value[1] if value is not None and value[0] is None else None
+
+
+_Affine = tuple[int | None, int]
+"""(carried element or None, offset): `carried[k] + offset`, or a constant."""
+
+
+def _affine(module: HloModule, computation: Computation, name: str, bound: dict[int, _Affine | None]) -> _Affine | None:
+    """An integer scalar as carried element plus offset, seen through copies and fusions; None if it is neither."""
+    instruction = computation.by_name.get(name)
+    if instruction is None:
+        return None
+    if instruction.opcode == "constant":
+        return (None, int(instruction.literal)) if re.fullmatch(r"-?\d+", instruction.literal) else None
+    if instruction.opcode == "parameter":
+        return bound.get(int(instruction.literal))
+    if instruction.opcode in ("copy", "bitcast", "convert", "reshape", "copy-done", "copy-start"):
+        return _affine(module, computation, instruction.operands[0], bound)
+    if instruction.opcode == "get-tuple-element":
+        source = computation.by_name.get(instruction.operands[0])
+        index = int(instruction.attribute("index") or 0)
+        if source is not None and source.opcode == "parameter":
+            return (index, 0)
+        if source is not None and source.opcode == "fusion":
+            return _through_fusion(module, computation, source, index, bound)
+        return None
+    if instruction.opcode == "fusion":
+        return _through_fusion(module, computation, instruction, None, bound)
+    if instruction.opcode in ("add", "subtract"):
+        left = _affine(module, computation, instruction.operands[0], bound)
+        right = _affine(module, computation, instruction.operands[1], bound)
+        if left is None or right is None or (left[0] is not None and right[0] is not None):
+            return None
+        sign = 1 if instruction.opcode == "add" else -1
+        if right[0] is not None and sign < 0:
+            return None
+        return (left[0] if left[0] is not None else right[0], left[1] + sign * right[1])
+    return None
+
+
+def _through_fusion(
+    module: HloModule, outside: Computation, fusion: Instruction, index: int | None, bound: dict[int, _Affine | None]
+) -> _Affine | None:
+    inside = module.computations.get((fusion.attribute("calls") or "").lstrip("%"))
+    if inside is None:
+        return None
+    given = {k: _affine(module, outside, operand, bound) for k, operand in enumerate(fusion.operands)}
+    target = inside.root
+    if index is not None:
+        if target.opcode != "tuple" or index >= len(target.operands):
+            return None
+        return _affine(module, inside, target.operands[index], given)
+    return _affine(module, inside, target.name, given)
+
+
+def _comparison(module: HloModule, condition: Computation) -> tuple[str, tuple[str, int], tuple[str, int]] | None:
+    """Direction and both sides, each ("carried", k) or ("constant", value)."""
+    root, computation, bound = condition.root, condition, dict[int, _Affine | None]()
+    while root.opcode in ("fusion", "copy", "bitcast", "call"):
+        if root.opcode in ("copy", "bitcast"):
+            root = computation.by_name[root.operands[0]]
+            continue
+        inside = module.computations.get((root.attribute("calls") or root.attribute("to_apply") or "").lstrip("%"))
+        if inside is None:
+            return None
+        bound = {k: _affine(module, computation, operand, bound) for k, operand in enumerate(root.operands)}
+        computation, root = inside, inside.root
+    if root.opcode != "compare":
+        return None
+    sides = []
+    for operand in root.operands:
+        value = _affine(module, computation, operand, bound)
+        if value is None or (value[0] is not None and value[1] != 0):
+            return None
+        sides.append(("constant", value[1]) if value[0] is None else ("carried", value[0]))
+    return root.attribute("direction") or "LT", sides[0], sides[1]

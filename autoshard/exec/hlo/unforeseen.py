@@ -1,0 +1,228 @@
+"""Communication in a compiled program that its plan did not predict, with what caused it."""
+
+import dataclasses
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
+from autoshard.exec.hlo.compiled_collectives import CompiledCollective
+from autoshard.planning import Plan, Spec, spec_text
+from autoshard.program import Program
+
+
+UNFORESEEN_SHARE = 0.01
+"""Communication above this share of the step's that the plan did not predict is worth a line."""
+
+PADDING_SHARE = 0.12
+"""A collective may exceed what was predicted by this share: reduce-scatters of tiled dims are padded, by 3 to 10 %."""
+
+SUMMED_WHOLE = "the plan has a reduce-scatter here; the compiler sums everything and takes a slice"
+
+_PERMUTE = "collective-permute"
+_LAST = {_PERMUTE: 1, "all-reduce": 2}
+"""Kinds that take of the prediction last: permutes may be anything, and whole sums are what nobody plans to have."""
+
+_REDUCING = frozenset({"all-reduce", "reduce-scatter"})
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Unforeseen:
+    """Communication in the compiled program that the plan did not predict."""
+
+    kind: str
+    axes: tuple[str, ...]
+    wire_bytes: int
+    """Bytes on the wire of one device in one step."""
+    share: float
+    """Its share of all bytes that the step puts on the wire."""
+    count: int
+    op: str
+    """The source's name for the op."""
+    line: str
+    """`file:line` of the source, where known."""
+    before: str
+    """Spec of the value where it is made, where known."""
+    after: str
+    """Spec that its user needs, where known."""
+    note: str = ""
+    """What the compiler itself said of it, or what it did in place of what was planned, where known."""
+
+
+def unforeseen(
+    program: Program, plan: Plan, found: Sequence[CompiledCollective], log: str = ""
+) -> tuple[Unforeseen, ...]:
+    """Communication beyond the prediction, largest first.
+
+    Within one set of mesh axes reductions (all-reduce, reduce-scatter) and moves (the other kinds) are compared as
+    bytes on the wire, since the compiler may choose either kind of each, and make one collective of several. One that
+    runs as often and sends as much as a predicted one, but for padding, is that one; what is left takes what is left
+    of the prediction, and is blamed where that does not suffice. Specs and source lines come from Shardy's own list
+    of reshards for the pinned program, and from the compiler's warnings of involuntary rematerialisation.
+    """
+    total = sum(c.wire_bytes for c in found)
+    if not total:
+        return ()
+    order = list(plan.mesh)
+    expected = [
+        Expected(c.kind, tuple(a for a in order if a in c.axes), c.count, float(c.wire_bytes))
+        for c in plan.prediction.collectives
+    ]
+    blamed = beyond(found, expected, UNFORESEEN_SHARE * total)
+    if not blamed:
+        return ()
+    reshards, notes = _reshards(program, plan), involuntary(log)
+    rows = []
+    for c in blamed:
+        if c.wire_bytes >= UNFORESEEN_SHARE * total:
+            row = _explained(c, total, reshards, notes)
+            planned = any(e.kind == "reduce-scatter" and e.may_be(c) for e in expected)
+            whole = c.kind == "all-reduce" and planned and not row.note
+            rows.append(dataclasses.replace(row, note=SUMMED_WHOLE) if whole else row)
+    return tuple(sorted(rows, key=lambda row: -row.wire_bytes))
+
+
+@dataclasses.dataclass(slots=True)
+class Expected:
+    """A predicted collective, and its bytes on the wire that no compiled one has taken."""
+
+    kind: str
+    axes: tuple[str, ...]
+    count: int
+    bytes: float
+
+    @property
+    def reducing(self) -> bool:
+        return self.kind in _REDUCING
+
+    def may_be(self, collective: CompiledCollective) -> bool:
+        """Whether a compiled collective may be this one or a part of it.
+
+        Gathers over two axes, one after the other, may be compiled as one; a loop of permutes does either sort; a sum
+        over slices and chips of a slice ends with a gather.
+        """
+        mine, other = set(self.axes), set(collective.axes)
+        same = self.reducing == (collective.kind in _REDUCING)
+        part = self.kind == "all-reduce" and collective.kind == "all-gather" and mine > other
+        return (same or part or collective.kind == _PERMUTE) and (mine <= other or mine >= other)
+
+
+def beyond(found: Sequence[CompiledCollective], expected: Sequence[Expected], least: float) -> list[CompiledCollective]:
+    """Compiled collectives that no predicted bytes are left for; what is short by less than `least` is let pass."""
+    rest: list[CompiledCollective] = []
+    for collective in sorted(_loops_joined(found), key=lambda c: (_LAST.get(c.kind, 0), -c.wire_bytes)):
+        size = collective.wire_bytes
+        alike = [
+            e
+            for e in expected
+            if e.axes == collective.axes
+            and e.reducing == (collective.kind in _REDUCING)
+            and e.count == collective.count
+            and abs(e.bytes - size) <= PADDING_SHARE * size
+        ]
+        if alike:
+            like = min(alike, key=lambda e: abs(e.bytes - size))
+            like.bytes = max(0.0, like.bytes - size)
+        else:
+            rest.append(collective)
+    needs = [collective.wire_bytes for collective in rest]
+    for nested in (False, True):
+        for k, collective in enumerate(rest):
+            near = [e for e in expected if e.may_be(collective) and (nested or e.axes == collective.axes)]
+            for e in sorted(near, key=lambda e: e.count != collective.count):
+                taken = min(needs[k], e.bytes)
+                e.bytes -= taken
+                needs[k] -= taken
+    short = [(c, need) for c, need in zip(rest, needs, strict=True) if need > PADDING_SHARE * c.wire_bytes]
+    missing = sum(need for _, need in short)
+    blamed = []
+    for collective, need in sorted(short, key=lambda pair: -pair[1]):
+        if missing < least:
+            break
+        blamed.append(collective)
+        missing -= need
+    return blamed
+
+
+def _loops_joined(found: Sequence[CompiledCollective]) -> list[CompiledCollective]:
+    """The permutes of one op, which together are one gather or reduction beside parts of a matmul, as one."""
+    joined: dict[tuple[object, ...], CompiledCollective] = {}
+    for number, collective in enumerate(found):
+        key = (collective.axes, collective.source) if collective.kind == _PERMUTE and collective.source else (number,)
+        if key in joined:
+            wire = dict(joined[key].wire)
+            for axis, size in collective.wire.items():
+                wire[axis] = wire.get(axis, 0.0) + size
+            collective = dataclasses.replace(joined[key], wire=wire)
+        joined[key] = collective
+    return list(joined.values())
+
+
+def _reshards(program: Program, plan: Plan) -> list[dict[str, Any]]:
+    """Shardy's list of reshards and sums for the program under the plan."""
+    from autoshard import mlir
+
+    module = mlir.inline_calls(mlir.parse_module(program.module))
+    mlir.set_shardings(module, "mesh", plan.mesh, list(plan.arguments.values()), list(plan.results.values()))
+    found = mlir.regions_of(module, plan.regions)
+    mlir.insert_pins(module, "mesh", plan.mesh, plan.pins)
+    mlir.insert_regions(module, "mesh", plan.mesh, found)
+    return [*mlir.explicit_reshards(module), *mlir.explicit_sums(module)]
+
+
+def involuntary(log: str) -> list[str]:
+    """The compiler's own complaints, one line each."""
+    return [line.strip()[:400] for line in log.splitlines() if "nvoluntary full rematerialization" in line]
+
+
+def _explained(
+    collective: CompiledCollective, total: float, reshards: Sequence[dict[str, Any]], notes: Sequence[str]
+) -> Unforeseen:
+    tail = _tail(collective.source)
+    best = max(reshards, key=lambda r: _likeness(r, collective), default=None)
+    if best is not None and not _likeness(best, collective)[0]:
+        best = None
+    note = next((text for text in notes if tail and tail in text), "")
+    before, after = _specs(best) if best else ("", "")
+    return Unforeseen(
+        kind=collective.kind,
+        axes=collective.axes,
+        wire_bytes=round(collective.wire_bytes),
+        share=collective.wire_bytes / total,
+        count=collective.count,
+        op=collective.source or collective.name,
+        line=(best["line"] if best else "") or collective.line,
+        before=before,
+        after=after,
+        note=note,
+    )
+
+
+def _likeness(reshard: dict[str, Any], collective: CompiledCollective) -> tuple[bool, bool, bool, int]:
+    """How well a reshard of Shardy's list explains a collective: at all, by its axes, by kind, by its op's name."""
+    tail = _tail(collective.source)
+    same = bool(tail) and any(_tail(name) == tail for name in reshard["names"])
+    summed = reshard.get("summed", ())
+    places = [{a: d for d, axes in enumerate(reshard[side]) for a in axes} for side in ("before", "after")]
+    changed = {*summed, *(a for a in {*places[0], *places[1]} if places[0].get(a) != places[1].get(a))}
+    fitting = bool(changed & set(collective.axes))
+    near = max((_shared(_tail(name), tail) for name in reshard["names"]), default=0)
+    kind = bool(summed) == (collective.kind in _REDUCING)
+    return (same or (fitting and kind and near > 0)), fitting, kind and same, near
+
+
+def _shared(name: str, tail: str) -> int:
+    """Leading parts of two name stacks that are the same."""
+    pairs = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(name.split("/"), tail.split("/"), strict=False))
+    return sum(1 for _ in pairs)
+
+
+def _specs(reshard: dict[str, Any]) -> tuple[str, str]:
+    before, after = (spec_text(Spec(reshard[side]), reshard["shape"]) for side in ("before", "after"))
+    if reshard.get("summed"):
+        before += f" not yet summed over {', '.join(reshard['summed'])}"
+    return before, after
+
+
+def _tail(name: str) -> str:
+    """An op's name stack without the name of the jitted function, which differs between lowerings."""
+    return name.partition("/")[2]

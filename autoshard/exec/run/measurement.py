@@ -1,0 +1,350 @@
+"""Running a planned program on the devices that are here: time, compiled communication, and agreement."""
+
+import dataclasses
+import pathlib
+import statistics
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from autoshard.errors import UserError
+from autoshard.exec.apply.jax_application import Application, compile_lowered
+from autoshard.exec.apply.plan_agreement import check_arguments, names_devices, other_program
+from autoshard.exec.devices.local_devices import ensure_devices, memory_kept
+from autoshard.exec.devices.profiles import profiled
+from autoshard.exec.hlo.compiled_collectives import (
+    CompiledCollective,
+    count_by_kind,
+    plan_mesh,
+    read_collectives,
+    wire_by_axis,
+)
+from autoshard.exec.hlo.hlo_text import module_name
+from autoshard.exec.run.check_inputs import UNDEFINED, drops_nan, edge_arguments, noise_floor, rounding_floor
+from autoshard.exec.run.eager_check import EagerCheck, check_eager, eager_figures
+from autoshard.exec.run.planned_steps import PlannedStep, failure, first_arguments, host_copy, place_anew
+from autoshard.exec.run.profiled_collectives import CollectiveTimes, time_collectives
+from autoshard.exec.run.result_check import Check, compare
+from autoshard.planning import Plan, Spec, as_planned
+from autoshard.program import Program
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Measurement:
+    """A planned step as it ran, against what was predicted."""
+
+    step_time_s: float
+    """Median over the timed steps."""
+    step_times_s: tuple[float, ...]
+    compile_s: float
+    device: str
+    """Kind and number of the devices that ran it."""
+    wire_predicted: dict[str, int]
+    wire_compiled: dict[str, int]
+    """Bytes on the wire of one device in one step, by mesh axis (`other`: groups that are no mesh axes)."""
+    counts_predicted: dict[str, int]
+    counts_compiled: dict[str, int]
+    """Collectives in one step, by kind; a combined one counts once for each array."""
+    collectives: tuple[CompiledCollective, ...]
+    memory: dict[str, int]
+    """Bytes of one device as the compiler counts them: arguments, results, temporaries, donated."""
+    check: Check | None
+    check_skipped: str = ""
+    """Why there is no check although one was asked for."""
+    collective_times: CollectiveTimes | None = None
+    """What the profiler saw of collectives, if it was asked."""
+    eager: EagerCheck | None = None
+    """The traced step against eager torch; None without a check, or if the program has no eager form."""
+    edges: Mapping[str, Check | None] = dataclasses.field(default_factory=dict)
+    """Checks of steps from other arguments (`edge_arguments`), by name; None for one that was not made."""
+
+    @property
+    def failed(self) -> bool:
+        """True if a comparison shows a difference, or that with the unplanned step was not made."""
+        differs = any(check is not None and not check.passed for check in (self.check, *self.edges.values()))
+        return bool(self.check_skipped) or differs or (self.eager is not None and not self.eager.agrees)
+
+    @property
+    def spread(self) -> float:
+        """Difference of the quartiles over the median."""
+        if len(self.step_times_s) < 2:
+            return 0.0
+        low, _, high = statistics.quantiles(self.step_times_s, n=4)
+        return (high - low) / self.step_time_s
+
+
+def measure(
+    program: Program,
+    plan: Plan,
+    *,
+    steps: int = 10,
+    warmup: int = 2,
+    check: bool = False,
+    seed: int = 0,
+    tolerance: float | None = None,
+    profile: pathlib.Path | None = None,
+    timed_collectives: int = 0,
+    eager: bool = True,
+) -> Measurement:
+    """Run `steps` timed steps of the program under the plan after `warmup` untimed ones.
+
+    Updated state is fed into the next step, donation included. With `check`, one step of the unplanned program
+    runs on one device first, from the same arguments, and all results are compared (see `Check`; unless `tolerance` is
+    given, what differs more is compared with the noise of the unplanned step, `noise_floor`); if one device has
+    too little memory for that, it is said, and the planned step is timed all the same. With `profile` one more step
+    is recorded by JAX's profiler, and written there as a trace in Chrome's format, gzipped; with `timed_collectives`
+    so many more are, to time every collective. The check of a torch module first compares the traced step with eager
+    torch (`check_eager`), unless `eager` is False. The check ends with steps from arguments at the edges of what the
+    program defines (`edge_arguments`). Raises `UserError` for too few devices, another program than the planned one,
+    memory that runs out, or a runtime that fails.
+    """
+    if steps < 1 or warmup < 0:
+        raise UserError(f"measure: {steps} steps after {warmup} for warm-up; at least 1 step and 0 are needed.")
+    ensure_devices(len(plan.device_order))
+    import jax
+
+    program = verify_program(program, plan)
+    beside_torch = check_eager(program, seed) if check and eager and program.eager is not None else None
+    made = first_arguments(program, seed)
+    verdict: Check | None = None
+    edges: dict[str, Check | None] = {}
+    times: list[float] = []
+    try:
+        one_device, unplanned, skipped = _try_unplanned(program, plan, made) if check else (None, [], "")
+        planned = PlannedStep(program, plan, made)
+        text = planned.compiled.as_text()
+        found = read_collectives(text, plan_mesh(plan))
+        times_of = None
+        with memory_kept():
+            for step in range(warmup + steps):
+                elapsed, results = planned.run()
+                if step == 0 and one_device is not None:
+                    ours = [host_copy(value) for value in results]
+                    verdict = _verdict(program, one_device, ours, unplanned, tolerance, made)
+                if step >= warmup:
+                    times.append(elapsed)
+            if profile is not None:
+                with profiled(profile):
+                    planned.run()
+            if timed_collectives:
+                times_of = time_collectives(planned.run, timed_collectives, module_name(text), found)
+            if one_device is not None:
+                edges = _check_edges(program, planned, one_device, made, seed, tolerance)
+    except jax.errors.JaxRuntimeError as error:
+        raise failure(plan, error) from error
+
+    counts: dict[str, int] = {}
+    for predicted in plan.prediction.collectives:
+        counts[predicted.kind] = counts.get(predicted.kind, 0) + predicted.count
+    mesh = planned.application.mesh
+    return Measurement(
+        step_time_s=statistics.median(times),
+        step_times_s=tuple(times),
+        compile_s=planned.compile_s,
+        device=f"{mesh.size} x {mesh.devices.flat[0].device_kind}",
+        wire_predicted=dict(plan.prediction.wire_bytes),
+        wire_compiled=wire_by_axis(found),
+        counts_predicted=counts,
+        counts_compiled=count_by_kind(found),
+        collectives=tuple(found),
+        memory=_memory(planned.compiled),
+        check=verdict,
+        check_skipped=skipped,
+        collective_times=times_of,
+        eager=beside_torch,
+        edges=edges,
+    )
+
+
+_Step = Callable[[tuple[Any, ...]], list[Any]]
+"""The unplanned step: host arrays of its flat results, from its arguments."""
+
+
+def _check_edges(
+    program: Program, planned: PlannedStep, one_device: _Step, made: Any, seed: int, tolerance: float | None
+) -> dict[str, Check | None]:
+    """Compare the planned step with the unplanned one from arguments at the edges of what the program defines."""
+    import jax
+
+    leaves, tree = jax.tree.flatten(made)
+    checks: dict[str, Check | None] = {}
+    for name, arguments in edge_arguments(program, leaves, seed).items():
+        if name == UNDEFINED and drops_nan(planned.compiled.as_text(), planned.platform):
+            checks[name] = None
+            continue
+        given = tree.unflatten(arguments)
+        results = [host_copy(value) for value in planned.run_once(arguments)]
+        checks[name] = _verdict(program, one_device, results, one_device(given), tolerance, given)
+    return checks
+
+
+def _verdict(
+    program: Program, one_device: _Step, planned: list[Any], unplanned: list[Any], tolerance: float | None, made: Any
+) -> Check:
+    """The check; where the tolerance is not the user's own and not kept, beside the noise of the unplanned step."""
+    import jax
+
+    leaves, tree = jax.tree.flatten(made)
+    found = compare(program, planned, unplanned, tolerance, leaves)
+    if found.passed or tolerance is not None:
+        return found
+
+    def judged(noise: list[float], why: str = "") -> Check:
+        return compare(program, planned, unplanned, tolerance, leaves, (noise, why))
+
+    def run(other: list[Any]) -> list[Any]:
+        return one_device(tree.unflatten(other))
+
+    def enough(noise: list[float]) -> bool:
+        return judged(noise).passed
+
+    noise, why = noise_floor(program, run, leaves, unplanned, enough)
+    if not enough(noise):
+        noise = rounding_floor(program, run, leaves, unplanned, noise, enough)
+    return judged(noise, why)
+
+
+def verify_program(program: Program, plan: Plan) -> Program:
+    """The program that the plan is for: the one given, or that one with its constraints lifted as they were.
+
+    Raises `UserError` if the plan was made for another program; names the argument that differs.
+    """
+    import jax
+
+    program = as_planned(program, plan)
+    leaves = jax.tree_util.tree_flatten_with_path(program.args)[0]
+    for argument in program.arguments:
+        if argument.name not in plan.arguments:
+            raise UserError(
+                f"the plan is for {plan.program_name}, not for this program: argument `{argument.name}` is not in "
+                "the plan; plan it again."
+            )
+    for name in plan.arguments:
+        if name not in {argument.name for argument in program.arguments}:
+            raise UserError(
+                f"the plan is for {plan.program_name}, not for this program: the plan's argument `{name}` is "
+                "missing; plan it again."
+            )
+    check_arguments(plan, [(path, argument) for (path, _), argument in zip(leaves, program.arguments, strict=True)])
+    for argument in program.arguments:
+        if argument.role.value != plan.roles[argument.name]:
+            raise UserError(
+                f"the plan is for another program: argument `{argument.name}` is {plan.roles[argument.name]} in the "
+                f"plan but {argument.role.value} here; plan it again."
+            )
+    if program.fingerprint != plan.program_fingerprint:
+        raise UserError(other_program(plan))
+    return program
+
+
+def _try_unplanned(program: Program, plan: Plan, args: tuple[Any, ...]) -> tuple[_Step | None, list[Any], str]:
+    """The unplanned step and its results, or why there are none: one device may be too small for what many share."""
+    import jax
+
+    try:
+        step = _unplanned_step(program, plan)
+        return step, step(args), ""
+    except jax.errors.JaxRuntimeError as error:
+        if "RESOURCE_EXHAUSTED" not in str(error):
+            raise
+        first = " ".join(str(error).split())[:200]
+        return None, [], f"the unplanned step ran out of memory on one device, so that nothing was compared: {first}"
+
+
+def _unplanned_step(program: Program, plan: Plan) -> _Step:
+    """The step on one device, compiled once; on all, with nothing split but by itself, if the program names a mesh."""
+    import jax
+
+    if names_devices(plan):
+        whole = dataclasses.replace(
+            plan,
+            arguments={name: Spec.replicated(len(spec.dims)) for name, spec in plan.arguments.items()},
+            results={name: Spec.replicated(len(spec.dims)) for name, spec in plan.results.items()},
+            pins=(),
+        )
+        application = Application(whole)
+        shardings = application.in_shardings()
+        lowered = application.lower(program.fn, program.args, program.donate_argnums, program.module)
+        compiled = compile_lowered(lowered)
+
+        def step(args: tuple[Any, ...]) -> Any:
+            leaves, tree = jax.tree.flatten(args)
+            return compiled(*tree.unflatten(place_anew(leaf, s) for leaf, s in zip(leaves, shardings, strict=True)))
+    else:
+        jitted, one = jax.jit(lambda *a: program.fn(*a)), jax.local_devices()[0]
+
+        def step(args: tuple[Any, ...]) -> Any:
+            return jitted(*jax.device_put(args, one))
+
+    return lambda args: [host_copy(leaf) for leaf in jax.tree.leaves(step(args))]
+
+
+def _memory(compiled: Any) -> dict[str, int]:
+    stats = compiled.memory_analysis()
+    if stats is None:
+        return {}
+    return {
+        "arguments": int(stats.argument_size_in_bytes),
+        "results": int(stats.output_size_in_bytes),
+        "temporaries": int(stats.temp_size_in_bytes),
+        "donated": int(stats.alias_size_in_bytes),
+    }
+
+
+def measurement_figures(measurement: Measurement) -> dict[str, Any]:
+    """The JSON object of `autoshard measure --json`."""
+    axes = sorted({*measurement.wire_predicted, *measurement.wire_compiled})
+    kinds = sorted({*measurement.counts_predicted, *measurement.counts_compiled})
+    figures: dict[str, Any] = {
+        "step_time_s": measurement.step_time_s,
+        "step_times_s": list(measurement.step_times_s),
+        "spread": measurement.spread,
+        "compile_s": measurement.compile_s,
+        "device": measurement.device,
+        "check_skipped": measurement.check_skipped,
+        "memory": measurement.memory,
+        "collectives": {
+            "wire_bytes": {
+                axis: {
+                    "predicted": measurement.wire_predicted.get(axis, 0),
+                    "compiled": measurement.wire_compiled.get(axis, 0),
+                }
+                for axis in axes
+            },
+            "counts": {
+                kind: {
+                    "predicted": measurement.counts_predicted.get(kind, 0),
+                    "compiled": measurement.counts_compiled.get(kind, 0),
+                }
+                for kind in kinds
+            },
+        },
+    }
+    if measurement.collective_times is not None:
+        figures["collectives"]["times"] = [dataclasses.asdict(time) for time in measurement.collective_times.times]
+        figures["profiler"] = measurement.collective_times.note
+    figures["eager"] = None if measurement.eager is None else eager_figures(measurement.eager)
+    if measurement.check is not None:
+        worst = measurement.check.worst
+        figures["max_rel_diff"] = measurement.check.max_rel_diff
+        figures["tolerance"] = measurement.check.tolerance
+        figures["passed"] = measurement.check.passed
+        figures["floor"] = max((d.floor for d in measurement.check.differences), default=0.0)
+        figures["floor_note"] = measurement.check.floor_note
+        figures["worst"] = worst.name if worst is not None else ""
+        figures["differences"] = [
+            {"name": d.name, "rel_diff": d.rel_diff, "compared": d.compared, "floor": d.floor}
+            for d in measurement.check.differences
+        ]
+        figures["edges"] = {name: _edge_figures(check) for name, check in measurement.edges.items()}
+    return figures
+
+
+def _edge_figures(check: Check | None) -> dict[str, Any] | None:
+    if check is None:
+        return None
+    worst = check.worst
+    return {
+        "passed": check.passed,
+        "max_rel_diff": check.max_rel_diff,
+        "worst": worst.name if worst is not None else "",
+    }

@@ -1,0 +1,174 @@
+"""A planned step, compiled and fed with its own results: what every measurement runs."""
+
+import math
+import statistics
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from autoshard.cost import FRACTION, Topology, fraction_for
+from autoshard.errors import UserError
+from autoshard.exec.apply.jax_application import Application, compile_lowered
+from autoshard.exec.devices.local_devices import check_granted, memory_kept, place
+from autoshard.planning import Plan
+from autoshard.program import Program
+
+
+class PlannedStep:
+    """A program under a plan, compiled for the devices that are here, with the arguments of its next step.
+
+    `made` are the first step's arguments, host arrays in the program's tree. Raises the runtime's own errors, which
+    `failure` turns into a `UserError`.
+    """
+
+    def __init__(self, program: Program, plan: Plan, made: tuple[Any, ...]) -> None:
+        import jax
+
+        self._program = program
+        self._first, self._tree = jax.tree.flatten(made)
+        self.application = Application(plan)
+        start = time.perf_counter()
+        lowered = self.application.lower(program.fn, program.args, program.donate_argnums, program.module)
+        self.compiled = compile_lowered(lowered)
+        check_granted(plan, self.compiled, self.application.mesh.devices.flat)
+        self.compile_s = time.perf_counter() - start
+        self._shardings = self.application.in_shardings()
+        self._current: list[Any] = []
+
+    def place(self) -> None:
+        """Put the first step's arguments on the devices."""
+        self._current = [
+            place_anew(leaf, sharding) for leaf, sharding in zip(self._first, self._shardings, strict=True)
+        ]
+
+    def run(self) -> tuple[float, list[Any]]:
+        """Seconds and results (flat) of one step; updated state goes into the next one, donation included."""
+        import jax
+
+        if not self._current:
+            self.place()
+        jax.block_until_ready(self._current)
+        start = time.perf_counter()
+        out = self.compiled(*self._tree.unflatten(self._current))
+        jax.block_until_ready(out)
+        elapsed = time.perf_counter() - start
+        results = jax.tree.leaves(out)
+        self._current = self._next(results)
+        return elapsed, results
+
+    def run_once(self, leaves: Sequence[Any]) -> list[Any]:
+        """Results (flat) of a step from other arguments; the next step starts from the first step's again."""
+        import jax
+
+        self._current = []  # two steps' arguments may be more than the devices hold
+        placed = [place_anew(leaf, sharding) for leaf, sharding in zip(leaves, self._shardings, strict=True)]
+        return jax.tree.leaves(self.compiled(*self._tree.unflatten(placed)))
+
+    @property
+    def platform(self) -> str:
+        """`cpu`, `gpu` or `tpu`."""
+        return self.application.mesh.devices.flat[0].platform
+
+    def _next(self, results: list[Any]) -> list[Any]:
+        """Arguments of the next step: updated state, what was kept, and donated arguments with no successor anew."""
+        following = []
+        for i, argument in enumerate(self._program.arguments):
+            if argument.result is not None:
+                following.append(results[argument.result])
+            elif self._current[i].is_deleted():
+                following.append(place_anew(self._first[i], self._shardings[i]))
+            else:
+                following.append(self._current[i])
+        return following
+
+
+def first_arguments(program: Program, seed: int) -> tuple[Any, ...]:
+    """The program's own example arguments as host arrays: a donated step would take device arrays of the caller's."""
+    import jax
+
+    made = program.make_args(seed) if program.make_args is not None else _ones(program.args)
+    return jax.tree.map(
+        lambda leaf: host_copy(leaf) if isinstance(leaf, jax.Array) and not is_key(leaf) else leaf, made
+    )
+
+
+def place_anew(leaf: Any, sharding: Any) -> Any:
+    """One of the first step's arguments where a sharding wants it, in memory of its own: a step may be given it."""
+    import jax
+
+    # Everything else is a host array; a key is on a device already, perhaps where it is wanted.
+    if isinstance(leaf, jax.Array) and is_key(leaf) and leaf.is_fully_addressable:
+        leaf = jax.random.wrap_key_data(host_copy(leaf), impl=jax.random.key_impl(leaf))
+    return place(leaf, sharding)
+
+
+def host_copy(value: Any) -> Any:
+    """A host copy of the whole array: the one it came from may be donated to the next step."""
+    import jax
+    import numpy as np
+
+    if is_key(value):
+        value = jax.random.key_data(value)
+    if not value.is_fully_addressable:
+        from jax.experimental import multihost_utils
+
+        value = multihost_utils.process_allgather(value, tiled=True)
+    return np.array(value)
+
+
+def is_key(value: Any) -> bool:
+    import jax
+    import jax.numpy as jnp
+
+    return jnp.issubdtype(value.dtype, jax.dtypes.prng_key)
+
+
+def failure(plan: Plan, error: Exception) -> UserError:
+    """What the runtime says when a planned step does not run, as one sentence."""
+    exhausted = "RESOURCE_EXHAUSTED" in str(error)
+    what = "ran out of memory" if exhausted else "failed"
+    first = " ".join(str(error).split())[:200]
+    fraction = fraction_for(Topology.parse(plan.topology), plan.prediction.peak_bytes) if exhausted else None
+    told = "" if fraction is None else f" (JAX takes 75% of a GPU unless {FRACTION}={fraction:.2f} says more)"
+    return UserError(f"{plan.program_name} {what} on the devices here{told}: {first}")
+
+
+def run_in_turn(
+    steps: Mapping[str, PlannedStep],
+    *,
+    rounds: int,
+    warmup: int = 2,
+    seconds: float = math.inf,
+) -> dict[str, list[float]]:
+    """Seconds of every step in every round: a step of each in turn, so that all meet the same machine.
+
+    Every second round runs backwards: what a step leaves in caches is not always left to the same neighbour. Stops
+    before `rounds` when `seconds` have passed, after three rounds at the soonest.
+    """
+    times: dict[str, list[float]] = {name: [] for name in steps}
+    with memory_kept():
+        for step in steps.values():
+            for _ in range(warmup):
+                step.run()
+        began = time.perf_counter()
+        for number in range(rounds):
+            for name in list(steps)[:: -1 if number % 2 else 1]:
+                times[name].append(steps[name].run()[0])
+            if number >= 2 and time.perf_counter() - began > seconds:
+                break
+    return times
+
+
+def quartiles(times: Sequence[float]) -> tuple[float, float, float]:
+    """Lower quartile, median and upper quartile; of one time, that time thrice."""
+    if len(times) < 2:
+        return times[0], times[0], times[0]
+    low, middle, high = statistics.quantiles(times, n=4)
+    return low, middle, high
+
+
+def _ones(args: tuple[Any, ...]) -> tuple[Any, ...]:
+    import jax
+    import jax.numpy as jnp
+
+    return jax.tree.map(lambda leaf: jnp.ones(leaf.shape, leaf.dtype), args)

@@ -1,0 +1,1 @@
+"""The first step of a script: its lazy graph, its tensors, and the modules that ran."""

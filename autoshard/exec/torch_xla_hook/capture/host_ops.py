@@ -1,0 +1,90 @@
+"""Ops that PyTorch/XLA computes on the host, for want of a kernel of its own.
+
+It compiles a program each time that it gathers a split tensor for the host: for such an op in every step. What is split
+is put together from the shards instead.
+"""
+
+import functools
+import importlib
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from autoshard.exec.torch_xla_hook.capture.op_events import unseen
+from autoshard.exec.torch_xla_hook.values.device_kernels import replace_kernels
+from autoshard.exec.torch_xla_hook.values.lazy_tensors import compute, on_xla
+
+
+_standing: set[str] = set()
+"""Ops that are stood in for already, and those that cannot be."""
+
+_ran: set[str] = set()
+"""Ops stood in for that have run since `keep_out_of_regions` looked last."""
+
+
+def keep_out_of_regions() -> None:
+    """Have `torch.compile` leave what is stood in for out of its regions, as it leaves PyTorch/XLA's own such ops.
+
+    It runs each op and asks which were computed on the host. What a region took from there would be the same for ever.
+    """
+    bridge: Any = importlib.import_module("torch_xla._dynamo.dynamo_bridge")
+    theirs, run_node = bridge.get_fallback_ops, bridge.UnsupportedNodesCollector.run_node
+
+    @functools.wraps(run_node)
+    def run(collector: Any, node: Any) -> Any:
+        _ran.clear()
+        return run_node(collector, node)
+
+    bridge.UnsupportedNodesCollector.run_node = run
+    bridge.get_fallback_ops = lambda: [*theirs(), *sorted(_ran)]
+
+
+def stand_in_on_host(whole: Callable[[Any], Any]) -> None:
+    """Stand in for the ops that were computed on the host so far; `whole(tensor)` reads one that may be split."""
+    import torch_xla.debug.metrics as metrics
+
+    names = {name.removeprefix("aten::") for name in metrics.counter_names() if name.startswith("aten::")}
+    new = names - _standing
+    _standing.update(new)
+    ops = {name: op for name in new if (op := _op(name)) is not None}
+    replace_kernels({name: functools.partial(_run, name, op, whole) for name, op in ops.items()})
+
+
+def _op(name: str) -> Any:
+    """The op of a name that makes tensors from tensors; None for others, and for reads of a number."""
+    packet, _, overload = name.partition(".")
+    op = getattr(getattr(torch.ops.aten, packet, None), overload or "default", None)
+    if op is None or packet == "_local_scalar_dense":
+        return None
+    takes_device = any(argument.type.kind() == "DeviceObjType" for argument in op._schema.arguments)
+    gives_tensors = all(result.type.kind() == "TensorType" for result in op._schema.returns)
+    return op if gives_tensors and not takes_device else None
+
+
+def _run(name: str, op: Any, whole: Callable[[Any], Any], *args: Any, **kwargs: Any) -> Any:
+    _ran.add(name)
+    given = [each for each in tree_leaves((args, kwargs)) if isinstance(each, torch.Tensor) and on_xla(each)]
+    with torch.no_grad(), unseen():
+        compute(given)
+        here = {id(each): _copied(whole(each), "cpu") for each in given}
+        there = {id(here[id(each)]): each for each in given}
+        made = op(*_each(args, here), **_each(kwargs, here))
+        named = dict(zip((argument.name for argument in op._schema.arguments), args, strict=False)) | kwargs
+        for argument in op._schema.arguments:
+            if argument.alias_info is not None and argument.alias_info.is_write:
+                written = named[argument.name]
+                torch.ops.aten._copy_from_and_resize.default(here[id(written)], written)
+        return tree_map_only(
+            torch.Tensor, lambda each: there[id(each)] if id(each) in there else _copied(each, given[0].device), made
+        )
+
+
+def _each(values: Any, known: Mapping[int, Any]) -> Any:
+    """Nested values with those that are known by their identity in the place of others."""
+    return tree_map_only(torch.Tensor, lambda each: known.get(id(each), each), values)
+
+
+def _copied(tensor: Any, device: Any) -> Any:
+    return torch.ops.aten._to_copy.default(tensor, device=device)

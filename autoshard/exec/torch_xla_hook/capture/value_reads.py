@@ -1,0 +1,114 @@
+"""Noticing that a value of a tensor is read: such a read runs what is pending inside C++."""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+from autoshard.exec.torch_xla_hook.values.lazy_tensors import compute, on_xla, xlac
+
+
+_METHODS = (
+    "item",
+    "cpu",
+    "tolist",
+    "numpy",
+    "__array__",
+    "__float__",
+    "__int__",
+    "__bool__",
+    "__index__",
+    "__repr__",
+    "__format__",
+)
+
+
+_WHOLE = ("cpu", "tolist")
+"""Those by which the values of a tensor of many come to the host."""
+
+
+def read_whole(whole: Callable[[Any], Any]) -> None:
+    """Have `whole(tensor)` read in the place of each tensor that is read whole, until the process ends."""
+    import torch
+
+    for name in _WHOLE:
+        setattr(torch.Tensor, name, _of_whole(getattr(torch.Tensor, name), whole))
+    extension = xlac()
+    extension._xla_get_cpu_tensors = _of_all_whole(extension._xla_get_cpu_tensors, whole)
+
+
+def from_shards(tensor: Any) -> Any:
+    """A split tensor's values on the host, put together from the shards: nothing is compiled, and nothing gathered.
+
+    None where devices of other processes hold some of them.
+    """
+    import torch
+    import torch_xla.runtime as xr
+
+    if xr.addressable_runtime_device_count() != xr.global_runtime_device_count():
+        return None
+    xlac()._xla_wait_device_ops([])
+    (shards,), (places,) = xlac()._get_local_shards([tensor]), xlac()._get_local_shard_replica_and_indices([tensor])
+    whole = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
+    for (shard, _), (replica, place) in zip(shards, places, strict=True):
+        if place is Ellipsis:
+            return shard
+        if not replica:  # the last shards may be padded
+            whole[tuple(place)] = shard[tuple(slice(part.stop - part.start) for part in place)]
+    return whole
+
+
+def _of_whole(method: Callable[..., Any], whole: Callable[[Any], Any]) -> Callable[..., Any]:
+    @functools.wraps(method)
+    def read(tensor: Any, *args: Any, **kwargs: Any) -> Any:
+        return method(whole(tensor), *args, **kwargs)
+
+    return read
+
+
+def _of_all_whole(fetch: Callable[..., Any], whole: Callable[[Any], Any]) -> Callable[..., Any]:
+    """As PyTorch/XLA fetches what is saved."""
+    import torch
+
+    @functools.wraps(fetch)
+    def read(tensors: Any) -> list[Any]:
+        with torch.no_grad():
+            compute(tensors)
+            found = [whole(each) for each in tensors]
+        rest = iter(fetch([each for each in found if on_xla(each)]))
+        return [next(rest) if on_xla(each) else each for each in found]
+
+    return read
+
+
+class Reads:
+    """Calls `on_read(tensor)` before a tensor's value is read, between `start` and `stop`."""
+
+    def __init__(self, on_read: Callable[[Any], None]) -> None:
+        self._on_read = on_read
+        self._replaced: dict[str, Any] = {}
+
+    def start(self) -> None:
+        import torch
+
+        for name in _METHODS:
+            own = torch.Tensor.__dict__.get(name)
+            self._replaced[name] = own
+            setattr(torch.Tensor, name, self._noticed(getattr(torch.Tensor, name)))
+
+    def stop(self) -> None:
+        import torch
+
+        for name, own in self._replaced.items():
+            if own is None:
+                delattr(torch.Tensor, name)
+            else:
+                setattr(torch.Tensor, name, own)
+        self._replaced = {}
+
+    def _noticed(self, method: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(method)
+        def read(tensor: Any, *args: Any, **kwargs: Any) -> Any:
+            self._on_read(tensor)
+            return method(tensor, *args, **kwargs)
+
+        return read

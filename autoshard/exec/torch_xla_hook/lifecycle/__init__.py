@@ -1,0 +1,1 @@
+"""The states between which the hook moves a script, and the doors through which it is turned on."""

@@ -1,0 +1,290 @@
+"""Modules too large to be uploaded whole: planned from an abstract first step, while they are on the host still.
+
+PyTorch/XLA uploads a tensor when it is first used, and then to every device whole, unless it is marked before. So the
+step is traced once on stand-ins of no size, and its plan says how each parameter goes to the devices.
+"""
+
+import copy
+import functools
+import gc
+import itertools as it
+import logging
+import math
+import warnings
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+from autoshard.cost import Topology
+from autoshard.exec.torch_xla_hook.capture.lazy_graph import Capture, Known, capture
+from autoshard.exec.torch_xla_hook.capture.op_events import untold
+from autoshard.exec.torch_xla_hook.lifecycle.offline_marks import move_marked
+from autoshard.exec.torch_xla_hook.pins.input_placement import answer_here
+from autoshard.exec.torch_xla_hook.pins.later_steps import Applied
+from autoshard.exec.torch_xla_hook.planning.decision_cache import kept_decision
+from autoshard.exec.torch_xla_hook.planning.runtime_topology import live_mesh, memory_limit_here
+from autoshard.exec.torch_xla_hook.values.lazy_tensors import handles, leaves, live_data, on_xla, pending, plain
+from autoshard.exec.torch_xla_hook.values.live_marks import LiveMesh, UserMarks, annotated, held_spec, is_split, mark
+from autoshard.exec.torch_xla_hook.values.module_hooks import is_strict, said_of
+from autoshard.planning import Spec
+from autoshard.program import Role
+
+
+log = logging.getLogger("autoshard.torch_xla")
+
+AHEAD_VARIABLE = "XLA_AUTO_PLAN_AHEAD"
+
+
+class Ahead:
+    """Modules that were moved to the device, of which nothing was used there yet."""
+
+    def __init__(self, marks: UserMarks, applied: Applied) -> None:
+        from torch.utils.weak import WeakIdKeyDictionary
+
+        self.waiting: Any = WeakIdKeyDictionary()
+        """Parameters and buffers that are still to be uploaded."""
+        self._meta: weakref.WeakSet[Any] = weakref.WeakSet()
+        """Modules that are to be made on the device, and are on the meta device."""
+        self._marks = marks
+        self._applied = applied
+
+    def moved(self, module: Any) -> None:
+        """A module has come from the host."""
+        for tensor in it.chain(module.parameters(), module.buffers()):
+            if on_xla(tensor):
+                self.waiting[plain(tensor)] = None
+
+    def promised(self, module: Any) -> None:
+        """A module on the meta device was moved: it is made at its first call."""
+        self._meta.add(module)
+
+    def needs(self, module: Any, topology: str) -> bool:
+        """Whether this module is to be planned before its first call.
+
+        That is so where what waits would take more than half of a device's memory: the plan's first run may need what
+        is uploaded whole beside the step itself.
+        """
+        if any(parameter.is_meta for parameter in module.parameters()):
+            return any(inner is module for each in self._meta for inner in each.modules())
+        if not any(plain(each) in self.waiting for each in module.parameters()):
+            return False
+        asked = answer_here(AHEAD_VARIABLE, "to plan before anything is uploaded", "to plan the first step as it runs")
+        if asked is not None:
+            return asked
+        limit = memory_limit_here() or Topology.parse(topology).usable_bytes
+        return 2 * sum(each.numel() * each.element_size() for each in self.waiting) > limit
+
+    def split(
+        self,
+        module: Any,
+        call: tuple[tuple[Any, ...], dict[str, Any]],
+        topology: str,
+        find_mesh: Callable[[Callable[[LiveMesh], Capture]], LiveMesh],
+    ) -> None:
+        """Send a module's parameters and buffers to the devices, each split as a plan of an abstract step has it.
+
+        `call` are the arguments of its first call. Where that cannot be planned, everything is split evenly over all
+        devices, with a warning; if `AUTOSHARD_STRICT` is set the error is raised.
+        """
+        specs: dict[str, Spec] = {}
+        trains: bool | None = None
+        mesh = live_mesh(topology, {"data": Topology.parse(topology).num_devices})
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", DeprecationWarning)
+                step = untold(AbstractStep)(module, *call)
+                read = functools.partial(step.capture, marks=self._marks)
+                mesh = find_mesh(read)
+                taken = read(mesh)
+                decision = kept_decision(taken, topology, mesh, step.fixed(taken, mesh), free=True)
+            arguments = zip(taken.program.arguments, decision.specs, strict=True)
+            specs = {a.name: spec for a, spec in arguments if spec is not None and a.name in step.tensors}
+            trains = step.trains
+        except Exception as error:
+            if is_strict():
+                raise
+            warnings.warn(
+                f"autoshard: {type(module).__name__} is split evenly before its first step, which could not be "
+                f"planned with nothing on the devices: {said_of(error)}",
+                stacklevel=6,
+            )
+        step = read = taken = None
+        gc.collect()  # what is pending of the copy would be taken for results of the script's step
+        self._send(module, mesh, specs, trains)
+
+    def _send(self, module: Any, mesh: LiveMesh, specs: Mapping[str, Spec], trains: bool | None) -> None:
+        named = dict(_tensors_of(module))
+        if trains is None:
+            specs = {name: _evenly(tensor, mesh) for name, tensor in named.items()}
+        if any(tensor.is_meta for tensor in named.values()):
+            _make(module, {name: mesh.sharding(spec) for name, spec in specs.items() if spec.dims})
+            named = dict(_tensors_of(module))
+        for name, tensor in named.items():
+            if plain(tensor) in self.waiting and not self._marks.holds(tensor) and name in specs:
+                mark(tensor, mesh.sharding(specs[name]))
+            self.waiting.pop(plain(tensor), None)
+            if trains is not None and name in specs:
+                self._applied.keep(tensor, specs[name], mesh, trains)
+
+    def live_data(self) -> list[tuple[int, Any]]:
+        """As `live_data`, without what is not uploaded yet: that stays where it is."""
+        return live_data(self.waiting)
+
+
+class AbstractStep:
+    """One step of a copy of a module: tensors of no size stand for its parameters, and nothing is computed.
+
+    A training step goes back from the output's loss, or from the mean of its squares, and is that of the optimizer
+    which the script has made for these parameters, or else of AdamW.
+    """
+
+    def __init__(self, module: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        import torch
+        import torch_xla.core.xla_model as xm
+
+        self.tensors = dict(_tensors_of(module))
+        """The module's own tensors by name."""
+        self._title = type(module).__name__
+        self._stand_ins: dict[str, tuple[Any, Any]] = {}
+        """Name -> what stands for a tensor, and the device data that this is spread out of."""
+        memo: dict[int, Any] = {}
+        for name, tensor in self.tensors.items():
+            memo[id(tensor)] = self._stand_in(name, tensor)
+        given = list(leaves((args, kwargs), "batch"))
+        self._batch = [(name, tensor) for name, tensor in given if on_xla(tensor) and tensor.dim()]
+        seed = xm.get_rng_state()
+        with torch.random.fork_rng(devices=[]):
+            model = copy.deepcopy(module, memo)
+            output = model(*args, **kwargs)
+            parameters = [each for each in model.parameters() if each.requires_grad]
+            self.trains = torch.is_grad_enabled() and bool(parameters)
+            roots = [tensor for _, tensor in leaves(output, "")]
+            if self.trains:
+                loss = _loss(output)
+                loss.backward()
+                updater = _updater(module, {id(own): memo[id(own)] for own in self.tensors.values()}, parameters)
+                updater.step()
+                states = [value for state in updater.state.values() for value in state.values()]
+                roots = [loss, *parameters, *(each.grad for each in parameters), *states]
+        xm.set_rng_state(seed)
+        tensors = [plain(each) for each in roots if isinstance(each, torch.Tensor) and on_xla(each)]
+        self._roots = [each for each, waits in zip(tensors, pending(tensors), strict=True) if waits]
+
+    def _stand_in(self, name: str, tensor: Any) -> Any:
+        import torch
+
+        data = torch.zeros([1] * tensor.dim(), dtype=tensor.dtype, device="cpu").to("xla")
+        made = data
+        if tensor.dim():
+            # What is only spread XLA's builder would fold into each use of it.
+            made = annotated(data.expand(tensor.shape), [_whole(tensor.dim())])
+        if isinstance(tensor, torch.nn.Parameter):
+            made = torch.nn.Parameter(made, requires_grad=tensor.requires_grad)
+        self._stand_ins[name] = made, data
+        return made
+
+    def capture(self, mesh: LiveMesh, marks: UserMarks) -> Capture:
+        """The step as a program whose arguments have the names of the module's parameters and buffers."""
+        import torch
+
+        spread = {name: pair for name, pair in self._stand_ins.items() if self.tensors[name].dim()}
+        known: dict[int, Known] = {}
+        of_data = handles([data for _, data in spread.values()])
+        for handle, (name, (made, _)) in zip(of_data, spread.items(), strict=True):
+            role = Role.PARAMETER if isinstance(made, torch.nn.Parameter) else Role.OTHER
+            known[handle] = Known(name, role, made, tuple(self.tensors[name].shape))
+        ready = [
+            each for each, waits in zip(self._batch, pending([t for _, t in self._batch]), strict=True) if not waits
+        ]
+        for handle, (name, tensor) in zip(handles([tensor for _, tensor in ready]), ready, strict=True):
+            known.setdefault(handle, Known(name, Role.BATCH, tensor))
+        shapes = {each.whole for each in known.values() if each.whole is not None}
+        # What stands for a parameter is constrained to be whole, and PyTorch/XLA holds its updates so too.
+        own = frozenset((mesh.write(Spec(((),) * len(shape))), shape) for shape in shapes)
+        return capture(self._roots, [], known, self.trains, self._title, mesh, marks, own)
+
+    def fixed(self, taken: Capture, mesh: LiveMesh) -> dict[int, Spec]:
+        """Specs of arguments that are split already: the script has marked them."""
+        found = {}
+        for number, argument in enumerate(taken.program.arguments):
+            own = self.tensors.get(argument.name)
+            text = held_spec(plain(own)) if own is not None and on_xla(own) else ""
+            spec = mesh.read(text, len(argument.shape)) if is_split(text) else None
+            if spec is not None:
+                found[number] = spec
+        return found
+
+
+def _tensors_of(module: Any) -> Iterator[tuple[str, Any]]:
+    """Parameters and buffers with their names; one that a module has twice comes once."""
+    from autoshard.exec.devices.torch_names import own_name
+
+    for name, tensor in it.chain(module.named_parameters(), module.named_buffers()):
+        yield own_name(name), tensor
+
+
+def _whole(rank: int) -> Any:
+    """`_XLAC.OpSharding` of what every device holds whole."""
+    import numpy as np
+    import torch_xla.distributed.spmd as xs
+    import torch_xla.runtime as xr
+
+    mesh = xs.Mesh(np.arange(xr.global_runtime_device_count()), (xr.global_runtime_device_count(),), ("all",))
+    return mesh.get_op_sharding((None,) * rank)
+
+
+def _loss(output: Any) -> Any:
+    loss = output.get("loss") if isinstance(output, dict) else getattr(output, "loss", None)
+    if loss is not None:
+        return loss.float().mean()
+    tensors = [tensor for _, tensor in leaves(output, "") if tensor.is_floating_point() and tensor.requires_grad]
+    return tensors[0].float().square().mean()
+
+
+def _updater(module: Any, copies: Mapping[int, Any], parameters: Sequence[Any]) -> Any:
+    """An optimizer of the copies like the one that the script has made; AdamW if that is not found, or cannot be."""
+    import torch
+
+    own = {id(parameter) for parameter in module.parameters()}
+    for thing in gc.get_objects():
+        if not issubclass(type(thing), torch.optim.Optimizer):
+            continue
+        groups = [
+            group | {"params": [copies[id(each)] for each in group["params"] if id(each) in own]}
+            for group in thing.param_groups
+        ]
+        if any(group["params"] for group in groups):
+            try:
+                return type(thing)([group for group in groups if group["params"]])
+            except Exception as error:  # it is made in another way
+                log.warning("the first step is planned as one of AdamW: %s: %s", type(thing).__name__, error)
+                break
+    return torch.optim.AdamW(parameters)
+
+
+def _evenly(tensor: Any, mesh: LiveMesh) -> Spec:
+    """The largest dim that all devices divide over all axes; whole if there is none."""
+    axes = tuple(axis for axis, size in mesh.sizes.items() if size > 1)
+    parts = math.prod(mesh.sizes[axis] for axis in axes)
+    fit = [(size, -dim) for dim, size in enumerate(tensor.shape) if size % parts == 0]
+    chosen = -max(fit)[1] if fit else None
+    return Spec(tuple(axes if dim == chosen else () for dim in range(tensor.dim())))
+
+
+def _make(module: Any, shardings: Mapping[str, Any]) -> None:
+    """Make what is on the meta device on the XLA devices; parameters stay the objects that an optimizer may hold."""
+    import torch
+
+    before = {
+        (inner, key): parameter
+        for inner in module.modules()
+        for key, parameter in inner.named_parameters(recurse=False)
+    }
+    move_marked(module, shardings)
+    swapped: set[int] = set()
+    for (inner, key), old in before.items():
+        new = inner._parameters[key]
+        if new is not old and id(old) not in swapped:
+            torch.utils.swap_tensors(old, new)
+            swapped.add(id(old))
+        inner._parameters[key] = old

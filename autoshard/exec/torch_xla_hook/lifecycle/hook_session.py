@@ -1,0 +1,418 @@
+"""From the first step of a script to its planned steps: the states between which the hook moves."""
+
+import contextlib
+import functools
+import itertools as it
+import logging
+import warnings
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from autoshard.cost import Topology
+from autoshard.errors import UserError
+from autoshard.exec.torch_xla_hook.capture.first_step import Watch
+from autoshard.exec.torch_xla_hook.capture.host_ops import stand_in_on_host
+from autoshard.exec.torch_xla_hook.capture.lazy_graph import Capture, capture, own_sharding
+from autoshard.exec.torch_xla_hook.capture.op_events import stand_in, unseen
+from autoshard.exec.torch_xla_hook.capture.value_reads import Reads, from_shards
+from autoshard.exec.torch_xla_hook.lifecycle.abstract_first_step import Ahead
+from autoshard.exec.torch_xla_hook.pins.input_placement import (
+    fits_whole,
+    group_here,
+    planned_proto,
+    replay,
+    split_inputs,
+)
+from autoshard.exec.torch_xla_hook.pins.later_steps import Applied
+from autoshard.exec.torch_xla_hook.pins.pinned_values import Pins
+from autoshard.exec.torch_xla_hook.planning.decision_cache import kept_decision, kept_mesh
+from autoshard.exec.torch_xla_hook.planning.runtime_topology import live_mesh, mesh_here, topology_here
+from autoshard.exec.torch_xla_hook.values.lazy_tensors import (
+    become,
+    compute,
+    is_traced,
+    leaves,
+    live_pending,
+    on_xla,
+    pending,
+    plain,
+    shared_storages,
+    xlac,
+)
+from autoshard.exec.torch_xla_hook.values.live_marks import LiveMesh, UserMarks, annotated, held_spec, is_split, mark
+from autoshard.exec.torch_xla_hook.values.module_hooks import Guard, is_strict, said_of
+from autoshard.planning import Plan, Spec
+from autoshard.program import Role
+
+
+log = logging.getLogger("autoshard.torch_xla")
+
+_KNOWN_STEPS = 2
+"""So many steps in turn that are planned already, and watching ends; what was moved meanwhile is awaited otherwise."""
+
+
+_ABSENT = object()
+
+_HOST_STEPS = 2
+"""What is computed on the host is known after so many steps from a plan on, with the one that was planned."""
+
+
+class Session:
+    """Auto-sharding of one process. `armed`: the next step boundary plans the pending graph."""
+
+    def __init__(self) -> None:
+        from torch.utils.weak import WeakIdKeyDictionary
+
+        self.plans: list[Plan] = []
+        self._mesh: dict[str, int] | None = None
+        self.guard = Guard(self._give_up)
+        self.marks = UserMarks()
+        self.applied = Applied(self.guard)
+        self.ahead = Ahead(self.marks, self.applied)
+        self.armed = False
+        self.failed = False
+        self._watch: Watch | None = None
+        self._reads = Reads(self.on_read)
+        self._seen: dict[tuple[Any, ...], int | None] = {}
+        """Signatures of forward calls that are planned, with the plan's number; None if they could not be."""
+        self._current: set[tuple[Any, ...]] = set()
+        self._looked: set[tuple[Any, ...]] = set()
+        """Of those whose results were read before it was known whether gradients would be asked for."""
+        self._known_steps = 0
+        self._host_steps = 0
+        """So many steps more it is looked for ops that are computed on the host."""
+        self._moved: weakref.WeakSet[Any] = weakref.WeakSet()
+        """Modules that were moved to the device, and are awaited."""
+        self._numbers: Any = WeakIdKeyDictionary()
+        """Module -> a number of its own."""
+        self._count = it.count()
+        self._live: LiveMesh | None = None
+        """The mesh of the last plan."""
+        self._unsure: set[tuple[Any, ...]] = set()
+        """Signatures that are planned as inference, though gradients could be asked for still."""
+        self._settled: set[tuple[Any, ...]] = set()
+        """Those that are planned anew, since something was trained after all."""
+
+    @property
+    def mesh(self) -> dict[str, int] | None:
+        """What the script says, or what was found to be best; otherwise the environment's."""
+        return self._mesh
+
+    @mesh.setter
+    def mesh(self, sizes: dict[str, int] | None) -> None:
+        if sizes != self._mesh:
+            self.applied.batches.clear()  # new batches were split over axes that are no more
+        self._mesh = sizes
+
+    @contextlib.contextmanager
+    def untracked(self, one: Any, other: Any) -> Iterator[None]:
+        """Drop all weak references to two tensors while a script swaps them: PyTorch refuses to swap with any."""
+        by_object = (self.applied.state, self.applied.specs, self.applied.trained)
+        by_data = (self.ahead.waiting, self.marks.tensors)
+        pair = (plain(one), plain(other))
+        kept = [(table, [table.pop(each, _ABSENT) for each in pair]) for table in (*by_object, *by_data)]
+        self.applied.forget_list()
+        if self._watch is not None:
+            self._watch.forget_live(pair)
+        same_shape = pair[0].shape == pair[1].shape
+        try:
+            yield
+        finally:
+            for table, values in kept:
+                if any(table is each for each in by_data):
+                    values = reversed(values)
+                elif not same_shape:
+                    continue
+                for each, value in zip(pair, values, strict=True):
+                    if value is not _ABSENT:
+                        table[each] = value
+
+    def arm(self) -> None:
+        """Watch from now on, until the next step boundary."""
+        if not self.armed and not self.guard.failed:
+            self.armed = True
+            self.applied.now.plan = None
+            self._known_steps = 0
+            self._current = set()
+            self._looked = set()
+            self._watch = Watch(self._on_forward, self.guard, self.ahead.live_data)
+            self._watch.start()
+            self._reads.start()
+            stand_in()
+
+    def disarm(self) -> None:
+        if self._watch is not None:
+            self._watch.stop()
+        self._watch = None
+        self._reads.stop()
+        self.armed = False
+        stand_in(self.applied.kinds)
+
+    def _give_up(self) -> None:
+        """Leave the script to itself: what is split stays split, and nothing else is done."""
+        self.applied.now.plan = None
+        self.disarm()
+
+    def await_module(self, module: Any) -> None:
+        """A module has come to the device: its first step is to be planned."""
+        self._moved.add(module)
+        self.ahead.moved(module)
+        self.arm()
+
+    def promise_module(self, module: Any) -> None:
+        """A module on the meta device is to come to the device: it is made there at its first call."""
+        self.ahead.promised(module)
+        self.arm()
+
+    def _on_forward(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """Whether a step of inference begins: what was read is called again, and no one has asked for gradients."""
+        topology = topology_here()
+        if self.ahead.needs(module, topology):
+            find_mesh = functools.partial(self._mesh_for, topology, self.mesh or mesh_here())
+            self.ahead.split(module, (args, kwargs), topology, find_mesh)
+        found = self.signature(module, args, kwargs)
+        watch = self._watch
+        again = watch is not None and found in self._looked and not watch.went_back
+        if again:
+            self._current = set()
+        self._current.add(found)
+        return again
+
+    def on_call(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """A known module is called in a planned step: mark its batch; what was never seen is planned next."""
+        self.applied.mark_batch(leaves((args, kwargs), "batch"))
+        if self.armed:
+            return
+        found = self.signature(module, args, kwargs)
+        if found in self._seen:
+            self.applied.now.plan = self._seen[found]
+            return
+        self.arm()
+        assert self._watch is not None
+        self._watch.join(module, args, kwargs)
+
+    def on_sync(self) -> None:
+        """A step boundary: everything pending is about to run."""
+        if self.guard.failed:
+            return
+        roots: Sequence[Any] = ()
+        watch = self._watch
+        with self.guard:
+            if watch is not None and self._is_known():
+                self._pass_by(watch)
+            elif watch is not None:
+                roots = self._roots(watch)
+                roots = roots if watch.seen or (roots and _is_heavy(roots)) else ()
+        if roots and watch is not None:
+            self._plan(watch, roots)
+        else:
+            with self.guard:
+                self.applied.mark_state()
+        self.applied.now.step += 1
+        self.applied.now.pinned.clear()
+        if self._host_steps and self.plans:
+            self._host_steps -= 1
+            with self.guard:
+                stand_in_on_host(self.whole)
+
+    def on_read(self, tensor: Any) -> None:
+        """A value is about to be read. If a whole step is pending it is planned and run now."""
+        watch = self._watch
+        if watch is None or not on_xla(tensor) or not watch.seen or is_traced():
+            return
+        roots: Sequence[Any] = ()
+        with self.guard:
+            if watch.is_calling:
+                watch.note_read(plain(tensor))
+                return  # a check of a mask, say
+            roots = self._roots(watch)
+            if watch.training and not watch.infers and not watch.changed(roots):
+                self._looked |= self._current
+                watch.note_read(plain(tensor))
+                return  # a loss that is looked at in the middle of a step, or inference: what follows will show
+            if self._is_known():
+                self._pass_by(watch)
+                return
+        computed = self._plan(watch, roots) if roots else ()
+        if computed:
+            xlac()._xla_sync_multi([*computed], [], wait=False, sync_xla_data=True)
+
+    def whole(self, tensor: Any) -> Any:
+        """A tensor with the same values on the host, or whole on every device, if this one is split.
+
+        PyTorch/XLA compiles a program each time that it gathers a split tensor for the host. To read shards nothing is
+        compiled. Where they are not all here, or gradients are to go back, a lazy graph gathers: compiled once.
+        """
+        import torch
+
+        if self._live is None or not on_xla(tensor) or not tensor.dim() or is_traced():
+            return tensor
+        with self.guard, unseen():
+            inner = plain(tensor)
+            if type(inner) not in (torch.Tensor, torch.nn.Parameter):
+                return tensor  # it wraps others
+            compute([inner])
+            if not is_split(held_spec(inner)):
+                return tensor
+            goes_back = torch.is_grad_enabled() and tensor.requires_grad
+            read = None if goes_back else from_shards(inner)
+            if read is None:
+                return annotated(inner, [self._live.sharding(Spec(((),) * tensor.dim()))])
+            return read
+        return tensor
+
+    def _is_known(self) -> bool:
+        """Whether the step that is watched is planned already."""
+        return bool(self._current) and self._current <= self._seen.keys()
+
+    def _pass_by(self, watch: Watch) -> None:
+        """Let a known step go. After some of them watching ends, and whatever else was moved is awaited at its call."""
+        self._current = set()
+        watch.restart()
+        self._known_steps += 1
+        if self._known_steps == _KNOWN_STEPS:
+            self.disarm()
+            self.applied.hook_calls(list(self._moved), self.on_call)
+
+    def signature(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
+        """What makes two calls of a module the same graph: shapes, and whether gradients are kept."""
+        import torch
+
+        if module not in self._numbers:
+            self._numbers[module] = next(self._count)
+        number = self._numbers[module]
+        shapes = tuple((tuple(tensor.shape), tensor.dtype) for _, tensor in leaves((args, kwargs), ""))
+        return number, module.training, torch.is_grad_enabled(), shapes
+
+    def on_optimizer(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+        """An optimizer begins its step: what was planned as inference with gradients is planned anew."""
+        watch, unsure = self._watch, self._unsure
+        if (watch is None and not unsure) or is_traced():
+            return
+        with self.guard:
+            if not any(on_xla(parameter) for group in optimizer.param_groups for parameter in group["params"]):
+                return  # of a model on the host
+            if watch is not None:
+                watch.learn_state(optimizer)
+            self._seen = {key: plan for key, plan in self._seen.items() if key not in unsure}
+            self._settled |= unsure
+            self._unsure = set()
+
+    def _roots(self, watch: Watch) -> list[Any]:
+        kept = {id(tensor) for tensor in watch.recorded.values()}
+        return [root for root in live_pending(watch.persistent()) if id(root) not in kept]
+
+    def _plan(self, watch: Watch, roots: Sequence[Any]) -> Sequence[Any]:
+        """Plan the pending graph, and make `roots` the results of its planned run.
+
+        The tensors that this run computes: `roots` and what is split on the way; none if it could not be planned.
+        """
+        current, self._current = self._current, set()
+        self._seen |= dict.fromkeys(current)
+        topology = topology_here()
+        sizes = self.mesh or mesh_here()  # what is wrong with these, the user has to mend
+        group = group_here()
+        mesh = None if sizes is None else live_mesh(topology, sizes)
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", DeprecationWarning)
+                computed = self._plan_pending(watch, roots, topology, mesh, group)
+            self._seen |= dict.fromkeys(current, len(self.plans) - 1)
+            self._host_steps = _HOST_STEPS
+            if not watch.went_back:
+                self._unsure |= {key for key in current - self._settled if key[2]}
+            return computed
+        except Exception as error:  # whatever went wrong, the user's training goes on
+            if is_strict():
+                raise
+            if not self.failed:
+                warnings.warn(
+                    f"autoshard: this step runs replicated, since it could not be planned: {said_of(error)}",
+                    stacklevel=3,
+                )
+            self.failed = True
+            return ()
+        finally:
+            self.disarm()
+
+    def _mesh_for(self, topology: str, sizes: dict[str, int] | None, read: Callable[[LiveMesh], Capture]) -> LiveMesh:
+        """The mesh of these sizes; without them, the best one for what is read."""
+        if sizes is None:
+            whole = live_mesh(topology, {"data": Topology.parse(topology).num_devices})
+            sizes = self.mesh = kept_mesh(read(whole), topology)
+        return live_mesh(topology, sizes)
+
+    def _plan_pending(
+        self, watch: Watch, roots: Sequence[Any], topology: str, mesh: LiveMesh | None, group: bool | None
+    ) -> Sequence[Any]:
+        every = list(watch.recorded.items())
+        waits = pending([tensor for _, tensor in every])  # what a script has read in between is computed already
+        calls = [call for (call, _), waiting in zip(every, waits, strict=True) if waiting]
+        recorded = [tensor for (_, tensor), waiting in zip(every, waits, strict=True) if waiting]
+        del every
+        shapes = [tuple(tensor.shape) for tensor in recorded]
+        training = watch.training and (watch.went_back or watch.changed(roots))
+        watch.explain(roots)
+        read = functools.partial(
+            capture,
+            roots,
+            recorded,
+            watch.known,
+            training,
+            watch.title(),
+            marks=self.marks,
+            own_pins=self.applied.waiting_pins(),
+        )
+        mesh = mesh or self._mesh_for(topology, None, lambda mesh, read=read: read(mesh=mesh))
+        self._live = mesh
+        taken = read(mesh=mesh)
+        del recorded, read
+        numbers = {handle: number for number, handle in enumerate(taken.handles)}
+        held = [
+            (call, shape, (-1, numbers[handle])) for call, (shape, handle) in watch.held.items() if handle in numbers
+        ]
+        watch.forget()
+        replaces = training and not any(
+            tensor in self.applied.trained for tensor in taken.tensors if tensor is not None
+        )
+        fixed = {} if replaces else self.applied.decided(taken, watch.outermost)
+        decide = functools.partial(kept_decision, taken, topology, mesh, free=replaces)
+        try:
+            decision = decide(fixed)
+        except UserError:
+            # New batches are split as an earlier plan has them, which this step may not be able to use.
+            arguments = taken.program.arguments
+            state = {number: spec for number, spec in fixed.items() if arguments[number].role is not Role.BATCH}
+            if state == fixed:
+                raise
+            decision = decide(state)
+        plan = decision.plan
+        if replaces and self.applied.moves(taken, decision):
+            # Plans of inference know these tensors split in another way.
+            self._seen = {key: plan for key, plan in self._seen.items() if key[2]}
+        group = fits_whole(taken, decision) if group is None else group
+        shared = shared_storages()
+        inputs, waiting = split_inputs(taken, decision, mesh, group, shared)
+        outputs = replay(planned_proto(taken, plan, mesh), inputs)
+        for root, output, result in zip(taken.roots, outputs, taken.program.results, strict=True):
+            become(root, output, shared)
+            if result.shape:
+                own = own_sharding(taken, result.argument, mesh)
+                mark(root, mesh.sharding(plan.results[result.name]) if own is None else own)
+        self.applied.take(
+            taken, decision, mesh, Pins([*zip(calls, shapes, taken.places, strict=True), *held], taken.flow), watch
+        )
+        self.applied.hook_calls(watch.outermost, self.on_call)
+        self.plans.append(plan)
+        log.info("planned %s: %s", plan.program_name, "; ".join(plan.words) or "everything is replicated")
+        for sentence in decision.notes:
+            log.warning("%s", sentence)
+        return [*roots, *waiting]
+
+
+def _is_heavy(roots: Sequence[Any]) -> bool:
+    """Whether a graph without modules is worth planning: it has a matmul or a convolution."""
+
+    text = xlac()._get_xla_tensors_text(list(roots))
+    return any(f"aten::{op}" in text for op in ("mm", "bmm", "addmm", "einsum", "convolution", "matmul"))

@@ -1,0 +1,1 @@
+"""Specs on values of later steps, and inputs placed as planned."""

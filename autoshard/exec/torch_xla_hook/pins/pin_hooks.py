@@ -1,0 +1,194 @@
+"""Pins on the values of later steps: hooks on modules, on what they give and its gradients, and on some ops inside."""
+
+import functools
+import itertools as it
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from autoshard.exec.torch_xla_hook.capture.op_events import WITH_BIAS, Ops, whole_kind
+from autoshard.exec.torch_xla_hook.values.call_sites import LazyOp, Place, nodes_between
+from autoshard.exec.torch_xla_hook.values.lazy_tensors import is_wrapped, leaves, on_xla, pending
+from autoshard.exec.torch_xla_hook.values.live_marks import annotated, constrain
+from autoshard.exec.torch_xla_hook.values.module_hooks import CallHook, Guard, ModuleHook
+
+
+class OpPins:
+    """Shardings, ready-made, of what some ops take and make."""
+
+    def __init__(self) -> None:
+        self._pins: dict[tuple[str, int, str], list[tuple[int, tuple[int, ...], Sequence[Any]]]] = {}
+        self.kinds: set[str] = set()
+
+    def __bool__(self) -> bool:
+        return bool(self._pins)
+
+    def add(self, op: LazyOp, place: Place, shape: tuple[int, ...], shardings: Sequence[Any]) -> None:
+        self.kinds.add(whole_kind(op.kind))
+        self._pins.setdefault((op.kind, op.turn, place.what), []).append((place.number, shape, shardings))
+
+    def of(self, kind: str, turn: int, what: str, values: Sequence[Any]) -> Iterator[tuple[int, Any, Sequence[Any]]]:
+        """Number, value and shardings of those values that are pinned; one of another shape is another value."""
+        for number, shape, shardings in self._pins.get((kind, turn, what), ()):
+            if number < len(values) and getattr(values[number], "shape", None) == shape:
+                yield number, values[number], shardings
+
+
+class PinnedOps(Ops):
+    """Pins what ops take, for them alone, and what they make."""
+
+    def __init__(self, pins: OpPins, guard: Guard) -> None:
+        super().__init__(pins.kinds)
+        self._pins = pins
+        self._guard = guard
+        self._given: dict[tuple[int, ...], tuple[Any, Any]] = {}
+        """Values, by themselves and their shardings, with what ops are given instead."""
+
+    def __exit__(self, *error: object) -> None:
+        super().__exit__(*error)
+        self._given.clear()
+
+    def before(self, kind: str, turn: int, operands: Sequence[Any]) -> Sequence[Any]:
+        given = list(operands)
+        with self._guard:
+            for number, value, shardings in self._pins.of(kind, turn, "operand", operands):
+                if kind.endswith(WITH_BIAS) and number:
+                    # A bias is multiplied by one, which XLA leaves out: its clone is the same node, and with a
+                    # checkpoint around it PyTorch/XLA then traces the next step in another way.
+                    given[number] = annotated(value * 1, shardings)
+                else:
+                    given[number] = self._annotated(value, shardings)
+        return given
+
+    def _annotated(self, value: Any, shardings: Sequence[Any]) -> Any:
+        """One for all ops that take a value alike: XLA would move it for each. Below functionalisation none changes."""
+        if not is_wrapped():
+            return annotated(value, shardings)
+        key = id(value), *map(id, shardings)
+        if key not in self._given:
+            self._given[key] = value, annotated(value, shardings)
+        return self._given[key][1]
+
+    def after(self, kind: str, turn: int, results: Sequence[Any]) -> None:
+        with self._guard:
+            for _, value, shardings in self._pins.of(kind, turn, "result", results):
+                constrain(value, shardings)
+
+
+class CallPins:
+    """Shardings, ready-made, of the values of one call of a module."""
+
+    def __init__(self, guard: Guard) -> None:
+        self._guard = guard
+        self._given: dict[tuple[str, int, tuple[int, ...]], Sequence[Any]] = {}
+        self._nodes: dict[int, OpPins] = {}
+        self.ops = OpPins()
+
+    def add(self, place: Place, shape: tuple[int, ...], shardings: Sequence[Any]) -> None:
+        if place.op is None:
+            self._given[place.what, place.number, shape] = shardings
+        else:
+            ops = self.ops if place.op.node < 0 else self._nodes.setdefault(place.op.node, OpPins())
+            ops.add(place.op, place, shape, shardings)
+
+    def apply(self, inputs: Any, output: Any) -> None:
+        """Pin what a call has given, and what its backward pass will take and make.
+
+        What is computed already, as by a compiled module, is not moved.
+        """
+        given = self._given
+        for number, (_, tensor) in enumerate(leaves(output, "") if given else ()):
+            shape = tuple(tensor.shape)
+            here = given.get(("output", number, shape))
+            gradient = given.get(("gradient", number, shape))
+            if here is not None and on_xla(tensor) and all(pending([tensor])):
+                constrain(tensor, here)
+            if gradient is not None and tensor.requires_grad and on_xla(tensor):
+                tensor.register_hook(functools.partial(self._constrain, shardings=gradient))
+        if self._nodes:
+            until = max(self._nodes) + 1
+            for number, node in enumerate(it.islice(nodes_between(inputs, output), until)):
+                if number in self._nodes:
+                    PinnedOps(self._nodes[number], self._guard).around(node)
+
+    def _constrain(self, gradient: Any, shardings: Sequence[Any]) -> None:
+        with self._guard:
+            constrain(gradient, shardings)
+
+
+class Now:
+    """What runs now: the plan whose pins hold, and the step, by numbers."""
+
+    def __init__(self) -> None:
+        self.plan: int | None = None
+        """None while a step is watched that is to be planned, or that could not be."""
+        self.step = 0
+        self.pinned: set[int] = set()
+        """Plans whose pins are in what is pending."""
+
+
+class ModulePins:
+    """Hooks that pin the values of the calls of one module, in turn, under each of the plans that it is in."""
+
+    def __init__(self, module: Any, now: Now, guard: Guard) -> None:
+        self._now = now
+        self._guard = guard
+        self._plans: dict[int, list[CallPins]] = {}
+        self._counted: tuple[int | None, int] = (None, 0)
+        """Plan and step whose calls `_number` counts."""
+        self._number = 0
+        self._running: list[PinnedOps | None] = []
+        self._watches_ops = False
+        module.register_forward_hook(ModuleHook(self._give, guard), with_kwargs=True)
+
+    def add(self, module: Any, plan: int, place: Place, shape: tuple[int, ...], shardings: Sequence[Any]) -> None:
+        calls = self._plans.setdefault(plan, [])
+        while len(calls) <= place.call:
+            calls.append(CallPins(self._guard))
+        calls[place.call].add(place, shape, shardings)
+        if calls[place.call].ops and not self._watches_ops:
+            self._watches_ops = True
+            module.register_forward_pre_hook(ModuleHook(self._enter, self._guard), prepend=True)
+            module.register_forward_hook(ModuleHook(self._leave, self._guard), always_call=True)
+            CallHook.to_front(module)
+
+    def _pins(self) -> CallPins | None:
+        """Of the call that runs."""
+        now = self._now
+        calls = None if now.plan is None else self._plans.get(now.plan)
+        if not calls:
+            return None
+        if self._counted != (now.plan, now.step):
+            self._counted = now.plan, now.step
+            self._number = 0
+        return calls[self._number % len(calls)]
+
+    def enter(self) -> None:
+        """A call begins."""
+        pins = self._pins()
+        running = PinnedOps(pins.ops, self._guard) if pins is not None and pins.ops else None
+        if running is not None:
+            running.__enter__()
+        self._running.append(running)
+
+    def leave(self) -> None:
+        """A call ends, or fails."""
+        running = self._running.pop() if self._running else None
+        if running is not None:
+            running.__exit__(None, None, None)
+
+    def give(self, inputs: Any, output: Any) -> None:
+        """A call has ended: pin what it gives."""
+        pins = self._pins()
+        self._number += 1
+        if pins is not None and self._now.plan is not None:
+            self._now.pinned.add(self._now.plan)
+            pins.apply(inputs, output)
+
+    def _enter(self, module: Any, args: Any) -> None:
+        self.enter()
+
+    def _leave(self, module: Any, args: Any, output: Any) -> None:
+        self.leave()
+
+    def _give(self, module: Any, args: Any, kwargs: Any, output: Any) -> None:
+        self.give((args, kwargs), output)

@@ -1,0 +1,92 @@
+"""Decisions kept on disk: a process that traces a step which was planned before plans nothing.
+
+A key holds all that goes into a decision: the captured program and what is split in it, the topology and the mesh, what
+an earlier plan has decided, the memory limit, prices, and the sources and versions of what plans.
+"""
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from autoshard.base.call_rules import registrations
+from autoshard.base.disk_cache import key_of, read_entry, write_entry
+from autoshard.cost import Topology
+from autoshard.errors import UserError
+from autoshard.exec.torch_xla_hook.capture.lazy_graph import Capture
+from autoshard.exec.torch_xla_hook.planning.capture_planning import Decision, best_mesh, decide
+from autoshard.exec.torch_xla_hook.planning.runtime_topology import memory_limit_here
+from autoshard.exec.torch_xla_hook.values.live_marks import LiveMesh
+from autoshard.planning import Options, Spec, plan_from_json, plan_to_json, priced_with
+
+
+_PACKAGES = ("jax", "jaxlib", "torch_xla", "numpy", "scipy", "numba", "ortools", "highspy")
+_ROOMS = ("base", "cost", "exec/torch_xla_hook", "graph", "mlir", "planning", "program", "solver")
+_SOURCES = ("*.py", *(f"{room}/**/*.{kind}" for room in _ROOMS for kind in ("py", "json")))
+
+
+def kept_decision(
+    taken: Capture, topology: str, mesh: LiveMesh, fixed: Mapping[int, Spec], free: bool = False
+) -> Decision:
+    """`decide`, from disk where it is there."""
+    here = {
+        "mesh": list(mesh.sizes.items()),
+        "devices": mesh.devices,
+        "fixed": [[number, spec.dims] for number, spec in sorted(fixed.items())],
+        "split": sorted(taken.split.items()),
+        "users": sorted(taken.users),
+        "free": free,
+    }
+    key = _key(taken, topology, here)
+    found = _read(key)
+    if found is not None:
+        try:
+            plan, notes = plan_from_json(found["plan"]), tuple(found["notes"])
+            return Decision.of(taken, plan, notes)
+        except (KeyError, TypeError, UserError):
+            pass  # not what was written here, whatever its hash says
+    made = decide(taken, topology, mesh, fixed, free)
+    _write(key, {"plan": plan_to_json(made.plan), "notes": made.notes})
+    return made
+
+
+def kept_mesh(taken: Capture, topology: str) -> dict[str, int]:
+    """`best_mesh`, from disk where it is there."""
+    key = _key(taken, topology, "best mesh")
+    found = _read(key)
+    if isinstance(found, dict):
+        return found
+    made = best_mesh(taken, topology)
+    _write(key, made)
+    return made
+
+
+_KIND = "torch-xla"
+
+
+def _key(taken: Capture, topology: str, here: Any) -> str | None:
+    """The key of what is decided; None with rules that were registered, which are in no file of ours."""
+    if registrations():
+        return None
+    program = taken.program
+    said = [
+        program.fingerprint,
+        [program.name, program.training, [repr(each) for each in (*program.arguments, *program.results)]],
+        topology,
+        memory_limit_here(),
+        repr(priced_with(Options(topology=topology), Topology.parse(topology))),
+        here,
+    ]
+    return key_of(said, _PACKAGES, _SOURCES)
+
+
+def _read(key: str | None) -> Any:
+    body = None if key is None else read_entry(_KIND, key)
+    try:
+        return None if body is None else json.loads(body)
+    except ValueError:
+        return None
+
+
+def _write(key: str | None, made: Any) -> None:
+    if key is not None:
+        write_entry(_KIND, key, json.dumps(made).encode())

@@ -1,0 +1,1 @@
+"""Tensors of the lazy backend, their marks, and kernels on the XLA device."""

@@ -1,0 +1,279 @@
+"""Tensors of the lazy backend: live, pending, traced, and the data that a graph reads."""
+
+import collections
+import contextlib
+import functools
+import gc
+import importlib
+import os
+import threading
+from collections.abc import Container, Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+
+
+def pending(tensors: Sequence[Any]) -> list[bool]:
+    """For each tensor on the XLA device: whether its value is still to be computed."""
+
+    return list(xlac()._check_tensor_need_materialization(list(tensors))) if tensors else []
+
+
+def compute(tensors: Sequence[Any]) -> None:
+    """Compute those of these tensors that are pending, in one program."""
+    waiting = [tensor for tensor, waits in zip(tensors, pending(tensors), strict=True) if waits]
+    if waiting:
+        xlac()._xla_sync_multi(waiting, [], wait=False, sync_xla_data=False)
+
+
+def handles(tensors: Sequence[Any]) -> list[int]:
+    """An identity of the device data of each tensor, equal for tensors that share it.
+
+    Data that is on the host still is uploaded. Not for pending tensors: these would be computed. Waits for the step
+    that runs: what a running step makes has no handle yet, and torch_xla 2.9 ends the process when it is asked for one.
+    """
+    if not tensors:
+        return []
+    xlac()._xla_wait_device_ops([])
+    return list(xlac()._get_tensors_handle(list(tensors)))
+
+
+def plain(tensor: Any) -> Any:
+    """The tensor inside of an `XLAShardedTensor`, which is what `xs.mark_sharding` and `distribute_tensor` return."""
+    return getattr(tensor, "global_tensor", tensor)
+
+
+def is_functional(tensor: Any) -> bool:
+    """Whether functionalisation wraps this tensor, as it does all that a script sees by itself."""
+    import torch
+
+    return vars(torch)["_is_functional_tensor"](tensor)
+
+
+def become(tensor: Any, value: Any, shared: Container[int]) -> None:
+    """Make a tensor compute what `value`, of the same shape and dtype, computes, and with it all its aliases.
+
+    `shared` are the storages of `shared_storages`. A tensor in one of them receives the node of `value` below
+    functionalisation, in the lazy tensor that the aliases share. Any other tensor receives a new storage, which frees
+    the old one: there a gradient may be a view of what only C++ knows.
+    """
+    import torch
+
+    if storage_of(tensor) not in shared:
+        tensor.data = value if is_functional(tensor) else vars(torch)["_from_functional_tensor"](value)
+        return
+    with torch.no_grad():
+        _unwrapped(tensor).copy_(_unwrapped(value))
+
+
+def hold(tensor: Any, value: Any, shared: Container[int]) -> None:
+    """Replace the device data of a tensor and its aliases by `value`, which has the same values.
+
+    A part of a shared storage stays as it is.
+    """
+    import torch
+
+    if storage_of(tensor) not in shared:
+        become(tensor, value, shared)
+    elif is_functional(tensor) and tensor.nbytes == tensor.untyped_storage().nbytes():
+        vars(torch)["_functionalize_replace"](tensor, _unwrapped(value))
+        vars(torch)["_functionalize_commit_update"](tensor)
+
+
+def storage_of(tensor: Any) -> int:
+    """Return an identity of a tensor's storage, equal for all aliases and views."""
+    return tensor.untyped_storage()._cdata
+
+
+def shared_storages() -> set[int]:
+    """Return the storages that several tensors on the XLA device use, of those that Python can see."""
+    return _shared({id(plain(tensor)): plain(tensor) for tensor in live_on_xla()}.values())
+
+
+def _shared(tensors: Iterable[Any]) -> set[int]:
+    users = collections.Counter(storage_of(tensor) for tensor in tensors)
+    return {storage for storage, count in users.items() if count > 1}
+
+
+def _base_of(tensor: Any) -> Any:
+    """Return a tensor of the whole storage of a wrapped one: the base of its views, which Python may not know."""
+    import torch
+
+    torch_vars = vars(torch)
+    base = torch.empty((), dtype=tensor.dtype, device=tensor.device)
+    own = base.detach()
+    while True:
+        # A wrapper reads the base of its storage where the generations of the two differ.
+        torch_vars["_functionalize_commit_update"](base)
+        torch_vars["_functionalize_sync"](base)
+        before = xlac()._xla_get_tensor_id(base)
+        torch_vars["_functionalize_unsafe_set"](base, tensor)
+        torch_vars["_functionalize_sync"](base)
+        if xlac()._xla_get_tensor_id(base) != before:
+            return base
+        torch_vars["_functionalize_unsafe_set"](base, own)
+
+
+def _unwrapped(tensor: Any) -> Any:
+    """Return the lazy tensor inside of the wrapper of functionalisation."""
+    import torch
+
+    return vars(torch)["_from_functional_tensor"](tensor) if is_functional(tensor) else tensor
+
+
+def on_xla(tensor: Any) -> bool:
+    return tensor.device.type == "xla"
+
+
+def live_pending(first: Iterable[Any]) -> list[Any]:
+    """All live pending tensors that Python can see: those in `first` in its order, then the others.
+
+    Of aliases that share one lazy tensor the first stands for all; the base of several views follows them. A
+    parameter's gradient may have no Python object until it is asked for. What only C++ holds (tensors saved for a
+    backward pass that has not run) is not found.
+    """
+    found: dict[int, Any] = {}
+    wrapped = is_wrapped()
+
+    def take(tensor: Any) -> None:
+        inner = plain(tensor)
+        if id(inner) not in found and on_xla(inner) and (inner is not tensor or is_functional(inner) == wrapped):
+            found[id(inner)] = inner
+
+    everything = [*first, *_tensors_of_process()]
+    for tensor in everything:
+        take(tensor)
+        gradient = _gradient(tensor)
+        if gradient is not None:
+            take(gradient)
+    tensors = list(found.values())
+    waiting = [tensor for tensor, is_pending in zip(tensors, pending(tensors), strict=True) if is_pending]
+    shared = _shared(tensors) if wrapped else ()
+    viewed = {storage_of(tensor): tensor for tensor in waiting if storage_of(tensor) in shared}
+    bases = [_base_of(tensor) for tensor in viewed.values()]
+    bases = [base for base, is_pending in zip(bases, pending(bases), strict=True) if is_pending]
+    distinct: dict[int, Any] = {}
+    for tensor in (*waiting, *bases):
+        distinct.setdefault(xlac()._xla_get_tensor_id(tensor), tensor)
+    return list(distinct.values())
+
+
+def _gradient(tensor: Any) -> Any:
+    """Return the gradient of a leaf; None for any other tensor."""
+    try:
+        return tensor.grad if tensor.is_leaf else None
+    except RuntimeError:  # a view made without gradients, whose base has changed since: autograd gives no answer
+        return None
+
+
+def live_data(but: Container[Any] = ()) -> list[tuple[int, Any]]:
+    """Device data handle and tensor of all tensors of one dim and more that Python can see and that are not pending.
+
+    Those in `but` are left out.
+    """
+    wrapped = is_wrapped()
+    seen = (plain(tensor) for tensor in _tensors_of_process() if on_xla(tensor) and tensor.dim())
+    seen = (tensor for tensor in seen if tensor not in but)
+    tensors = list({id(tensor): tensor for tensor in seen if is_functional(tensor) == wrapped}.values())
+    held = [tensor for tensor, waits in zip(tensors, pending(tensors), strict=True) if not waits]
+    return list(zip(handles(held), held, strict=True))
+
+
+@functools.cache
+def is_wrapped() -> bool:
+    """Whether a script's tensors are wrapped: kernels in Python see those below functionalisation, no one else's."""
+    return not _flag("XLA_DISABLE_FUNCTIONALIZATION")
+
+
+def _flag(name: str) -> bool:
+    return os.environ.get(name, "").strip().lower() in ("1", "true")
+
+
+def live_on_xla() -> list[Any]:
+    """All tensors on the XLA device that Python can see."""
+    return [tensor for tensor in _tensors_of_process() if on_xla(tensor)]
+
+
+def _tensors_of_process() -> Iterator[Any]:
+    import torch
+    from torch._subclasses.fake_tensor import FakeTensor
+    from torch._subclasses.functional_tensor import FunctionalTensor
+
+    kinds = _subclasses(torch.Tensor) - _subclasses(FakeTensor) - _subclasses(FunctionalTensor)
+    wanted = set(map(id, kinds))  # to ask each of a million objects for its class is slow, and not all can be hashed
+    for thing in gc.get_objects():
+        if id(type(thing)) in wanted and not _is_of_transform(thing):
+            thing._fix_weakref()  # a tensor that only C++ held is Python's too from here on
+            yield thing
+
+
+def _is_of_transform(tensor: Any) -> bool:
+    """Return whether a functional transform made this tensor for itself: a wrapper, or a tensor without a device."""
+    import torch
+
+    if vars(torch._C)["_functorch"].is_functorch_wrapped_tensor(tensor):
+        return True
+    try:
+        return tensor.device is None
+    except RuntimeError:
+        return True
+
+
+def _subclasses(kind: type) -> set[type]:
+    """A class and all that are made from it."""
+    return {kind}.union(*map(_subclasses, kind.__subclasses__()))
+
+
+def leaves(value: Any, name: str) -> Iterator[tuple[str, Any]]:
+    """Tensors in nested tuples, lists, mappings and model outputs, with dotted names."""
+    import torch
+
+    if isinstance(value, torch.Tensor):
+        yield name, plain(value)
+    elif isinstance(value, dict):
+        for key, inner in value.items():
+            yield from leaves(inner, f"{name}.{key}" if name else str(key))
+    elif isinstance(value, (tuple, list)):
+        for index, inner in enumerate(value):
+            yield from leaves(inner, f"{name}.{index}" if name else str(index))
+
+
+@functools.cache  # asked for each tensor of every step
+def xlac() -> Any:
+    """`torch_xla._XLAC`."""
+    return importlib.import_module("torch_xla")._XLAC
+
+
+_MODES = tuple(torch._C._TorchDispatchModeKey.__members__.values())
+"""Of fake tensors, of functionalisation and of proxies: AOT autograd, `make_fx` and export trace in them."""
+
+
+_is_transformed: Any = vars(torch._C)["_are_functorch_transforms_active"]
+_modes: Any = vars(torch._C)["_len_torch_dispatch_stack"]
+
+
+class _Traces(threading.local):
+    depth = 0
+
+
+_traces = _Traces()
+
+
+@contextlib.contextmanager
+def traced() -> Iterator[None]:
+    """A context in which what runs on this thread is traced, by means of its own."""
+    _traces.depth += 1
+    try:
+        yield
+    finally:
+        _traces.depth -= 1
+
+
+def is_traced() -> bool:
+    """Whether dynamo, AOT autograd, a functional transform or `traced` traces what runs now on this thread."""
+    if torch.compiler.is_compiling():  # first: dynamo knows the answer, and reads no further
+        return True
+    if _traces.depth or _is_transformed():
+        return True
+    # Asked for each hook of each step, in most of which there is no mode at all.
+    return bool(_modes()) and any(torch._C._get_dispatch_mode(mode) is not None for mode in _MODES)

@@ -1,0 +1,160 @@
+"""A plan for JAX's explicit sharding mode."""
+
+from autoshard.errors import UserError
+from autoshard.exports.explicit_values import Hint, advice, explicit_hints
+from autoshard.exports.export_text import comment, head, order_text, partition, table, unpinned
+from autoshard.planning import Plan, Spec
+from autoshard.program import SUFFIXES, Program
+
+
+_EXPLICIT = '''
+import jax
+import numpy as np
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec as P
+
+{mesh}
+{order}
+
+def make_mesh(devices=None):
+    """The plan's mesh, all axes explicit.
+
+    TPUs are numbered by slice, coordinates and core; other devices by process and id.
+    """
+
+    def place(device):
+        where = (getattr(device, "slice_index", 0) or 0, *getattr(device, "coords", ()))
+        return (*where, getattr(device, "core_on_chip", 0), device.process_index, device.id)
+
+    ordered = sorted(jax.devices() if devices is None else devices, key=place)
+    grid = np.array([ordered[number] for number in DEVICE_ORDER], dtype=object)
+    return Mesh(grid.reshape(tuple(MESH.values())), tuple(MESH), axis_types=(AxisType.Explicit,) * len(MESH))
+
+
+def shardings(specs, mesh):
+    """One NamedSharding for each name, in the order of the step's flat arguments (or results)."""
+    return {{name: NamedSharding(mesh, spec) for name, spec in specs.items()}}
+
+
+def put(args, mesh):
+    """A step's arguments, as they were planned, on the devices: their types have the plan's specs."""
+    leaves, tree = jax.tree.flatten(tuple(args))
+    return tree.unflatten(map(jax.device_put, leaves, shardings(ARGUMENTS, mesh).values()))
+
+
+def at(place):
+    """The spec at a place of `HINTS`, for `out_sharding=`; None, its default, where no mesh is explicit."""
+    return HINTS[place] if jax.sharding.get_abstract_mesh().explicit_axes else None
+
+
+def hint(place, value):
+    """A value with the spec at a place of `HINTS`; the value itself where no mesh is explicit."""
+    spec = at(place)
+    return value if spec is None else jax.sharding.reshard(value, spec)
+
+
+def jit(fn, args, mesh=None, **options):
+    """`jax.jit` of a step that is written in explicit mode; its results are brought to the plan's specs.
+
+    `args` are its arguments as they were planned, or their shapes. The function that is returned puts its own.
+    """
+    mesh = make_mesh() if mesh is None else mesh
+    leaves, tree = jax.tree.flatten(tuple(args))
+    given = [
+        jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
+        for leaf, sharding in zip(leaves, shardings(ARGUMENTS, mesh).values(), strict=True)
+    ]
+    with jax.set_mesh(mesh):
+        outs = jax.tree.structure(jax.eval_shape(fn, *tree.unflatten(given)))
+    step = jax.jit(fn, out_shardings=outs.unflatten(shardings(RESULTS, mesh).values()), **options)
+
+    def run(*args):
+        with jax.set_mesh(mesh):
+            return step(*put(args, mesh))
+
+    return run
+
+
+def jit_unchanged(fn, args, mesh=None, **options):
+    """The same for a step as it was planned: explicit types without, XLA's propagation within."""
+    mesh = make_mesh() if mesh is None else mesh
+    outs = jax.tree.structure(jax.eval_shape(fn, *args))
+    within = jax.sharding.auto_axes(fn, out_sharding=outs.unflatten(shardings(RESULTS, mesh).values()))
+    return jit(within, args, mesh, **options)
+
+
+{arguments}
+{results}
+{hints}'''
+
+
+def explicit_text(plan: Plan, sentence: str, program: Program | None = None) -> str:
+    """The plan for explicit mode; without its program no hints.
+
+    Raises `UserError` for a plan of what no JAX code says, and for another program than the planned one.
+    """
+    check_explicit(plan, program)
+    hints: list[Hint] = []
+    if sentence.startswith("Predicted"):
+        sentence += " That is `jit_unchanged`; a step with the hints is not priced."
+    lacks = ["hints inside of the step, for which its program is needed."]
+    if program is not None:
+        hints, in_gradients = explicit_hints(plan, program)
+        lacks = []
+        if in_gradients:
+            lacks.append(
+                f"{in_gradients} of the pins, which are of gradients: explicit mode gives a gradient the type of its "
+                "value."
+            )
+        open_ones = [hint for hint in hints if hint.spec is None]
+        if open_ones:
+            places = ", ".join(hint.place for hint in open_ones[:5]) + (", ..." if len(open_ones) > 5 else "")
+            lacks.append(
+                f"the specs of {len(open_ones)} values for which explicit mode asks, since they are not known or "
+                f"uneven: {places}."
+            )
+    pinned = unpinned(plan, instead="types decide, or XLA's propagation in `jit_unchanged`, but for those in HINTS")
+    return head(plan, (*pinned, *lacks), sentence) + _EXPLICIT.format(
+        mesh=f"MESH = {plan.mesh!r}",
+        order=f"DEVICE_ORDER = {order_text(plan)}",
+        arguments=table("ARGUMENTS", {name: partition(spec) for name, spec in plan.arguments.items()}),
+        results=table("RESULTS", {name: partition(spec) for name, spec in plan.results.items()}),
+        hints=_hints_text(hints),
+    )
+
+
+def check_explicit(plan: Plan, program: Program | None) -> None:
+    """Raise `UserError` for a plan of what no JAX code says, as far as that is known without its program."""
+    source = plan.provenance.get("source") or {}
+    if program is not None and program.source is not None:
+        source = program.source
+    name = str(source.get("program", ""))
+    if plan.uses or (program is not None and program.weights):
+        what = "a torch module"
+    elif name.startswith("hf:"):
+        what = "a model that is made from its configuration"
+    elif name.endswith(SUFFIXES):
+        what = "a file of a compiler"
+    else:
+        return
+    raise UserError(
+        f"explicit sharding mode is written in JAX code, and the plan of {plan.program_name} is of {what}: export it "
+        "with --to jax, or plan a JAX step."
+    )
+
+
+def _hints_text(hints: list[Hint]) -> str:
+    """The table of hints, with a line above each that says of which value it is and how it is given."""
+    lines = [
+        "# Where the plan has another spec than explicit mode's types, in the step's order: `hint(place, value)`\n"
+        "# gives it to a value. Where it says `asks`, JAX has no type of its own; `at(place)` is for the op itself:\n"
+    ]
+    lines += [comment(f"{primitive}: {where}.") for primitive, where in advice(hints).items()]
+    if any(hint.asked and hint.primitive not in advice(hints) for hint in hints):
+        lines.append("# others: `jax.sharding.auto_axes(f, out_sharding=at(place))` of a function `f` of that part.\n")
+    lines.append("HINTS = {\n")
+    for hint in hints:
+        if hint.spec is not None:
+            what = "what it takes" if hint.operand is not None else "asks" if hint.asked else "its result"
+            shape = "x".join(map(str, hint.shape)) or "a scalar"
+            lines.append(f"    {hint.place!r}: {partition(Spec(hint.spec.dims))},  # {shape}; {what}\n")
+    return "".join([*lines, "}\n"])

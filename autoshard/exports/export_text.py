@@ -1,0 +1,135 @@
+"""Text that exports share: first lines, tables, and the remat settings of MaxText."""
+
+from collections.abc import Mapping
+
+from autoshard.errors import UserError
+from autoshard.planning import Plan, Spec, mesh_words, planned_remat
+from autoshard.program import Policy
+from autoshard.report.display import clean
+
+
+MAKE_MESH = '''def make_mesh(devices=None):
+    """The plan's mesh. TPUs are numbered by slice, coordinates and core; other devices by process and id."""
+
+    def place(device):
+        where = (getattr(device, "slice_index", 0) or 0, *getattr(device, "coords", ()))
+        return (*where, getattr(device, "core_on_chip", 0), device.process_index, device.id)
+
+    ordered = sorted(jax.devices() if devices is None else devices, key=place)
+    grid = np.array([ordered[number] for number in DEVICE_ORDER], dtype=object)
+    return Mesh(grid.reshape(tuple(MESH.values())), tuple(MESH))
+'''
+"""Code that makes a JAX mesh of `MESH` and `DEVICE_ORDER`."""
+
+
+def head(plan: Plan, lacks: tuple[str, ...], sentence: str, mark: str = "#") -> str:
+    """Comment lines: what this is, what a step takes with it, and what it leaves out."""
+    mesh = mesh_words(plan.mesh)
+    lines = [f"Shardings of {clean(plan.program_name, 80)} on {plan.topology}, mesh {mesh}; made by autoshard."]
+    lines.append(sentence)
+    refined = [axis for axis in plan.original_mesh if axis not in plan.mesh]
+    lines += [f"The mesh is refined: {', '.join(_parts(plan, axis))} are the parts of {axis}." for axis in refined]
+    lines += [f"Not expressed here: {lack}" for lack in lacks]
+    return "".join(comment(line, mark) for line in lines)
+
+
+def comment(line: str, mark: str = "#") -> str:
+    """One line of a comment, whatever names stand in it: what would end the line does not."""
+    return f"{mark} {clean(line)}\n"
+
+
+def _parts(plan: Plan, axis: str) -> list[str]:
+    """Axes of the mesh that are parts of a refined one, outer first."""
+    return [own for own in plan.mesh if own not in plan.original_mesh and own.startswith(f"{axis}(")]
+
+
+def unpinned(plan: Plan, instead: str = "XLA's propagation chooses them instead") -> tuple[str, ...]:
+    lacks = []
+    if plan.pins:
+        lacks.append(f"the {len(plan.pins)} intermediates that the plan pins; {instead}.")
+    if plan.regions:
+        lacks.append(
+            f"the {len(plan.regions)} convolutions and pools that the plan runs shard by shard; they are split some "
+            "other way, which in XLA gives wrong gradients of some (docs/limits.md)."
+        )
+    if any(spec.axes for call in plan.calls for spec in (*call.operands, *call.results)):
+        lacks.append(f"the {len(plan.calls)} calls that the plan runs on shards; every device runs them whole.")
+    if plan.host:
+        lacks.append(f"the {len(plan.host)} tensors that the plan has in the hosts' memory; they stay on the devices.")
+    return tuple(lacks)
+
+
+def table(name: str, rows: Mapping[str, str]) -> str:
+    body = "".join(f"    {key!r}: {value},\n" for key, value in rows.items())
+    return f"{name} = {{\n{body}}}\n"
+
+
+def order_text(plan: Plan) -> str:
+    if plan.device_order == tuple(range(len(plan.device_order))):
+        return f"range({len(plan.device_order)})"
+    return repr(plan.device_order)
+
+
+def partition(spec: Spec) -> str:
+    """A spec as code: `P('data', None, 'model')`."""
+    entries = [repr(axes[0]) if len(axes) == 1 else repr(axes) if axes else "None" for axes in spec.dims]
+    while entries and entries[-1] == "None":
+        entries.pop()
+    return f"P({', '.join(entries)})"
+
+
+MAXTEXT: dict[str, tuple[str, ...]] = {
+    "decoder_layer_input": ("input",),
+    "query_proj": ("q_proj", "query"),
+    "key_proj": ("k_proj", "key"),
+    "value_proj": ("v_proj", "value"),
+    "qkv_proj": ("c_attn", "qkv_proj", "query_key_value"),
+    "context": ("context",),
+    "out_proj": ("o_proj", "out", "attn.c_proj"),
+    "mlpwi_0": ("gate_proj", "gate"),
+    "mlpwi_1": ("up_proj", "up"),
+    "mlpwi": ("c_fc", "fc1"),
+    "mlpwo": ("down_proj", "down", "mlp.c_proj", "fc2"),
+}
+"""MaxText's name of a tensor that its custom policy places, and the values of other models that stand for it."""
+
+_DOTS = tuple(name for name in MAXTEXT if name not in ("decoder_layer_input", "context"))
+"""Results of matmuls with a weight."""
+
+
+def maxtext_remat(plan: Plan) -> tuple[str, list[str]]:
+    """Lines of the configuration, none if the plan does not say what is computed again; and what they cannot hold.
+
+    MaxText places a tensor on the `device` or its host (`offload`), or computes it again (`remat`), in all layers.
+    """
+    try:
+        found = planned_remat(plan)
+    except UserError:  # a choice of the program's own, which means what it likes
+        found = None
+    if found is None:
+        return "", []
+    policy, lacks = found.of(0), []
+    if len(found.parts) > 1:
+        lacks.append(f"what only the first layers do ({clean(str(found))}); here all do as the first one.")
+    if not policy.names and policy.base != "dots":
+        return f"remat_policy: {policy.base}\n", lacks
+    places = {name: _place(policy, name, values) for name, values in MAXTEXT.items()}
+    known = {value for values in MAXTEXT.values() for value in values}
+    strange = [name for name in policy.names if not any(_means(name, value) for value in known)]
+    if strange:
+        lacks.append(f"where {', '.join(clean(name) for name in strange)} wait; MaxText has no such tensor.")
+    return "remat_policy: custom\n" + "".join(f"{name}: {place}\n" for name, place in places.items()), lacks
+
+
+def _means(name: str, value: str) -> bool:
+    """Whether a name in a policy is that of a value, or its end, or longer than it."""
+    return name == value or name.endswith(f".{value}") or value.endswith(f".{name}")
+
+
+def _place(policy: Policy, name: str, values: tuple[str, ...]) -> str:
+    for names, place in ((policy.keep, "device"), (policy.offload, "offload")):
+        if any(_means(own, value) for own in names for value in values):
+            return place
+    if name == "decoder_layer_input" or (policy.base == "dots" and name in _DOTS):
+        return "device"
+    return "remat"

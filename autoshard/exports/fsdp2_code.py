@@ -1,0 +1,128 @@
+"""A plan as code for PyTorch's FSDP2: `fully_shard` over the devices that share the batch, DTensor over the others."""
+
+import math
+
+from autoshard.errors import UserError
+from autoshard.exports.export_text import head, table, unpinned
+from autoshard.exports.parallel_styles import batch_and_tensor_axes, split_by, split_together
+from autoshard.exports.torch_code import plan_inputs, plan_parameters
+from autoshard.planning import Plan, module_pattern
+
+
+_FSDP2 = '''
+import re
+
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.nn import ModuleList, Parameter
+
+MESH = {mesh!r}
+{parameters}
+{inputs}
+
+def make_mesh(device_type):
+    return init_device_mesh(device_type, tuple(MESH.values()), mesh_dim_names=tuple(MESH))
+
+
+def _dims(name):
+    """The dim that `data` splits, which FSDP gathers before use, and the one that `tensor` splits; None for none."""
+    for pattern, dims in PARAMETERS.items():
+        if re.match(pattern, name):
+            return dims
+    raise KeyError(f"the plan has no parameter {{name}}")
+
+
+def shard(model, mesh, **options):
+    """Split a model's parameters as planned: every block of a `ModuleList` is gathered for itself, what else there is
+    with the model. `options` are those of `fully_shard`, such as `mp_policy`."""
+    names = {{}}
+    made = {{}}
+    for name, parameter in list(model.named_parameters(remove_duplicate=False)):
+        path, _, key = name.rpartition(".")
+        module = model.get_submodule(path)
+        if id(parameter) not in made:
+            made[id(parameter)] = parameter, parameter
+            if "tensor" in MESH:
+                dim = _dims(name)[1]
+                placements = [Replicate() if dim is None else Shard(dim)]
+                value = distribute_tensor(parameter.detach(), mesh["tensor"], placements)
+                made[id(parameter)] = parameter, Parameter(value, requires_grad=parameter.requires_grad)
+        module.register_parameter(key, made[id(parameter)][1])
+        names.setdefault(id(made[id(parameter)][1]), name)
+    if "tensor" in MESH:
+        for module in model.modules():
+            for key, buffer in list(module.named_buffers(recurse=False)):
+                whole = distribute_tensor(buffer, mesh["tensor"], [Replicate()])
+                module.register_buffer(key, whole, key not in module._non_persistent_buffers_set)
+
+    def place(parameter):
+        dim = _dims(names[id(parameter)])[0]
+        return None if dim is None else Shard(dim)
+
+    blocks = [block for each in model.modules() if isinstance(each, ModuleList) for block in each]
+    for module in (*reversed(blocks), model):
+        fully_shard(module, mesh=mesh["data"], shard_placement_fn=place, **options)
+    return model
+
+
+def local_inputs(mesh, **inputs):
+    """This process's part of the inputs of a step, by name; every process gives the whole batch."""
+    found = {{}}
+    for name, value in inputs.items():
+        dim = INPUTS[name]
+        if dim is not None:
+            value = value.chunk(MESH["data"], dim)[mesh["data"].get_local_rank()].contiguous()
+        found[name] = DTensor.from_local(value, mesh["tensor"], [Replicate()]) if "tensor" in MESH else value
+    return found
+'''
+
+
+def fsdp2_text(plan: Plan, sentence: str) -> str:
+    """The code. Raises `UserError` for a plan that splits no batch, which FSDP2 has no use for."""
+    specs, lost = plan_parameters(plan)
+    inputs = plan_inputs(plan)
+    data, tensor = batch_and_tensor_axes(plan)
+    if not data:
+        raise UserError("FSDP2 splits parameters over the devices that share a batch, and the plan splits no batch.")
+    unused = [axis for axis in plan.mesh if axis not in (*data, *tensor) and plan.mesh[axis] > 1]
+    if unused:
+        raise UserError(
+            f"in FSDP2 the devices along {' and '.join(unused)} would all do the same: the plan splits neither the "
+            "batch nor parameters over them."
+        )
+    sizes = [math.prod(plan.mesh[axis] for axis in axes) for axes in (data, tensor)]
+    mesh = {"data": sizes[0]} | ({"tensor": sizes[1]} if tensor else {})
+    rows, unlike, whole = {}, [], []
+    for name, spec in specs.items():
+        shape = plan.shapes[name][len(plan.shapes[name]) - len(spec.dims) :]
+        dims = gathered, kept = split_by(spec, data), split_by(spec, tensor)
+        if kept is not None and not split_together(spec, kept, tensor):
+            dims = gathered, kept = gathered, None
+        if gathered and shape[gathered] % math.prod(sizes if gathered == kept else sizes[:1]):
+            dims = None, kept  # FSDP2 splits unevenly by the first dim alone
+        if gathered is None:
+            whole.append(name)
+        if any(axis in spec.axes for axis in data) and not (
+            dims[0] is not None and split_together(spec, dims[0], data)
+        ):
+            unlike.append(name)
+        elif any(axis in spec.axes for axis in tensor) and kept is None:
+            unlike.append(name)
+        rows[module_pattern(plan, name)] = repr(dims)
+    batch = {name: split_by(spec, data) for name, spec in inputs.items()}
+    elsewhere = sorted({name for name, spec in inputs.items() for axis in spec.axes if axis not in data})
+    lacks = (
+        *unpinned(plan, "DTensor splits each op as its operands are"),
+        *lost,
+        *([f"{', '.join(unlike)}: split by some of the axes, by several dims or unevenly."] if unlike else []),
+        *([f"{', '.join(whole)}: whole over the batch's devices; FSDP splits them as well."] if whole else []),
+        *([f"{', '.join(elsewhere)}: split beside the batch; they are whole there."] if elsewhere else []),
+        "optimizer state; state made like its parameter is split like it.",
+        "the device order; ranks are laid out row-major over the mesh.",
+    )
+    return head(plan, lacks, sentence) + _FSDP2.format(
+        mesh=mesh,
+        parameters=table("PARAMETERS", rows),
+        inputs=table("INPUTS", {name: repr(dim) for name, dim in batch.items()}),
+    )

@@ -1,0 +1,98 @@
+"""A plan as a `keras.distribution.LayoutMap`."""
+
+import re
+
+from autoshard.exports.export_text import head, order_text, table, unpinned
+from autoshard.planning import Plan, Spec, form_named, held_specs, inputs_axis
+
+
+_KERAS = '''
+import keras
+
+{mesh}
+{order}
+{batch}
+
+# Patterns of the paths of Keras's variables; what matches none is whole on every device.
+{layouts}
+# The shape of every variable that was planned, by its path.
+{shapes}
+# The same of one batch.
+{inputs}
+
+def make_mesh(devices=None):
+    """The plan's mesh over the names of devices as `keras.distribution.list_devices` gives them."""
+    devices = keras.distribution.list_devices() if devices is None else devices
+    ordered = [devices[number] for number in DEVICE_ORDER]
+    sizes = {{**MESH, BATCH_AXIS: MESH.get(BATCH_AXIS, 1)}}
+    return keras.distribution.DeviceMesh(tuple(sizes.values()), tuple(sizes), ordered)
+
+
+def layout_map(mesh):
+    """The `LayoutMap` of the plan's variables."""
+    layouts = keras.distribution.LayoutMap(mesh)
+    for pattern, axes in LAYOUTS.items():
+        layouts[pattern] = axes
+    return layouts
+
+
+def distribution(devices=None):
+    """Give it to `keras.distribution.set_distribution` before the model is made."""
+    return keras.distribution.ModelParallel(layout_map=layout_map(make_mesh(devices)), batch_dim_name=BATCH_AXIS)
+
+
+def check(model):
+    """Raise ValueError where variables of a model have other paths or shapes than were planned."""
+    found = {{variable.path: tuple(variable.shape) for variable in model.variables}}
+    wrong = [path for path, shape in SHAPES.items() if found.get(path) != shape]
+    if wrong:
+        raise ValueError(
+            f"the plan is for variables {{wrong[:3]}} that this model has not, or of another shape; it has "
+            f"{{list(found)[:3]}}. Keras numbers the layers of a process: name them, or make the model first."
+        )
+'''
+
+
+def keras_text(plan: Plan, sentence: str) -> str:
+    form = form_named("keras")
+    held = held_specs(form, plan.arguments, plan.shapes, plan.roles, plan.mesh)
+    names = [
+        name
+        for name in plan.arguments
+        if (plan.is_weight(name) or plan.roles[name] == "other") and not name.startswith("metrics.")
+    ]
+    axes = inputs_axis(plan.arguments, plan.roles)
+    inputs = {name: repr(tuple(plan.shapes[name])) for name in plan.arguments if plan.roles[name] == "batch"}
+    rows = {re.escape(name): _axes(spec) for name in names if (spec := held[name]) is not None and spec.axes}
+    return head(plan, (*unpinned(plan), *_lacks(plan)), sentence) + _KERAS.format(
+        mesh=f"MESH = {plan.mesh!r}",
+        order=f"DEVICE_ORDER = {order_text(plan)}",
+        # Keras always splits the batch: where the plan does not, over an axis of one device.
+        batch=f"BATCH_AXIS = {(axes or (_unused(plan),))[0]!r}",
+        layouts=table("LAYOUTS", rows),
+        shapes=table("SHAPES", {name: repr(tuple(plan.shapes[name])) for name in names}),
+        inputs=table("INPUTS", inputs),
+    )
+
+
+def _lacks(plan: Plan) -> tuple[str, ...]:
+    several = [name for name, spec in plan.arguments.items() if any(len(axes) > 1 for axes in spec.dims)]
+    lacks = ["optimizer state of its own; Keras splits it like its variable."]
+    if several:
+        lacks.append(
+            f"dims that several axes split ({', '.join(several[:3])}{', ...' if len(several) > 3 else ''}): a layout "
+            "of Keras takes one axis for a dim, and has the first of them."
+        )
+    lacks.append("inputs that are split otherwise than all in their first dim, by one axis.")
+    return tuple(lacks)
+
+
+def _axes(spec: Spec) -> str:
+    return repr(tuple(axes[0] if axes else None for axes in spec.dims))
+
+
+def _unused(plan: Plan) -> str:
+    name = "batch"
+    while name in plan.mesh:
+        name += "_"
+    return name

@@ -1,0 +1,139 @@
+"""A plan as code for PyTorch: PyTorch/XLA marks, and DTensor placements."""
+
+from autoshard.exports.export_text import head, order_text, table, unpinned
+from autoshard.planning import Plan, Spec, dims_by_axis, is_stacked, layer_spec, module_pattern, spec_text
+
+
+def plan_parameters(plan: Plan) -> tuple[dict[str, Spec], tuple[str, ...]]:
+    """Parameters by the name that a torch module gives them, `*` for any layer; and sentences on what is left out.
+
+    A stacked parameter has its layers as leading dim, which a module with a list of layers does not have.
+    """
+    specs = {name: layer_spec(plan, name) for name in plan.arguments if plan.is_weight(name)}
+    lost = [name for name in specs if is_stacked(name) and plan.arguments[name].dims[0]]
+    sentences = [f"{name} is also split over its layers, which one layer's tensor cannot be." for name in lost]
+    return specs, tuple(sentences)
+
+
+def plan_inputs(plan: Plan) -> dict[str, Spec]:
+    """What a step takes beside parameters and optimizer state, by the name that a torch module gives it."""
+    taken = ("batch", "other")
+    return {name.removeprefix("batch."): spec for name, spec in plan.arguments.items() if plan.roles[name] in taken}
+
+
+_TORCH_XLA = '''
+import re
+
+import numpy as np
+import torch_xla.distributed.spmd as xs
+
+{mesh}
+{order}
+
+{parameters}
+{inputs}
+
+def make_mesh():
+    return xs.Mesh(np.array(DEVICE_ORDER), tuple(MESH.values()), tuple(MESH))
+
+
+def mark(model, mesh):
+    """Mark every parameter of a model on the XLA device; call `xr.use_spmd()` before the model is moved there."""
+    for name, parameter in model.named_parameters():
+        for pattern, spec in PARAMETERS.items():
+            if re.match(pattern, name):
+                xs.mark_sharding(parameter, mesh, spec)
+                break
+        else:
+            raise KeyError(f"the plan has no parameter {{name}}")
+
+
+def mark_inputs(mesh, **inputs):
+    """Mark the inputs of a step, by name; do so with every batch, or give `MpDeviceLoader` their specs."""
+    for name, value in inputs.items():
+        xs.mark_sharding(value, mesh, INPUTS[name])
+'''
+
+
+def _tuple(spec: Spec) -> str:
+    return repr(tuple(axes[0] if len(axes) == 1 else axes if axes else None for axes in spec.dims))
+
+
+def torch_xla_text(plan: Plan, sentence: str) -> str:
+    specs, lost = plan_parameters(plan)
+    lacks = (*unpinned(plan), *lost, "optimizer state; state made like its parameter is split like it.")
+    rows = {module_pattern(plan, name): _tuple(spec) for name, spec in specs.items()}
+    return head(plan, lacks, sentence) + _TORCH_XLA.format(
+        mesh=f"MESH = {plan.mesh!r}",
+        order=f"DEVICE_ORDER = {order_text(plan)}",
+        parameters=table("PARAMETERS", rows),
+        inputs=table("INPUTS", {name: _tuple(spec) for name, spec in plan_inputs(plan).items()}),
+    )
+
+
+_DTENSOR = '''
+import re
+
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.nn import Parameter
+
+{mesh}
+{parameters}
+{inputs}
+
+def make_mesh(device_type):
+    return init_device_mesh(device_type, tuple(MESH.values()), mesh_dim_names=tuple(MESH))
+
+
+def distribute(model, mesh):
+    """Replace every parameter of a model by a DTensor that is split as planned, and every buffer by a whole one."""
+    names = {{id(parameter): name for name, parameter in model.named_parameters()}}
+    made = {{}}
+    for module in model.modules():
+        for key, parameter in list(module.named_parameters(recurse=False)):
+            if id(parameter) not in made:
+                name = names[id(parameter)]
+                placements = next((p for pattern, p in PARAMETERS.items() if re.match(pattern, name)), None)
+                if placements is None:
+                    raise KeyError(f"the plan has no parameter {{name}}")
+                value = distribute_tensor(parameter.detach(), mesh, placements)
+                made[id(parameter)] = Parameter(value, requires_grad=parameter.requires_grad)
+            module.register_parameter(key, made[id(parameter)])
+        for key, buffer in list(module.named_buffers(recurse=False)):
+            whole = distribute_tensor(buffer, mesh, [Replicate()] * mesh.ndim)
+            module.register_buffer(key, whole, key not in module._non_persistent_buffers_set)
+
+
+def distribute_inputs(mesh, **inputs):
+    """The inputs of a step, by name, as DTensors that are split as planned; every process gives the whole batch."""
+    return {{name: distribute_tensor(value, mesh, INPUTS[name]) for name, value in inputs.items()}}
+'''
+
+
+def dtensor_text(plan: Plan, sentence: str) -> str:
+    specs, lost = plan_parameters(plan)
+    unlike: list[str] = []
+
+    def row(name: str, spec: Spec) -> str:
+        found = dims_by_axis(spec, plan.mesh)
+        if found is None:
+            unlike.append(
+                f"{name}: {spec_text(spec)} splits a dim by axes in another order than the mesh; it is replicated here."
+            )
+            found = [None] * len(plan.mesh)
+        return "[" + ", ".join("Replicate()" if dim is None else f"Shard({dim})" for dim in found) + "]"
+
+    rows = {module_pattern(plan, name): row(name, spec) for name, spec in specs.items()}
+    inputs = {name: row(name, spec) for name, spec in plan_inputs(plan).items()}
+    order = plan.device_order != tuple(range(len(plan.device_order)))
+    lacks = (
+        *unpinned(plan, "DTensor splits each op as its operands are"),
+        *lost,
+        *unlike,
+        "optimizer state; state made like its parameter is split like it.",
+        *(["the device order; ranks are laid out row-major over the mesh."] if order else []),
+    )
+    return head(plan, lacks, sentence) + _DTENSOR.format(
+        mesh=f"MESH = {plan.mesh!r}", parameters=table("PARAMETERS", rows), inputs=table("INPUTS", inputs)
+    )

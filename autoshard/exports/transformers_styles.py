@@ -1,0 +1,232 @@
+"""Which style of transformers' `tp_plan` and `ep_plan` each module and parameter of a plan's model has."""
+
+import dataclasses
+import re
+from collections.abc import Iterable, Mapping
+
+from autoshard.errors import UserError
+from autoshard.exports.parallel_styles import (  # fmt: skip
+    COLUMNS_LAST,
+    Layers,
+    fitting,
+    layer_shape,
+    others_beside,
+    read_layers,
+    sizes,
+    split_by,
+    split_together,
+)
+from autoshard.planning import Plan, layer_spec
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class TransformersStyles:
+    """Every rule that transformers is to follow; names have `*` for numbers, as it writes them."""
+
+    data: int
+    """Devices that each take their own part of the batch."""
+    tensor: int
+    """Devices that split modules between them."""
+    rules: dict[str, str]
+    """Name of a module or parameter that is split -> its style."""
+    experts: dict[str, str]
+    """Name of a module of experts of which every device holds some -> its style, a rule of an `ep_plan`."""
+    whole: tuple[str, ...]
+    """All other modules, and parameters that are a module's own: rules that a model class has for them give way."""
+    lacks: tuple[str, ...]
+
+
+_PACKED = {
+    ("linear", "gate_up_proj"): "packed_colwise",
+    ("linear", "down_proj"): "rowwise",
+    ("turned", "gate_up_proj"): "packed_rowwise",
+    ("turned", "down_proj"): "colwise",
+}
+"""Weights `[experts, out, in]`, or `[experts, in, out]` -> the style that splits the width of every expert."""
+_BIASES = {"gate_up_proj_bias", "down_proj_bias"}
+_GRADIENTS = "replicated_with_grad_allreduce"
+
+
+def read_transformers(plan: Plan) -> TransformersStyles:
+    """The rules of a plan.
+
+    Raises `UserError` for a plan that splits nothing that a style says, and as `read_layers` does.
+    """
+    found = read_layers(plan, "transformers")
+    experts, of_experts, lacks = _experts(plan, found)
+    routers = {name for name in found.styles if _is_router(plan, name)}
+    lacks += [f"{name}.weight: it is the router of experts, which no style splits; it is whole here."
+              for name in sorted(routers)]  # fmt: skip
+    own = {name: style for name, style in found.styles.items() if name not in routers}
+    for name in sorted(name for name in own if name in found.tied and not _has_head(plan, name)):
+        lacks.append(f"{name}.weight: a layer that is not found shares it with the embedding; it is whole here.")
+        del own[name]
+    norms = _norms(plan, found)
+    rules = fitting(plan, found, own, frozenset(norms))
+    for name in sorted(found.tied):
+        if _has_head(plan, name):
+            rules["lm_head"] = _HEADS.get(rules.get(name, ""), "replicate")
+    for name in norms:
+        path = name.rpartition(".")[0]
+        if any(rules.get(each) in _STAY for each in found.linear if each.rpartition(".")[0] == path.rpartition(".")[0]):
+            rules[path] = _GRADIENTS
+    ruled = {name.rpartition(".")[0] for name in (*experts, *of_experts)}
+    rest = [name for name in found.others if name.rpartition(".")[0] not in ruled and not _named(name, lacks)]
+    lacks += [f"{name}: it is of no linear layer or embedding; it is whole here." for name in rest]
+    if not any(style != "replicate" for style in (*rules.values(), *of_experts.values(), *experts.values())):
+        raise UserError(
+            "in the transformers form nothing would be split: the plan splits no module by columns or rows, and no "
+            f"experts.{' ' + ' '.join(lacks) if lacks else ''}"
+        )
+    rules, unlike = _by_wildcard(plan, rules | of_experts)
+    experts, _ = _by_wildcard(plan, experts)
+    lacks += [
+        f"{name}: layers of it differ, of which transformers takes one style; it is whole here." for name in unlike
+    ]
+    data, tensor = sizes(plan)
+    return TransformersStyles(data, tensor, rules, experts, _whole(plan, rules, experts), (*found.lacks, *lacks))
+
+
+_STAY = {"colwise", f"{COLUMNS_LAST}colwise"}
+_HEADS = {"embedding_rowwise": "colwise_gather_output", "embedding_colwise": "rowwise_split_input"}
+"""The style of a linear layer that has its weight from an embedding."""
+
+
+def _named(name: str, lacks: Iterable[str]) -> bool:
+    return any(lack.startswith(f"{name}:") for lack in lacks)
+
+
+def _has_head(plan: Plan, embedding: str) -> bool:
+    """Whether the layer that shares an embedding is `lm_head`: no other parameter is outside of the base model."""
+    base = embedding.partition(".")[0]
+    names = [name for name in plan.arguments if plan.is_weight(name)]
+    return base != embedding and all(name.startswith(f"{base}.") for name in names)
+
+
+def _norms(plan: Plan, found: Layers) -> list[str]:
+    """Norms of single heads between layers: each device sees its own heads, and so a part of their gradients."""
+    parents = {name.rpartition(".")[0] for name in found.styles if found.styles[name] in _STAY}
+    norms = []
+    for parent in parents:
+        linear = {name for name in found.linear if name.rpartition(".")[0] == parent}
+        widths = {found.linear[name][1] for name in linear} | {found.linear[name][0] for name in linear}
+        for name in others_beside(plan, parent, linear):
+            shape, owner = layer_shape(plan, name), name.rpartition(".")[0]
+            if len(shape) == 1 and shape[0] not in widths and owner.rpartition(".")[0] == parent:
+                if not layer_spec(plan, name).axes:
+                    norms.append(name)
+    return sorted(norms)
+
+
+def _experts(plan: Plan, found: Layers) -> tuple[dict[str, str], dict[str, str], list[str]]:
+    """Rules of modules of experts: by experts, by their width, and sentences on what no style says."""
+    modules: dict[str, list[str]] = {}
+    for name in plan.arguments:
+        if plan.is_weight(name) and len(layer_shape(plan, name)) == 3 and not name.endswith(".weight"):
+            modules.setdefault(name.rpartition(".")[0], []).append(name)
+    by_expert: dict[str, str] = {}
+    by_width: dict[str, str] = {}
+    lacks: list[str] = []
+    for path in modules:
+        names = [name for name in plan.arguments if name.rpartition(".")[0] == path and plan.is_weight(name)]
+        split = [name for name in names if split_by(layer_spec(plan, name), list(found.tensor)) is not None]
+        if split:
+            way, rules = _expert_rules(plan, path, names, split, found.tensor)
+            into = by_expert if way == "experts" else by_width
+            into.update(rules)
+            if not rules:
+                lacks += [f"{name}: {way}; it is whole here." for name in split]
+            else:
+                lacks += [f"{name}: it is split with the other weights of its experts, as their style asks for."
+                          for name in sorted(set(names) - set(split))]  # fmt: skip
+    return by_expert, by_width, lacks
+
+
+def _expert_rules(
+    plan: Plan, path: str, names: list[str], split: list[str], axes: tuple[str, ...]
+) -> tuple[str, dict[str, str]]:
+    """How a module's experts are split, `experts` or `width`, and its rules; or why no style says it, and none."""
+    keys = {name.rpartition(".")[2]: name for name in names}
+    layout = _layout(plan, keys)
+    if not layout:
+        return "its module is none of experts that transformers has styles for (`gate_up_proj` and `down_proj`)", {}
+    specs = {name: layer_spec(plan, name) for name in split}
+    dims = {name: split_by(spec, list(axes)) or 0 for name, spec in specs.items()}
+    if not all(split_together(spec, dims[name], list(axes)) for name, spec in specs.items()):
+        return "it is split over some of the axes only", {}
+    tensor = sizes(plan)[1]
+    count, biased = layer_shape(plan, keys["down_proj"])[0], bool(keys.keys() & _BIASES)
+    if set(dims.values()) == {0}:
+        if count % tensor:
+            return f"{count} experts do not divide by {tensor} devices", {}
+        if layout == "turned" and not biased:
+            return "experts with weights [experts, in, out] and no biases have no style that splits them by experts", {}
+        return "experts", dict.fromkeys(names, "grouped_gemm") | {path: "ep_dispatch_experts"}
+    wide = {"linear": {"gate_up_proj": 1, "down_proj": 2}, "turned": {"gate_up_proj": 2, "down_proj": 1}}[layout]
+    if any(wide.get(name.rpartition(".")[2]) != dim for name, dim in dims.items()):
+        return "it is split neither by experts nor by their width, nor all weights of its module alike", {}
+    if biased:
+        return "experts with biases have no style that splits them by their width", {}
+    if layer_shape(plan, keys["down_proj"])[wide["down_proj"]] % tensor:
+        return f"the width of an expert does not divide by {tensor} devices", {}
+    return "width", {keys[key]: _PACKED[layout, key] for key in ("gate_up_proj", "down_proj")} | {
+        path: "moe_tp_experts"
+    }
+
+
+def _layout(plan: Plan, keys: Mapping[str, str]) -> str:
+    """`linear` for weights `[experts, out, in]`, `turned` for `[experts, in, out]`; empty for other modules."""
+    if not {"gate_up_proj", "down_proj"} <= keys.keys() <= {"gate_up_proj", "down_proj"} | _BIASES:
+        return ""
+    up, down = (layer_shape(plan, keys[key]) for key in ("gate_up_proj", "down_proj"))
+    if len(up) != 3 or len(down) != 3 or up[0] != down[0]:
+        return ""
+    if up[1:] == (2 * down[2], down[1]):
+        return "linear"
+    return "turned" if up[1:] == (down[2], 2 * down[1]) else ""
+
+
+def _is_router(plan: Plan, name: str) -> bool:
+    """Whether a layer gives a number for every expert of a module beside it."""
+    count = layer_shape(plan, f"{name}.weight")[0]
+    while name := name.rpartition(".")[0]:
+        beside = [n for n in plan.arguments if n.startswith(f"{name}.") and plan.is_weight(n)]
+        if any(len(layer_shape(plan, n)) == 3 and layer_shape(plan, n)[0] == count for n in beside
+               if n.removeprefix(f"{name}.").count(".") == 1 and not n.endswith(".weight")):  # fmt: skip
+            return True
+    return False
+
+
+def _by_wildcard(plan: Plan, rules: Mapping[str, str]) -> tuple[dict[str, str], list[str]]:
+    """Rules by names with `*` for every number; and parents whose layers differ, none of whose modules is split."""
+    styles: dict[str, set[str]] = {}
+    for name, style in rules.items():
+        styles.setdefault(_wildcard(name), set()).add(style)
+    # A module that some layers have split and others whole has two styles as well.
+    for name in _owners(plan):
+        if _wildcard(name) in styles and name not in rules:
+            styles[_wildcard(name)].add("")
+    unlike = {name.rpartition(".")[0] for name, found in styles.items() if len(found) > 1}
+    kept = {name: min(found) for name, found in styles.items() if name.rpartition(".")[0] not in unlike}
+    return kept, sorted(unlike)
+
+
+def _owners(plan: Plan) -> list[str]:
+    """Modules that own weights, and parameters that are called by no module's `weight` or `bias`."""
+    names = [name for name in plan.arguments if plan.is_weight(name)]
+    return [re.sub(r"\.(weight|bias)$", "", name) for name in names]
+
+
+def _whole(plan: Plan, rules: Mapping[str, str], experts: Mapping[str, str]) -> tuple[str, ...]:
+    """Every module with parameters below it that has no rule, but for those that hold nothing but layers."""
+    names: dict[str, None] = {}
+    for owner in map(_wildcard, _owners(plan)):
+        parts = owner.split(".")
+        start = parts.index("*") + 2 if "*" in parts else len(parts)
+        names |= dict.fromkeys(".".join(parts[:end]) for end in range(min(start, len(parts)), len(parts) + 1))
+    return tuple(name for name in names if name not in rules and name not in experts)
+
+
+def _wildcard(name: str) -> str:
+    """A name as transformers writes it in a plan: `*` for every number, and for a stack of some layers."""
+    return re.sub(r"(?<=\.)(\d+|\[[\d:]*\])(?=\.|$)", "*", name)

@@ -1,0 +1,305 @@
+"""Clusters: tensors that are bound to share one spec, because only pointwise ops stand between them.
+
+A cluster has factors of its own; every tensor in it has some of them as dims, each at most once, and one tensor
+has all that may be split. So a spec of the cluster is a choice of mesh axes for its factors, whatever the number of
+tensors.
+"""
+
+import dataclasses
+from collections.abc import Collection, Mapping
+
+from autoshard.graph.records import Op, OpClass, OpGraph, Sharding
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Cluster:
+    """Tensors with one spec."""
+
+    id: int
+    sizes: tuple[int, ...]
+    """The size of each factor of the cluster."""
+    blocked: frozenset[int]
+    """Factors that must stay whole (the layer dim of a stack)."""
+    tensors: tuple[int, ...]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Edge:
+    """A value that goes from one decision to another, where a reshard may be needed."""
+
+    tensor: int
+    """The tensor whose value moves along the edge."""
+    op: int
+    """The op between them; -1 for a tie between an updated result and the argument it replaces."""
+    operand: int
+    """Which operand of `op` the tensor is; -1 if it is `op`'s result number `result`."""
+    result: int
+    """Which result of `op` names the consumer's (or producer's) cluster; -1 for an operand of a heavy op."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Structure:
+    """Who decides what: clusters and heavy ops are the nodes, edges the values between them."""
+
+    clusters: tuple[Cluster, ...]
+    cluster_of: tuple[int, ...]
+    """Cluster of every tensor, -1 for values that need no decision (scalars and generated values)."""
+    dims_of: tuple[tuple[int, ...], ...]
+    """For every tensor the cluster factor of each dim, -1 for a dim of one."""
+    heavy: tuple[int, ...]
+    """Ops with strategies of their own."""
+    edges: tuple[Edge, ...]
+    ties: tuple[tuple[int, int], ...]
+    """(result tensor, argument tensor) pairs that must end with one spec but are in different clusters."""
+
+
+class _Merged:
+    """Clusters while they grow: factors are numbered within each cluster, the smaller joins the larger."""
+
+    def __init__(self, shapes: list[tuple[int, ...] | None], stored: Collection[int] = ()) -> None:
+        self.owner = list(range(len(shapes)))
+        self.stores = set(stored)
+        """Clusters with a stored value in them."""
+        self.members: list[list[int]] = [[t] for t in range(len(shapes))]
+        self.sizes: list[list[int]] = []
+        self.dims: list[list[int]] = []
+        self.blocked: list[set[int]] = [set() for _ in shapes]
+        for shape in shapes:
+            dims, sizes = [], []
+            for size in shape or ():
+                dims.append(len(sizes) if size > 1 else -1)
+                if size > 1:
+                    sizes.append(size)
+            self.dims.append(dims)
+            self.sizes.append(sizes)
+
+    def merge(self, a: int, b: int, pairs: list[tuple[int, int]]) -> bool:
+        """Joins the clusters of tensors a and b, whose dims `pairs` are the same; False if they must stay apart."""
+        big, small = self.owner[a], self.owner[b]
+        links = [(self.dims[a][p], self.dims[b][q]) for p, q in pairs]
+        links = [(p, q) for p, q in links if p >= 0 and q >= 0]
+        if big == small:
+            return all(p == q for p, q in links)
+        if self._extent(big) < self._extent(small):
+            big, small = small, big
+            links = [(q, p) for p, q in links]
+        mapping: dict[int, int] = {}
+        for into, factor in links:
+            if mapping.setdefault(factor, into) != into or self.sizes[big][into] != self.sizes[small][factor]:
+                return False
+        if len(set(mapping.values())) != len(mapping) or not self._place_blocked(big, small, mapping):
+            return False
+        for tensor in self.members[small]:
+            self.dims[tensor] = [mapping[f] if f >= 0 else -1 for f in self.dims[tensor]]
+            self.owner[tensor] = big
+        if small in self.stores:
+            self.stores.add(big)
+        self.members[big].extend(self.members[small])
+        self.blocked[big].update(mapping[f] for f in self.blocked[small])
+        self.members[small] = []
+        return True
+
+    def _extent(self, cluster: int) -> tuple[int, int]:
+        """The smaller cluster is the one with fewer factors, and of those the one with fewer members to rename."""
+        return len(self.sizes[cluster]), len(self.members[cluster])
+
+    def _place_blocked(self, big: int, small: int, mapping: dict[int, int]) -> bool:
+        """Finds a place for the small cluster's other factors; only such as stay whole (layer dims) have one."""
+        rest = [f for f in range(len(self.sizes[small])) if f not in mapping]
+        if any(f not in self.blocked[small] for f in rest):
+            return False
+        for f in rest:
+            size, taken = self.sizes[small][f], set(mapping.values())
+            twin = next((b for b in self.blocked[big] - taken if self.sizes[big][b] == size), None)
+            if twin is None:
+                twin = len(self.sizes[big])
+                self.sizes[big].append(size)
+                self.blocked[big].add(twin)
+            mapping[f] = twin
+        return True
+
+    def block(self, tensor: int, dim: int) -> None:
+        if self.dims[tensor][dim] >= 0:
+            self.blocked[self.owner[tensor]].add(self.dims[tensor][dim])
+
+
+def build_structure(
+    graph: OpGraph,
+    parameters: Collection[int] = (),
+    ties: Collection[tuple[int, int]] = (),
+    whole: Collection[tuple[int, int]] = (),
+) -> Structure:
+    """Clusters, heavy ops and the edges between them.
+
+    `parameters` are argument tensors kept apart from the update that replaces them, so that a parameter may be
+    whole where its optimizer state is split; `ties` are (result tensor, argument tensor) pairs with one spec;
+    `whole` are (tensor, dim) that no axis may split.
+    """
+    free = {t for op in graph.ops if op.op_class is OpClass.FREE for t in op.results}
+    trivial = {t.id for t in graph.tensors if t.elements <= 1 or not t.shape or t.dtype == "token"}
+    # A generated value that starts a loop is held like any other once the loop changes it.
+    started = {c.init for loop in graph.loops for c in loop.carries}
+    skip = (free - started) | trivial
+    stored = set(parameters)
+    union = _Merged([None if t.id in skip else t.shape for t in graph.tensors], stored)
+    asked = {c.tensor: c.sharding for c in graph.constraints}
+    unmerged: list[tuple[int, int, int]] = []
+    for tensor, dim in whole:
+        union.block(tensor, dim) if tensor not in skip else None
+
+    for op in graph.ops:
+        if op.op_class is OpClass.FREE:
+            continue
+        if op.op_class is OpClass.LAYER and op.rule is not None:
+            union.block(op.operands[0], 0) if op.operands[0] not in skip else None
+        if _writes_in_layer(graph, op) and op.results[0] not in skip:
+            union.block(op.results[0], 0)
+        for result in range(len(op.results)):
+            unmerged.extend(_merge_op(union, op, result, skip, asked))
+    _tie_carries(graph, union, skip, stored, asked)
+    apart = []
+    for result, argument in ties:
+        if result in skip or argument in skip or result == argument:
+            continue
+        same = _all_dims(union, result)
+        if union.owner[result] == union.owner[argument] and union.merge(result, argument, same):
+            continue
+        if argument in stored or not union.merge(argument, result, same):
+            apart.append((result, argument))
+    _block_whole_parts(graph, union, skip)
+    return _freeze(graph, union, skip, unmerged, apart)
+
+
+def _writes_in_layer(graph: OpGraph, op: Op) -> bool:
+    """True if a loop writes a part of one layer into a stack that it carries, as decoders do to their caches."""
+    if op.kind != "dynamic_update_slice" or op.loop < 0:
+        return False
+    whole, part = (graph.tensors[t].shape for t in op.operands[:2])
+    carried = {c.update for c in graph.loops[op.loop].carries}
+    return len(whole) > 1 and part[0] == 1 < whole[0] and op.results[0] in carried
+
+
+def _tie_carries(
+    graph: OpGraph, union: _Merged, skip: set[int], stored: set[int], asked: Mapping[int, Sharding]
+) -> None:
+    """One spec for the four tensors of every carried value; factors that cannot be matched must stay whole.
+
+    What starts a loop may stay apart: a parameter, or a value that the program wants in another spec.
+    """
+    waiting = []
+    for carry in (c for loop in graph.loops for c in loop.carries if c.body not in skip):
+        others = [carry.update, carry.result]
+        if carry.init not in stored and len({asked[t].dims for t in (carry.init, carry.update) if t in asked}) < 2:
+            others.append(carry.init)
+        waiting.extend((carry.body, t) for t in others if t not in skip)
+    while waiting:
+        # A tie may become possible once another has brought a stack and its slices together.
+        left = [(a, b) for a, b in waiting if not union.merge(a, b, _all_dims(union, a))]
+        if len(left) == len(waiting):
+            break
+        waiting = left
+    for a, b in waiting:
+        for d in range(len(union.dims[a])):
+            if union.owner[a] != union.owner[b] or union.dims[a][d] != union.dims[b][d]:
+                union.block(a, d)
+                union.block(b, d)
+
+
+def _block_whole_parts(graph: OpGraph, union: _Merged, skip: set[int]) -> None:
+    """A dim that a reshape makes of others stays whole if the outermost of them must.
+
+    Axes split the outermost part of a dim first, so that what splits it would have to be gathered at the reshape: the
+    layers of a stack that rounds of stages take in turn.
+    """
+    for op in graph.ops:
+        if op.kind != "reshape" or op.rule is None or skip.intersection((op.operands[0], op.results[0])):
+            continue
+        sides = ((op.operands[0], op.rule.operands[0]), (op.results[0], op.rule.results[0]))
+        for (whole, joined), (parts, dims) in (sides, sides[::-1]):
+            apart = {f[0]: d for d, f in enumerate(dims) if len(f) == 1}
+            for dim, factors in enumerate(joined):
+                real = [f for f in factors if op.rule.sizes[f] > 1]
+                place = apart.get(real[0]) if len(real) > 1 else None
+                if place is not None and union.dims[parts][place] in union.blocked[union.owner[parts]]:
+                    union.block(whole, dim)
+
+
+def _all_dims(union: _Merged, tensor: int) -> list[tuple[int, int]]:
+    return [(d, d) for d in range(len(union.dims[tensor]))]
+
+
+def _merge_op(
+    union: _Merged, op: Op, result: int, skip: set[int], asked: Mapping[int, Sharding]
+) -> list[tuple[int, int, int]]:
+    """Merges an op's operands with one of its results where that is sound; returns the operands left apart.
+
+    A value that the program itself wants in some spec keeps to itself: what is made of it may have another.
+    """
+    if op.op_class is OpClass.HEAVY or op.rule is None:
+        return []
+    out = op.results[result]
+    if out in skip:
+        return []
+    apart = []
+    operands = [k for k, t in enumerate(op.operands) if t not in skip]
+    # As before this op: what it joins to a store here is none of its own yet.
+    of_store = [k for k in operands if union.owner[op.operands[k]] in union.stores]
+    mixed = len(of_store) < len(operands)
+    for k in operands:
+        tensor = op.operands[k]
+        pairs = _same_dims(op, k, result)
+        mergeable = op.op_class in (OpClass.POINTWISE, OpClass.LAYER) or _trivial_reshape(op, k, result, pairs, union)
+        if k in of_store and mixed and op.op_class is OpClass.POINTWISE:
+            mergeable = False
+        if tensor in asked or op.kind == "sharding_constraint":
+            mergeable = False
+        if not (mergeable and union.merge(out, tensor, pairs)):
+            apart.append((op.id, k, result))
+    return apart
+
+
+def _same_dims(op: Op, operand: int, result: int) -> list[tuple[int, int]]:
+    """(result dim, operand dim) pairs made of the same single factor."""
+    if op.rule is None:
+        return []
+    where = {f[0]: d for d, f in enumerate(op.rule.operands[operand]) if len(f) == 1}
+    return [(d, where[f[0]]) for d, f in enumerate(op.rule.results[result]) if len(f) == 1 and f[0] in where]
+
+
+def _trivial_reshape(op: Op, operand: int, result: int, pairs: list[tuple[int, int]], union: _Merged) -> bool:
+    """True for a reshape or broadcast that only adds or drops dims of one."""
+    if op.kind not in ("reshape", "broadcast_in_dim"):
+        return False
+    source, out = op.operands[operand], op.results[result]
+    real = [(p, q) for p, q in pairs if union.dims[out][p] >= 0 and union.dims[source][q] >= 0]
+    count = sum(f >= 0 for f in union.dims[out])
+    return len(real) == count == sum(f >= 0 for f in union.dims[source])
+
+
+def _freeze(
+    graph: OpGraph, union: _Merged, skip: set[int], unmerged: list[tuple[int, int, int]], apart: list[tuple[int, int]]
+) -> Structure:
+    numbers: dict[int, int] = {}
+    clusters = []
+    for tensor in range(len(graph.tensors)):
+        owner = union.owner[tensor]
+        if tensor in skip or owner in numbers:
+            continue
+        numbers[owner] = len(clusters)
+        members = tuple(sorted(union.members[owner]))
+        clusters.append(Cluster(len(clusters), tuple(union.sizes[owner]), frozenset(union.blocked[owner]), members))
+    cluster_of = tuple(-1 if t in skip else numbers[union.owner[t]] for t in range(len(graph.tensors)))
+    edges = [Edge(graph.ops[op].operands[k], op, k, r) for op, k, r in unmerged]
+    heavy = []
+    for op in graph.ops:
+        if op.op_class is not OpClass.HEAVY:
+            continue
+        if all(cluster_of[t] < 0 for t in (*op.operands, *op.results)):
+            continue
+        heavy.append(op.id)
+        edges.extend(Edge(t, op.id, k, -1) for k, t in enumerate(op.operands) if cluster_of[t] >= 0)
+        edges.extend(Edge(t, op.id, -1, r) for r, t in enumerate(op.results) if cluster_of[t] >= 0)
+    edges.extend(Edge(result, -1, -1, -1) for result, _ in apart)
+    edges.sort(key=lambda e: (e.op if e.op >= 0 else len(graph.ops), e.operand, e.result, e.tensor))
+    dims = tuple(tuple(d) for d in union.dims)
+    return Structure(tuple(clusters), cluster_of, dims, tuple(heavy), tuple(edges), tuple(apart))

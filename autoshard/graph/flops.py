@@ -1,0 +1,217 @@
+"""FLOPs of the ops of a matrix unit, of factorisations, and of custom calls whose meaning is known."""
+
+import dataclasses
+import math
+import re
+from collections.abc import Callable, Mapping, Sequence
+
+from autoshard.graph.records import FactorKind, Rule, Tensor
+
+
+ATTENTION = "attention"
+ATTENTION_BACKWARD = "attention_backward"
+ATTENTION_FUSED = "attention_backward_fused"
+GROUPED = "grouped_matmul"
+GROUPED_GRADIENT = "grouped_matmul_gradient"
+CUDNN = "cudnn_attention"
+"""Beginning of the names of calls that cuDNN's attention computes (`program/kernels/cudnn_attention.py`)."""
+RING = "ring_attention"
+"""Beginning of the names of calls that send keys and values around a ring of devices (`ring_attention.py`)."""
+RAGGED = "ragged_exchange"
+"""Beginning of the names of calls that send rows to the devices of their experts (`ragged_exchange.py`); the share
+of the rows that is real ends them."""
+RING_ATTENTION, RING_BACKWARD, RING_FUSED = RING, f"{RING}_backward", f"{RING}_backward_fused"
+"""Kinds that these calls have as ops of a graph."""
+
+_TARGETS = {
+    "autoshard_attention": ATTENTION,
+    "autoshard_attention_backward": ATTENTION_BACKWARD,
+    "autoshard_attention_backward_fused": ATTENTION_FUSED,
+    "autoshard_grouped": GROUPED,
+    "autoshard_grouped_gradient": GROUPED_GRADIENT,
+    "autoshard_ring_attention": RING_ATTENTION,
+    "autoshard_ring_attention_backward": RING_BACKWARD,
+    "autoshard_ring_attention_backward_fused": RING_FUSED,
+}
+
+MATMULS: Mapping[str, int] = {
+    **{ATTENTION: 2, ATTENTION_BACKWARD: 7, ATTENTION_FUSED: 5},
+    **{RING_ATTENTION: 2, RING_BACKWARD: 7, RING_FUSED: 5},
+}
+"""Matmuls over the scores: q k and p v; backward one kernel for dk and dv and one for dq, each of which computes the
+scores and dp again (jax's splash attention, as MaxText sets it), or one for all, which computes them once."""
+
+_QUERY, _KEY, _VALUE, _MIXED, _ROWS = (0, 1, 2, 3, 5), (0, 1, 4, 5), (0, 1, 4, 6), (0, 1, 2, 3, 6), (0, 1, 2, 3)
+"""Factors of each tensor's dims, in the order b, k, g, s, t, d, e."""
+_SEQUENCE = 3
+"""The factor of the queries' sequence."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class KnownCall:
+    """What is known of one call, over all devices."""
+
+    kind: str
+    rule: Rule
+    flops: int
+    steps: int
+    """Steps of its grid that compute something."""
+    traffic: int = 0
+    """Bytes that it reads and writes; 0: each operand and result once."""
+    sloping: tuple[tuple[int, int], ...] = ()
+    """The (factor, blocks) along which the work grows evenly from next to none."""
+
+
+def known_call(target: str, attributes: str, operands: Sequence[Tensor], results: Sequence[Tensor]) -> KnownCall | None:
+    """A custom call by its target; None for one that is not known."""
+    kind = _TARGETS.get(target)
+    if kind is None:
+        return None
+    if kind in (GROUPED, GROUPED_GRADIENT):
+        return _grouped(kind, attributes, operands, results)
+    backward, ring = kind not in (ATTENTION, RING_ATTENTION), kind.startswith(RING)
+    key, value = ((0, 1, 3, 5), (0, 1, 3, 6)) if ring else (_KEY, _VALUE)
+    ins = (_QUERY, key, value, *((_MIXED, _ROWS, _MIXED) if backward else ()))
+    outs = (_QUERY, key, value) if backward else (_MIXED, _ROWS)
+    query, lead = operands[0].shape, len(operands[0].shape) - len(_QUERY)
+    sizes = (*query[-5:-1], operands[1].shape[-2], query[-1], operands[2].shape[-1])
+    # In parts of the queries' sequence the gradients of keys are sums, but in a ring, where these keep their place.
+    along = FactorKind.REDUCTION if backward and not ring else FactorKind.PARALLEL
+    kinds = (*(FactorKind.PARALLEL,) * 3, along, *(FactorKind.NEED_REPLICATION,) * 3)
+    rule = _rule(query[:lead], sizes, kinds, (ins, outs))
+    share, steps = _told(attributes, "seen_share", 1.0), _told(attributes, "grid_steps", 0.0)
+    whole = math.prod(query[:lead])
+    flops = MATMULS[kind] * (sizes[5] + sizes[6]) * whole * math.prod(sizes[:5]) * share
+    sloping = int(_told(attributes, "sloping_blocks", 0.0))
+    slope = ((lead + _SEQUENCE, sloping),) if sloping else ()
+    return KnownCall(kind, rule, int(flops), int(steps) * whole * math.prod(sizes[:3]), sloping=slope)
+
+
+def _rule(
+    lead: Sequence[int], sizes: Sequence[int], kinds: Sequence[FactorKind], sides: Sequence[Sequence[Sequence[int]]]
+) -> Rule:
+    """The rule of a call whose tensors all have the dims `lead` in front of those that `sides` gives the factors of."""
+    first = range(len(lead))
+    found = (
+        tuple(tuple((f,) for f in (*first, *(len(lead) + own for own in dims))) for dims in side) for side in sides
+    )
+    return Rule((*lead, *sizes), (*(FactorKind.PARALLEL,) * len(lead), *kinds), *found)
+
+
+def _told(attributes: str, name: str, without: float) -> float:
+    found = re.search(rf"\b{name}\s*=\s*([0-9.eE+-]+)", attributes)
+    return float(found[1]) if found else without
+
+
+_BATCH, _GROUP, _COUNT, _DEEP, _WIDE = range(5)
+"""Factors of a kernel for rows in groups: sequences, groups, rows of one, what is contracted, columns."""
+
+
+def _grouped(kind: str, attributes: str, operands: Sequence[Tensor], results: Sequence[Tensor]) -> KnownCall:
+    """Rows of one group stay together. A gradient of matrices is a sum over sequences."""
+    rows, made = (_BATCH, _GROUP, _COUNT, _DEEP), (_BATCH, _GROUP, _COUNT, _WIDE)
+    shape = operands[0].shape
+    lead = shape[: len(shape) - len(rows)]
+    whole, summed = FactorKind.NEED_REPLICATION, FactorKind.REDUCTION
+    if kind == GROUPED:
+        turned = _told(attributes, "turned", 0.0) > 0
+        matrix = (_GROUP, _WIDE, _DEEP) if turned else (_GROUP, _DEEP, _WIDE)
+        sizes = (*shape[-4:], results[0].shape[-1])
+        kinds = (FactorKind.PARALLEL, FactorKind.PARALLEL, whole, summed, FactorKind.PARALLEL)
+        sides = (rows, matrix), (made,)
+    else:
+        sizes = (*shape[-4:], operands[1].shape[-1])
+        kinds = (summed, FactorKind.PARALLEL, whole, FactorKind.PARALLEL, FactorKind.PARALLEL)
+        sides = (rows, made), ((_GROUP, _DEEP, _WIDE),)
+    rule, whole = _rule(lead, sizes, kinds, sides), math.prod(lead)
+    flops = 2.0 * whole * math.prod(sizes) * _told(attributes, "computed", 1.0)
+    steps, traffic = (whole * _told(attributes, name, 0.0) for name in ("steps", "traffic"))
+    return KnownCall(kind, rule, int(flops), int(steps), int(traffic))
+
+
+def op_flops(
+    kind: str, rule: Rule | None, operands: Sequence[Tensor], results: Sequence[Tensor], dilation: int = 1
+) -> int:
+    """Multiply-adds counted as two; 0 for ops that only the vector unit runs.
+
+    `dilation`: of a convolution's input, one element in so many is not an inserted zero (the gradient of a strided
+    convolution); products with the zeros do not count.
+    """
+    if kind == "dot_general" and rule is not None:
+        contracted = math.prod(s for s, k in zip(rule.sizes, rule.kinds, strict=True) if k is FactorKind.REDUCTION)
+        return 2 * results[0].elements * contracted
+    if kind == "convolution" and rule is not None:
+        kernel = operands[1]
+        out_features = _kernel_output_features(rule, kernel)
+        return 2 * results[0].elements * kernel.elements // max(1, out_features * dilation)
+    return decomposition_flops(kind, operands, results)
+
+
+def is_sum(rule: Rule) -> bool:
+    """Return whether XLA computes a dot by a product and a sum, in place of a matmul.
+
+    It does so where nothing is contracted, and where one side has no dim of its own (a matrix times a vector), in
+    batches as well. Dims of size 1 do not count.
+    """
+    left, right = ({f for dim in dims for f in dim if rule.sizes[f] > 1} for dims in rule.operands[:2])
+    contracted = (left & right) - {f for dim in rule.results[0] for f in dim}
+    return left <= right or right <= left or not contracted
+
+
+def _kernel_output_features(rule: Rule, kernel: Tensor) -> int:
+    """Size of the kernel dim whose factor also stands in the result (output features)."""
+    in_result = {factor for dim in rule.results[0] for factor in dim}
+    sizes = [
+        size
+        for size, factors in zip(kernel.shape, rule.operands[1], strict=True)
+        if factors and all(f in in_result for f in factors)
+    ]
+    return math.prod(sizes)
+
+
+Count = Callable[[int, int], float]
+"""FLOPs for m rows and n columns."""
+
+
+def _qr(m: int, n: int) -> float:
+    small = min(m, n)
+    return 2 * max(m, n) * small**2 - 2 * small**3 / 3
+
+
+_CALLS: tuple[tuple[tuple[str, ...], Count], ...] = (
+    (("geqrf", "geqp3", "Qr"), _qr),
+    (("orgqr", "ungqr", "ProductOfElementaryHouseholderReflectors"), _qr),
+    (("ormqr", "unmqr"), lambda m, n: 4 * m * n * min(m, n)),
+    (("potrf",), lambda m, n: n**3 / 3),
+    (("getrf", "LuDecomposition"), lambda m, n: m * n * min(m, n) - min(m, n) ** 3 / 3),
+    (("syev", "heev", "Eigh"), lambda m, n: 9 * n**3),
+    (("gesdd", "gesvd", "gesvdj", "gesvdp"), lambda m, n: 4 * m * n * min(m, n) + 22 * min(m, n) ** 3),
+    (("geev", "gees"), lambda m, n: 25 * n**3),
+    (("gehrd",), lambda m, n: 10 * n**3 / 3),
+    (("sytrd", "hetrd"), lambda m, n: 4 * n**3 / 3),
+    (("trsm",), lambda m, n: n * m**2),
+)
+"""Parts of targets, and what the calls compute of one matrix."""
+SMALL = ("pivots_to_permutation", "gtsv", "threefry")
+"""Parts of targets of calls whose time is that of reading and writing their operands."""
+
+
+def call_flops(target: str, operands: Sequence[Tensor]) -> int:
+    """Return the FLOPs of a custom call of linear algebra; 0 for any other."""
+    for parts, count in _CALLS:
+        if any(part in target for part in parts) and operands and len(operands[0].shape) >= 2:
+            return _of(operands[0].shape, count)
+    return 0
+
+
+def decomposition_flops(kind: str, operands: Sequence[Tensor], results: Sequence[Tensor]) -> int:
+    """Return the FLOPs of StableHLO's `cholesky` and `triangular_solve`; 0 for any other op."""
+    if kind == "cholesky":
+        return _of(operands[0].shape, lambda m, n: n**3 / 3)
+    if kind == "triangular_solve":
+        return results[0].elements * operands[0].shape[-1]
+    return 0
+
+
+def _of(shape: Sequence[int], count: Count) -> int:
+    return int(math.prod(shape[:-2]) * count(shape[-2], shape[-1]))

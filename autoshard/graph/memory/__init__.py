@@ -1,0 +1,1 @@
+"""Values that compilers store: fusion, lifetimes, dtypes and layouts of buffers."""

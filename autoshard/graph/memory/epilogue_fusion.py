@@ -1,0 +1,331 @@
+"""Elementwise ops that kernels of matmuls and reductions compute before they store their results."""
+
+import dataclasses
+from collections.abc import Collection, Mapping, Sequence
+
+from autoshard.graph.flops import is_sum
+from autoshard.graph.records import Fusion, OpClass, OpGraph
+
+
+_FEW = 64
+"""A matmul's result leads no further than over so many values."""
+_MOST_MADE = 4
+"""The kernel of a matmul stores at most so many values instead of its result."""
+SMALL = 8
+"""What has so many times fewer elements than a sum takes does not decide where it is made; nor what is so much smaller
+whether a value is made once."""
+
+
+def meetings(graph: OpGraph, consumers: Sequence[Sequence[int]], apart: Collection[int]) -> dict[int, int]:
+    """By value with several users the op of its loop where all ways from it meet, over pointwise ops alone.
+
+    Up to there its users are parts of one kernel, which makes it once. `apart`: ops that end a kernel before another
+    begins, which no way leads through.
+    """
+    after = [-1] * len(graph.ops)
+    """By op the next op that all ways from it lead to, -1 for none."""
+    found: dict[int, int] = {}
+
+    def met(users: Sequence[int], loop: int) -> int:
+        at = -1
+        for number, user in enumerate(sorted(set(users))):
+            other = graph.ops[user]
+            if other.loop != loop or other.op_class is not OpClass.POINTWISE or user in apart:
+                return -1
+            if not number:
+                at = user
+                continue
+            mine, theirs = at, user
+            while mine != theirs:  # ops are numbered in their order
+                if mine < theirs:
+                    mine = after[mine]
+                else:
+                    theirs = after[theirs]
+                if mine < 0 or theirs < 0:
+                    return -1
+            at = mine
+        return at
+
+    for op in reversed(graph.ops):
+        users = [user for tensor in op.results for user in consumers[tensor]]
+        if not users or op.id in apart:
+            continue
+        after[op.id] = met(users, op.loop)
+        if len(op.results) == 1 and len(set(users)) > 1 and after[op.id] >= 0:
+            found[op.results[0]] = after[op.id]
+    return found
+
+
+def latest_makers(graph: OpGraph) -> list[int]:
+    """By value the last op, of those with a kernel of their own, that it follows from; -1 for none."""
+    found = [tensor.producer for tensor in graph.tensors]
+    for op in graph.ops:
+        if op.op_class is OpClass.FREE or (op.op_class is OpClass.POINTWISE and op.operands):
+            before = -1 if op.op_class is OpClass.FREE else max(found[t] for t in op.operands)
+            for tensor in op.results:
+                found[tensor] = before
+    return found
+
+
+def leads_from_matmul(
+    graph: OpGraph,
+    tensor: int,
+    reads: Collection[int],
+    consumers: Sequence[Sequence[int]],
+    matmuls: Collection[int],
+    pinned: Collection[int],
+    latest: Sequence[int],
+) -> bool:
+    """Whether one of `reads` is a matmul's result that only such values follow from: pointwise, and taken by matmuls.
+
+    Its kernel goes on to them then, of which the gradient of a gated activation has two, and they are stored for all
+    who take them. Sums are made beside.
+    """
+    last = graph.ops[graph.tensors[tensor].producer]
+    if last.op_class is not OpClass.POINTWISE:
+        return False
+    for source in reads:
+        maker = graph.tensors[source].producer
+        if maker not in matmuls or source in pinned or graph.ops[maker].loop != last.loop:
+            continue
+        if graph.tensors[source].elements != graph.tensors[tensor].elements:
+            continue
+        if tensor in _made_of(graph, source, consumers, matmuls, pinned, latest):
+            return True
+    return False
+
+
+def _made_of(
+    graph: OpGraph,
+    source: int,
+    consumers: Sequence[Sequence[int]],
+    matmuls: Collection[int],
+    pinned: Collection[int],
+    latest: Sequence[int],
+) -> set[int]:
+    """The values taken by matmuls that follow from a matmul's result over pointwise ops, and from nothing that is made
+    later; none if others do too."""
+    loop, maker, found = graph.tensors[source].loop, graph.tensors[source].producer, set[int]()
+    left, seen = [source], {source}
+    while left:
+        tensor = left.pop()
+        users = [graph.ops[user] for user in consumers[tensor] if graph.ops[user].kind != "reduce"]
+        taken = [user for user in users if user.id in matmuls and user.loop == loop]
+        if tensor in pinned or (taken and (tensor == source or len(taken) < len(users))):
+            return set()
+        if taken:
+            found.add(tensor)
+            continue
+        if any(user.loop != loop or user.op_class is not OpClass.POINTWISE for user in users):
+            return set()
+        if any(latest[t] > maker for user in users for t in user.operands):
+            return set()
+        more = {t for user in users for t in user.results} - seen
+        left += more
+        seen |= more
+        if len(seen) > _FEW:
+            return set()
+    return found if len(found) <= _MOST_MADE else set()
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Continued:
+    """Fusions of which some do their work inside of others' kernels."""
+
+    fusions: list[Fusion]
+    stores: Mapping[int, int]
+    """Result of a matmul or convolution, which is not stored -> what its kernel stores instead."""
+
+
+def continued(
+    graph: OpGraph,
+    fusions: Sequence[Fusion],
+    matmuls: Collection[int],
+    pinned: Collection[int],
+    bases: Mapping[int, Collection[int]],
+) -> Continued:
+    """The same fusions: those that go on with the result of one of `matmuls` do not read it, and what they write takes
+    the place of what it would; sums of what was just made, or taken, read nothing large.
+
+    `pinned`: values that are stored in any case. `bases`: by slice the values that it is read from.
+    """
+    readers: dict[int, list[int]] = {}
+    for number, fusion in enumerate(fusions):
+        for tensor in fusion.reads:
+            for source in {tensor, *bases.get(tensor, ())}:
+                readers.setdefault(source, []).append(number)
+    made = list(fusions)
+    stores: dict[int, int] = {}
+    done: set[int] = set()
+    able = {number: _before(graph, fusion, matmuls, pinned, bases) for number, fusion in enumerate(fusions)}
+
+    def takers(source: int, fusion: Fusion) -> list[int]:
+        """The fusions that read a matmul's result, but for sums beside one of them."""
+        return [
+            n for n in readers[source] if fusions[n] is fusion or not _sums(graph, fusions[n], fusion, source, bases)
+        ]
+
+    def for_matmuls(number: int) -> bool:
+        """Whether only matmuls read what a fusion makes, and sums."""
+        taken = [graph.ops[fusions[n].root] for t in fusions[number].writes for n in readers.get(t, ())]
+        return any(op.id in matmuls for op in taken) and all(op.id in matmuls or op.kind == "reduce" for op in taken)
+
+    for number, fusion in enumerate(fusions):
+        before = [t for t in able[number] if takers(t, fusion) == [number]]
+        if before:
+            source = max(before, key=lambda t: graph.tensors[t].producer)
+            stores[source] = fusion.writes[0]
+            done.add(number)
+            made[number] = dataclasses.replace(fusion, reads=tuple(t for t in fusion.reads if t != source), moved=())
+    for number, fusion in enumerate(fusions):
+        for source in able[number]:
+            together = takers(source, fusion)
+            if number in done or source in stores or not 1 < len(together) <= _MOST_MADE:
+                continue
+            if any(n in done or source not in able[n] or not for_matmuls(n) for n in together):
+                continue
+            stores[source] = fusion.writes[0]
+            done.update(together)
+            there = {source}
+            for first, n in enumerate(together):
+                left = tuple(t for t in fusions[n].reads if t not in there)
+                moved = fusions[n].moved if first else ()
+                made[n] = dataclasses.replace(fusions[n], reads=left, moved=moved, beside=bool(first))
+                there.update(fusions[n].reads)
+    _sum_inside(graph, fusions, made, matmuls, readers)
+    return Continued(made, stores)
+
+
+def _before(
+    graph: OpGraph,
+    fusion: Fusion,
+    matmuls: Collection[int],
+    pinned: Collection[int],
+    bases: Mapping[int, Collection[int]],
+) -> list[int]:
+    """Matmuls' results that a fusion reads, and no slice of them, whose kernels may do its work."""
+    root = graph.ops[fusion.root]
+    if root.op_class is not OpClass.POINTWISE or len(fusion.writes) != 1 or fusion.moved != fusion.writes:
+        return []
+    elements = graph.tensors[fusion.writes[0]].elements
+    sliced = {base for t in fusion.reads for base in bases.get(t, ())}
+    return [
+        t
+        for t in fusion.reads
+        if graph.tensors[t].producer in matmuls
+        and t not in pinned
+        and t not in sliced
+        and graph.ops[graph.tensors[t].producer].loop == root.loop
+        and graph.tensors[t].elements == elements
+    ]
+
+
+def _sums(graph: OpGraph, fusion: Fusion, other: Fusion, source: int, bases: Mapping[int, Collection[int]]) -> bool:
+    """Return True if a fusion is a sum of values that another takes or makes, which makes it beside its own work.
+
+    The sum reads `source`. Its small operands are there before the other's kernel begins, and follow from no slice of
+    `source`: otherwise the sum has a kernel of its own, which reads `source` from memory.
+    """
+    root = graph.ops[fusion.root]
+    if root.kind != "reduce" or root.loop != graph.ops[other.root].loop:
+        return False
+    large = set(_large(graph, fusion))
+    small = [t for t in fusion.reads if t not in large]
+    return large <= {*other.reads, *other.writes} and all(
+        graph.tensors[t].producer < other.root and source not in (t, *bases.get(t, ())) for t in small
+    )
+
+
+def _large(graph: OpGraph, fusion: Fusion) -> list[int]:
+    """What a sum reads that is not much smaller than what it sums."""
+    elements = max(graph.tensors[t].elements for t in graph.ops[fusion.root].operands)
+    return [t for t in fusion.reads if graph.tensors[t].elements * SMALL > elements]
+
+
+def _sum_inside(
+    graph: OpGraph,
+    fusions: Sequence[Fusion],
+    made: list[Fusion],
+    matmuls: Collection[int],
+    readers: Mapping[int, Sequence[int]],
+) -> None:
+    """Takes what sums read off those that another kernel of their loop makes beside its own work."""
+    maker = {tensor: number for number, fusion in enumerate(fusions) for tensor in fusion.writes}
+    for number, fusion in enumerate(fusions):
+        root = graph.ops[fusion.root]
+        if root.kind != "reduce":
+            continue
+        large = set(_large(graph, fusion))
+        small = [t for t in fusion.reads if t not in large]
+        if not large:
+            continue
+        latest = max(large, key=lambda t: graph.tensors[t].producer)
+        beside = [
+            n
+            for n in readers[latest]
+            if graph.ops[fusions[n].root].op_class is OpClass.POINTWISE
+            or (graph.ops[fusions[n].root].kind == "reduce" and n < number)
+        ]
+        hosts = [*([maker[latest]] if latest in maker else ()), *beside]
+        for host in hosts:
+            other = graph.ops[fusions[host].root]
+            goes_on = other.op_class is OpClass.POINTWISE or other.id in matmuls or other.kind == "reduce"
+            there = {*fusions[host].reads, *fusions[host].writes}
+            if not goes_on or other.loop != root.loop or not large <= there:
+                continue
+            if all(graph.tensors[t].producer < other.id for t in small):
+                made[number] = dataclasses.replace(fusion, reads=tuple(small))
+                break
+
+
+def with_epilogues(
+    graph: OpGraph, fusions: Sequence[Fusion], consumers: Sequence[Sequence[int]], pinned: Collection[int]
+) -> Continued:
+    """Return the fusions without those that matmuls do before they store, and what they store instead."""
+    made, stores = list(fusions), {}
+    number_of = {fusion.root: number for number, fusion in enumerate(fusions)}
+    for fusion in fusions:
+        op = graph.ops[fusion.root]
+        if op.kind != "dot_general" or op.rule is None or is_sum(op.rule) or op.results[0] in pinned:
+            continue
+        root = _end_of_chain(graph, op.results[0], consumers, pinned)
+        number = number_of.get(root, -1)
+        if number < 0 or len(fusions[number].writes) != 1 or fusions[number].moved != fusions[number].writes:
+            continue
+        stores[op.results[0]] = fusions[number].writes[0]
+        reads = tuple(t for t in fusions[number].reads if t != op.results[0])
+        made[number] = Fusion(root, fusions[number].writes, reads, (), True)
+    return Continued(made, stores)
+
+
+def _end_of_chain(graph: OpGraph, tensor: int, consumers: Sequence[Sequence[int]], pinned: Collection[int]) -> int:
+    """Return the last elementwise op of a chain from a value, each with one consumer; -1 for none."""
+    own, last = graph.tensors[tensor], -1
+    while len(set(consumers[tensor])) == 1:
+        op = graph.ops[consumers[tensor][0]]
+        result = graph.tensors[op.results[0]] if op.results else own
+        if op.op_class is not OpClass.POINTWISE or op.loop != own.loop or result.shape != own.shape:
+            break
+        others = [t for t in op.operands if t != tensor]
+        if (
+            result.bytes > own.bytes
+            or op.kind == "transpose"
+            or not all(_is_small(graph, t, own.elements) for t in others)
+        ):
+            break
+        tensor, last = op.results[0], op.id
+        if tensor in pinned:
+            break
+    return last
+
+
+def _is_small(graph: OpGraph, tensor: int, elements: int) -> bool:
+    """Return whether a value is small, or repeats a small one."""
+    while graph.tensors[tensor].elements * SMALL > elements:
+        producer = graph.tensors[tensor].producer
+        if producer < 0 or graph.ops[producer].op_class not in (OpClass.FREE, OpClass.VIEW):
+            return False
+        if graph.ops[producer].op_class is OpClass.FREE:
+            return True
+        tensor = graph.ops[producer].operands[0]
+    return True

@@ -1,0 +1,323 @@
+"""Which values reach memory, which are recomputed inside fusions, and how long each lives.
+
+The rule: heavy ops write what they make and read what they take; pointwise values stay inside the fusion of
+whoever consumes them, unless recomputing them for several consumers would read more than keeping them costs. On TPUs
+matmuls without batch dims are consumers like others: what leads from one matmul's result to the operands of the next
+ones (activation functions, norms and their gradients) is not stored where computing it in each of them moves less
+(read from the scheduled programs of decoders and MLPs, v4 to tpu7x, libtpu 0.0.51): `_written`. What becomes of
+attention's scores there depends on the spec: `_softmax`.
+"""
+
+import dataclasses
+from collections.abc import Collection, Mapping, Sequence
+
+from autoshard.graph.build.opaque_rules import IN, OUT
+from autoshard.graph.memory.buffer_dtypes import stored, widened
+from autoshard.graph.memory.epilogue_fusion import continued, latest_makers, meetings, with_epilogues
+from autoshard.graph.memory.host_transfers import copied_stacks, hosted, in_transit
+from autoshard.graph.memory.lifetimes import buffers_of, outlast
+from autoshard.graph.memory.loop_buffers import chosen, matmuls_of_stages, taken_apart
+from autoshard.graph.memory.materialization import CHEAP_INTO_MATMUL, Writing, computed_inside, ends_fusion, joined
+from autoshard.graph.memory.softmax import Softmax
+from autoshard.graph.memory.stack_layouts import (
+    Passes,
+    RelaidStack,
+    copied_slices,
+    interleaved_passes,
+    relaid_stacks,
+    turned_passes,
+)
+from autoshard.graph.records import Fusion, Op, OpClass, OpGraph, is_batched
+
+
+_PASSING = frozenset({"sharding_constraint", IN, OUT})
+"""Ops that say how a value is split and leave it where it is."""
+_FUSED_MOVES = frozenset({"slice", "concatenate", "pad", "reverse"})
+TILED = 2
+"""So many minor dims of a tensor are laid out in tiles of registers."""
+_MANY = 8
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Liveness:
+    """When each value that reaches memory is held, in op ids, half open."""
+
+    fusions: tuple[Fusion, ...]
+    materialised: frozenset[int]
+    buffers: tuple[tuple[int, int, int], ...]
+    """(tensor, start, stop); a loop's carried value has one buffer, named by the tensor inside the body."""
+    widths: Mapping[tuple[int, int, int], int] = dataclasses.field(default_factory=dict)
+    """Bytes of an element, for buffers that hold their tensor in another dtype (see `_stored`)."""
+    reserved: frozenset[int] = frozenset()
+    """Tensors of results that have memory of their own before the program starts; `buffers` begin with their values."""
+    hosted: frozenset[int] = frozenset()
+    """Tensors in the host's memory; none of `buffers` is one of theirs."""
+    softmaxes: tuple[Softmax, ...] = ()
+    """What their clusters hold and move depends on the spec: none of `buffers` is one of theirs."""
+    passes: tuple[Passes, ...] = ()
+    """What goes through memory whole beside all fusions: what starts a loop but may not be overwritten by it, results
+    that cannot be made in the memory of the donated arguments that they replace, and stacks of another layout."""
+    stores: Mapping[int, int] = dataclasses.field(default_factory=dict)
+    """Result of a matmul or convolution -> what its kernel stores instead."""
+    relaid: tuple[RelaidStack, ...] = ()
+    """Stacks that loops keep in another layout."""
+    computed: Mapping[int, float] = dataclasses.field(default_factory=dict)
+    """Operand that the kernels of matmuls compute themselves -> what they read for it, over its own bytes."""
+
+    def itemsize(self, graph: OpGraph, buffer: tuple[int, int, int]) -> int:
+        """Bytes of an element of a buffer."""
+        record = graph.tensors[buffer[0]]
+        return self.widths.get(buffer) or record.itemsize
+
+
+def analyse(
+    graph: OpGraph,
+    kept: Collection[int] = (),
+    updates: Mapping[int, int] | None = None,
+    fused_matmuls: bool = False,
+    softmaxes: tuple[Softmax, ...] = (),
+    narrows_stacks: bool = True,
+    gpu_kernels: bool = False,
+) -> Liveness:
+    """Fusions, and the lifetime of every value that reaches memory.
+
+    `kept`: arguments that the caller keeps (not donated), held throughout. `updates`: for donated state, argument
+    tensor -> the result tensor that is written over it. `fused_matmuls`: a matmul's kernel computes the pointwise
+    values that it takes, as TPU compilers have it. `softmaxes`: those that `find_softmaxes` gives, for the same ones.
+    `narrows_stacks`: a stack whose slices a loop narrows is converted before the loop, and both are held.
+    `gpu_kernels`: a value that several kernels take is stored only where that moves fewer bytes, matmuls do what
+    `with_epilogues` gives, elementwise kernels write over what they read last, constants that a loop begins with are
+    written before it, and what `copied_slices` and `relaid_stacks` give is copied.
+    """
+    free = {t for op in graph.ops if op.op_class is OpClass.FREE for t in op.results}
+    consumers: list[list[int]] = [[] for _ in graph.tensors]
+    for op in graph.ops:
+        for tensor in set(op.operands):
+            consumers[tensor].append(op.id)
+    wide = widened(graph)
+    sizes = [t.elements * wide[t.id] if t.id in wide else t.bytes for t in graph.tensors]
+    apart = taken_apart(graph)
+    pinned = {*graph.results, *apart}
+    inner = _plain_matmuls(graph) if fused_matmuls else frozenset()
+    for loop in graph.loops:
+        for carry in loop.carries:
+            pinned.update((carry.init, carry.update))
+    passing = {op.id for op in graph.ops if op.kind in _PASSING and not _takes_stored(graph, op)}
+    for op_id in sorted(passing, reverse=True):
+        source, result = graph.ops[op_id].operands[0], graph.ops[op_id].results[0]
+        consumers[source].extend(consumers[result])
+        if result in pinned:
+            pinned.add(source)
+    for op in reversed(graph.ops):
+        if _widens(graph, op):  # who takes the wide value may as well take the narrow one
+            consumers[op.operands[0]].extend(consumers[op.results[0]])
+    kernels = {op.id for op in graph.ops if _is_kernel(graph, op, fused_matmuls)} | _copied_into_stacks(graph) - passing
+    ends = _ends_of(graph, consumers, pinned, kernels)
+    meets = (
+        meetings(graph, consumers, {op.id for op in graph.ops if ends_fusion(op, pinned, kernels)})
+        if fused_matmuls
+        else {}
+    )
+    deciding = Writing(
+        graph, consumers, pinned, sizes, kernels, inner, fused_matmuls, latest_makers(graph), gpu_kernels
+    )
+    reach: dict[int, frozenset[int]] = {}
+    bases: dict[int, frozenset[int]] = {}
+    materialised: set[int] = set()
+    for tensor in graph.tensors:
+        if tensor.producer < 0:
+            materialised.add(tensor.id)
+            reach[tensor.id] = frozenset((tensor.id,))
+    fusions = []
+    overwritten: list[tuple[int, int]] = []
+    for op in graph.ops:
+        if op.op_class is OpClass.FREE:
+            for tensor in op.results:
+                reach[tensor] = frozenset()
+            continue
+        if op.kind == "dynamic_slice" and op.op_class is OpClass.LAYER:
+            whole = reach.get(op.operands[0], frozenset())
+            bases[op.results[0]] = frozenset().union(*(bases.get(t, (t,)) for t in whole))  # a slice of a slice
+            reach[op.results[0]] = frozenset(op.results)
+            continue
+        if op.id in passing:
+            reach[op.results[0]] = reach.get(op.operands[0], frozenset())
+            continue
+        in_place = op.kind == "dynamic_update_slice" and _is_overwritten(
+            graph, op, materialised, consumers, kept, updates or {}
+        )
+        if in_place:
+            overwritten.append((op.operands[0], op.results[0]))
+        sources = op.operands[1:2] if in_place else op.operands
+        reads = frozenset().union(*(reach.get(t, frozenset()) for t in sources))
+        writes = []
+        for tensor in op.results:
+            if tensor not in meets and deciding.is_written(op, tensor, ends[tensor], reads):
+                materialised.add(tensor)
+                reach[tensor] = frozenset((tensor,))
+                writes.append(tensor)
+            elif op.kind == "slice" and reads == frozenset(op.operands):
+                bases[tensor] = frozenset().union(*(bases.get(t, (t,)) for t in reads))
+                reach[tensor] = frozenset((tensor,))
+            else:
+                reach[tensor] = reads
+        if writes:
+            moved = op.operands[1:2] if in_place else tuple(writes)
+            fusions.append(Fusion(op.id, tuple(writes), tuple(sorted(reads)), moved))
+    stores: Mapping[int, int] = {}
+    if fused_matmuls or gpu_kernels:
+        done = (
+            continued(graph, fusions, inner, pinned, bases)
+            if fused_matmuls
+            else with_epilogues(graph, fusions, consumers, pinned)
+        )
+        fusions, stores = done.fusions, done.stores
+        materialised -= stores.keys()
+    away = hosted(graph)
+    buffers, copied, reserved = buffers_of(
+        graph, fusions, materialised, free, reach, bases, kept, updates or {}, overwritten, stores, gpu_kernels
+    )
+    away_or_apart = away.union(*(softmax.tensors for softmax in softmaxes))
+    buffers = (*buffers, *in_transit(graph, reach, away), *copied_stacks(graph, away))
+    buffers = tuple(buffer for buffer in buffers if buffer[0] not in away_or_apart)
+    if fused_matmuls:
+        buffers += tuple(
+            (t, graph.tensors[t].producer, outlast(graph, t, last) + 1) for t, last in chosen(graph, apart).items()
+        )
+    more, widths = stored(graph, buffers, wide, (updates or {}) if fused_matmuls else (), narrows_stacks)
+    buffers = tuple(sorted((*buffers, *more)))
+    passes = [Passes(tensor, loop, 2) for tensor, loop in copied]
+    relaid: tuple[RelaidStack, ...] = ()
+    if gpu_kernels:
+        slices = tuple(copied_slices(graph, consumers))
+        buffers = tuple(sorted((*buffers, *slices)))
+        passes += (Passes(tensor, graph.tensors[tensor].loop, 2) for tensor, _, _ in slices)
+        relaid = tuple(relaid_stacks(graph, consumers))
+        for stack in relaid:
+            buffers = tuple(sorted((*buffers, (stack.source, stack.loop.start, stack.loop.stop))))
+            passes += (Passes(t, stack.loop.parent, 2) for t in (stack.source, stack.result) if t >= 0)
+        passes += (
+            Passes(carry.body, loop.parent, 1)
+            for loop in graph.loops
+            for carry in loop.carries
+            if carry.init in free
+            and not loop.branches
+            and carry.body in materialised
+            and graph.tensors[carry.body].shape
+        )
+    if fused_matmuls:
+        passes += (*turned_passes(graph), *interleaved_passes(graph))
+    if fused_matmuls:
+        fusions = joined(graph, fusions)
+    computed = computed_inside(graph, inner, reach, sizes)
+    return Liveness(
+        tuple(fusions),
+        frozenset(materialised),
+        buffers,
+        widths,
+        reserved,
+        away,
+        softmaxes,
+        tuple(passes),
+        stores,
+        relaid,
+        computed,
+    )
+
+
+def _is_overwritten(
+    graph: OpGraph,
+    op: Op,
+    materialised: set[int],
+    consumers: Sequence[list[int]],
+    kept: Collection[int],
+    updates: Mapping[int, int],
+) -> bool:
+    """True if an update is written into what it updates: a value of its own loop that nobody needs afterwards.
+
+    Not a layer that is sliced from a stack or a value that a fusion makes: these are written anew, updated.
+    """
+    value = op.operands[0]
+    if value not in materialised or graph.tensors[value].loop != op.loop or value in graph.results:
+        return False
+    if any(user > op.id for user in consumers[value]):
+        return False
+    return value not in graph.arguments or (value in updates and value not in kept)
+
+
+def _widens(graph: OpGraph, op: Op) -> bool:
+    """True for a convert to a wider dtype in the place where its operand is made."""
+    if op.kind != "convert" or op.op_class is not OpClass.POINTWISE:
+        return False
+    source, result = graph.tensors[op.operands[0]], graph.tensors[op.results[0]]
+    return source.loop == op.loop and source.bytes < result.bytes
+
+
+def _takes_stored(graph: OpGraph, op: Op) -> bool:
+    """True for a constraint on an argument or a slice of a stack: what it gathers is held beside what is stored."""
+    if op.kind != "sharding_constraint":
+        return False
+    tensor = op.operands[0]
+    while graph.tensors[tensor].producer >= 0:
+        made = graph.ops[graph.tensors[tensor].producer]
+        if made.op_class is OpClass.LAYER:
+            return True
+        if made.kind not in CHEAP_INTO_MATMUL:
+            return False
+        tensor = made.operands[0]
+    return tensor in graph.arguments
+
+
+def _copied_into_stacks(graph: OpGraph) -> set[int]:
+    """Constraints whose results a loop puts into a stack: a collective's result, which is copied there."""
+    found = set()
+    for op in graph.ops:
+        if op.kind != "dynamic_update_slice":
+            continue
+        tensor = op.operands[1]
+        while (producer := graph.tensors[tensor].producer) >= 0:
+            maker = graph.ops[producer]
+            if maker.kind == "sharding_constraint":
+                found.add(maker.id)
+            if len(maker.operands) != 1 or maker.op_class is OpClass.HEAVY:
+                break
+            tensor = maker.operands[0]
+    return found
+
+
+def _is_kernel(graph: OpGraph, op: Op, tiled: bool) -> bool:
+    """True for an op that compilers give a kernel of its own.
+
+    Where layouts are `tiled`, as on TPUs, that is also a pad that puts places between elements, and a slice that
+    steps through a dim that is laid out in tiles.
+    """
+    if op.op_class is not OpClass.HEAVY or op.kind not in _FUSED_MOVES:
+        return op.op_class is OpClass.HEAVY
+    rank = len(graph.tensors[op.results[0]].shape)
+    return tiled and any(op.kind == "pad" or dim >= rank - TILED for dim in op.strided)
+
+
+def _ends_of(
+    graph: OpGraph, consumers: Sequence[list[int]], pinned: set[int], kernels: Collection[int]
+) -> list[frozenset[int] | None]:
+    """For every tensor the ops, ends of fusions, that its consumers lead to; None for more than `_MANY`."""
+    found: list[frozenset[int] | None] = [frozenset()] * len(graph.tensors)
+    for op in reversed(graph.ops):
+        for tensor in op.results:
+            ends: frozenset[int] | None = frozenset()
+            for user in consumers[tensor]:
+                other = graph.ops[user]
+                apart = other.loop != op.loop or ends_fusion(other, pinned, kernels)
+                after = [frozenset((user,))] if apart else [found[t] for t in other.results]
+                ends = None if ends is None or None in after else ends.union(*(e for e in after if e is not None))
+                if ends is None or len(ends) > _MANY:
+                    ends = None
+                    break
+            found[tensor] = ends
+    return found
+
+
+def _plain_matmuls(graph: OpGraph) -> frozenset[int]:
+    """Convolutions, and dots without batch dims, those of stages among them. Of others `_softmax` has attention's."""
+    found = (op for op in graph.ops if op.kind in ("dot_general", "convolution") and op.rule is not None)
+    return matmuls_of_stages(graph).union(op.id for op in found if not is_batched(op))

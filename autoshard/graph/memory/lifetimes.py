@@ -1,0 +1,197 @@
+"""How long what reaches memory is held, and which values share one place there."""
+
+from collections.abc import Collection, Mapping, Sequence
+
+from autoshard.graph.records import Fusion, OpClass, OpGraph
+
+
+def buffers_of(
+    graph: OpGraph,
+    fusions: Sequence[Fusion],
+    materialised: set[int],
+    free: set[int],
+    reach: dict[int, frozenset[int]],
+    bases: dict[int, frozenset[int]],
+    kept: Collection[int],
+    updates: Mapping[int, int],
+    overwritten: Sequence[tuple[int, int]],
+    stores: Mapping[int, int],
+    writes_over: bool = False,
+) -> tuple[tuple[tuple[int, int, int], ...], tuple[tuple[int, int], ...], frozenset[int]]:
+    """Return `Liveness.buffers`, (tensor, loop) of what is copied, and `Liveness.reserved`.
+
+    `overwritten`: (value, what is written over it). `writes_over`: an elementwise kernel writes its result over an
+    operand of the same shape and dtype that nothing needs afterwards.
+    """
+    end = len(graph.ops)
+    start = {t.id: (t.producer if t.producer >= 0 else 0) for t in graph.tensors}
+    for source, tensor in stores.items():
+        start[tensor] = graph.tensors[source].producer  # it is written while the matmul runs
+    last = dict.fromkeys(materialised, -1)
+    for fusion in fusions:
+        for read in fusion.reads:
+            for tensor in bases.get(read, (read,)):
+                last[tensor] = max(last[tensor], outlast(graph, tensor, fusion.root))
+    for tensor in graph.results:
+        for read in reach.get(tensor, ()):
+            for source in bases.get(read, (read,)):
+                last[source] = end
+        if tensor in last:
+            last[tensor] = end
+    last |= dict.fromkeys(kept, end)
+    _delay_updates(graph, fusions, bases, kept, updates, start, last)
+    over = _written_over(graph, fusions, bases, last) if writes_over else frozenset()
+    home, copied = _share_carried(graph, free, start, last, updates, overwritten)
+    buffers, arguments = [], set(graph.arguments)
+    for tensor in sorted(materialised):
+        if home.get(tensor, tensor) != tensor:
+            continue
+        stop = last[tensor] + (tensor not in over) if last[tensor] < end else end + 1
+        if tensor in arguments:
+            written = updates.get(tensor, tensor)
+            place = home.get(written, written)
+            if written in materialised and place == written and last[tensor] == start[written]:
+                stop = start[written]
+            elif place != written and start[place] <= last[tensor] < end:
+                # A loop makes the result while the argument is still read: it is copied there at the end.
+                stop = end + 1
+                copied.append((written, -1))
+            buffers.append((tensor, 0, max(1, stop)))
+        elif stop > start[tensor]:
+            buffers.append((tensor, start[tensor], stop))
+    # A result that is written over no argument has memory of its own before the program starts.
+    reserved = set(graph.results) - set(updates.values()) - arguments
+    return tuple(buffers), tuple(copied), frozenset(home.get(tensor, tensor) for tensor in reserved)
+
+
+def _written_over(
+    graph: OpGraph, fusions: Sequence[Fusion], bases: Mapping[int, frozenset[int]], last: Mapping[int, int]
+) -> frozenset[int]:
+    """Return values whose memory the elementwise kernel that reads them last takes for its result."""
+    found = set()
+    for fusion in fusions:
+        if graph.ops[fusion.root].op_class is not OpClass.POINTWISE or len(fusion.writes) != 1:
+            continue
+        written = graph.tensors[fusion.writes[0]]
+        for tensor in fusion.reads:
+            read = graph.tensors[tensor]
+            alike = read.shape == written.shape and read.dtype == written.dtype and read.loop == written.loop
+            if alike and read.producer >= 0 and tensor not in bases and last.get(tensor) == fusion.root:
+                found.add(tensor)
+                break
+    return frozenset(found)
+
+
+def _delay_updates(
+    graph: OpGraph,
+    fusions: Sequence[Fusion],
+    bases: Mapping[int, frozenset[int]],
+    kept: Collection[int],
+    updates: Mapping[int, int],
+    start: dict[int, int],
+    last: dict[int, int],
+) -> None:
+    """Let updated state that nothing else reads be written when the last reader of the old state is done.
+
+    State that is stored narrower than it is updated is such: the parameter follows from the wide moments, which are
+    never stored, and so from the old ones. The compilers write parameter and moments in one kernel, over the old ones
+    (bfloat16 state of AdamW and of momentum, libtpu 0.0.51 for v5e and v5p, jaxlib 0.10.2 for h100).
+    """
+    states = set(updates.values())
+
+    def is_update(fusion: Fusion) -> bool:
+        op = graph.ops[fusion.root]
+        return op.op_class is OpClass.POINTWISE and op.loop < 0 and states.issuperset(fusion.writes)
+
+    writers: dict[int, Fusion] = {}
+    readers: dict[int, list[Fusion]] = {}
+    for fusion in fusions:
+        writers |= dict.fromkeys(fusion.writes, fusion)
+        for each in fusion.reads:
+            for tensor in bases.get(each, (each,)):
+                readers.setdefault(tensor, []).append(fusion)
+    for tensor, written in updates.items():
+        fusion = writers.get(written)
+        if fusion is None or tensor in kept or written in readers or fusion.writes != (written,):
+            continue
+        later = [reader for reader in readers.get(tensor, ()) if reader.root > start[written]]
+        if not later or not all(map(is_update, (fusion, *later))):
+            continue
+        start[written] = last[tensor]
+        for each in fusion.reads:
+            for source in bases.get(each, (each,)):
+                last[source] = max(last[source], start[written])
+
+
+def _share_carried(
+    graph: OpGraph,
+    free: set[int],
+    start: dict[int, int],
+    last: dict[int, int],
+    updates: Mapping[int, int],
+    overwritten: Sequence[tuple[int, int]],
+) -> tuple[dict[int, int], list[tuple[int, int]]]:
+    """Tensor -> the outermost carried value, or the first value written over, whose buffer it shares; and the
+    arguments that loops copy, with the loop. Widens the lifetime of what is shared to hold all that share it.
+
+    A loop copies what starts it if that is generated, needed later, starts another carried value too, or is an
+    argument, except for a donated one whose updated value is what the loop makes of it.
+    """
+    read = dict(last)
+    owner: dict[int, int] = {}
+    copied: list[tuple[int, int]] = []
+
+    def find(tensor: int) -> int:
+        while owner.setdefault(tensor, tensor) != tensor:
+            tensor = owner[tensor]
+        return tensor
+
+    loop_of = {c.body: loop.id for loop in graph.loops for c in loop.carries}
+    used: set[int] = set()
+    arguments = set(graph.arguments)
+    for loop in graph.loops:
+        for carry in loop.carries:
+            start[carry.body], start[carry.result] = loop.start, loop.stop
+            last[carry.body] = max(last.get(carry.body, -1), loop.stop)
+            shared = [carry.result]
+            if carry.update not in used and loop_of.get(carry.update) != loop.id:
+                shared.append(carry.update)
+            again = carry.init in used or read.get(carry.init, -1) >= loop.start
+            if carry.init in arguments:
+                over = not again and updates.get(carry.init) == carry.result
+                last[carry.init] = max(last.get(carry.init, -1), loop.start - over)
+                if not over:
+                    copied.append((carry.body, loop.parent))
+            elif not again and carry.init not in free:
+                shared.append(carry.init)
+            used.update((carry.init, carry.update))
+            for tensor in shared:
+                mine, other = find(carry.body), find(tensor)
+                if mine == other or loop_of.get(other) == loop_of.get(mine):
+                    continue  # two values of one loop never share
+                # Loops are in order, outer ones first: what has a carried value's name already keeps it.
+                owner[mine if other in loop_of else other] = other if other in loop_of else mine
+    for value, written in overwritten:
+        mine, other = find(value), find(written)
+        if value in arguments:
+            last[value] = max(last[value], start[written] - 1)
+        elif mine != other and (other not in loop_of or loop_of[other] != loop_of.get(mine)):
+            owner[mine if other in loop_of else other] = other if other in loop_of else mine
+    for tensor in owner:
+        home = find(tensor)
+        start[home] = min(start[home], start[tensor])
+        last[home] = max(last.get(home, -1), last.get(tensor, -1))
+    return {tensor: find(tensor) for tensor in owner}, copied
+
+
+def outlast(graph: OpGraph, tensor: int, user: int) -> int:
+    """Last moment a value is needed by an op: the end of the outermost loop that runs the op but not the value.
+
+    A branch of a conditional runs once, so what it needs it needs no longer than its op.
+    """
+    home, loop, moment = graph.tensors[tensor].loop, graph.ops[user].loop, user
+    while loop != home and loop >= 0:
+        if not graph.loops[loop].branches:
+            moment = max(moment, graph.loops[loop].stop - 1)
+        loop = graph.loops[loop].parent
+    return moment

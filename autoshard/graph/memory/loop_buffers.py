@@ -1,0 +1,84 @@
+"""Buffers of loops: materialised loop inputs, and matmuls of pipeline stages."""
+
+from autoshard.graph.build.rolls import ROTATE
+from autoshard.graph.records import Op, OpClass, OpGraph
+
+
+def matmuls_of_stages(graph: OpGraph) -> frozenset[int]:
+    """Matmuls in loops that hand stages' results round, whose one batch dim is that of the stages."""
+    stages: dict[int, int] = {}
+    for op in graph.ops:
+        if op.kind == ROTATE and op.loop >= 0:
+            size = graph.tensors[op.operands[0]].shape[0]
+            if op.shift in (1, size - 1):
+                stages[op.loop] = size
+    found = set()
+    for op in graph.ops if stages else ():
+        if op.kind != "dot_general" or op.rule is None:
+            continue
+        loop = op.loop
+        while loop >= 0 and loop not in stages:
+            loop = graph.loops[loop].parent
+        sides = (*op.rule.operands, op.rule.results[0])
+        shared = set.intersection(*({f for dim in dims for f in dim} for dims in sides))
+        if loop >= 0 and len(shared) == 1 and all(dims[0] == tuple(shared) for dims in sides):
+            if op.rule.sizes[shared.pop()] == stages[loop]:
+                found.add(op.id)
+    return frozenset(found)
+
+
+_LAID_OUT = frozenset({"reshape", "transpose", "slice", "sharding_constraint"})
+_PASSED_ON = _LAID_OUT | {"convert", "dynamic_slice"}
+
+
+def taken_apart(graph: OpGraph) -> frozenset[int]:
+    """Values computed outside of the loops that take slices of them."""
+    makers: dict[int, Op] = {tensor: op for op in graph.ops for tensor in op.results}
+    found = set()
+    for op in graph.ops:
+        if op.kind != "dynamic_slice" or op.op_class is not OpClass.LAYER:
+            continue
+        tensor = op.operands[0]
+        maker = makers.get(tensor)
+        while maker is not None and maker.kind in _LAID_OUT and maker.loop != op.loop:
+            tensor = maker.operands[0]
+            maker = makers.get(tensor)
+        if maker is not None and maker.loop != op.loop and maker.op_class is not OpClass.FREE:
+            found.add(tensor)
+    return frozenset(found)
+
+
+def chosen(graph: OpGraph, apart: frozenset[int]) -> dict[int, int]:
+    """Values chosen among slices of stacks that several matmuls take, and the last of these matmuls.
+
+    None of those that a loop takes `apart`, which are stored anyhow."""
+    makers: dict[int, Op] = {tensor: op for op in graph.ops for tensor in op.results}
+    users: dict[int, list[Op]] = {}
+    for op in graph.ops:
+        for tensor in set(op.operands):
+            users.setdefault(tensor, []).append(op)
+    found: dict[int, int] = {}
+    for op in graph.ops:
+        if op.kind == "select" and op.loop >= 0 and all(_is_slice(makers, value) for value in op.operands[1:]):
+            matmuls = _matmuls(users, op.results[0])
+            if len(matmuls) > 1 and op.results[0] not in apart:
+                found[op.results[0]] = max(matmuls)
+    return found
+
+
+def _is_slice(makers: dict[int, Op], tensor: int) -> bool:
+    maker = makers.get(tensor)
+    while maker is not None and maker.kind in _LAID_OUT:
+        maker = makers.get(maker.operands[0])
+    return maker is not None and maker.kind == "dynamic_slice" and maker.op_class is OpClass.LAYER
+
+
+def _matmuls(users: dict[int, list[Op]], tensor: int) -> set[int]:
+    """Those that take a value as it is, or narrowed."""
+    found = set()
+    for user in users.get(tensor, ()):
+        if user.kind == "dot_general":
+            found.add(user.id)
+        elif user.kind in _PASSED_ON:
+            found |= _matmuls(users, user.results[0])
+    return found

@@ -1,0 +1,275 @@
+"""Layouts of stacked layers: gradient stacks, tile rows, and the copies that change a layout."""
+
+import dataclasses
+from collections.abc import Iterator, Mapping, Sequence
+
+from autoshard.graph.flops import is_sum
+from autoshard.graph.memory.host_transfers import TO_DEVICE
+from autoshard.graph.memory.lifetimes import outlast
+from autoshard.graph.records import Loop, Op, OpClass, OpGraph, is_batched
+
+
+_UNMOVED = frozenset({"convert", "reshape", "broadcast_in_dim", "sharding_constraint", "squeeze", "expand_dims"})
+_SMALL = 1 << 20
+"""Bytes below which a stack is not looked at."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Passes:
+    """What is read or written whole of a tensor beside all fusions, once in every execution of a block."""
+
+    tensor: int
+    block: int
+    """A loop's number; -1 outside of all."""
+    count: int
+    """How often its bytes go through memory: a copy reads and writes, which is twice."""
+    by_rows: bool = False
+    """Whether it goes row by row: a row of a register's lanes at a time, of which `count` copies are made."""
+
+
+def turned_passes(graph: OpGraph) -> tuple[Passes, ...]:
+    """What the layouts of stacked results copy; none where nothing is laid out in tiles is for the caller to say."""
+    consumers: list[list[Op]] = [[] for _ in graph.tensors]
+    for op in graph.ops:
+        for tensor in set(op.operands):
+            consumers[tensor].append(op)
+    found = []
+    for loop in graph.loops:
+        for carry in loop.carries:
+            if not loop.branches and graph.tensors[carry.result].bytes >= _SMALL and _is_turned(graph, carry.update):
+                copies = sorted(_met(graph, consumers, carry.result))
+                found += [Passes(carry.result, loop.parent, 1)] if copies else []
+                # A value that is not the stack itself is written too, before it is copied; the first is the stack's.
+                found += [Passes(tensor, loop.parent, 2 if n == 0 else 4) for n, tensor in enumerate(copies)]
+    return tuple(found)
+
+
+def _is_turned(graph: OpGraph, update: int) -> bool:
+    """Whether a loop puts into a stack what a matmul makes with another minor dim."""
+    op = _maker(graph, update)
+    if op is None or op.kind != "dynamic_update_slice":
+        return False
+    tensor, turns = op.operands[1], False
+    while (op := _maker(graph, tensor)) is not None and op.op_class is not OpClass.HEAVY:
+        if op.kind == "transpose":
+            turns = not turns and _minor_moves(graph, op)
+        elif op.kind not in _UNMOVED:
+            return False
+        tensor = op.operands[0]
+    return op is not None and op.kind == "dot_general" and turns
+
+
+def _minor_moves(graph: OpGraph, op: Op) -> bool:
+    """Whether a transpose takes another dim of more than one place as its last one."""
+    assert op.rule is not None
+    sides = (op.rule.operands[0], op.rule.results[0])
+    tensors = (op.operands[0], op.results[0])
+    last = []
+    for factors, tensor in zip(sides, tensors, strict=True):
+        wide = [each for each, size in zip(factors, graph.tensors[tensor].shape, strict=True) if size > 1]
+        last.append(wide[-1] if wide else ())
+    return last[0] != last[1]
+
+
+def exchanges_outer(op: Op) -> bool:
+    """Whether a transpose exchanges the first two of three or more dims: the layers of a stack, and the dim beside."""
+    assert op.rule is not None
+    source, turned = op.rule.operands[0], op.rule.results[0]
+    return len(source) > 2 and turned == (source[1], source[0], *source[2:])
+
+
+def _met(graph: OpGraph, consumers: list[list[Op]], stack: int) -> Iterator[int]:
+    """Values that follow from a stack alone and of which an op takes another value of that size beside them."""
+    own, todo = {stack}, [stack]
+    while todo:
+        tensor = todo.pop()
+        meets = False
+        for op in consumers[tensor]:
+            if op.kind == "transpose" and exchanges_outer(op):  # a layout, as the stack is kept layer by layer
+                own.add(op.results[0])
+                todo.append(op.results[0])
+            if op.op_class is not OpClass.POINTWISE or not op.results:
+                continue
+            shape = graph.tensors[tensor].shape
+            others = [
+                t for t in op.operands if t not in own and graph.tensors[t].shape == shape and _is_value(graph, t)
+            ]
+            if others:
+                meets = True
+            elif graph.tensors[op.results[0]].shape == shape and op.results[0] not in own:
+                own.add(op.results[0])
+                todo.append(op.results[0])
+        if meets:
+            yield tensor
+
+
+def _is_value(graph: OpGraph, tensor: int) -> bool:
+    """Whether a tensor is more than a number that is repeated."""
+    op = _maker(graph, tensor)
+    while op is not None and op.kind in _UNMOVED and op.operands:
+        tensor = op.operands[0]
+        op = _maker(graph, tensor)
+    return graph.tensors[tensor].elements > 1 and (op is None or op.op_class is not OpClass.FREE)
+
+
+def _maker(graph: OpGraph, tensor: int) -> Op | None:
+    producer = graph.tensors[tensor].producer
+    return graph.ops[producer] if producer >= 0 else None
+
+
+_SUBLANES = 8
+_SMALL_TILES = (2, 4)
+"""Sizes of a second-minor dim below eight for which tiles are made that they fill."""
+_LEAST = 1 << 20
+"""Bytes below which a stack is not looked at."""
+
+
+def interleaved_passes(graph: OpGraph) -> tuple[Passes, ...]:
+    """Copies of stacks, row by row, that take layers out of tiles or put them back; for TPUs alone."""
+    arguments, results = set(graph.arguments), set(graph.results)
+    carried = {carry.result for loop in graph.loops if not loop.branches for carry in loop.carries}
+    consumers: list[list[Op]] = [[] for _ in graph.tensors]
+    for op in graph.ops:
+        for tensor in set(op.operands):
+            consumers[tensor].append(op)
+    found = []
+    for op in graph.ops:
+        if op.kind != "transpose" or op.loop >= 0 or not exchanges_outer(op):
+            continue
+        source, turned = graph.tensors[op.operands[0]], graph.tensors[op.results[0]]
+        if source.bytes < _LEAST or len(source.shape) != 3:
+            continue
+        if source.id in arguments and _fills_tiles(source.shape[1]):
+            found.append(Passes(source.id, -1, 1, by_rows=True))
+        elif source.id in carried and _fills_tiles(turned.shape[1]):
+            made = sorted(set(_followed(graph, consumers, turned.id)) & results)
+            found += [Passes(tensor, -1, 1, by_rows=True) for tensor in made]
+    return tuple(found)
+
+
+def _fills_tiles(layers: int) -> bool:
+    return layers % _SUBLANES == 0 or layers in _SMALL_TILES
+
+
+def _followed(graph: OpGraph, consumers: list[list[Op]], tensor: int) -> Iterator[int]:
+    """A tensor, and what elementwise ops make of it in its shape."""
+    seen, todo = {tensor}, [tensor]
+    while todo:
+        current = todo.pop()
+        yield current
+        for op in consumers[current]:
+            if op.op_class is not OpClass.POINTWISE:
+                continue
+            for result in op.results:
+                if result not in seen and graph.tensors[result].shape == graph.tensors[tensor].shape:
+                    seen.add(result)
+                    todo.append(result)
+
+
+SHAPING = frozenset({"reshape", "transpose", "sharding_constraint"})
+"""Ops that leave every element as it is."""
+
+
+def copied_slices(graph: OpGraph, consumers: Sequence[Sequence[int]]) -> Iterator[tuple[int, int, int]]:
+    """Yield (tensor, start, stop) of every slice that is copied; `consumers` has the ops that take each tensor."""
+    for op in graph.ops:
+        if op.kind != "dynamic_slice" or op.op_class is not OpClass.LAYER:
+            continue
+        users, last, copied = list(consumers[op.results[0]]), op.id, False
+        while users:
+            user = graph.ops[users.pop()]
+            last = max(last, outlast(graph, op.results[0], user.id))
+            copied |= takes_whole(user)
+            if user.kind in SHAPING:
+                users += consumers[user.results[0]]
+            elif user.kind == TO_DEVICE:
+                copied = False
+                break
+        if copied:
+            yield op.results[0], op.id, last + 1
+
+
+def takes_whole(op: Op) -> bool:
+    """Return whether an op is a kernel that no slice is fused into."""
+    if op.kind == "dot_general":
+        return op.rule is not None and not is_sum(op.rule)
+    return op.kind == "convolution" or op.opaque is not None
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class RelaidStack:
+    """A stack that is copied into another layout before a loop."""
+
+    source: int
+    """The tensor that the loop takes slices of."""
+    loop: Loop
+    result: int
+    """The stack of updated slices that the loop makes; -1 for none."""
+    better: tuple[int, ...]
+    """The shape of the stack with the batch dims of the dot behind that of the loop, which is copied nowhere."""
+
+
+def relaid_stacks(graph: OpGraph, consumers: Sequence[Sequence[int]]) -> Iterator[RelaidStack]:
+    """Yield every such stack; `consumers` has the ops that take each tensor."""
+    results = {carry.update: carry.result for loop in graph.loops for carry in loop.carries}
+    seen = set()
+    for op in graph.ops:
+        if not is_batched(op) or not takes_whole(op) or op.loop < 0:
+            continue
+        for tensor, factors in zip(op.operands, op.rule.operands[:2] if op.rule else (), strict=False):
+            batch = _batch_dims(op, tensor, factors, graph)
+            chain = list(_chain(graph, tensor))
+            if batch == set(range(len(batch))) or not chain or chain[-1].op_class is not OpClass.LAYER:
+                continue
+            source = chain[-1]
+            if source.id in seen:
+                continue
+            seen.add(source.id)
+            shape = [size for size in graph.tensors[tensor].shape if size > 1]
+            order = [*sorted(batch), *(dim for dim in range(len(shape)) if dim not in batch)]
+            better = (graph.tensors[source.operands[0]].shape[0], *(shape[dim] for dim in order))
+            result = _stack_of(graph, consumers, chain, results)
+            yield RelaidStack(source.operands[0], graph.loops[source.loop], result, better)
+
+
+def _batch_dims(op: Op, tensor: int, factors: Sequence[Sequence[int]], graph: OpGraph) -> set[int]:
+    """Return the dims of an operand that the other operand and the result have too, without those of size 1.
+
+    Dims are counted as if those of size 1 were not there.
+    """
+    assert op.rule is not None
+    left, right, out = ({f for dim in dims for f in dim} for dims in (*op.rule.operands[:2], op.rule.results[0]))
+    wide = [dim for dim, size in zip(factors, graph.tensors[tensor].shape, strict=True) if size > 1]
+    return {place for place, dim in enumerate(wide) if left & right & out & set(dim)}
+
+
+def _chain(graph: OpGraph, tensor: int) -> Iterator[Op]:
+    """Yield the ops that an operand comes from, up to a slice of a stack.
+
+    They are reshapes that only add or drop dims of size 1, and updates of a part; the last op may be of any kind.
+    """
+    while (producer := graph.tensors[tensor].producer) >= 0:
+        op = graph.ops[producer]
+        yield op
+        shapes = [[size for size in graph.tensors[t].shape if size > 1] for t in (*op.operands[:1], tensor)]
+        if (
+            op.op_class is OpClass.LAYER
+            or op.kind not in ("reshape", "dynamic_update_slice")
+            or shapes[0] != shapes[-1]
+        ):
+            return
+        tensor = op.operands[0]
+
+
+def _stack_of(
+    graph: OpGraph, consumers: Sequence[Sequence[int]], chain: Sequence[Op], results: Mapping[int, int]
+) -> int:
+    """Return the stack that a loop puts an updated slice into, by its name after the loop."""
+    todo = [tensor for op in chain if op.kind == "dynamic_update_slice" for tensor in op.results]
+    while todo:
+        for user in (graph.ops[number] for number in consumers[todo.pop()]):
+            if user.kind == "dynamic_update_slice" and user.op_class is OpClass.LAYER:
+                return results.get(user.results[0], -1)
+            if user.kind in SHAPING or user.kind == "broadcast_in_dim":
+                todo += user.results
+    return -1

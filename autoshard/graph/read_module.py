@@ -1,0 +1,170 @@
+"""From an inlined StableHLO module to an `OpGraph`.
+
+Works on the objects that the room `mlir` hands out and never imports MLIR itself.
+"""
+
+import dataclasses
+import math
+import re
+from typing import Any
+
+from autoshard import mlir
+from autoshard.graph.build.graph_builder import UseReading
+from autoshard.graph.build.loops import BRANCHING, read_branches, read_while
+from autoshard.graph.build.mlir_attributes import gathering_rule, parse_mesh, parse_rule, parse_shardings, updating_rule
+from autoshard.graph.build.opaque_rules import COLLECTIVES, read_opaque, same_rule
+from autoshard.graph.build.program_constraints import CONSTRAINTS, called, read_constraint, read_manual
+from autoshard.graph.build.rolls import strided_dims
+from autoshard.graph.build.windowed_rules import offsets, windowed_rule
+from autoshard.graph.flops import known_call, op_flops
+from autoshard.graph.memory.host_transfers import placement_kind
+from autoshard.graph.memory.operand_rounding import ROUNDING
+from autoshard.graph.op_classes import classify
+from autoshard.graph.records import Constraint, Halo, Op, Opaque, OpClass, OpGraph
+
+
+_GENERATED = frozenset({"constant", "iota", "partition_id"})
+_OTHER_NAMES = {"dot": "dot_general"}
+"""Ops that are special cases of others: HLO files have products of two dims as their own op."""
+_ALIASES = frozenset({"optimization_barrier", "propagation_barrier"})
+_CUTS = {
+    "slice": ("start_indices", "limit_indices", "strides"),
+    "pad": ("edge_padding_low", "edge_padding_high", "interior_padding"),
+    "concatenate": ("dimension",),
+}
+"""Attributes that say what a slice, pad or concatenation does."""
+
+
+def read_graph(module: bytes) -> OpGraph:
+    """The graph of a lowered module (StableHLO bytecode or text), calls inlined and rules populated."""
+    with mlir.new_context() as context:
+        parsed = mlir.parse_module(module, context)
+        mlir.inline_calls(parsed)
+        reader = _ModuleReader()
+        reader.hash = mlir.structure_hash(parsed)
+        mlir.populate_rules(parsed)
+        meshes = mlir.mesh_texts(parsed)
+        reader.meshes = {name: parse_mesh(text) for name, text in meshes.items()}
+        said = {n: text for n, text in mlir.argument_shardings(parsed).items() if not mlir.is_idle(text, meshes)}
+        reader.read_main(mlir.main_block(parsed), said)
+        return reader.graph()
+
+
+class _ModuleReader(UseReading):
+    def read_main(self, block: Any, shardings: dict[int, str]) -> None:
+        for position, value in enumerate(block.arguments):
+            self.arguments.append(self.new_tensor(value, -1, -1, (-1, position)))
+            for sharding in parse_shardings(shardings.get(position, ""), self.meshes):
+                if not sharding.is_free:
+                    where = f"the sharding of argument {position}"
+                    self.constraints.append(Constraint(self.arguments[-1], sharding, where))
+        self.results = self.read_block(block, -1)
+
+    def read_block(self, block: Any, loop: int) -> list[int]:
+        """Reads the ops of a block; gives the tensors its terminator returns."""
+        for handle in block.operations:
+            op = handle.operation
+            self.number += 1
+            kind = op.name.rpartition(".")[2]
+            if kind == "return":
+                return [self.ids[value] for value in op.operands]
+            if mlir.is_idle_call(op):
+                continue  # a kernel in what is computed again, whose results were kept
+            if kind == "while":
+                read_while(self, op, loop, self.read_block)
+            elif kind in BRANCHING:
+                read_branches(self, op, kind, loop, self.read_block)
+            elif kind == "manual_computation":
+                read_manual(self, op, loop, self.read_block)
+            elif kind in _ALIASES or called(op, kind) == "LayoutConstraint":
+                self.alias(op)
+            elif kind in CONSTRAINTS or called(op, kind) == "Sharding":
+                read_constraint(self, op, loop)
+            else:
+                self.read_op(op, kind, loop)
+        return []
+
+    def read_op(self, op: Any, kind: str, loop: int) -> None:
+        number = self.number
+        name = mlir.location_name(op.location)
+        op_id = len(self.ops)
+        kind = _OTHER_NAMES.get(kind, kind)
+        operands = tuple(self.ids[value] for value in op.operands)
+        results = tuple(
+            self.new_tensor(value, op_id, loop, (number, index), name) for index, value in enumerate(op.results)
+        )
+        takes, gives = [self.tensors[t] for t in operands], [self.tensors[t] for t in results]
+        opaque = read_opaque(op, takes, gives, name) if kind == "custom_call" else None
+        attributes = op.attributes
+        rule = parse_rule(str(attributes["sdy.sharding_rule"])) if "sdy.sharding_rule" in attributes else None
+        if rule is not None and kind == "dynamic_update_slice":
+            rule = updating_rule(rule)
+        if rule is not None and kind == "reduce" and not mlir.is_combined_by_collectives(op):
+            rule = gathering_rule(rule)
+        groups: tuple[tuple[int, ...], ...] = ()
+        if kind in COLLECTIVES:
+            rule = same_rule([self.tensors[t].shape for t in operands], [self.tensors[t].shape for t in results])
+            groups = mlir.device_groups(op)
+        if opaque is not None:
+            rule = opaque.rule
+            placed = placement_kind(opaque.target, mlir.attribute_texts(op))
+            if placed is not None:
+                kind, opaque = placed, None
+        halos: tuple[Halo, ...] = ()
+        if rule is not None and kind in mlir.WINDOWED:
+            shapes = [[self.tensors[t] for t in side] for side in (operands, results)]
+            # A region in a region would be one of the program's own; and what lies beyond the edges must be known.
+            split = not self.manual and (kind != "select_and_scatter" or mlir.selects_extreme(op))
+            rule, halos = windowed_rule(kind, rule, mlir.attribute_texts(op), *shapes, split=split)
+        passes = mlir.precision_passes(mlir.attribute_texts(op)) if kind in ROUNDING else 1
+        grouped = kind == "convolution" and mlir.has_groups(mlir.attribute_texts(op))
+        known = None
+        if opaque is not None and "mhlo.backend_config" in op.attributes:
+            known = known_call(opaque.target, str(op.attributes["mhlo.backend_config"]), takes, gives)
+        if known is not None:
+            kind, rule = known.kind, known.rule
+            opaque = Opaque(opaque.target, rule, known.flops, known.traffic) if known.traffic and opaque else None
+        if kind in _GENERATED or (operands and all(t in self.free for t in operands) and rule is not None):
+            self.free.update(results)
+            op_class = OpClass.FREE
+            if kind == "constant" and self.tensors[results[0]].shape == ():
+                self.note_constant(op, results[0])
+        else:
+            op_class = OpClass.HEAVY if opaque and opaque.on_shards else classify(kind, rule, takes, gives)
+            op_class = OpClass.HEAVY if kind in COLLECTIVES else op_class
+            if rule is None and any(self.tensors[t].elements > 1 for t in (*operands, *results)):
+                self.without_rule.append(op_id)
+        if kind in _CUTS and all(name in op.attributes for name in _CUTS[kind]):
+            self.cuts[op_id] = tuple(_integers(str(op.attributes[name])) for name in _CUTS[kind])
+        moved = offsets(kind, rule, self.cuts[op_id], halos) if op_id in self.cuts else ()
+        dilation = 1
+        if kind == "convolution" and "lhs_dilation" in attributes:
+            zeros = str(attributes["lhs_dilation"]).partition(":")[2]
+            dilation = math.prod(int(n) for n in re.findall(r"\d+", zeros))
+        flops = opaque.flops if opaque else op_flops(kind, rule, takes, gives, dilation)
+        numbers = tuple(range(len(operands)))
+        steps = opaque.steps if opaque else 0
+        flops, steps = (known.flops, known.steps) if known is not None else (flops, steps)
+        self.ops.append(
+            Op(
+                op_id, number, kind, op_class, operands, results, rule, loop, flops, name, numbers, groups,
+                self.manual, opaque=opaque, halos=halos, grouped=grouped, offsets=moved, passes=passes,
+                line="" if op_class is OpClass.FREE else mlir.code_line(op),
+                strided=strided_dims(kind, self.cuts.get(op_id, ())), steps=steps,
+                sloping=known.sloping if known is not None else opaque.sloping if opaque is not None else (),
+            )
+        )  # fmt: skip
+
+
+def _integers(text: str) -> tuple[int, ...]:
+    """The numbers of `array<i64: 3, 0>` or `0 : i64`."""
+    body = text.partition(":")[2] if text.startswith("array") else text.partition(":")[0]
+    return tuple(int(n) for n in re.findall(r"-?\d+", body))
+
+
+def replace_names(graph: OpGraph, names: list[str]) -> OpGraph:
+    """The same graph with argument tensors named as the program names them."""
+    tensors = list(graph.tensors)
+    for tensor, name in zip(graph.arguments, names, strict=True):
+        tensors[tensor] = dataclasses.replace(tensors[tensor], name=name)
+    return dataclasses.replace(graph, tensors=tuple(tensors))

@@ -1,0 +1,299 @@
+"""Batch norms and gradients of max pooling, rewritten in one canonical form."""
+
+import math
+import re
+from typing import Any, cast
+
+from autoshard.mlir.module import collect, main_block, parse_module, replace_by_block
+
+
+_NORMS = frozenset({"stablehlo.batch_norm_training", "stablehlo.batch_norm_grad", "stablehlo.batch_norm_inference"})
+_ROUGH = frozenset({"bf16", "f16"})
+"""Types whose sums are made in f32."""
+
+
+def expand_norms(module: Any) -> None:
+    """Replace every batch norm of the module by elementary ops, as StableHLO's specification defines it (in place)."""
+    from jaxlib.mlir import ir
+
+    for op in collect(module.operation, _NORMS):
+        donor = parse_module(_Expansion(op).text(), module.context)
+        block = main_block(donor)
+        for each in block.operations:
+
+            def place(inner: Any, location: Any = op.location) -> Any:
+                inner.location = location
+                return ir.WalkResult.ADVANCE
+
+            each.operation.walk(place, ir.WalkOrder.PRE_ORDER)
+        replace_by_block(op, block)
+
+
+class _Expansion:
+    """The text of a function with an op's operands and results."""
+
+    def __init__(self, op: Any) -> None:
+        from jaxlib.mlir import ir
+
+        self.kind = op.name.rpartition("batch_norm_")[2]
+        self.takes = [str(value.type) for value in op.operands]
+        self.gives = [str(value.type) for value in op.results]
+        shape = list(ir.RankedTensorType(op.operands[0].type).shape)
+        self.feature = ir.IntegerAttr(op.attributes["feature_index"]).value
+        self.epsilon = ir.FloatAttr(op.attributes["epsilon"]).value
+        element = str(ir.RankedTensorType(op.operands[0].type).element_type)
+        self.element = "f32" if element in _ROUGH else element
+        self.whole = f"tensor<{'x'.join(map(str, shape))}x{self.element}>"
+        self.row = f"tensor<{shape[self.feature]}x{self.element}>"
+        self.others = [d for d in range(len(shape)) if d != self.feature]
+        self.count = math.prod(shape[d] for d in self.others)
+        self.lines: list[str] = []
+
+    def text(self) -> str:
+        arguments = [f"%a{k}" for k in range(len(self.takes))]
+        values = [self.as_type(a, old, self.wide(old)) for a, old in zip(arguments, self.takes, strict=True)]
+        results = getattr(self, self.kind)(*values)
+        results = [self.as_type(r, self.wide(new), new) for r, new in zip(results, self.gives, strict=True)]
+        signature = ", ".join(f"{a}: {kind}" for a, kind in zip(arguments, self.takes, strict=True))
+        body = "\n".join(self.lines)
+        types = ", ".join(self.gives)
+        return f"func.func public @main({signature}) -> ({types}) {{\n{body}\nreturn {', '.join(results)} : {types}\n}}"
+
+    def training(self, x: str, scale: str, offset: str) -> tuple[str, str, str]:
+        mean = self.mean(x)
+        centred = self.op("subtract", x, self.spread(mean))
+        variance = self.mean(self.op("multiply", centred, centred))
+        return self.scaled(centred, scale, offset, variance), mean, variance
+
+    def inference(self, x: str, scale: str, offset: str, mean: str, variance: str) -> tuple[str]:
+        return (self.scaled(self.op("subtract", x, self.spread(mean)), scale, offset, variance),)
+
+    def grad(self, x: str, scale: str, mean: str, variance: str, g: str) -> tuple[str, str, str]:
+        inverse = self.inverse(variance)
+        unit = self.op("multiply", self.op("subtract", x, self.spread(mean)), self.spread(inverse))
+        of_scale, of_offset = self.sum(self.op("multiply", g, unit)), self.sum(g)
+        along = self.op("multiply", unit, self.spread(self.divided(of_scale)))
+        rest = self.op("subtract", self.op("subtract", g, self.spread(self.divided(of_offset))), along)
+        slope = self.op("multiply", scale, inverse, self.row)
+        return self.op("multiply", rest, self.spread(slope)), of_scale, of_offset
+
+    def scaled(self, centred: str, scale: str, offset: str, variance: str) -> str:
+        slope = self.op("multiply", scale, self.inverse(variance), self.row)
+        return self.op("add", self.op("multiply", centred, self.spread(slope)), self.spread(offset))
+
+    def inverse(self, variance: str) -> str:
+        """One over the standard deviation."""
+        return self.new(
+            f"stablehlo.rsqrt {self.op('add', variance, self.constant(self.epsilon, self.row), self.row)} : {self.row}"
+        )
+
+    def mean(self, value: str) -> str:
+        return self.divided(self.sum(value))
+
+    def divided(self, row: str) -> str:
+        return self.op("divide", row, self.constant(self.count, self.row), self.row)
+
+    def sum(self, value: str) -> str:
+        zero = self.constant(0, f"tensor<{self.element}>")
+        return self.new(
+            f"stablehlo.reduce({value} init: {zero}) applies stablehlo.add across dimensions = {self.others} : "
+            f"({self.whole}, tensor<{self.element}>) -> {self.row}"
+        )
+
+    def spread(self, row: str) -> str:
+        return self.new(f"stablehlo.broadcast_in_dim {row}, dims = [{self.feature}] : ({self.row}) -> {self.whole}")
+
+    def constant(self, number: float, kind: str) -> str:
+        return self.new(f"stablehlo.constant dense<{number:.17e}> : {kind}")
+
+    def op(self, name: str, a: str, b: str, kind: str = "") -> str:
+        return self.new(f"stablehlo.{name} {a}, {b} : {kind or self.whole}")
+
+    def wide(self, kind: str) -> str:
+        """The type in which a tensor of a type is computed with."""
+        return re.sub(r"(?<=[x<])[a-z]+\d+(?=>)", self.element, kind)
+
+    def as_type(self, value: str, old: str, new: str) -> str:
+        return value if old == new else self.new(f"stablehlo.convert {value} : ({old}) -> {new}")
+
+    def new(self, line: str) -> str:
+        name = f"%v{len(self.lines)}"
+        self.lines.append(f"{name} = {line}")
+        return name
+
+
+_SCATTER = "stablehlo.select_and_scatter"
+
+
+def fold_pooling(function: Any) -> None:
+    """Fold pad, select_and_scatter, slice into one select_and_scatter wherever they undo each other (in place)."""
+    for op in collect(function, {_SCATTER}):
+        _fold(op)
+
+
+def unfold_pooling(module: Any) -> Any:
+    """The reverse, for platforms whose compilers cannot do padding in a select_and_scatter (in place)."""
+    with module.context:
+        for op in collect(module.operation, {_SCATTER}):
+            _unfold(op)
+    return module
+
+
+def selects_extreme(op: Any) -> bool:
+    """True if a select_and_scatter selects the largest or the smallest value of a window."""
+    return _never_selected(op) is not None
+
+
+def identity_of_selection(op: Any) -> Any:
+    """A scalar constant that a select_and_scatter never selects, at the current insertion point.
+
+    None if the selection is neither of the largest nor of the smallest value.
+    """
+    from jaxlib.mlir import ir
+    from jaxlib.mlir.dialects import stablehlo
+
+    number = _never_selected(op)
+    if number is None:
+        return None
+    scalar = ir.RankedTensorType.get([], ir.RankedTensorType(op.operands[0].type).element_type)
+    return stablehlo.constant(ir.DenseElementsAttr.get_splat(scalar, number))
+
+
+def _never_selected(op: Any) -> Any | None:
+    from jaxlib.mlir import ir
+
+    first = op.regions[0].blocks[0].operations[0].operation
+    if first.name != "stablehlo.compare":
+        return None
+    direction = str(first.attributes["comparison_direction"])
+    largest = "GE" in direction or "GT" in direction
+    if not largest and "LE" not in direction and "LT" not in direction:
+        return None
+    element = ir.RankedTensorType(op.operands[0].type).element_type
+    if isinstance(element, ir.IntegerType):
+        width = element.width
+        if element.is_unsigned:
+            return ir.IntegerAttr.get(element, 0 if largest else (1 << width) - 1)
+        return ir.IntegerAttr.get(element, -(1 << (width - 1)) if largest else (1 << (width - 1)) - 1)
+    number = float("-inf") if largest else float("inf")
+    return ir.FloatAttr.get(element, number, loc=ir.Location.unknown(op.context))
+
+
+def _fold(op: Any) -> None:
+    from jaxlib.mlir import ir
+
+    if any(any(row) for row in _padding(op)):
+        return
+    pad = _producer(op.operands[0])
+    if pad is None or pad.name != "stablehlo.pad" or not _pads_with(pad, _never_selected(op)):
+        return
+    low, high, inner = (
+        list(ir.DenseI64ArrayAttr(pad.attributes[key]))
+        for key in ("edge_padding_low", "edge_padding_high", "interior_padding")
+    )
+    shape = list(ir.RankedTensorType(pad.operands[0].type).shape)
+    users = _slices(op)
+    cropped = [size - b for size, b in zip(ir.RankedTensorType(op.results[0].type).shape, high, strict=True)]
+    if any(inner) or min(*low, *high) < 0 or not users:
+        return
+    for user in users:
+        if _attribute(user, "start_indices") != low or _attribute(user, "limit_indices") != cropped:
+            return
+        if list(ir.RankedTensorType(user.results[0].type).shape) != shape:
+            return
+    import numpy as np
+
+    with op.location, ir.InsertionPoint(op):
+        new = op.clone()
+        new.operands[0] = pad.operands[0]
+        new.results[0].set_type(pad.operands[0].type)
+        rows = np.stack([low, high], axis=1).astype(np.int64)
+        new.attributes["padding"] = cast(Any, ir.DenseElementsAttr).get(rows)
+    for user in users:
+        user.results[0].replace_all_uses_with(new.results[0])
+        user.erase()
+    for trivial in _users(op):
+        trivial.erase()
+    op.erase()
+    if not _users(pad):
+        pad.erase()
+
+
+def _slices(op: Any) -> list[Any]:
+    """The slices that crop the op's result, slices of everything between left out; none if something else uses it."""
+    found: list[Any] = []
+    for user in _users(op):
+        if user.name != "stablehlo.slice":
+            return []
+        if user.results[0].type == user.operands[0].type:
+            inner = _users(user)
+            if not inner or any(u.name != "stablehlo.slice" for u in inner):
+                return []
+            found += inner
+        else:
+            found.append(user)
+    return found
+
+
+def _users(op: Any) -> list[Any]:
+    return [user for result in op.results for user in _users_of(result)]
+
+
+def _users_of(value: Any) -> list[Any]:
+    return [use.owner.operation for use in value.uses]
+
+
+def _producer(value: Any) -> Any | None:
+    from jaxlib.mlir import ir
+
+    return None if isinstance(value.owner, ir.Block) else value.owner.operation
+
+
+def _attribute(op: Any, key: str) -> list[int]:
+    from jaxlib.mlir import ir
+
+    return list(ir.DenseI64ArrayAttr(op.attributes[key]))
+
+
+def _pads_with(pad: Any, number: Any | None) -> bool:
+    """True if what is padded is a constant of this number."""
+    from jaxlib.mlir import ir
+
+    source = _producer(pad.operands[1])
+    if number is None or source is None or source.name != "stablehlo.constant":
+        return False
+    return source.attributes["value"] == ir.DenseElementsAttr.get_splat(pad.operands[1].type, number)
+
+
+def _padding(op: Any) -> list[list[int]]:
+    from jaxlib.mlir import ir
+
+    rank = len(ir.RankedTensorType(op.operands[0].type).shape)
+    if "padding" not in op.attributes:
+        return [[0, 0]] * rank
+    flat = [int(n) for n in ir.DenseIntElementsAttr(op.attributes["padding"])]
+    return [flat[2 * i : 2 * i + 2] for i in range(rank)]
+
+
+def _unfold(op: Any) -> None:
+    from jaxlib.mlir import ir
+    from jaxlib.mlir.dialects import stablehlo
+
+    rows = _padding(op)
+    if not any(any(row) for row in rows):
+        return
+    low, high = ([row[side] for row in rows] for side in (0, 1))
+    shape = list(ir.RankedTensorType(op.operands[0].type).shape)
+    with op.location, ir.InsertionPoint(op):
+        fill = identity_of_selection(op)
+        if fill is None:
+            return
+        wide = stablehlo.pad(op.operands[0], fill, low, high, [0] * len(shape))
+        new = op.clone()
+        new.operands[0] = wide
+        new.results[0].set_type(wide.type)
+        del new.attributes["padding"]
+        stop = [a + size for a, size in zip(low, shape, strict=True)]
+        cropped = stablehlo.slice(new.results[0], low, stop, [1] * len(shape))
+    op.results[0].replace_all_uses_with(cropped)
+    op.erase()

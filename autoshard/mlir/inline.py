@@ -1,0 +1,169 @@
+"""Inlining: calls, composites and tuples replaced by the bodies and values that they stand for."""
+
+import graphlib
+from collections.abc import Mapping
+from typing import Any
+
+from autoshard.errors import UserError
+from autoshard.mlir.canonical_ops import expand_norms, fold_pooling
+from autoshard.mlir.module import collect, location_name, main_function, parse_module, replace_by_block, symbol
+from autoshard.mlir.sharding_constraints import drop_idle_constraints
+
+
+_CALLS = {"func.call": "callee", "stablehlo.composite": "decomposition"}
+
+
+def inline_calls(module: Any) -> Any:
+    """Replace every call and composite by a clone of its body, in every region; leaves `@main` alone (in place).
+
+    Functions that a custom call names stay. An inlined op's location is `<name of the call>/<name of the op>`.
+    What platforms lower differently gets one form too (`fold_pooling`), so that positions of ops agree, and what the
+    partitioner cannot split is expanded first (`expand_norms`). Tuples are taken apart.
+    Constraints that say nothing go.
+    """
+    functions = {symbol(op): op for op in module.body.operations if op.operation.name == "func.func"}
+    done: set[str] = set()
+
+    def flatten(root: str) -> None:
+        for name in _callees_first(functions, root):
+            if name not in done:
+                done.add(name)
+                for call in collect(functions[name].operation, _CALLS):
+                    _inline_one(call, functions[_callee(call)])
+
+    with module.context:
+        flatten(symbol(main_function(module)))
+        kept = _named_by_custom_calls(main_function(module).operation)
+        for name in kept:
+            flatten(name)
+        for name, function in functions.items():
+            if name != "main" and name not in kept:
+                function.operation.erase()
+        fold_tuples(main_function(module).operation)
+        drop_idle_constraints(module)
+        fold_pooling(main_function(module).operation)
+        expand_norms(module)
+    return module
+
+
+def check_calls(module: Any, what: str) -> None:
+    """Raise `UserError` if a function that `@main` reaches calls itself, through others or not."""
+    functions = {symbol(op): op for op in module.body.operations if op.operation.name == "func.func"}
+    with module.context:
+        _callees_first(functions, symbol(main_function(module)), what)
+
+
+def _callees_first(functions: Mapping[str, Any], root: str, what: str = "the program") -> list[str]:
+    """Return the functions that `root` calls, directly or through others, and `root` last; callees before callers."""
+    sorter: graphlib.TopologicalSorter[str] = graphlib.TopologicalSorter()
+    waiting, seen = [root], {root}
+    while waiting:
+        name = waiting.pop()
+        callees = {_callee(call) for call in collect(functions[name].operation, _CALLS)}
+        sorter.add(name, *sorted(callees))
+        waiting += sorted(callees - seen)
+        seen |= callees
+    try:
+        return list(sorter.static_order())
+    except graphlib.CycleError as error:
+        chain = " calls ".join(f"`{name}`" for name in reversed(error.args[1]))
+        raise UserError(
+            f"{what}: {chain}, and recursion has no fixed number of ops; write it as a loop (stablehlo.while)."
+        ) from None
+
+
+def _inline_one(call: Any, function: Any) -> None:
+    clone = function.operation.clone(ip=False)
+    _prefix_locations(clone, call.location)
+    replace_by_block(call, clone.regions[0].blocks[0])
+    clone.erase()
+
+
+def _prefix_locations(function: Any, location: Any) -> None:
+    from jaxlib.mlir import ir
+
+    prefix = location_name(location)
+    if not prefix:
+        return
+    cache: dict[Any, Any] = {}
+
+    def visit(op: Any) -> Any:
+        old = op.location
+        new = cache.get(old)
+        if new is None:
+            own = location_name(old)
+            new = ir.Location.name(f"{prefix}/{own}", ir.NameLoc(old).child_loc) if own else old
+            cache[old] = new
+        op.location = new
+        return ir.WalkResult.ADVANCE
+
+    for op in function.regions[0].blocks[0].operations:
+        op.operation.walk(visit, ir.WalkOrder.PRE_ORDER)
+
+
+def _callee(call: Any) -> str:
+    from jaxlib.mlir import ir
+
+    return ir.FlatSymbolRefAttr(call.attributes[_CALLS[call.name]]).value
+
+
+def _named_by_custom_calls(function: Any) -> set[str]:
+    from jaxlib.mlir import ir
+
+    names = set()
+    for op in collect(function, {"stablehlo.custom_call"}):
+        if "called_computations" in op.attributes:
+            names |= {ir.FlatSymbolRefAttr(ref).value for ref in op.attributes["called_computations"]}
+    return names
+
+
+def replace_body(module: Any, donor: bytes | str) -> Any:
+    """Give `@main` the body of another module's `@main` of the same type (in place), argument attributes kept.
+
+    So that one program's ops, numbered once, are what every platform compiles. Both end up inlined.
+    """
+    from jaxlib.mlir import ir
+
+    other = inline_calls(parse_module(donor, module.context))
+    old, new = main_function(module).operation, main_function(other).operation
+    types = [ir.TypeAttr(function.attributes["function_type"]).value for function in (old, new)]
+    if types[0] != types[1]:
+        raise UserError(
+            f"the program that was planned has the type {types[1]}, the one given {types[0]}: plan it again."
+        )
+    with module.context:
+        inline_calls(module)
+        for key in ("arg_attrs", "res_attrs"):
+            if key in old.attributes:
+                new.attributes[key] = old.attributes[key]
+            elif key in new.attributes:
+                del new.attributes[key]
+        for op in list(other.body.operations):
+            if op.operation.name == "func.func" and symbol(op) != "main":
+                op.operation.move_before(old)
+        new.move_before(old)
+        old.erase()
+    return module
+
+
+def tuple_calls(module: Any) -> list[str]:
+    """Targets of the custom calls that give tuples: factorisations of LAPACK, say."""
+    calls = collect(module.operation, {"stablehlo.custom_call"})
+    tupled = [op for op in calls if any("tuple<" in str(result.type) for result in op.results)]
+    return sorted({str(op.attributes["call_target_name"]).strip('"') for op in tupled})
+
+
+def fold_tuples(root: Any) -> None:
+    """Replace every element that is taken out of a tuple by what was put into it, and drop the tuples (in place)."""
+    from jaxlib.mlir import ir
+
+    for op in collect(root, {"stablehlo.get_tuple_element"}):
+        whole = op.operands[0].owner
+        if isinstance(whole, ir.Block) or whole.name != "stablehlo.tuple":
+            continue
+        number = ir.IntegerAttr(op.attributes["index"]).value
+        op.results[0].replace_all_uses_with(whole.operands[number])
+        op.erase()
+    for op in reversed(collect(root, {"stablehlo.tuple"})):
+        if not any(True for _ in op.results[0].uses):
+            op.erase()

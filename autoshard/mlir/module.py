@@ -1,0 +1,232 @@
+"""Modules: contexts, parsing, the function `@main`, and names and source lines of locations."""
+
+import functools
+import pathlib
+import re
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from autoshard.errors import UserError
+
+
+def new_context() -> Any:
+    """A fresh `ir.Context` that knows StableHLO, CHLO, MHLO and Shardy."""
+    from jax.interpreters import mlir
+
+    return mlir.make_ir_context()
+
+
+def parse_module(source: bytes | str, context: Any = None) -> Any:
+    """Parse MLIR text, bytecode or a StableHLO portable artifact into an `ir.Module`.
+
+    Raises `UserError` with the parser's first complaint when it is none of these.
+    """
+    from jaxlib.mlir import ir
+    from jaxlib.mlir.dialects import stablehlo
+
+    context = new_context() if context is None else context
+    try:
+        if isinstance(source, bytes) and b"StableHLO_v" in source[:32]:
+            return stablehlo.deserialize_portable_artifact(context, source)
+        with context:
+            return ir.Module.parse(source, context)
+    except ir.MLIRError as error:
+        first = " ".join(str(error).split())[:200]
+        raise UserError(f"the module is not StableHLO that can be read: {first}.") from error
+
+
+def to_bytes(module: Any) -> bytes:
+    """The module as MLIR bytecode, locations included."""
+    import io
+
+    buffer = io.BytesIO()
+    module.operation.write_bytecode(buffer)
+    return buffer.getvalue()
+
+
+def main_function(module: Any) -> Any:
+    """The public `func.func @main`."""
+    for op in module.body.operations:
+        if op.operation.name == "func.func" and symbol(op) == "main":
+            return op
+    raise UserError("the module has no function named main: give a StableHLO module with a public @main.")
+
+
+def main_block(module: Any) -> Any:
+    return main_function(module).operation.regions[0].blocks[0]
+
+
+def main_types(module: Any) -> tuple[list[tuple[tuple[int, ...], str]], list[tuple[tuple[int, ...], str]]]:
+    """Shapes and numpy dtype names of `@main`'s arguments and results."""
+    from jaxlib.mlir import ir
+
+    kind = ir.FunctionType(ir.TypeAttr(main_function(module).operation.attributes["function_type"]).value)
+    return [_array_type(value) for value in kind.inputs], [_array_type(value) for value in kind.results]
+
+
+_FLOATS = {"bf16": "bfloat16", "f16": "float16", "f32": "float32", "f64": "float64"}
+
+
+def _array_type(value: Any) -> tuple[tuple[int, ...], str]:
+    from jaxlib.mlir import ir
+
+    tensor = ir.RankedTensorType(value)
+    element = str(tensor.element_type)
+    complex_bits = {"complex<f32>": "complex64", "complex<f64>": "complex128"}
+    if element in _FLOATS or element in complex_bits:
+        dtype = _FLOATS.get(element) or complex_bits[element]
+    elif element == "i1":
+        dtype = "bool"
+    elif element.startswith("ui"):
+        dtype = "uint" + element[2:]
+    elif element.startswith("i"):
+        dtype = "int" + element[1:]
+    elif element.startswith("f8"):
+        dtype = "float8_" + element[2:].lower()
+    else:
+        raise UserError(f"the module has a value of type {value}, whose elements are of a kind that is not known.")
+    return tuple(tensor.shape), dtype
+
+
+def location_name(location: Any) -> str:
+    """The outermost name of a location (JAX's name stack), or an empty string."""
+    from jaxlib.mlir import ir
+
+    return ir.NameLoc(location).name_str.rstrip(":") if isinstance(location, ir.NameLoc) else ""
+
+
+def text_of(module: Any) -> str:
+    """Return the text of a module without locations."""
+    return module.operation.get_asm(enable_debug_info=False)
+
+
+def maker_of(value: Any) -> Any | None:
+    """Return the op that makes a value; None for an argument of a block."""
+    from jaxlib.mlir import ir
+
+    return None if isinstance(value.owner, ir.Block) else value.owner.operation
+
+
+def collect(root: Any, names: Iterable[str]) -> list[Any]:
+    from jaxlib.mlir import ir
+
+    found: list[Any] = []
+
+    def visit(op: Any) -> Any:
+        if op.name in names:
+            found.append(op)
+        return ir.WalkResult.ADVANCE
+
+    root.walk(visit, ir.WalkOrder.PRE_ORDER)
+    return found
+
+
+def replace_by_block(op: Any, block: Any) -> None:
+    """Put the ops of a function's block in the place of an op with its operands and results; the block is emptied."""
+    for argument, operand in zip(list(block.arguments), list(op.operands), strict=True):
+        argument.replace_all_uses_with(operand)
+    inner = list(block.operations)
+    for each in inner[:-1]:
+        each.operation.move_before(op)
+    for result, value in zip(list(op.results), list(inner[-1].operation.operands), strict=True):
+        result.replace_all_uses_with(value)
+    op.erase()
+
+
+def symbol(function: Any) -> str:
+    from jaxlib.mlir import ir
+
+    return ir.StringAttr(function.operation.attributes["sym_name"]).value
+
+
+def argument_entries(function: Any, key: str) -> list[dict[str, Any]]:
+    from jaxlib.mlir import ir
+
+    if key not in function.attributes:
+        return []
+    dictionaries = map(ir.DictAttr, ir.ArrayAttr(function.attributes[key]))
+    return [{entry[i].name: entry[i].attr for i in range(len(entry))} for entry in dictionaries]
+
+
+def attribute_texts(op: Any) -> dict[str, str]:
+    """The attributes of an op as MLIR text, by name."""
+    attributes = op.attributes
+    return {attributes[i].name: str(attributes[i].attr) for i in range(len(attributes))}
+
+
+_COMBINED = frozenset(f"stablehlo.{name}" for name in ("add", "multiply", "maximum", "minimum"))
+_COMBINED_FLAGS = frozenset({"stablehlo.and", "stablehlo.or"})
+
+
+def is_combined_by_collectives(op: Any) -> bool:
+    """Return True for a reduction whose parts on devices an all-reduce combines, or XLA gathers.
+
+    XLA knows sums, products, largest and smallest numbers, and the logical and, and or, of booleans. It gathers the
+    parts of reductions of several values.
+    """
+    from jaxlib.mlir import ir
+
+    if len(op.results) > 1:
+        return True
+    first = op.regions[0].blocks[0].operations[0].operation
+    flags = str(ir.RankedTensorType(op.results[0].type).element_type) == "i1"
+    simple = len(list(op.regions[0].blocks[0].operations)) == 2
+    return simple and first.name in (_COMBINED | _COMBINED_FLAGS if flags else _COMBINED)
+
+
+def source_line(op: Any) -> str:
+    """`file:line` of the innermost frame of an op's location, or an empty string."""
+    return next((f"{file}:{line}" for file, line in _frames(op.location)), "")
+
+
+def code_line(op: Any) -> str:
+    """The innermost line that is the user's own, or that of a known model: `model.py:12`, or an empty string.
+
+    Frames of frameworks, and of this package, are passed over; a file of an installed package keeps its path in it. Who
+    asked for the program is no line of it.
+    """
+    for file, line in _frames(op.location):
+        if file == _LOWERING:
+            return ""
+        if shown := _shown(file):
+            return f"{shown}:{line}"
+    return ""
+
+
+def _frames(location: Any) -> Iterator[tuple[str, int]]:
+    """Files and lines of a location, innermost first."""
+    from jaxlib.mlir import ir
+
+    todo = [location]
+    while todo:
+        location = todo.pop()
+        if isinstance(location, ir.CallSiteLoc):
+            todo += [location.caller, location.callee]
+        elif isinstance(location, ir.NameLoc):
+            todo.append(location.child_loc)
+        elif isinstance(location, ir.FusedLoc):
+            todo += location.locations[:1]
+        elif isinstance(location, ir.FileLineColLoc):
+            yield location.filename, location.start_line
+
+
+_PACKAGE = str(pathlib.Path(__file__).parent.parent)
+_LOWERING = f"{_PACKAGE}/program/_lower.py"
+"""Calls the functions of programs, and is called by whoever wants one."""
+_INSTALLED = re.compile(r"/(?:site|dist)-packages/")
+_FRAMEWORK = re.compile(
+    r"(jax|jaxlib|optax|flax|equinox|numpy|torch|torchax|torch_xla|autoshard)/|transformers/(?!models/)"
+)
+_STANDARD = re.compile(r"/lib/python3\.\d+/")
+
+
+@functools.lru_cache(maxsize=4096)
+def _shown(file: str) -> str:
+    """A file as it is shown, empty for one that no user wrote."""
+    if file in ("-", ""):
+        return "line"  # a module file without locations: lines of the text itself
+    *_, inside = _INSTALLED.split(file)
+    if inside != file:
+        return "" if _FRAMEWORK.match(inside) else inside
+    own = file.startswith(f"{_PACKAGE}/") or _STANDARD.search(file) or file.startswith("<")
+    return "" if own else file.rpartition("/")[2]

@@ -1,0 +1,158 @@
+"""What files hold: HLO text and protos, StableHLO text and bytecode; and a module's entry as plain data."""
+
+import dataclasses
+import importlib
+import re
+from typing import Any
+
+from autoshard.errors import UserError
+from autoshard.mlir.inline import check_calls
+from autoshard.mlir.module import argument_entries, main_function, new_context, symbol
+
+
+_TYPES = {"i1": "bool", "bf16": "bfloat16", "f16": "float16", "f32": "float32", "f64": "float64"}
+_TYPES |= {f"{mark}i{n}": f"{kind}{n}" for mark, kind in (("", "int"), ("u", "uint")) for n in (8, 16, 32, 64)}
+
+Aval = tuple[tuple[int, ...], str]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Entry:
+    """The function `main` of a module in a file."""
+
+    arguments: tuple[Aval, ...]
+    results: tuple[Aval, ...]
+    """Shapes and numpy names of dtypes."""
+    names: tuple[str, ...] | None
+    """Names of the arguments, as their locations have them (`params['w']`); None if one has none or two share one."""
+    aliases: dict[int, int]
+    """Argument -> result that takes its buffer."""
+    dropped: int
+    """How many arguments had a sharding, which is gone."""
+
+
+def _extension(name: str) -> Any:
+    """A compiled module of jaxlib that is no public interface and has no types."""
+    return importlib.import_module(f"jaxlib.{name}")
+
+
+def hlo_text_to_proto(text: str, what: str) -> bytes:
+    """Parse an HLO module that was dumped before optimisation. Raises `UserError` with the parser's complaint."""
+    try:
+        return _extension("_hlo").hlo_module_from_text(text).as_serialized_hlo_module_proto()
+    except Exception as error:  # XLA's parser raises many types
+        raise UserError(f"`{what}` is not a readable HLO module: {first_line(error)}.") from error
+
+
+def hlo_to_stablehlo(proto: bytes, what: str) -> bytes:
+    """StableHLO bytecode of a serialised HLO module. Raises `UserError` with the converter's complaint."""
+    try:
+        return _extension("_jax").mlir.hlo_to_stablehlo(proto)
+    except Exception as error:  # XLA's converter raises many types
+        raise UserError(f"`{what}` does not convert from HLO to StableHLO: {first_line(error)}.") from error
+
+
+def read_file_module(source: bytes | str, what: str) -> Any:
+    """The module in a file. Raises `UserError` if it is not StableHLO, or was dumped after optimisation."""
+    from jaxlib.mlir import ir
+    from jaxlib.mlir.dialects import stablehlo
+
+    context = new_context()
+    try:
+        if isinstance(source, bytes) and b"StableHLO_v" in source[:64]:
+            module = stablehlo.deserialize_portable_artifact(context, source)
+        else:
+            with context:
+                module = ir.Module.parse(source, context)
+    except Exception as error:  # MLIR raises its own types
+        raise UserError(f"`{what}` is not a readable StableHLO module: {first_line(error)}.") from error
+    functions = [op for op in module.body.operations if op.operation.name == "func.func"]
+    if not any(symbol(op) == "main" for op in functions):
+        there = ", ".join(f"`{symbol(op)}`" for op in functions) or "none"
+        raise UserError(f"`{what}` has no function `main` (its functions: {there}); rename the entry to `main`.")
+    check_calls(module, f"`{what}`")
+    if "mhlo.fusion" in str(module):
+        raise UserError(f"`{what}` holds fusions: it was dumped after optimisation; give the module before it.")
+    return module
+
+
+def take_entry(module: Any, what: str) -> Entry:
+    """Describe `main`, and remove aliases, donations and shardings from its arguments (in place).
+
+    Raises `UserError` for arguments or results that are not tensors of a fixed size and a known type.
+    """
+    from jaxlib.mlir import ir
+
+    main = main_function(module)
+    kind = ir.FunctionType(ir.TypeAttr(main.operation.attributes["function_type"]).value)
+    arguments = tuple(_aval(each, f"argument {i}", what) for i, each in enumerate(kind.inputs))
+    results = tuple(_aval(each, f"result {i}", what) for i, each in enumerate(kind.results))
+    names = argument_names(module)
+    aliases: dict[int, int] = {}
+    dropped = 0
+    with module.context:
+        entries = argument_entries(main.operation, "arg_attrs")
+        for position, entry in enumerate(entries):
+            if "tf.aliasing_output" in entry:
+                aliases[position] = ir.IntegerAttr(entry.pop("tf.aliasing_output")).value
+            shardings = [entry.pop(key, None) for key in ("mhlo.sharding", "sdy.sharding")]
+            dropped += any(sharding is not None for sharding in shardings)
+            entry.pop("jax.buffer_donor", None)
+        if entries:
+            main.operation.attributes["arg_attrs"] = ir.ArrayAttr.get([ir.DictAttr.get(entry) for entry in entries])
+    aliases |= _module_aliases(module)
+    return Entry(arguments, results, names, aliases, dropped)
+
+
+def argument_names(module: Any) -> tuple[str, ...] | None:
+    """Names of the arguments of `main` from their locations; None if one has none or two share one."""
+    found = []
+    for argument in main_function(module).operation.regions[0].blocks[0].arguments:
+        match = re.match(r'loc\("([^":]+)"', str(argument.location))
+        found.append(match.group(1) if match else "")
+    return tuple(found) if all(found) and len(set(found)) == len(found) else None
+
+
+def donated(module: Any) -> frozenset[int]:
+    """Arguments of `main` whose buffer is given away, to a certain result or to any."""
+    entries = argument_entries(main_function(module).operation, "arg_attrs")
+    marks = ("tf.aliasing_output", "jax.buffer_donor")
+    return frozenset(i for i, entry in enumerate(entries) if any(mark in entry for mark in marks))
+
+
+def to_portable(module: Any) -> bytes:
+    """The module as a portable artifact of the StableHLO version at hand."""
+    from jaxlib.mlir.dialects import stablehlo
+
+    return _extension("_jax").mlir.serialize_portable_artifact(module, stablehlo.get_current_version(), True)
+
+
+def first_line(error: Exception) -> str:
+    """The first telling line of what a parser raised, without its full stop."""
+    lines = [line for line in str(error).strip().splitlines() if line.strip()]
+    if not lines:
+        return type(error).__name__
+    text = " ".join(line.strip() for line in lines[:2]) if lines[0].endswith(":") else lines[0]
+    return text.rstrip(".:")[:200]
+
+
+def _aval(kind: Any, role: str, what: str) -> Aval:
+    text = str(kind)
+    match = re.fullmatch(r"tensor<((?:[\d?]+x)*)([^,<>]+)(?:,.*)?>", text)
+    if match is None:
+        raise UserError(f"`{what}`: {role} of `main` is of type {text}; expected a tensor.")
+    if "?" in match.group(1):
+        raise UserError(f"`{what}`: {role} of `main` has the dynamic shape {text}; a plan is made for fixed sizes.")
+    if match.group(2) not in _TYPES:
+        raise UserError(f"`{what}`: {role} of `main` has elements of type {match.group(2)}, which is not supported.")
+    return tuple(int(size) for size in match.group(1).split("x") if size), _TYPES[match.group(2)]
+
+
+def _module_aliases(module: Any) -> dict[int, int]:
+    """Aliases that a module converted from HLO carries as an attribute; only whole arguments."""
+    attributes = module.operation.attributes
+    if "mhlo.input_output_alias" not in attributes:
+        return {}
+    text = str(attributes["mhlo.input_output_alias"])
+    pattern = r"parameter_index = array<i64>, parameter_number = (\d+) : i64\}, output_index = array<i64(?:: (\d+))?>"
+    return {int(argument): int(result or 0) for argument, result in re.findall(pattern, text)}

@@ -1,0 +1,79 @@
+"""Numbers of ops, and the hash that proves that two lowerings have the same ones."""
+
+import hashlib
+from typing import Any
+
+from autoshard.mlir.module import main_block, to_bytes
+from autoshard.mlir.module_shardings import GROUPS_MESH, MESH_NAME
+
+
+BRANCHING = frozenset({"stablehlo.case", "stablehlo.if"})
+DESCEND = BRANCHING | {"stablehlo.while", "sdy.manual_computation"}
+
+
+def number_ops(module: Any) -> list[Any]:
+    """Ops of `@main` in pre-order, terminators included; position in the list is the op's number.
+
+    Descends into the regions of while, case, if and manual computations; the little regions of reduce, sort, scatter
+    and the like are part of their op. Call `inline_calls` first.
+    """
+    ops: list[Any] = []
+
+    def visit(block: Any) -> None:
+        for view in block.operations:
+            op = view.operation
+            ops.append(op)
+            if op.name in DESCEND:
+                for region in op.regions:
+                    for inner in region.blocks:
+                        visit(inner)
+
+    visit(main_block(module))
+    return ops
+
+
+def structure_hash(module: Any) -> str:
+    """sha256 (hex) of the inlined module without meshes, shardings, argument attributes, names and locations.
+
+    Equal for the sharded and the unsharded lowering of one program; any difference in ops, shapes or constants
+    changes it. Leaves `module` as it is.
+    """
+    return hashlib.sha256(canonical_text(module).encode()).hexdigest()
+
+
+def canonical_text(module: Any) -> str:
+    """Text of the stripped module, without locations; see `structure_hash`."""
+    from jaxlib.mlir import ir
+
+    with module.context:
+        copy = ir.Module.parse(to_bytes(module), module.context)
+        strip(copy)
+        text = str(copy.operation.get_asm(enable_debug_info=False))
+        return GROUPS_MESH.sub("<mesh = @mesh,", MESH_NAME.sub("<@mesh, [", text))
+
+
+def strip(module: Any) -> Any:
+    """Remove meshes, shardings on arguments, results and ops, aliasing, and the module's name (in place)."""
+    from jaxlib.mlir import ir
+
+    with module.context:
+        attributes = module.operation.attributes
+        for attribute in [attributes[i].name for i in range(len(attributes))]:
+            del module.operation.attributes[attribute]
+        for op in list(module.body.operations):
+            if op.operation.name == "sdy.mesh":
+                op.operation.erase()
+        for op in module.body.operations:
+            if op.operation.name == "func.func":
+                for attribute in ("arg_attrs", "res_attrs"):
+                    if attribute in op.operation.attributes:
+                        del op.operation.attributes[attribute]
+
+        def visit(op: Any) -> Any:
+            for attribute in ("sdy.sharding", "sdy.sharding_per_value", "sdy.sharding_rule", "mhlo.sharding"):
+                if attribute in op.attributes:
+                    del op.attributes[attribute]
+            return ir.WalkResult.ADVANCE
+
+        module.operation.walk(visit, ir.WalkOrder.PRE_ORDER)
+    return module

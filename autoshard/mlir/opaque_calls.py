@@ -1,0 +1,277 @@
+"""Opaque calls: custom calls that stand for a Python function until it is known how they are split."""
+
+import dataclasses
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from autoshard.mlir.annotations import SpecLike, ensure_mesh, sharding_attribute
+from autoshard.mlir.inline import inline_calls
+from autoshard.mlir.module import collect, main_block, parse_module, replace_by_block, symbol
+from autoshard.mlir.module_shardings import COLLECTIVES_MESH, PLACEMENT
+
+
+TARGET = "autoshard.call"
+"""Target of a custom call that stands for a Python function."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class CallWork:
+    """What a call says of one execution; 0 or empty where it is not known."""
+
+    flops: int = 0
+    """FLOPs of the matmuls in it."""
+    traffic: int = 0
+    """Bytes from and to main memory."""
+    dtype: str = ""
+    """The dtype in which most of the FLOPs multiply."""
+    sloping: Mapping[int, int] = dataclasses.field(default_factory=dict)
+    """Factor of the call's rule along which the work grows evenly from next to none -> blocks of it."""
+    steps: int = 0
+    """Steps of a kernel's grid that compute something."""
+    uneven: Mapping[int, float] = dataclasses.field(default_factory=dict)
+    """Factor of the call's rule -> times the mean work that the busiest part of it has, where it is split."""
+    sent: float = 1.0
+    """Share of the rows of a call that exchanges them which is real, and sent."""
+
+
+FIXED_SHAPES = ("tpu_custom_call", "__cudnn$", "__gpu$xla.gpu.triton", "mosaic_gpu", "CustomSPMDPartitioning")
+"""Beginnings of targets whose configuration holds code for whole shapes, or a callback of another process."""
+
+
+def emit_call(
+    values: Sequence[Any],
+    results: Sequence[tuple[Sequence[int], Any]],
+    name: str,
+    digest: str,
+    rule: Any = None,
+    work: CallWork | None = None,
+) -> list[Any]:
+    """Insert a custom call here that stands for the function `name`; gives its results.
+
+    `results`: shape and numpy dtype of each; `rule`: an `sdy.op_sharding_rule` or None.
+    """
+    from jaxlib.mlir import ir
+    from jaxlib.mlir.dialects import stablehlo
+
+    call = stablehlo.CustomCallOp(
+        tensor_types(results),
+        list(values),
+        call_target_name=ir.StringAttr.get(TARGET),
+        has_side_effect=ir.BoolAttr.get(False),
+        api_version=ir.IntegerAttr.get(ir.IntegerType.get_signless(32), 2),
+        called_computations=ir.ArrayAttr.get([]),
+        backend_config=ir.StringAttr.get(f"{name}#{digest}"),
+        operand_layouts=None,
+        result_layouts=None,
+    )
+    work = work or CallWork()
+    sloping = ",".join(f"{factor}:{blocks}" for factor, blocks in work.sloping.items())
+    told = {"flops": str(work.flops), "traffic": str(work.traffic), "dtype": work.dtype, "sloping": sloping}
+    told["steps"] = str(work.steps or "")
+    told["uneven"] = ",".join(f"{factor}:{times}" for factor, times in work.uneven.items())
+    told["sent"] = str(work.sent) if work.sent < 1 else ""
+    for key, text in told.items():
+        if text:
+            call.operation.attributes[f"autoshard.{key}"] = ir.StringAttr.get(text)
+    if rule is not None:
+        call.operation.attributes["sdy.sharding_rule"] = rule
+    return list(call.results)
+
+
+def tensor_types(tensors: Sequence[tuple[Sequence[int], Any]]) -> list[Any]:
+    """MLIR types of (shape, numpy dtype); needs a current context."""
+    from jax.interpreters import mlir
+    from jaxlib.mlir import ir
+
+    return [ir.RankedTensorType.get(list(shape), mlir.dtype_to_ir_type(dtype)) for shape, dtype in tensors]
+
+
+def rule_attribute(
+    sizes: Sequence[int],
+    kinds: Sequence[str],
+    operands: Sequence[Sequence[Sequence[int]]],
+    results: Sequence[Sequence[Sequence[int]]],
+) -> Any:
+    """`#sdy.op_sharding_rule` of numbered factors; `kinds` are `parallel`, `reduction` ...; needs a current context."""
+    from jaxlib.mlir.dialects import sdy
+
+    def tensors(side: Sequence[Sequence[Sequence[int]]]) -> list[Any]:
+        return [sdy.TensorMappingAttr.get([sdy.DimMappingAttr.get(list(dim)) for dim in dims]) for dims in side]
+
+    def of(kind: str) -> list[int]:
+        return [factor for factor, each in enumerate(kinds) if each == kind]
+
+    return sdy.OpShardingRuleAttr.get(
+        list(sizes),
+        tensors(operands),
+        tensors(results),
+        reduction_factors=of("reduction"),
+        need_replication_factors=of("need_replication"),
+        permutation_factors=of("permutation"),
+        is_custom=True,
+    )
+
+
+def call_target(op: Any) -> str:
+    """A custom call's target; for one that stands for a function or a TPU kernel, that one's name."""
+    from jaxlib.mlir import ir
+
+    target = ir.StringAttr(op.attributes["call_target_name"]).value
+    if target == TARGET:
+        return call_key(op).rpartition("#")[0]
+    if target == "tpu_custom_call" and "kernel_name" in op.attributes:
+        return ir.StringAttr(op.attributes["kernel_name"]).value
+    return target
+
+
+def call_key(op: Any) -> str:
+    """`name#digest` of a call that stands for a function; empty for any other op."""
+    from jaxlib.mlir import ir
+
+    if op.name != "stablehlo.custom_call" or ir.StringAttr(op.attributes["call_target_name"]).value != TARGET:
+        return ""
+    return ir.StringAttr(op.attributes["backend_config"]).value
+
+
+def backend_config(op: Any) -> str:
+    """What a custom call is told besides its operands, as text; of a dictionary MLIR's own text of it."""
+    for name in ("backend_config", "mhlo.backend_config"):
+        if name in op.attributes:
+            attribute = op.attributes[name]
+            return str(getattr(attribute, "value", attribute))
+    return ""
+
+
+def call_work(op: Any) -> CallWork:
+    """What the call itself says of one execution."""
+    from jaxlib.mlir import ir
+
+    def told(key: str) -> str:
+        name = f"autoshard.{key}"
+        return ir.StringAttr(op.attributes[name]).value if name in op.attributes else ""
+
+    sloping = (entry.split(":") for entry in told("sloping").split(",") if entry)
+    along = {int(f): int(n) for f, n in sloping}
+    busiest = (entry.split(":") for entry in told("uneven").split(",") if entry)
+    uneven = {int(f): float(times) for f, times in busiest}
+    flops, traffic, steps = (int(told(key) or 0) for key in ("flops", "traffic", "steps"))
+    return CallWork(flops, traffic, told("dtype"), along, steps, uneven, float(told("sent") or 1))
+
+
+def call_shapes(op: Any) -> tuple[list[tuple[int, ...]], list[tuple[int, ...]]]:
+    """Shapes of an op's operands and results."""
+    from jaxlib.mlir import ir
+
+    sides = (op.operands, op.results)
+    operands, results = ([tuple(ir.RankedTensorType(v.type).shape) for v in side] for side in sides)
+    return operands, results
+
+
+def is_by_hand(op: Any) -> bool:
+    """True inside a region that the program itself has split: values there are shards already."""
+    parent = op.parent
+    while parent is not None:
+        if parent.operation.name == "sdy.manual_computation":
+            return True
+        parent = parent.operation.parent
+    return False
+
+
+def has_fixed_shapes(op: Any) -> bool:
+    """True for a custom call that cannot be given shards in place of whole tensors."""
+    from jaxlib.mlir import ir
+
+    return ir.StringAttr(op.attributes["call_target_name"]).value.startswith(FIXED_SHAPES)
+
+
+def splice(module: Any, ops: Mapping[int, Any], bodies: Mapping[int, bytes], sizes: Mapping[str, int]) -> None:
+    """Put the body of `bodies[n]`'s `@main` in the place of op `ops[n]` (in place).
+
+    Each body is a module over whole tensors whose only mesh has the axes `sizes`.
+    """
+    for number, body in bodies.items():
+        donor = _on_mesh_of(module, inline_calls(parse_module(body, module.context)), sizes)
+        replace_by_block(ops[number], main_block(donor))
+
+
+def _on_mesh_of(module: Any, donor: Any, sizes: Mapping[str, int]) -> Any:
+    """A module that names its only mesh (jax 0.11 does it twice) as another one does."""
+    named = [op.operation for op in donor.body.operations if op.operation.name == "sdy.mesh"]
+    if not named:
+        return donor
+    wanted = ensure_mesh(module, symbol(named[0]), sizes)
+    (target,) = [op for op in module.body.operations if op.operation.name == "sdy.mesh" and symbol(op) == wanted]
+    if COLLECTIVES_MESH in named[0].attributes:
+        target.operation.attributes[COLLECTIVES_MESH] = named[0].attributes[COLLECTIVES_MESH]
+    names = [symbol(op) for op in named]
+    if names == [wanted]:
+        return donor
+    # All but one are dropped as lines: an op that others refer to cannot be erased alone.
+    lines = donor.operation.get_asm(enable_debug_info=False).splitlines()
+    drop = re.compile(rf"\s*sdy\.mesh @({'|'.join(map(re.escape, names[1:]))})\b") if names[1:] else None
+    text = "\n".join(line for line in lines if drop is None or not drop.match(line))
+    return parse_module(re.sub(rf"@({'|'.join(map(re.escape, names))})\b", f"@{wanted}", text), module.context)
+
+
+def run_on_shards(
+    module: Any, op: Any, sizes: Mapping[str, int], operands: Sequence[SpecLike], results: Sequence[SpecLike]
+) -> None:
+    """Put a custom call that takes any shape into a region where every device calls it on its shard (in place)."""
+    from jaxlib.mlir import ir
+    from jaxlib.mlir.dialects import sdy
+
+    name = ensure_mesh(module, "mesh", sizes)
+
+    def shard(value: Any, spec: SpecLike) -> Any:
+        kind = ir.RankedTensorType(value.type)
+        shape = list(kind.shape)
+        for dim, axes in enumerate(spec.dims):
+            for axis in axes:
+                shape[dim] //= sizes[axis]
+        return ir.RankedTensorType.get(shape, kind.element_type)
+
+    def shardings(specs: Sequence[SpecLike]) -> Any:
+        return sdy.TensorShardingPerValueAttr.get([sharding_attribute(name, spec.dims) for spec in specs])
+
+    with module.context, op.location, ir.InsertionPoint(op):
+        region = sdy.ManualComputationOp(
+            [result.type for result in op.results],
+            list(op.operands),
+            shardings(operands),
+            shardings(results),
+            sdy.ManualAxesAttr.get([ir.StringAttr.get(axis) for axis in sizes]),
+        )
+        kinds = [shard(value, spec) for value, spec in zip(op.operands, operands, strict=True)]
+        block = region.operation.regions[0].blocks.append(*kinds, arg_locs=[op.location] * len(kinds))
+        attributes = {op.attributes[i].name: op.attributes[i].attr for i in range(len(op.attributes))}
+        attributes.pop("sdy.sharding_rule", None)
+        with ir.InsertionPoint(block):
+            inner = ir.Operation.create(
+                op.name,
+                results=[shard(value, spec) for value, spec in zip(op.results, results, strict=True)],
+                operands=list(block.arguments),
+                attributes=attributes,
+            )
+            sdy.ReturnOp(list(inner.results))
+        for old, new in zip(list(op.results), list(region.operation.results), strict=True):
+            old.replace_all_uses_with(new)
+    op.erase()
+
+
+def remaining_calls(module: Any) -> list[str]:
+    """Names of calls in `@main` that still stand for functions."""
+    calls = collect(module.operation, {"stablehlo.custom_call"})
+    return [call_target(op) for op in calls if call_key(op)]
+
+
+ANYWHERE = frozenset(
+    {TARGET, PLACEMENT, "Sharding", "LayoutConstraint", "SPMDFullToShardShape", "SPMDShardToFullShape"}
+)
+"""Targets of calls that no device makes: they say something to the compiler, or are replaced before it."""
+
+
+def call_targets(module: Any) -> set[str]:
+    """Return the targets of all custom calls."""
+    calls = collect(module.operation, {"stablehlo.custom_call"})
+    return {str(op.attributes["call_target_name"]).strip('"') for op in calls}

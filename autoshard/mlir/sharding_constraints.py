@@ -1,0 +1,183 @@
+"""Sharding constraints of a module, as ops of Shardy and as custom calls of GSPMD."""
+
+import dataclasses
+import math
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from autoshard.mlir.annotations import CONSTRAINT, axes_of, ensure_mesh, sharding_attribute
+from autoshard.mlir.module import argument_entries, collect, main_function
+from autoshard.mlir.module_shardings import argument_shardings, mesh_texts
+from autoshard.mlir.numbering import strip
+
+
+_NAMES = frozenset({"sdy.sharding_constraint", "sdy.reshard"})
+_CALL = "stablehlo.custom_call"
+_REGION = "sdy.manual_computation"
+_MESH = re.compile(r"<(?:@([\w.$-]+|\"[^\"]*\")|(mesh<[^>]*>)),\s*\[")
+"""The beginning of a sharding's text: the mesh by name, or in place."""
+_AXIS_SIZE = re.compile(r'"\s*=\s*(\d+)')
+"""Of an axis, in the text of a mesh."""
+
+
+def drop_idle_constraints(module: Any) -> Any:
+    """Take out constraints on a mesh of one device (in place): they say nothing of how to split.
+
+    A program traced where there is one device names all its axes and splits nothing; JAX itself puts such a constraint,
+    on a mesh without axes, wherever it turns arrays of PRNG keys into words and back.
+    """
+    meshes = mesh_texts(module)
+    if not meshes:
+        return module
+    return _drop(module, [op for op in _constraints(module) if is_idle(_text(op), meshes)])
+
+
+def drop_constraints(module: Any) -> Any:
+    """Take out all constraints, and what is said of arguments and results (in place); regions by hand stay."""
+    from jaxlib.mlir import ir
+
+    function = main_function(module).operation
+    with module.context:
+        for key in ("arg_attrs", "res_attrs"):
+            entries = argument_entries(function, key)
+            for entry in entries:
+                for name in ("sdy.sharding", "mhlo.sharding"):
+                    entry.pop(name, None)
+            if entries:
+                function.attributes[key] = ir.ArrayAttr.get([ir.DictAttr.get(entry) for entry in entries])
+    return _drop(module, _constraints(module))
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class SaidCounts:
+    """How much a module itself says of shardings."""
+
+    constraints: int
+    arguments: int
+    """Arguments of the program that have a sharding."""
+    regions: int
+    """Regions of the program that are split by hand (`shard_map`)."""
+    idle: int
+    """Constraints and arguments on a mesh of one device, which the others leave out; none of JAX's own."""
+
+
+def count_said(module: Any) -> SaidCounts:
+    meshes = mesh_texts(module)
+    found = collect(module.operation, {*_NAMES, _CALL, _REGION})
+    texts = [_text(op) for op in found if _constrains(op)]
+    arguments = list(argument_shardings(module).values())
+    idle = [text for text in (*texts, *arguments) if is_idle(text, meshes)]
+    return SaidCounts(
+        sum(not is_idle(text, meshes) for text in texts),
+        sum(not is_idle(text, meshes) for text in arguments),
+        sum(op.name == _REGION for op in found),
+        sum(bool(_AXIS_SIZE.search(_mesh(text, meshes) or "")) for text in idle),
+    )
+
+
+def is_idle(text: str, meshes: Mapping[str, str]) -> bool:
+    """Whether a sharding, as text, is on a mesh of one device; `meshes` are those of `mesh_texts`."""
+    mesh = _mesh(text, meshes)
+    return mesh is not None and math.prod(int(size) for size in _AXIS_SIZE.findall(mesh)) == 1
+
+
+def _mesh(text: str, meshes: Mapping[str, str]) -> str | None:
+    """Text of the mesh that a sharding is on; None if it is on none, as in GSPMD's form."""
+    found = _MESH.search(text)
+    return (found[2] or meshes.get(found[1].strip('"'))) if found else None
+
+
+def _constraints(module: Any) -> list[Any]:
+    return [op for op in collect(module.operation, {*_NAMES, _CALL}) if _constrains(op)]
+
+
+def _constrains(op: Any) -> bool:
+    return op.name in _NAMES or (op.name == _CALL and str(op.attributes["call_target_name"]).strip('"') == "Sharding")
+
+
+def _text(op: Any) -> str:
+    name = "mhlo.sharding" if op.name == _CALL else "sharding"
+    return str(op.attributes[name]) if name in op.attributes else ""
+
+
+def _drop(module: Any, ops: list[Any]) -> Any:
+    for op in ops:
+        op.results[0].replace_all_uses_with(op.operands[0])
+        op.erase()
+    return module
+
+
+def custom_call_pins(module: Any, write: Callable[[Sequence[Sequence[str]]], str]) -> int:
+    """Replace every `sdy.sharding_constraint` by a custom call to `Sharding`, and drop meshes (in place).
+
+    `write` gives the HLO sharding string for the mesh axes of each dim. Compilers that partition with GSPMD read
+    these. Returns how many there were.
+    """
+    from jaxlib.mlir import ir
+    from jaxlib.mlir.dialects import sdy
+
+    found = collect(module.operation, {CONSTRAINT})
+    with module.context:
+        for op in found:
+            value = op.operands[0]
+            attributes: dict[str, Any] = {
+                "call_target_name": ir.StringAttr.get("Sharding"),
+                "mhlo.sharding": ir.StringAttr.get(write(axes_of(sdy.TensorShardingAttr(op.attributes["sharding"])))),
+            }
+            with op.location:
+                call = ir.Operation.create(
+                    "stablehlo.custom_call",
+                    results=[value.type],
+                    operands=[value],
+                    attributes=attributes,
+                    ip=ir.InsertionPoint(op),
+                )
+            op.results[0].replace_all_uses_with(call.results[0])
+            op.erase()
+        for op in list(module.body.operations):
+            if op.operation.name == "sdy.mesh":
+                op.operation.erase()
+    return len(found)
+
+
+def constrain_custom_calls(
+    module: Any,
+    mesh_name: str,
+    sizes: Mapping[str, int],
+    read: Callable[[str, tuple[int, ...]], Sequence[Sequence[str]] | None],
+) -> int:
+    """Strip a module (see `strip`), its custom calls to `Sharding` becoming constraints of Shardy (in place).
+
+    `read` gives the mesh axes of each dim for a sharding string and a shape, or None to drop the constraint. Returns
+    how many were dropped.
+    """
+    from jaxlib.mlir import ir
+    from jaxlib.mlir.dialects import sdy
+
+    calls = sharding_calls(module)
+    strip(module)
+    dropped = 0
+    for op, text in calls:
+        value = op.operands[0]
+        dims = read(text, tuple(ir.RankedTensorType(value.type).shape))
+        if dims is None:
+            dropped += 1
+        else:
+            name = ensure_mesh(module, mesh_name, sizes)
+            with module.context, ir.InsertionPoint(op), op.location:
+                value = sdy.ShardingConstraintOp(value, sharding_attribute(name, dims)).operation.results[0]
+        op.results[0].replace_all_uses_with(value)
+        op.erase()
+    return dropped
+
+
+def sharding_calls(module: Any) -> list[tuple[Any, str]]:
+    """The custom calls to `Sharding` of a module, each with its HLO sharding string."""
+    from jaxlib.mlir import ir
+
+    return [
+        (op, ir.StringAttr(op.attributes["mhlo.sharding"]).value)
+        for op in collect(module.operation, {"stablehlo.custom_call"})
+        if ir.StringAttr(op.attributes["call_target_name"]).value == "Sharding" and "mhlo.sharding" in op.attributes
+    ]

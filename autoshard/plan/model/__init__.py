@@ -1,1 +1,0 @@
-"""What may be chosen: dim groups, strategies, what is held, and what was asked for."""

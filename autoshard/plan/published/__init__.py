@@ -1,1 +1,0 @@
-"""Published runs, rebuilt and priced."""

@@ -1,0 +1,196 @@
+"""What if: one program on several topologies, with several batches and remat variants, each planned."""
+
+import concurrent.futures
+import dataclasses
+import itertools
+import json
+import os
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Unpack
+
+from autoshard.base.files import read_json, write_whole
+from autoshard.base.worker_pool import as_ended
+from autoshard.cost import find_topologies
+from autoshard.errors import UserError
+from autoshard.planning.capacity.sweep_choice import SweepRow
+from autoshard.planning.capacity.sweep_task import MadeRow, SweepTask, impossible, run_task
+from autoshard.planning.space.plan_options import PlanOptions
+from autoshard.program import read_config
+
+
+FORMAT = "autoshard-sweep"
+ROWS = "sweep.json"
+"""The file of rows in a sweep's folder."""
+
+
+def sweep(
+    source: str,
+    *,
+    topologies: Sequence[str],
+    batches: Sequence[int] = (),
+    remats: Sequence[str] = (),
+    program_options: Mapping[str, Any] | None = None,
+    executor: concurrent.futures.Executor | None = None,
+    path: str | os.PathLike[str] | None = None,
+    progress: Callable[[str], None] | None = None,
+    **options: Unpack[PlanOptions],
+) -> list[SweepRow]:
+    """Plan `source` (as the command takes it) for every topology, batch and remat variant; rows in that order.
+
+    `topologies` may be patterns (`v5e:*`, see `autoshard.cost.find_topologies`). `program_options` are those of the
+    source (`train`, `seq`, ..., `entry` and `roles` of a file), where `batch`, `remat` and the others that
+    `autoshard.plan` may choose may be `"auto"`; with `rules` for a file of rules, and `kept` where traced programs and
+    their ops may come from the cache on disk; the further options are those of `autoshard.plan` (`mesh`,
+    `memory_limit`, `time_limit`, ...). Each row is a task of `executor`, any of `concurrent.futures`' interface (one of
+    a cluster too); without one they run here, one after the other. Rows are kept in the file `path` as they are made,
+    and taken from it when the same sweep, or a larger one, is run again; a `path` that is a folder, or has no suffix,
+    keeps the plan of each row as well, beside `sweep.json`.
+
+    Raises `UserError` for a topology that does not exist, a mesh that no topology of the list has, a file of another
+    kind, workers that die again and again, and workers that read another program or other figures than are here; what
+    fails in one row is said in that row.
+    """
+    store = _Store(path)
+    say = progress or (lambda line: None)
+    names = list(dict.fromkeys(each.name for pattern in topologies for each in find_topologies(pattern)))
+    why = [impossible(name, options) for name in names]
+    if why and all(why):
+        raise UserError(why[0])
+    base = {key: value for key, value in (program_options or {}).items() if value is not None}
+    entry, rules, kept = base.pop("entry", "program"), base.pop("rules", None), bool(base.pop("kept", False))
+    if source.startswith("hf:"):
+        read_config(source.removeprefix("hf:"))  # refuses what does not exist for all rows at once
+    rows: dict[tuple[str, int, int], SweepRow] = {}
+    tasks: list[tuple[SweepTask, int, int]] = []
+    for (b, batch), (r, remat) in itertools.product(enumerate(batches or (None,)), enumerate(remats or (None,))):
+        own = {k: v for k, v in (("batch", batch), ("remat", remat)) if v is not None}
+        arguments = tuple(sorted({**base, **own}.items()))
+        for name in names:
+            task = SweepTask(source, entry, arguments, (name,), tuple(sorted(options.items())), rules, kept)
+            key = task.key(name)
+            row = store.row(key)
+            if row is None:
+                tasks.append((dataclasses.replace(task, keys=(key,)), b, r))
+            else:
+                rows[name, b, r] = row
+    if rows:
+        say(f"{len(rows)} of {len(rows) + len(tasks)} rows are in {path} already")
+    done, whole = len(rows), len(rows) + len(tasks)
+    for task, b, r, made in _results(tasks, executor):
+        done += 1
+        (name,) = task.topologies
+        row = rows[name, b, r] = store.keep(task.keys[0], made)
+        said = row.failed or f"{row.step_time_s:.4g} s"
+        say(f"{done}/{whole} {name}{'' if row.batch is None else f', batch {row.batch}'}: {said}")
+    count = (range(max(1, len(batches))), range(max(1, len(remats))))
+    return [rows[name, b, r] for name in names for b in count[0] for r in count[1]]
+
+
+def _results(
+    tasks: Sequence[tuple[SweepTask, int, int]], executor: concurrent.futures.Executor | None
+) -> Iterator[tuple[SweepTask, int, int, MadeRow]]:
+    if executor is None:
+        for task, b, r in tasks:
+            (made,) = task.make()
+            yield task, b, r, made
+        return
+    try:
+        for number, (made,) in as_ended(executor, run_task, [task for task, _, _ in tasks]):
+            yield *tasks[number], made
+    except concurrent.futures.BrokenExecutor as error:
+        raise UserError(
+            f"a worker of the sweep died ({error}): run it again with fewer --jobs; what is done is kept."
+        ) from error
+
+
+class _Store:
+    """Rows by key in a file, and in a folder their plans."""
+
+    def __init__(self, path: str | os.PathLike[str] | None) -> None:
+        self.path = None if path is None else Path(path)
+        self.folder: Path | None = None
+        if self.path is not None and (self.path.is_dir() or not self.path.suffix):
+            self.folder, self.path = self.path, self.path / ROWS
+        self.rows = {} if self.path is None else _read(self.path)
+
+    def row(self, key: str) -> SweepRow | None:
+        """The row that is kept, with its plan if plans are."""
+        found = self.rows.get(key)
+        if found is None or self.folder is None or found.failed:
+            return found
+        return found if found.plan and (self.folder / found.plan).is_file() else None
+
+    def keep(self, key: str, made: MadeRow) -> SweepRow:
+        """The row as it is kept, after its plan: a row on disk has its plan there. Raises `UserError` if it cannot."""
+        row = made.row
+        if self.path is None:
+            return row
+        try:
+            if self.folder is not None:
+                self.folder.mkdir(parents=True, exist_ok=True)
+                if made.plan:
+                    row = dataclasses.replace(row, plan=self._name(row, key))
+                    write_whole(self.folder / row.plan, made.plan.encode())
+            self.rows[key] = row
+            _write(self.path, self.rows)
+        except OSError as error:
+            raise UserError(f"cannot write {self.path}: {error.strerror}.") from error
+        return row
+
+    def _name(self, row: SweepRow, key: str) -> str:
+        """A file's name from topology and recipe, with a number where another row has it."""
+        parts = [row.topology, row.batch and f"batch {row.batch}", row.remat and f"remat {row.remat}"]
+        stem = re.sub(r"[^0-9A-Za-z_.-]+", "-", "-".join(str(part) for part in parts if part))[:100]
+        taken = {each.plan for other, each in self.rows.items() if other != key}
+        numbers = itertools.chain([""], (f".{n}" for n in itertools.count(2)))
+        return next(name for number in numbers if (name := f"{stem}{number}.plan.json") not in taken)
+
+
+def _read(path: Path) -> dict[str, SweepRow]:
+    if not path.exists():
+        return {}
+    return read_sweep(path)
+
+
+def read_sweep(path: str | os.PathLike[str]) -> dict[str, SweepRow]:
+    """The rows of a sweep's file or folder by key, in the order in which they are kept.
+
+    Raises `UserError` for a file that cannot be read, or that no sweep wrote.
+    """
+    if Path(path).is_dir():
+        path = Path(path) / ROWS
+    try:
+        data = read_json(path)
+        _check_format(data["format"])
+        return {key: SweepRow(**{**row, "words": tuple(row["words"])}) for key, row in data["rows"].items()}
+    except OSError as error:
+        raise UserError(f"cannot read {path}: {error.strerror}.") from error
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise UserError(
+            f"{path} is not a file that `autoshard sweep --out` wrote; name another one, or remove it."
+        ) from error
+
+
+def is_sweep(path: str | os.PathLike[str]) -> bool:
+    """Whether a path is the folder of a sweep, or a file that says that it has a sweep's rows."""
+    file = Path(path)
+    if file.is_dir():
+        return (file / ROWS).is_file()
+    try:
+        with open(file, "rb") as opened:
+            return f'"format": "{FORMAT}"'.encode() in opened.read(64)
+    except OSError:
+        return False
+
+
+def _check_format(name: Any) -> None:
+    if name != FORMAT:
+        raise KeyError(FORMAT)
+
+
+def _write(path: str | os.PathLike[str], rows: Mapping[str, SweepRow]) -> None:
+    """Write rows whole; equal rows give equal bytes."""
+    body = {key: dataclasses.asdict(rows[key]) for key in sorted(rows)}
+    write_whole(path, (json.dumps({"format": FORMAT, "rows": body}, indent=1) + "\n").encode())

@@ -1,0 +1,187 @@
+"""One program of a sweep, to be planned on topologies: what goes to another process, and what comes back."""
+
+import dataclasses
+import hashlib
+import json
+import math
+import os
+import platform
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+import autoshard
+from autoshard.base.units import format_bytes
+from autoshard.cost import OWN_FILE, Topology, chosen_flags, learned_fit, said_of_fit
+from autoshard.errors import UserError
+from autoshard.planning.capacity.sweep_choice import SweepRow
+from autoshard.planning.plan_builder import check_request, make_plan
+from autoshard.planning.recipes.recipe_search import plan_recipes
+from autoshard.planning.record.plan_files import plan_to_json
+from autoshard.planning.record.plan_record import Plan
+from autoshard.planning.space.plan_options import Options, PlanOptions, read_options, settled_options, source_choices
+from autoshard.program import HOSTS, Program, load_rules, open_source
+
+
+MOST_OPEN = 4
+"""Programs that a process keeps open from one task to the next."""
+_open_programs: dict[str, Program] = {}
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class MadeRow:
+    """A row, and its plan as the text of a file; empty if there is none."""
+
+    row: SweepRow
+    plan: str = ""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class SweepTask:
+    """One program, to be planned on several topologies: what is traced once. It can be pickled."""
+
+    source: str
+    entry: str
+    options: tuple[tuple[str, Any], ...]
+    topologies: tuple[str, ...]
+    planning: tuple[tuple[str, Any], ...]
+    rules: str | None = None
+    kept: bool = False
+    """Whether programs and their ops come from the cache on disk where they are there."""
+    keys: tuple[str, ...] = ()
+    """What decides the row of each topology where the task was made (see `key`); empty if nobody is to compare it."""
+
+    def check_same(self) -> None:
+        """Raises `UserError` if this process would make another row than is asked for: it reads another program, or
+        other figures."""
+        for topology, key in zip(self.topologies, self.keys, strict=False):
+            if self.key(topology) != key:
+                source, named = self._content(), json.loads(key)[: len(self._content())]
+                what = f"{self.source} or a file that is read with it" if source != named else "what was learned"
+                raise UserError(
+                    f"{what} is not on {platform.node()} what it was where the sweep began, so that rows would not be "
+                    "comparable: have the same there, and run it again."
+                )
+
+    def run(self) -> list[SweepRow]:
+        """A row for each topology; one that cannot be planned says why."""
+        return [made.row for made in self.make()]
+
+    def make(self) -> Iterator[MadeRow]:
+        """The same with the plans. What is `auto` of the source's options is chosen as `autoshard.plan` does."""
+        named, planning = dict(self.options), self._planning()
+        said = {name: None if named.get(name) == "auto" else named.get(name) for name in ("batch", "remat")}
+        for topology in self.topologies:
+            blank = SweepRow(topology, said["batch"], said["remat"])
+            why = impossible(topology, planning, named)
+            if why:
+                yield MadeRow(dataclasses.replace(blank, failed=why))
+                continue
+            try:
+                yield self._planned(blank, named, read_options(topology, planning))
+            except UserError as error:
+                yield MadeRow(dataclasses.replace(blank, failed=str(error)))
+
+    def _planning(self) -> PlanOptions:
+        said: Any = dict(self.planning)
+        return said
+
+    def _planned(self, blank: SweepRow, named: Mapping[str, Any], options: Options) -> MadeRow:
+        if self.rules is not None:
+            load_rules(self.rules)
+        settled, left = settled_options(named, blank.topology), source_choices(named, blank.topology)
+
+        def opened(**recipe: Any) -> Program:
+            program = self._open(settled | recipe)
+            if "host" not in left:  # else the state may be on the hosts
+                _check_state(program, options)
+            return program
+
+        if not left:
+            program = opened()
+            return self._made(blank, make_plan(program, options, kept=self.kept).plan, program, {})
+        chosen, result = plan_recipes(opened, left, options, of_source=True, kept=self.kept)
+        recipe = dict(chosen.arguments)
+        row = dataclasses.replace(blank, batch=recipe.get("batch", blank.batch), remat=recipe.get("remat", blank.remat))
+        return self._made(row, result.plan, opened(**recipe), recipe)
+
+    def _open(self, options: Mapping[str, Any]) -> Program:
+        key = json.dumps([self._content(), self.entry, self.rules, options], sort_keys=True, default=str)
+        if key not in _open_programs:
+            while len(_open_programs) >= MOST_OPEN:
+                del _open_programs[next(iter(_open_programs))]
+            kept = self.kept and self.rules is None
+            _open_programs[key] = open_source(self.source, entry=self.entry, kept=kept, **options)
+        return _open_programs[key]
+
+    def _made(self, blank: SweepRow, plan: Plan, program: Program, recipe: Mapping[str, Any]) -> MadeRow:
+        row = dataclasses.replace(
+            blank,
+            mesh=",".join(f"{axis}={size}" for axis, size in plan.mesh.items()),
+            step_time_s=plan.prediction.step_time_s,
+            mfu=plan.prediction.mfu,
+            peak_bytes=plan.prediction.peak_bytes,
+            memory_limit_bytes=plan.memory_limit_bytes,
+            chips=Topology.parse(blank.topology).num_chips,
+            tokens=program.tokens,
+            words=plan.words,
+            recipe=recipe,
+        )
+        return MadeRow(row, plan_to_json(plan))
+
+    def _content(self) -> list[str]:
+        """The source, and of every file that is read with it the hash of what it holds."""
+        file = Path(self.source.removeprefix("hf:"))
+        config = file / "config.json" if file.is_dir() else file
+        others = filter(None, (self.rules, os.environ.get(OWN_FILE)))
+        return [self.source, _hash(config), *(_hash(Path(each)) for each in others)]
+
+    def key(self, topology: str) -> str:
+        """What decides a row, as text: equal keys have equal rows."""
+        said = [*self._content(), self.entry, self.options, topology, self.planning, autoshard.__version__]
+        parsed, planning = Topology.parse(topology), dict(self.planning)
+        flags, _ = chosen_flags(planning.get("xla_flags"), parsed.chip)
+        learned = learned_fit(parsed, flags) if planning.get("calibration", True) else None
+        if learned is not None and learned.observations:
+            said.append(said_of_fit(learned))
+        return json.dumps(said, sort_keys=True)
+
+
+def _hash(file: Path) -> str:
+    return hashlib.sha256(file.read_bytes()).hexdigest() if file.is_file() else ""
+
+
+def _check_state(program: Program, options: Options) -> None:
+    """Refuse at once what cannot fit however it is split: its arguments alone fill all devices.
+
+    Raises `UserError` with what they take. What waits on hosts is left to the planner.
+    """
+    topology = Topology.parse(options.topology)
+    limit = topology.usable_bytes if options.memory_limit is None else options.memory_limit
+    if program.on_host != HOSTS[0]:
+        return
+    whole = sum(math.prod(each.shape) * np.dtype(each.dtype).itemsize for each in program.arguments)
+    if whole > limit * topology.num_devices:
+        raise UserError(
+            f"it does not fit: parameters, state and batch alone are {format_bytes(whole)}, and the "
+            f"{topology.num_devices} devices of {topology.name} hold {format_bytes(limit * topology.num_devices)}."
+        )
+
+
+def impossible(topology: str, planning: PlanOptions, program: Mapping[str, Any] | None = None) -> str:
+    """Why no program, or none with the options `program`, can be planned for a topology so; empty if one may."""
+    try:
+        check_request(read_options(topology, planning))
+        settled_options(program or {}, topology)
+    except UserError as error:
+        return str(error)
+    return ""
+
+
+def run_task(task: SweepTask) -> list[MadeRow]:
+    """`task.make`, as a function that a worker process can import. Raises `UserError` as `check_same` does."""
+    task.check_same()
+    os.environ.setdefault("JAX_PLATFORMS", "cpu")
+    return list(task.make())

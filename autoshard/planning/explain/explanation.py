@@ -1,0 +1,302 @@
+"""Why a tensor has its spec: what every other spec would cost, and what it would take for another to win."""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from autoshard.base.providers import provides
+from autoshard.cost import Topology, make_mesh
+from autoshard.errors import UserError
+from autoshard.planning.price.analysed_program import as_planned, build_model, price_again, read_program
+from autoshard.planning.price.evaluate import Outcome, evaluate, tensor_spec
+from autoshard.planning.record.plan_parts import Collective
+from autoshard.planning.record.plan_record import Plan
+from autoshard.planning.record.spec import Spec
+from autoshard.planning.solve.mesh_solve import Terms, solve_within
+from autoshard.planning.solve.time_weights import even_weights, normalise
+from autoshard.planning.solve.weight_search import make_candidate
+from autoshard.planning.space.decision_model import Model
+from autoshard.planning.space.derived_axes import axis_parts_of
+from autoshard.planning.space.user_constraints import Required, near_names, require_lines
+from autoshard.program import Program, open_source
+from autoshard.solver import processor_seconds
+
+
+SOLVED = 8
+"""Alternatives for which everything else is chosen again; of the rest the price with everything else as it is."""
+
+SAME = 1e-9
+"""Relative difference of two step times that is rounding."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Alternative:
+    """One spec that the tensor could have, and the best step with it."""
+
+    spec: Spec
+    chosen: bool
+    how: str
+    """`solved`: everything else is chosen again for it; `held`: everything else stays as it is; `impossible`: with
+    everything else as it is it cannot be, and it was not among those solved."""
+    step_time_s: float | None
+    delta_s: float | None
+    """Against the plan; may be below zero by no more than the plan gap."""
+    peak_bytes: int | None
+    fits: bool
+    collectives: tuple[Collective, ...]
+    """What it adds, largest first: seconds, bytes and counts beyond the plan's."""
+    wins_if: str
+    """What it would take, in a sentence."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Explanation:
+    """Everything about one tensor's spec."""
+
+    name: str
+    shape: tuple[int, ...]
+    role: str
+    spec: Spec
+    fixed: str
+    """Who asked for it, if anyone did."""
+    shares: tuple[str, ...]
+    """Other arguments and results that have one spec with it, because only elementwise ops stand between them."""
+    alternatives: tuple[Alternative, ...]
+    """The chosen one first, then by step time."""
+
+
+@provides("explain")
+def explain_plan(
+    plan: Plan, name: str, program: Program | None = None, *, time_limit: float = 60.0, seed: int = 0
+) -> Explanation:
+    """Why argument or result `name` has its spec in a plan.
+
+    The program is opened again where the plan says it came from, unless it is given. The plan's own choices are priced
+    once more; then for the eight most promising specs all other decisions are solved again (`time_limit` seconds of
+    processor in all), the rest are priced with everything else as it is.
+
+    Raises `UserError` for a name that the plan does not have, a plan without choices (made before they were kept, or
+    by another version), and a program that is not the plan's.
+    """
+    name = named(plan, name)
+    program = as_planned(program or reopen(plan), plan)
+    if program.fingerprint != plan.program_fingerprint:
+        raise UserError(f"the program is not the one of the plan ({plan.program_name}): it has changed; plan it again.")
+    model, choices, required = _rebuild(plan, program)
+    return _Explainer(plan, model, choices, required, time_limit, seed).explain(name)
+
+
+def named(plan: Plan, name: str) -> str:
+    """The argument or result that is called so, or whose name alone ends so; optimizer state only by its whole name."""
+    known = {**plan.arguments, **plan.results}
+    if name in known:
+        return name
+    ends = [k for k in known if k.endswith(f".{name}") and plan.roles.get(k) != "optimizer_state"]
+    if len(ends) == 1:
+        return ends[0]
+    raise UserError(f"the plan has no argument or result {name}; {near_names(name, ends or known)}")
+
+
+def reopen(plan: Plan, program: str | None = None, entry: str | None = None) -> Program:
+    """The program of a plan, from where it came, or with the same options from where it is now (`program`).
+
+    Raises `UserError` for a plan that does not say where its program is or is no single step, and as `open_source`
+    does.
+    """
+    plan.check_one_step()
+    source: dict[str, Any] = {"entry": "program", "options": {}, **(plan.provenance.get("source") or {})}
+    source |= {key: value for key, value in (("program", program), ("entry", entry)) if value is not None}
+    if "program" not in source:
+        raise UserError(
+            f"the plan of {plan.program_name} does not say where its program is: name it with --program "
+            "(in Python, pass the program)."
+        )
+    return open_source(
+        source["program"],
+        entry=source["entry"],
+        preferred=source.get("preferred"),
+        recipe=source.get("recipe"),
+        **source["options"],
+    )
+
+
+def _rebuild(plan: Plan, program: Program) -> tuple[Model, NDArray[np.int64], Required]:
+    mesh = make_mesh(Topology.parse(plan.topology), plan.mesh)
+    reading = read_program(program, mesh.topology.backend)
+    model, choices = price_again(plan, program, reading)
+    lines, axis_parts = plan.provenance.get("asked", []), axis_parts_of(reading.groups, mesh)
+    if axis_parts is None or not lines:
+        return model, choices, require_lines(model, reading.groups, lines)
+    limit, staged = plan.memory_limit_bytes, "stage_axis" in plan.provenance
+    original = build_model(program, reading, axis_parts.original, limit, model.compute.calibration, staged=staged)
+    asked = require_lines(original, reading.groups, lines)
+    return model, choices, Required(axis_parts.allowed(original, model, asked.allowed), asked.pinned)
+
+
+class _Explainer:
+    def __init__(
+        self,
+        plan: Plan,
+        model: Model,
+        choices: NDArray[np.int64],
+        required: Required,
+        time_limit: float,
+        seed: int,
+    ) -> None:
+        self.plan, self.model, self.choices, self.required = plan, model, choices, required
+        self.time_limit, self.seed = time_limit, seed
+        self.base = evaluate(model, choices)
+        program, graph = model.program, model.graph
+        self.tensors = {r.name: t for r, t in zip(program.results, graph.results, strict=True)}
+        self.tensors |= {a.name: t for a, t in zip(program.arguments, graph.arguments, strict=True)}
+        self.ranks = {value.name: len(value.shape) for value in (*program.results, *program.arguments)}
+
+    def explain(self, name: str) -> Explanation:
+        model, plan = self.model, self.plan
+        tensor = self.tensors[name]
+        cluster = model.structure.cluster_of[tensor]
+        rank = self.ranks[name]
+        shape = model.graph.tensors[tensor].shape[:rank]
+        spec = tensor_spec(model, self.choices, tensor).of_rank(rank)
+        fixed = plan.provenance.get("pinned", {}).get(name, "")
+        said = [c.where for c in model.graph.constraints if model.structure.cluster_of[c.tensor] == cluster >= 0]
+        fixed = "; ".join([*([fixed] if fixed else []), *dict.fromkeys(said)])
+        role = plan.roles.get(name, "result")
+        if cluster < 0:
+            return Explanation(name, shape, role, spec, fixed, (), ())
+        shares = tuple(
+            other
+            for other, t in self.tensors.items()
+            if other != name and t != tensor and model.structure.cluster_of[t] == cluster
+        )
+        return Explanation(name, shape, role, spec, fixed, shares, self.alternatives(cluster, tensor, spec))
+
+    def alternatives(self, cluster: int, tensor: int, chosen: Spec) -> tuple[Alternative, ...]:
+        node = self.model.cluster_node[cluster]
+        rows: dict[Spec, list[int]] = {}
+        for row in range(len(self.model.nodes[node].states)):
+            trial = self.choices.copy()
+            trial[node] = row
+            rows.setdefault(tensor_spec(self.model, trial, tensor).of_rank(len(chosen.dims)), []).append(row)
+        rows.pop(chosen)
+        mine = Alternative(
+            chosen, True, "solved", self.base.step_time_s, 0.0, self.base.peak_bytes, True, (), "it is the choice"
+        )
+        held = {spec: self.held(node, members) for spec, members in rows.items()}
+        ranked = sorted(rows, key=lambda s: (held[s] is None, held[s].step_time_s if held[s] else 0.0, str(s)))  # type: ignore[union-attr]
+        found = []
+        began = processor_seconds()
+        for number, spec in enumerate(ranked):
+            left = self.time_limit - (processor_seconds() - began)
+            outcome = None
+            if number < SOLVED and left > 0:
+                share = max(1.0, left / (min(SOLVED, len(ranked)) - number))
+                outcome = self.solved(node, rows[spec], share)
+            how = "solved" if outcome is not None else "held"
+            outcome = outcome or held[spec]
+            found.append(self.alternative(spec, how, outcome))
+        found.sort(key=lambda a: (a.step_time_s is None, a.step_time_s or 0.0, str(a.spec)))
+        return (mine, *found)
+
+    def held(self, node: int, rows: list[int]) -> Outcome | None:
+        """The best outcome with everything else as it is."""
+        best = None
+        for row in rows:
+            trial = self.choices.copy()
+            trial[node] = row
+            try:
+                outcome = evaluate(self.model, trial)
+            except ValueError:  # a neighbour excludes it
+                continue
+            if best is None or outcome.step_time_s < best.step_time_s:
+                best = outcome
+        return best
+
+    def solved(self, node: int, rows: list[int], time_limit: float) -> Outcome | None:
+        """The best outcome with everything else chosen again, memory limit and pins kept; None if there is none."""
+        mask = np.zeros(len(self.model.nodes[node].states), dtype=bool)
+        mask[rows] = True
+        allowed = {**self.required.allowed, node: mask}
+        weights = normalise(even_weights(self.model))
+        hint = self.choices.copy()
+        hint[node] = rows[0]
+        limit = self.plan.memory_limit_bytes
+        solved = solve_within(self.model, weights, Terms(limit, time_limit, self.seed, hint, allowed))
+        candidate = make_candidate(self.model, "alternative", solved, limit)
+        if candidate is None or not mask[int(candidate.choices[node])]:
+            return None
+        held = self.held(node, rows)
+        if held is not None and held.peak_bytes <= limit and held.step_time_s < candidate.outcome.step_time_s:
+            return held
+        return candidate.outcome
+
+    def alternative(self, spec: Spec, how: str, outcome: Outcome | None) -> Alternative:
+        if outcome is None:
+            return Alternative(spec, False, "impossible", None, None, None, False, (), "its neighbours exclude it")
+        delta = outcome.step_time_s - self.base.step_time_s
+        added = _added(self.base.collectives, outcome.collectives)
+        fits = outcome.peak_bytes <= self.plan.memory_limit_bytes
+        wins = self.wins_if(outcome, delta, added, fits)
+        return Alternative(spec, False, how, outcome.step_time_s, delta, outcome.peak_bytes, fits, tuple(added), wins)
+
+    def wins_if(self, outcome: Outcome, delta: float, added: list[Collective], fits: bool) -> str:
+        from autoshard.base.units import format_bytes, format_seconds
+
+        if not fits:
+            over = outcome.peak_bytes - self.plan.memory_limit_bytes
+            return f"{format_bytes(over)} more memory on every device are needed for it"
+        if abs(delta) <= SAME * self.base.step_time_s:
+            less = outcome.peak_bytes - self.base.peak_bytes
+            return "it ties" + (f", and needs {format_bytes(less)} more memory" if less > 0 else "")
+        if delta < 0:
+            return f"it is better by {format_seconds(-delta)}, which the plan gap allows for"
+        slowest = max(added, key=lambda c: c.seconds, default=None)
+        if slowest is not None and slowest.seconds > delta:
+            factor = slowest.seconds / (slowest.seconds - delta)
+            if factor < 100:
+                return f"wins if its {slowest.kind} over {', '.join(slowest.axes)} were {factor:.2g} times as fast"
+        compute = outcome.compute_s - self.base.compute_s
+        if compute > 0.5 * delta:
+            return f"wins if the {format_seconds(compute)} of compute it adds went away"
+        return f"wins if it saved {format_seconds(delta)} elsewhere"
+
+
+def _added(base: tuple[Collective, ...], other: tuple[Collective, ...]) -> list[Collective]:
+    """Collectives of `other` beyond those of `base`, by kind, axes and cause, the costliest first."""
+    before: dict[tuple[Any, ...], Collective] = {(c.kind, c.axes, c.hidden, c.cause): c for c in base}
+    found = []
+    for c in other:
+        old = before.get((c.kind, c.axes, c.hidden, c.cause))
+        more = c if old is None else dataclasses.replace(
+            c, count=c.count - old.count, wire_bytes=c.wire_bytes - old.wire_bytes, seconds=c.seconds - old.seconds,
+            exposed_s=c.waited_s - old.waited_s,
+        )  # fmt: skip
+        if more.seconds > 0:
+            found.append(more)
+    return sorted(found, key=lambda c: (-c.seconds, c.kind, c.axes, c.cause))
+
+
+def explanation_figures(found: Explanation) -> dict[str, Any]:
+    """The JSON object of `autoshard explain --json`."""
+
+    def row(one: Alternative) -> Mapping[str, Any]:
+        values = {field.name: getattr(one, field.name) for field in dataclasses.fields(one)}
+        added = [
+            {"kind": c.kind, "axes": list(c.axes), "count": c.count, "wire_bytes": c.wire_bytes, "seconds": c.seconds,
+             "hidden": c.hidden, "cause": c.cause}
+            for c in one.collectives
+        ]  # fmt: skip
+        return values | {"spec": one.spec.to_json(), "collectives": added}
+
+    return {
+        "name": found.name,
+        "shape": list(found.shape),
+        "role": found.role,
+        "spec": found.spec.to_json(),
+        "fixed": found.fixed or None,
+        "shares": list(found.shares),
+        "alternatives": [row(one) for one in found.alternatives],
+    }

@@ -1,0 +1,214 @@
+"""Intermediate values that a plan pins, and ops that it runs in regions of their own."""
+
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from autoshard.cost import Collectives
+from autoshard.graph import FactorKind, Op, OpClass, OpGraph, source_of
+from autoshard.mlir import WINDOWED
+from autoshard.planning.price.evaluate import spec_of, tensor_spec
+from autoshard.planning.record.plan_parts import Call, Pin, Region
+from autoshard.planning.record.spec import Spec
+from autoshard.planning.space.decision_model import Model
+from autoshard.planning.space.dim_groups import factor_states
+from autoshard.planning.space.op_strategies import result_states
+from autoshard.planning.xla.axis_assignments import PARTIAL, WHOLE, Emitted, States, emitted, emitted_gather
+from autoshard.planning.xla.spatial_splits import in_region
+
+
+def make_pins(model: Model, choices: NDArray[np.int64]) -> tuple[Pin, ...]:
+    """Pins at every place where a spec is decided rather than passed on.
+
+    These are the values on every edge between decisions, where they are made; carried values of loops; and operands
+    of heavy ops that are wanted in another spec than they are held in. Values of a cluster that stay whole need it
+    as much as split ones: the partitioner would split them after their neighbours and gather them later.
+    """
+    values: dict[int, list[Spec]] = {}
+    graph, structure = model.graph, model.structure
+
+    def pin(tensor: int, before: Sequence[Spec] = ()) -> None:
+        tensor = source_of(graph, tensor)
+        if structure.cluster_of[tensor] >= 0 and graph.tensors[tensor].value[0] >= 0:
+            values[tensor] = [*before, tensor_spec(model, choices, tensor)]
+
+    for edge in structure.edges:
+        pin(edge.tensor)
+        if edge.op >= 0 and graph.ops[edge.op].op_class is not OpClass.HEAVY:
+            pin(graph.ops[edge.op].results[edge.result])
+    for loop in graph.loops:
+        for carry in loop.carries:
+            pin(carry.body)
+            pin(carry.update)
+            pin(carry.result)
+    for edge in structure.edges:
+        if edge.op >= 0 and edge.operand < 0 and graph.ops[edge.op].op_class is OpClass.HEAVY:
+            pin(edge.tensor, list(_result_stages(model, choices, edge.op, edge.result)))
+    pins = [
+        Pin(*graph.tensors[t].value, spec=spec, name=graph.tensors[t].name)
+        for t in sorted(values, key=lambda t: graph.tensors[t].value)
+        for spec in values[t]
+    ]
+    return (*pins, *_carry_pins(model, choices), *_operand_pins(model, choices))
+
+
+def _carry_pins(model: Model, choices: NDArray[np.int64]) -> Iterator[Pin]:
+    """Every value that enters a loop, at the loop: else propagation may split what the loop carries."""
+    for loop in model.graph.loops:
+        for carry in loop.carries:
+            if model.structure.cluster_of[carry.body] >= 0:
+                body, init = model.graph.tensors[carry.body], model.graph.tensors[carry.init]
+                number, position = body.value[0], body.value[1] - loop.width
+                yield Pin(*init.value, tensor_spec(model, choices, carry.body), (number, position), init.name)
+
+
+def stages(source: Sequence[int], target: Sequence[int], collectives: Collectives) -> Iterator[tuple[int, ...]]:
+    """States to pin between the state in which an op leaves its result, or a value is held, and the wanted one.
+
+    The first is what the op leaves, sums done: told only the end, the partitioner may gather operands, or compute the
+    op split in another way; compilers that have a reduce-scatter still make one of the sum and the slice. Not if some
+    of the axes are only summed over: then it would be one sum over all of them, so what is scattered is said at once.
+    Where only slices follow it is left free; where a gather follows, the slices are said before it, since GSPMD would
+    gather the whole sum. Sums and gathers over all of many TPU devices go one axis at a time
+    (`emitted`).
+    """
+    now = [max(s, WHOLE) for s in source]
+    summed = [a for a, s in enumerate(source) if s <= PARTIAL]
+    scattered = [a for a in summed if target[a] >= 0]
+    form = emitted(collectives, scattered) if scattered else Emitted.SUM
+    if len(scattered) > 1 and form is Emitted.STAGED:
+        for axis in scattered:
+            now[axis] = target[axis]
+            if now != list(target):
+                yield tuple(now)
+    elif scattered and len(scattered) < len(summed) and form is Emitted.SCATTER:
+        for axis in scattered:
+            now[axis] = target[axis]
+        if now != list(target):
+            yield tuple(now)
+    elif now != list(target) and (summed or any(n >= 0 and n != t for n, t in zip(now, target, strict=True))):
+        yield tuple(now)
+    left = {n for n, t in zip(now, target, strict=True) if n >= 0 and n != t}
+    ahead = [a for a in scattered if now[a] != target[a]]
+    if left and ahead and left.isdisjoint(target[a] for a in ahead):
+        for axis in ahead:
+            now[axis] = target[axis]
+        yield tuple(now)
+    yield from gather_stages(now, target, collectives)
+
+
+def gather_stages(source: Sequence[int], target: Sequence[int], collectives: Collectives) -> Iterator[tuple[int, ...]]:
+    """States between two states of a value where a gather must go one axis at a time, last axis first."""
+    gathered = [a for a, (s, t) in enumerate(zip(source, target, strict=True)) if s >= 0 and t == WHOLE]
+    if len(gathered) > 1 and emitted_gather(collectives, gathered) is Emitted.STAGED:
+        now = list(source)
+        for axis in reversed(gathered[1:]):
+            now[axis] = WHOLE
+            yield tuple(now)
+
+
+def _specs(model: Model, states: Iterator[tuple[int, ...]], rank: int) -> Iterator[Spec]:
+    for state in states:
+        yield spec_of(model, np.array([state]), 0, rank)
+
+
+def _result_stages(model: Model, choices: NDArray[np.int64], op_id: int, result: int) -> Iterator[Spec]:
+    op = model.graph.ops[op_id]
+    if op.rule is None:
+        return iter(())
+    number = model.op_node[op_id]
+    state = model.nodes[number].states[int(choices[number])][None, :]
+    rank = len(model.graph.tensors[op.results[result]].shape)
+    aim = _held(model, choices, op.results[result])
+    left = result_states(op, state, result)[0].tolist()
+    found = list(stages(left, aim, model.collectives))
+    summed = tuple(max(s, WHOLE) for s in left)
+    if (op.kind in WINDOWED or op.kind == "fft") and not found and summed != aim:
+        # Given only the end, the partitioner splits the op itself: windows with wrong values at times, and transforms
+        # into a program that does not compile.
+        found = [summed]
+    return _specs(model, iter(found), rank)
+
+
+def _held(model: Model, choices: NDArray[np.int64], tensor: int) -> tuple[int, ...]:
+    """The planned state of a tensor over its dims."""
+    spec = tensor_spec(model, choices, tensor)
+    where = {axis: dim for dim, axes in enumerate(spec.dims) for axis in axes}
+    return tuple(where.get(axis, WHOLE) for axis in model.axis_names)
+
+
+def _operand_pins(model: Model, choices: NDArray[np.int64]) -> Iterator[Pin]:
+    for op_id, number in model.op_node.items():
+        op = model.graph.ops[op_id]
+        if op.rule is None:
+            continue
+        states: States = model.nodes[number].states
+        for k, tensor in enumerate(op.operands):
+            if model.structure.cluster_of[tensor] < 0:
+                continue
+            rank = len(model.graph.tensors[tensor].shape)
+            have = _held(model, choices, tensor)
+            want = tuple(factor_states(states, op.rule.operands[k])[int(choices[number])].tolist())
+            path = [have]
+            copy = model.copy_nodes.get((tensor, op.loop))
+            if copy is not None:
+                path.append(tuple(model.nodes[copy].states[int(choices[copy])].tolist()))
+            path.append(want)
+            for a, b in zip(path, path[1:], strict=False):
+                if a == b:
+                    continue
+                for spec in _specs(model, iter([*gather_stages(a, b, model.collectives), b]), rank):
+                    record = model.graph.tensors[tensor]
+                    for where in op.seats or ((op.number, op.operand_numbers[k]),):
+                        yield Pin(*record.value, spec, where, record.name)
+
+
+def make_calls(model: Model, choices: NDArray[np.int64]) -> tuple[Call, ...]:
+    """How every opaque call with a rule is run on shards."""
+    found = []
+    for op_id, number in sorted(model.op_node.items()):
+        op = model.graph.ops[op_id]
+        if op.rule is None or op.opaque is None or not op.opaque.on_shards:
+            continue
+        state = model.nodes[number].states[int(choices[number])][None, :]
+
+        def specs(tensors: Sequence[int], states: Sequence[States]) -> tuple[Spec, ...]:
+            ranks = [len(model.graph.tensors[t].shape) for t in tensors]
+            return tuple(spec_of(model, s, 0, rank) for s, rank in zip(states, ranks, strict=True))
+
+        into = specs(op.operands, [factor_states(state, dims) for dims in op.rule.operands])
+        left = [np.maximum(result_states(op, state, r), WHOLE) for r in range(len(op.results))]
+        sums = [f for f, kind in enumerate(op.rule.kinds) if kind is FactorKind.REDUCTION]
+        summed = tuple(model.axis_names[a] for a in np.flatnonzero(np.isin(state[0], sums)))
+        found.append(Call(op.number, op.opaque.target, into, specs(op.results, left), summed))
+    return tuple(found)
+
+
+def make_regions(model: Model, choices: NDArray[np.int64]) -> tuple[Region, ...]:
+    """One region for every op that the plan does not leave to the partitioner (`in_region`), in program order."""
+    found = []
+    for op_id, number in model.op_node.items():
+        op = model.graph.ops[op_id]
+        state = model.nodes[number].states[int(choices[number])][None, :]
+        if in_region(op, state)[0]:
+            found.append(region_of(model.graph, op, state, model.axis_names))
+    return tuple(sorted(found, key=lambda region: region.op))
+
+
+def region_of(graph: OpGraph, op: Op, state: States, names: list[str]) -> Region:
+    """The region of an op in one state (shape [1, axes])."""
+    assert op.rule is not None
+
+    def spec(row: NDArray[np.int64], rank: int) -> Spec:
+        return Spec(tuple(tuple(names[a] for a in np.flatnonzero(row == dim)) for dim in range(rank)))
+
+    tensors = graph.tensors
+    operands = [
+        spec(factor_states(state, dims)[0], len(tensors[t].shape))
+        for t, dims in zip(op.operands, op.rule.operands, strict=True)
+    ]
+    left = [result_states(op, state, r)[0] for r in range(len(op.results))]
+    results = [spec(row, len(tensors[t].shape)) for row, t in zip(left, op.results, strict=True)]
+    summed = tuple(names[a] for a in np.flatnonzero(left[0] <= PARTIAL))
+    return Region(op.number, tuple(operands), tuple(results), summed, op.name)

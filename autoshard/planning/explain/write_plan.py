@@ -1,0 +1,362 @@
+"""Choices written down as a plan: specs, predictions, words, warnings and source."""
+
+import dataclasses
+import importlib.metadata
+import math
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from autoshard.base.units import format_bytes, format_seconds
+from autoshard.cost import FRACTION, Mesh, Topology, fraction_for
+from autoshard.planning.explain.module_uses import activations, parameter_uses
+from autoshard.planning.explain.plan_pins import make_calls, make_pins, make_regions
+from autoshard.planning.mesh.portfolio import Contender
+from autoshard.planning.price.device_memory import tight_seconds
+from autoshard.planning.price.evaluate import Outcome, argument_bytes_on_host, tensor_spec
+from autoshard.planning.price.op_prices import planned_ops
+from autoshard.planning.price.prediction import predict
+from autoshard.planning.price.replicated_work import alike_lines, call_lines, find_unruled, shares_of, unruled_lines
+from autoshard.planning.price.step_timeline import make_timeline
+from autoshard.planning.record.plan_parts import MeshTried, Prediction, Unruled
+from autoshard.planning.record.plan_record import Plan
+from autoshard.planning.record.spec import Spec, axis_words
+from autoshard.planning.space.attention_exchange import exchange_words
+from autoshard.planning.space.baselines import left_out
+from autoshard.planning.space.decision_model import Model
+from autoshard.planning.space.dim_groups import Groups
+from autoshard.planning.space.spec_constraints import broken_demands, mesh_text, said_by_program
+from autoshard.planning.stages.pipeline_ticks import pipeline_of_ticks
+from autoshard.planning.xla.axis_assignments import States
+from autoshard.program import WEIGHTS, Program, Role
+
+
+TIGHT = 0.92
+"""Share of the memory limit from which on a plan is said to be tight."""
+NOTICEABLE = 1e-3
+"""Share of the step from which on what tight memory adds is said."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Writer:
+    """Writes down plans of one program, each whole at once."""
+
+    program: Program
+    groups: Groups
+    memory_limit: int
+    """Bytes of one device that the plans were to keep within."""
+    seed: int
+    compared: Sequence[str]
+    """Names of the baselines that were completed."""
+    said: Mapping[str, Any]
+    """What the provenance of every plan says besides."""
+    baselines: Mapping[str, Prediction] = dataclasses.field(default_factory=dict)
+    """The baselines that stand beside every plan."""
+    notes: tuple[str, ...] = ()
+    """Warnings of every plan, after its own."""
+
+    def write(self, each: Contender, meshes: tuple[MeshTried, ...] = ()) -> Plan:
+        """A choice as a plan, with what bounds it, beside the meshes that were tried for it."""
+        model, choices, true = each.model(), each.choices, each.outcome.step_time_s
+        program, graph = self.program, model.graph
+        unruled = find_unruled(model, choices, true)
+        arguments = {
+            a.name: tensor_spec(model, choices, t).of_rank(len(a.shape))
+            for a, t in zip(program.arguments, graph.arguments, strict=True)
+        }
+        timeline = make_timeline(model, choices)
+        more = {"weightings": each.weightings, "bound_s": each.bound_s, **self.said}
+        fraction = fraction_for(model.mesh.topology, each.outcome.peak_bytes)
+        more |= {} if fraction is None else {"memory_fraction": fraction}
+        return Plan(
+            program_name=program.name,
+            program_fingerprint=program.fingerprint,
+            topology=model.mesh.topology.name,
+            mesh=dict(model.mesh.axes),
+            device_order=model.mesh.device_order,
+            memory_limit_bytes=self.memory_limit,
+            arguments=arguments,
+            results=self._results(model, choices, arguments),
+            pins=make_pins(model, choices),
+            regions=make_regions(model, choices),
+            prediction=predict(model, each.outcome, self.memory_limit),
+            baselines=dict(self.baselines),
+            objective=int(each.solution.cost),
+            lower_bound=int(each.solution.lower_bound),
+            solver_gap=float(each.solution.gap),
+            plan_gap=max(0.0, 1.0 - each.bound_s / true) if true > 0 else 0.0,
+            words=describe(model, self.groups, choices),
+            warnings=(*self._warnings(model, each, unruled, arguments), *self.notes),
+            provenance=_provenance(model, self.seed, more),
+            shapes={a.name: tuple(a.shape) for a in program.arguments},
+            dtypes={a.name: a.dtype for a in program.arguments},
+            roles={a.name: str(a.role) for a in program.arguments},
+            module_hash=graph.module_hash,
+            timeline=timeline,
+            pipeline=pipeline_of_ticks(program, graph, timeline),
+            calls=make_calls(model, choices),
+            unruled=unruled,
+            choices=" ".join(str(int(c)) for c in choices),
+            meshes=meshes,
+            host=_on_host(model),
+            ops=planned_ops(model, choices),
+            uses=parameter_uses(model, choices),
+            activations=activations(model, choices),
+        )
+
+    def _results(self, model: Model, choices: NDArray[np.int64], arguments: Mapping[str, Spec]) -> dict[str, Spec]:
+        """Specs of results: of the argument that a result becomes in the next step, else its own."""
+        program, specs = self.program, dict[str, Spec]()
+        for r, tensor in zip(program.results, model.graph.results, strict=True):
+            tied = program.arguments[r.argument] if r.argument is not None else None
+            specs[r.name] = arguments[tied.name] if tied else tensor_spec(model, choices, tensor).of_rank(len(r.shape))
+        return specs
+
+    def _warnings(
+        self, model: Model, each: Contender, unruled: tuple[Unruled, ...], arguments: Mapping[str, Spec]
+    ) -> tuple[str, ...]:
+        program, graph, choices, outcome = self.program, model.graph, each.choices, each.outcome
+        lines = [*program.notes, *_batch_warning(program, model.mesh), *unruled_lines(unruled)]
+        lines.extend(alike_lines(model, self.groups, choices, outcome.step_time_s))
+        lines.extend(call_lines(model))
+        for loop in graph.loops:
+            if not loop.known:
+                lines.append("a loop's number of trips cannot be read from the program: it is counted once.")
+        for demand in broken_demands(graph, model.structure, model.mesh, lambda t: cluster_state(model, choices, t)):
+            lines.append(
+                f"{demand.why} excludes what the program asks for elsewhere of the same carried value: the compiler "
+                "keeps both, but the way between them is not in the prediction."
+            )
+        lines.extend(left_out(model, self.compared))
+        lines.extend(_memory_warning(model, outcome, self.memory_limit))
+        lines.extend(_undonated(model, arguments, self.memory_limit))
+        lines.extend(_relaid(model, arguments, self.memory_limit))
+        if not any(_REMAT_LIMIT in flag for flag in self.said.get("xla_flags", {}).get("flags", ())):
+            lines.extend(_host_warning(model, choices, outcome))
+        return tuple(dict.fromkeys(lines))
+
+
+class WhenAsked(Mapping[str, Plan]):
+    """Plans by name, each written when it is first asked for: most are never looked at."""
+
+    def __init__(self, makers: Mapping[str, Callable[[], Plan]]) -> None:
+        self._makers, self._made = makers, dict[str, Plan]()
+
+    def __getitem__(self, name: str) -> Plan:
+        if name not in self._made:
+            self._made[name] = self._makers[name]()
+        return self._made[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._makers)
+
+    def __len__(self) -> int:
+        return len(self._makers)
+
+
+def _batch_warning(program: Program, mesh: Mesh) -> list[str]:
+    """Name a batch that no mesh axis divides: data loaders give it to every device.
+
+    State of a step that is no parameter counts too: a key-value cache is what serving one sequence splits.
+    """
+    batches = [a for a in program.arguments if a.role is Role.BATCH and max(a.shape, default=1) > 1]
+    state = [a for a in program.arguments if a.role is Role.OTHER and a.result is not None]
+    axes = [count for count in mesh.axes.values() if count > 1]
+    sizes = [size for a in (*batches, *state) for size in a.shape if size > 1]
+    if not batches or not axes or any(size % count == 0 for size in sizes for count in axes):
+        return []
+    return [
+        f"no mesh axis ({mesh_text(mesh)}) divides a dim of the batch argument {batches[0].name} of shape "
+        f"{list(batches[0].shape)}: it is whole on every device. A batch that is a multiple of {axes[0]} can be split."
+    ]
+
+
+WORTH_DONATING = 0.01
+"""Least share of the memory of a device that is worth a warning."""
+
+
+def _memory_warning(model: Model, outcome: Outcome, memory_limit: int) -> list[str]:
+    return [*_tight(model, outcome, memory_limit), *_granted(model.mesh.topology, outcome.peak_bytes)]
+
+
+def _granted(topology: Topology, peak_bytes: float) -> list[str]:
+    fraction = fraction_for(topology, peak_bytes)
+    if fraction is None:
+        return []
+    total = topology.chip.hbm_bytes / topology.chip.devices_per_chip
+    return [
+        f"the step needs {format_bytes(peak_bytes)} of a GPU's {format_bytes(total)}, of which JAX takes 75% unless "
+        f"told: set {FRACTION}={fraction:.2f} before Python starts."
+    ]
+
+
+def _undonated(model: Model, arguments: Mapping[str, Spec], memory_limit: int) -> list[str]:
+    """Return a sentence about state that is held beside the state that replaces it, if donating it saves much."""
+    sizes: dict[str, int] = {}
+    for argument, tensor in zip(model.program.arguments, model.graph.arguments, strict=True):
+        if argument.result is not None and not argument.donated:
+            shape = arguments[argument.name].local_shape(argument.shape, dict(model.mesh.axes))
+            sizes[argument.name] = math.prod(shape) * model.graph.tensors[tensor].itemsize
+    if sum(sizes.values()) < WORTH_DONATING * memory_limit:
+        return []
+    first, others = max(sizes, key=lambda name: sizes[name]), len(sizes) - 1
+    what = f"`{first}` is" if not others else f"`{first}` and {others} more arguments are"
+    saved = format_bytes(sum(sizes.values()))
+    return [f"{what} replaced by results and not donated: donate_argnums saves up to {saved} of each device's memory."]
+
+
+def _relaid(model: Model, arguments: Mapping[str, Spec], memory_limit: int) -> list[str]:
+    """Return a sentence about stacks that are copied into another layout, if the copies take much memory."""
+    named = dict(zip(model.graph.arguments, model.program.arguments, strict=True))
+    stacks = [(named[stack.source], stack) for stack in model.liveness.relaid if stack.source in named]
+    sizes = {
+        argument.name: math.prod(arguments[argument.name].local_shape(argument.shape, dict(model.mesh.axes)))
+        * model.graph.tensors[stack.source].itemsize
+        for argument, stack in stacks
+    }
+    if sum(sizes.values()) < WORTH_DONATING * memory_limit:
+        return []
+    argument, stack = max(stacks, key=lambda pair: sizes[pair[0].name])
+    what = f"`{argument.name}`" if len(sizes) == 1 else f"`{argument.name}` and {len(sizes) - 1} more arguments"
+    size = format_bytes(sum(sizes.values()))
+    return [
+        f"{what} of shape {list(argument.shape)} lie with other dims before the batch dims of the dots that take them: "
+        f"the compiler copies them around the loop ({size} more memory); a shape of {list(stack.better)} needs no copy."
+    ]
+
+
+def _tight(model: Model, outcome: Outcome, memory_limit: int) -> list[str]:
+    peak, step, topology = format_bytes(outcome.peak_bytes), outcome.step_time_s, model.mesh.topology
+    tight = tight_seconds(topology, outcome.peak_bytes, outcome.compute_s, outcome.hidden_s)
+    if tight > NOTICEABLE * step:
+        line = (
+            f"memory is tight: {peak} of the chip's {format_bytes(topology.usable_bytes)}; the compiler may recompute "
+        )
+        return [f"{line}values or refuse, which counts as {format_seconds(tight)} ({tight / step:.1%}) more a step."]
+    if outcome.peak_bytes > TIGHT * memory_limit:
+        return [f"memory is tight: {peak} of {format_bytes(memory_limit)}; the compiler may need to rematerialise."]
+    return []
+
+
+_REMAT_LIMIT = "--xla_jf_rematerialization_percent_shared_memory_limit"
+"""libtpu's flag: from which share of a device's memory on it computes values again on its own, in percent."""
+
+
+def _host_warning(model: Model, choices: NDArray[np.int64], outcome: Outcome) -> list[str]:
+    """Whether the TPU compiler will lack memory only by its count, which has arguments on the hosts in it."""
+    waiting = sum(argument_bytes_on_host(model, choices).values())
+    usable = model.mesh.topology.usable_bytes
+    if not waiting or not model.mesh.topology.traits.compiles_ahead or outcome.peak_bytes + waiting <= usable:
+        return []
+    percent = 50 * math.ceil(2 * (outcome.peak_bytes + waiting) / usable)
+    return [
+        f"the compiler counts the {format_bytes(waiting)} of arguments on the hosts as memory of a device and would "
+        f"compute values again for want of it: plan and run with `--xla-flags={_REMAT_LIMIT}={percent}`."
+    ]
+
+
+def _on_host(model: Model) -> tuple[str, ...]:
+    """Names of arguments and results in the hosts' memory, in order."""
+    program, graph, away = model.program, model.graph, model.liveness.hosted
+    ends = zip((*program.arguments, *program.results), (*graph.arguments, *graph.results), strict=True)
+    return tuple(dict.fromkeys(each.name for each, tensor in ends if tensor in away))
+
+
+def cluster_state(model: Model, choices: NDArray[np.int64], tensor: int) -> States:
+    """The chosen state of a tensor's cluster, as one row."""
+    node = model.cluster_node[model.structure.cluster_of[tensor]]
+    return model.nodes[node].states[int(choices[node])][None, :]
+
+
+def _provenance(model: Model, seed: int, more: Mapping[str, Any]) -> dict[str, Any]:
+    versions = {}
+    for package in ("autoshard", "jax", "jaxlib", "ortools", "numpy"):
+        try:
+            versions[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            versions[package] = "unknown"
+    return (
+        ({"source": source} if (source := model.program.source) else {})
+        | {
+            "versions": versions,
+            "topology": model.mesh.topology.name,
+            "layout": model.mesh.describe(),
+            "seed": seed,
+            "calibration": model.compute.calibration.hash(),
+            "nodes": len(model.nodes),
+            "alternatives": int(np.sum([len(n.states) for n in model.nodes])),
+            "edges": len(model.reshards),
+        }
+        | dict(more)
+        | ({"lifted_constraints": str(lifted)} if (lifted := model.program.lifted) else {})
+        | ({"on_host": what} if (what := model.program.on_host) != "none" else {})
+        | ({"said_by_program": said} if (said := said_by_program(model.graph)) else {})
+    )
+
+
+def describe(model: Model, groups: Groups, choices: NDArray[np.int64]) -> tuple[str, ...]:
+    """Sentences such as `batch over data`, `ffn and heads over model`, `parameters also over data`."""
+    roles = {t: a.role for t, a in zip(model.graph.arguments, model.program.arguments, strict=True)}
+    stored = {model.structure.cluster_of[t] for t, r in roles.items() if r in (*WEIGHTS, Role.OPTIMIZER_STATE)}
+    stored |= {model.structure.cluster_of[r] for r, _ in model.structure.ties}
+    activations = shares_of(model, groups, choices, [
+        t for t in sorted(model.liveness.materialised) if model.structure.cluster_of[t] not in stored
+    ])  # fmt: skip
+    parameters = shares_of(model, groups, choices, [t for t, r in roles.items() if r in WEIGHTS])
+    state = shares_of(model, groups, choices, [t for t, r in roles.items() if r is Role.OPTIMIZER_STATE])
+    lines = []
+    by_axes: dict[tuple[str, ...], list[str]] = defaultdict(list)
+    for group, name in groups.names.items():
+        axes = tuple(a for a in model.axis_names if activations.get((group, a), 0.0) > 0.5)
+        if name and axes and name not in by_axes[axes]:
+            by_axes[axes].append(name)
+    for axes, names in by_axes.items():
+        if names:
+            lines.append(f"{_join(_ranked(names))} over {_over(axes)}")
+    lines.extend(exchange_words(model, choices))
+    explained = {(g, a) for (g, a), share in activations.items() if share > 0.5}
+    for what, shares in (("parameters", parameters), ("optimizer state", state)):
+        extra = _extra_axes(model, shares, explained)
+        if extra and not (what == "optimizer state" and extra == _extra_axes(model, parameters, explained)):
+            lines.append(f"{what} also over {_over(extra)}")
+    lines.extend(_host_words(model, choices))
+    used = {a for shares in (activations, parameters, state) for (_, a), share in shares.items() if share > 0.05}
+    idle = [a for a in model.axis_names if a not in used and model.mesh.axes[a] > 1]
+    if idle:
+        lines.append(f"nothing over {_over(idle)}: its devices repeat the same work")
+    return tuple(lines) or ("everything on every device",)
+
+
+def _host_words(model: Model, choices: NDArray[np.int64]) -> list[str]:
+    """How much of a device's arguments waits in its host's memory; nothing where none does."""
+    parts = defaultdict[str, int](int)
+    for role, size in argument_bytes_on_host(model, choices).items():
+        parts["optimizer state" if role is Role.OPTIMIZER_STATE else "arguments"] += size
+    return [f"{what} on the hosts, {format_bytes(size)} for each device" for what, size in parts.items()]
+
+
+def _extra_axes(model: Model, shares: dict[tuple[int, str], float], explained: set[tuple[int, str]]) -> tuple[str, ...]:
+    axes = {a for (g, a), share in shares.items() if share > 0.3 and (g, a) not in explained}
+    return tuple(a for a in model.axis_names if a in axes)
+
+
+def _ranked(names: Sequence[str]) -> list[str]:
+    """Plain words; dims known only by a parameter's name are counted beside those, else at most three are named."""
+    plain = [n for n in names if not n.startswith("dim of ")]
+    rest = [n for n in names if n.startswith("dim of ")]
+    if plain and rest:
+        rest = [f"{len(rest)} more dim{'s' if len(rest) > 1 else ''}"]
+    elif len(rest) > 3:
+        rest = [*rest[:3], f"{len(rest) - 3} more dims"]
+    return [*plain, *rest]
+
+
+def _over(axes: Sequence[str]) -> str:
+    return _join(axis_words(axes))
+
+
+def _join(words: Sequence[str]) -> str:
+    return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} and {words[-1]}"

@@ -1,0 +1,315 @@
+"""What a choice of alternatives means: true step time, communication, memory. No weights, no solver.
+
+Everything is listed again from the chosen specs, one pair of states at a time, so that an error in how the
+`Problem` was put together shows up as a difference.
+"""
+
+import dataclasses
+import functools
+import itertools
+import math
+from collections import defaultdict
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from autoshard.graph import TO_HOST
+from autoshard.planning.price.device_memory import HeldBuffer, in_flight, reserve
+from autoshard.planning.price.reshard_times import laid_out_seconds, reshard_overlap, reshard_steps, reshard_time
+from autoshard.planning.record.plan_parts import Collective
+from autoshard.planning.record.spec import Spec
+from autoshard.planning.space.attention_exchange import is_ring, ring_memory
+from autoshard.planning.space.decision_model import EXPOSED, Channel, Model, Reshard, link_names
+from autoshard.planning.space.dim_groups import factor_states
+from autoshard.planning.space.overlap import Overlap, lanes
+from autoshard.planning.xla.array_layouts import padded_bytes, padded_row_bytes, scratch_itemsize, table_of
+from autoshard.planning.xla.axis_assignments import States
+from autoshard.program import Role
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Outcome:
+    """The true time of a choice, by what it competes with, and its memory."""
+
+    channels: dict[Channel, float]
+    collectives: tuple[Collective, ...]
+    peak_bytes: int
+    peak_time: int
+    memory: dict[str, int]
+    host_bytes: int = 0
+    solved_bytes: int = 0
+    """The peak as the solver knows it: without buffers of collectives, and with results from when they are written."""
+
+    @property
+    def blocks(self) -> list[int]:
+        return sorted({block for block, _ in self.channels if (block, _) != EXPOSED})
+
+    @property
+    def compute_s(self) -> float:
+        return sum(s for (_, what), s in self.channels.items() if what == "compute")
+
+    @property
+    def step_time_s(self) -> float:
+        """Exposed communication, plus for every block the longest of its compute and its links."""
+        longest = {b: max(s for (block, _), s in self.channels.items() if block == b) for b in self.blocks}
+        return self.channels.get(EXPOSED, 0.0) + sum(longest.values())
+
+    @property
+    def comm_s(self) -> float:
+        return sum(s for (_, what), s in self.channels.items() if what != "compute")
+
+    @property
+    def hidden_s(self) -> float:
+        """Communication that runs beside compute."""
+        return max(0.0, self.comm_s - (self.step_time_s - self.compute_s))
+
+
+def spec_of(model: Model, states: States, row: int, rank: int) -> Spec:
+    """The chosen state of a tensor as a `Spec`."""
+    dims: list[tuple[str, ...]] = [() for _ in range(rank)]
+    for axis, dim in enumerate(states[row]):
+        if dim >= 0:
+            dims[dim] = (*dims[dim], model.axis_names[axis])
+    return Spec(tuple(dims))
+
+
+def tensor_spec(model: Model, choices: NDArray[np.int64], tensor: int) -> Spec:
+    """The spec of any tensor under a choice; scalars and generated values are replicated."""
+    cluster = model.structure.cluster_of[tensor]
+    rank = len(model.graph.tensors[tensor].shape)
+    if cluster < 0:
+        return Spec.replicated(rank)
+    number = model.cluster_node[cluster]
+    state = model.nodes[number].states[choices[number]].tolist()
+    return _spec_of_factors(model.mesh.names, tuple(state), model.structure.dims_of[tensor])
+
+
+@functools.lru_cache(4096)
+def _spec_of_factors(axes: tuple[str, ...], state: tuple[int, ...], factors: tuple[int, ...]) -> Spec:
+    """The spec of a tensor whose dims are of these factors; each axis splits the one that `state` has at its place."""
+    split: dict[int, tuple[str, ...]] = {}
+    for axis, factor in zip(axes, state, strict=True):
+        split[factor] = (*split.get(factor, ()), axis)
+    return Spec(tuple(split.get(factor, ()) if factor >= 0 else () for factor in factors))
+
+
+def evaluate(model: Model, choices: NDArray[np.int64]) -> Outcome:
+    """The true outcome of one alternative per node. Raises ValueError if a forbidden pair was chosen."""
+    channels: dict[Channel, float] = defaultdict(float)
+    chosen = choices.tolist()
+    for node, choice in zip(model.nodes, chosen, strict=True):
+        for channel, seconds in node.time.items():
+            channels[channel] += float(seconds[choice])
+    gathered: dict[tuple[str, tuple[str, ...], bool, str], list[float]] = defaultdict(lambda: [0, 0.0, 0.0, 0.0])
+    lines: dict[tuple[str, tuple[str, ...], bool, str], str] = {}
+    link_of, named = link_names(model.mesh), cluster_names(model)
+    for reshard in model.reshards:
+        taken = reshard_time(model, reshard, choices)
+        if again := laid_out_seconds(model, reshard, choices, taken):
+            channels[reshard.block, "compute"] += again
+        overlap = reshard_overlap(model, reshard, choices) if taken.steps else Overlap.NONE
+        for kind, axes, size, seconds in taken.steps:
+            where = lanes(model.collectives, link_of, overlap, kind, axes, size, reshard.block)
+            for channel, share in where.items():
+                channels[channel] += seconds * share * reshard.trips
+            exposed = where.get(EXPOSED, 0.0)
+            key = (kind, axes, exposed < 0.5, reshard_cause(model, reshard, named))
+            lines[key] = lines.get(key) or reshard_line(model, reshard)
+            entry = gathered[key]
+            entry[0] += reshard.trips
+            entry[1] += size * reshard.trips
+            entry[2] += seconds * reshard.trips
+            entry[3] += seconds * exposed * reshard.trips
+    for node, choice in zip(model.nodes, chosen, strict=True):
+        for inner in node.inner:
+            size = float(inner.size[choice])
+            if size > 0:
+                axes = tuple(model.axis_names[a] for a in inner.axes)
+                trips = model.graph.trips(model.graph.ops[node.ref].loop)
+                seconds, exposed = (float(each[0]) * trips for each in inner.times(model.collectives, choice))
+                key = (inner.kind, axes, exposed < 0.5 * seconds, node.name)
+                lines[key] = model.graph.ops[node.ref].line
+                entry = gathered[key]
+                entry[0] += trips * inner.count
+                entry[1] += size * inner.senders * inner.count * trips
+                entry[2] += seconds
+                entry[3] += exposed
+    collectives = []
+    for key, (count, size, seconds, exposed) in gathered.items():
+        kind, axes, hidden, cause = key
+        wire = sum(float(v) for v in model.collectives.wire_bytes(kind, axes, size).values())  # type: ignore[arg-type]
+        collectives.append(
+            Collective(kind, axes, math.ceil(count), int(round(wire)), seconds, hidden, cause, lines[key], exposed)
+        )
+    collectives.sort(key=lambda c: (-c.seconds, c.kind, c.axes, c.cause))
+    peak, when, memory = _memory(model, held_buffers(model, choices))
+    solved = peak
+    if model.mesh.topology.traits.holds_in_flight or model.liveness.reserved:
+        solved, _, _ = _memory(model, solved_buffers(model, choices))
+    return Outcome(dict(channels), tuple(collectives), peak, when, memory, host_bytes(model, choices), solved)
+
+
+def host_bytes(model: Model, choices: NDArray[np.int64]) -> int:
+    """Bytes that wait in the host's memory for one device: stacks that loops fill, and what is sent outside of them."""
+    graph, away = model.graph, model.liveness.hosted
+    if not away:
+        return 0
+    filled = {c.body for loop in graph.loops for c in loop.carries if c.body in away and c.update != c.body}
+    single = {t for op in graph.ops if op.kind == TO_HOST and op.loop < 0 for t in op.results}
+    sizes, total = dict(model.mesh.axes), 0
+    for tensor in filled | single:
+        record = graph.tensors[tensor]
+        local = tensor_spec(model, choices, tensor).local_shape(record.shape, sizes)
+        total += math.prod(local) * record.itemsize
+    return total
+
+
+def argument_bytes_on_host(model: Model, choices: NDArray[np.int64]) -> dict[Role, int]:
+    """Bytes of a device's arguments that wait in its host's memory before a step and after it, by their role."""
+    sizes, found = dict(model.mesh.axes), defaultdict[Role, int](int)
+    for tensor, argument in zip(model.graph.arguments, model.program.arguments, strict=True):
+        if tensor in model.liveness.hosted:
+            local = tensor_spec(model, choices, tensor).local_shape(argument.shape, sizes)
+            found[argument.role] += math.prod(local) * model.graph.tensors[tensor].itemsize
+    return found
+
+
+def cluster_names(model: Model) -> dict[int, str]:
+    """Of every cluster with arguments in it, the name of the first, also of those that loops begin with."""
+    arguments = {model.graph.arguments[i]: a.name for i, a in enumerate(model.program.arguments)}
+    carried = {
+        model.structure.cluster_of[carry.body]: arguments[carry.init]
+        for loop in model.graph.loops
+        for carry in reversed(loop.carries)
+        if carry.init in arguments
+    }
+    return carried | {
+        number: arguments[tensor]
+        for number, cluster in enumerate(model.structure.clusters)
+        if (tensor := next((t for t in cluster.tensors if t in arguments), None)) is not None
+    }
+
+
+def reshard_cause(model: Model, reshard: Reshard, named: dict[int, str]) -> str:
+    """Name of what moves: the argument behind it, of the clusters' that are `named`, or the op that makes it."""
+    node = model.nodes[reshard.source]
+    if node.kind == "copy":
+        node = model.nodes[model.cluster_node[model.structure.cluster_of[node.ref]]]
+    end = model.nodes[reshard.target]
+    if node.kind == "op" and end.kind == "cluster" and end.name and not model.graph.tensors[reshard.tensor].name:
+        return end.name
+    for side in (node, end):
+        if side.kind == "cluster" and side.ref in named:
+            return named[side.ref]
+    return model.graph.tensors[reshard.tensor].name or node.name
+
+
+def reshard_line(model: Model, reshard: Reshard) -> str:
+    """Where the code asks for the op that the value enters or leaves, else for the one that makes it."""
+    ops = model.graph.ops
+    maker = model.graph.tensors[reshard.tensor].producer
+    return next((ops[op].line for op in (reshard.op, maker) if op >= 0 and ops[op].line), "")
+
+
+def memory_events(model: Model, choices: NDArray[np.int64]) -> list[tuple[int, int, str]]:
+    """(op id, bytes that come or go, kind) in order, from the specs and lifetimes of every buffer, those of collectives
+    among them where they have some."""
+    return _events(held_buffers(model, choices))
+
+
+def _events(buffers: Sequence[HeldBuffer]) -> list[tuple[int, int, str]]:
+    both = [
+        event for each in buffers for event in ((each.start, each.size, each.kind), (each.stop, -each.size, each.kind))
+    ]
+    return sorted(both, key=lambda event: event[:2])
+
+
+def held_buffers(model: Model, choices: NDArray[np.int64]) -> list[HeldBuffer]:
+    """Return every buffer, those of collectives among them where they have some, and results from the start."""
+    buffers = solved_buffers(model, choices)
+    if model.liveness.reserved:
+        buffers = reserve(model.graph, buffers, model.liveness.reserved)
+    if not model.mesh.topology.traits.holds_in_flight:
+        return buffers
+    steps = [reshard_steps(model, reshard, choices) for reshard in model.reshards]
+    return [*buffers, *(HeldBuffer(*each) for each in in_flight(model, choices, steps))]
+
+
+def solved_buffers(model: Model, choices: NDArray[np.int64]) -> list[HeldBuffer]:
+    """Return what the `Problem` has as well: no buffers of collectives, and results from when they are written."""
+    sizes = dict(model.mesh.axes)
+    found: list[HeldBuffer] = []
+    kinds = {
+        (term.start, term.stop, number): term.kind for number, node in enumerate(model.nodes) for term in node.memory
+    }
+    for tensor, start, stop in model.liveness.buffers:
+        cluster = model.structure.cluster_of[tensor]
+        if cluster < 0:
+            continue
+        record = model.graph.tensors[tensor]
+        local = tensor_spec(model, choices, tensor).local_shape(record.shape, sizes)
+        size = model.padding.held(tensor, local, model.liveness.itemsize(model.graph, (tensor, start, stop)))
+        found.append(HeldBuffer(start, stop, size, kinds[(start, stop, model.cluster_node[cluster])], tensor))
+    for softmax in model.liveness.softmaxes:
+        spec = tensor_spec(model, choices, softmax.scores)
+        split = any(spec.dims[dim] for dim in softmax.rows)
+        again = split or 1 in spec.local_shape(model.graph.tensors[softmax.scores].shape, sizes)
+        for tensor, start, stop, width in (softmax.again if again else softmax.whole).buffers:
+            local = tensor_spec(model, choices, tensor).local_shape(model.graph.tensors[tensor].shape, sizes)
+            size = model.padding.held(tensor, local, width)
+            kind = kinds[(start, stop, model.cluster_node[softmax.cluster])]
+            found.append(HeldBuffer(start, stop, size, kind, tensor))
+    for (tensor, _), number in model.copy_nodes.items():
+        node = model.nodes[number]
+        row = int(choices[number])
+        if not node.held[row] or not node.memory:
+            continue
+        record = model.graph.tensors[tensor]
+        local = spec_of(model, node.states, row, len(record.shape)).local_shape(record.shape, sizes)
+        size = model.padding.held(tensor, local, record.itemsize)
+        found.append(HeldBuffer(node.memory[0].start, node.memory[0].stop, size, "gathered", tensor))
+    for op_id, number in model.op_node.items():
+        op, node = model.graph.ops[op_id], model.nodes[number]
+        if is_ring(op):
+            (size,) = ring_memory(model.graph, op, node.states[[int(choices[number])]], model.axis_sizes).tolist()
+            found.append(HeldBuffer(op_id, op_id + 1, size, "temporaries", op.results[0]))
+        if scratch := scratch_itemsize(model.graph, op, model.mesh.topology.backend):
+            first, state = model.graph.tensors[op.operands[0]], node.states[[int(choices[number])]]
+            split = state if op.rule is None else factor_states(state, op.rule.operands[0])
+            local = spec_of(model, split, 0, len(first.shape)).local_shape(first.shape, sizes)
+            found.append(HeldBuffer(op_id, op_id + 1, math.prod(local) * scratch, "temporaries", op.operands[0]))
+        table = table_of(model.graph, op, model.mesh.topology.backend)
+        if table is None or op.rule is None:
+            continue
+        record, state = model.graph.tensors[table], node.states[[int(choices[number])]]
+        split = factor_states(state, op.rule.operands[0])
+        local = spec_of(model, split, 0, len(record.shape)).local_shape(record.shape, sizes)
+        size = padded_bytes(op.kind, local, record.itemsize)
+        if op.kind == "scatter":
+            rows = model.graph.tensors[op.operands[2]]
+            spec = spec_of(model, factor_states(state, op.rule.operands[2]), 0, len(rows.shape))
+            count = np.array(math.prod(spec.local_shape(rows.shape, sizes)), dtype=np.float64)
+            size += int(padded_row_bytes(rows, count, np.array(float(local[1]))))
+        found.append(HeldBuffer(op_id, op_id + 1, size, "temporaries", table))
+    return found
+
+
+def _memory(model: Model, buffers: Sequence[HeldBuffer]) -> tuple[int, int, dict[str, int]]:
+    """Peak bytes, when (op id), and what holds them: after the first of the `memory_events` after which most is."""
+    if not buffers:
+        return model.fixed_bytes, 0, {"temporaries": model.fixed_bytes} if model.fixed_bytes else {}
+    moments = [moment for each in buffers for moment in (each.start, each.stop)]
+    changes = [change for each in buffers for change in (each.size, -each.size)]
+    order = np.lexsort((changes, moments)).tolist()  # stable, as `sorted` is
+    totals = list(itertools.accumulate(changes[event] for event in order))
+    peak = max(totals)
+    at = totals.index(peak)
+    at_peak: dict[str, int] = {}
+    if peak > 0:
+        for event in order[: at + 1]:
+            kind = buffers[event // 2].kind
+            at_peak[kind] = at_peak.get(kind, 0) + changes[event]
+    at_peak["temporaries"] = at_peak.get("temporaries", 0) + model.fixed_bytes
+    when = moments[order[at]] if peak > 0 else 0
+    return max(peak, 0) + model.fixed_bytes, when, {k: v for k, v in sorted(at_peak.items()) if v}

@@ -1,0 +1,383 @@
+"""Prices of the nodes of a model: the alternatives of every cluster and heavy op."""
+
+import itertools
+import math
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from autoshard.cost import Calibration, Collectives, Compute, Mesh
+from autoshard.graph import TILED, Cluster, Fusion, Liveness, Op, OpClass, OpGraph, Passes, Softmax, Structure
+from autoshard.planning.space.attention_exchange import ExchangeAsked, is_ring, ring_memory, ring_permutes
+from autoshard.planning.space.decision_model import EXPOSED, HOST, Channel, MemoryTerm, Node, Residency, link_names
+from autoshard.planning.space.derived_axes import AxisParts, StageAxis
+from autoshard.planning.space.dim_groups import factor_states
+from autoshard.planning.space.op_strategies import (
+    FOLDED_OPS,
+    heavy_seconds,
+    heavy_strategies,
+    is_ragged,
+    ragged_exchanges,
+)
+from autoshard.planning.space.spec_constraints import (
+    Demand,
+    allowed_states,
+    axis_numbers,
+    by_hand,
+    free_of,
+    own_collectives,
+    program_demands,
+)
+from autoshard.planning.xla.array_layouts import Padding, padded_rows, padded_tables, scratch_itemsize
+from autoshard.planning.xla.axis_assignments import WHOLE, Seconds, States, enumerate_states, local_elements, relabel
+from autoshard.planning.xla.partitioner_rules import inner_collectives
+from autoshard.program import WEIGHTS, Program, Role
+
+
+def streams(each: Passes, graph: OpGraph, compute: Compute) -> float:
+    """How many streams of a tensor's bytes take as long in one step as what is read or written of it whole."""
+    once = compute.row_passes(graph.tensors[each.tensor].itemsize) if each.by_rows else 1.0
+    return each.count * once * graph.trips(each.block)
+
+
+_STORED = {Role.PARAMETER: "parameters", Role.FROZEN: "parameters", Role.OPTIMIZER_STATE: "optimizer_state"}
+"""Kinds of memory by role; the other arguments' is `batch`."""
+
+
+class NodePricer:
+    """The nodes of a Model, and what their alternatives cost and hold."""
+
+    def __init__(
+        self,
+        program: Program,
+        graph: OpGraph,
+        structure: Structure,
+        liveness: Liveness,
+        mesh: Mesh | StageAxis,
+        memory_limit: int,
+        axis_parts: AxisParts | None,
+        calibration: Calibration | None,
+    ) -> None:
+        self.stage_axis, mesh = (mesh, mesh.mesh) if isinstance(mesh, StageAxis) else (None, mesh)
+        self.axis_parts = axis_parts
+        self.program, self.graph, self.structure, self.liveness = program, graph, structure, liveness
+        self.mesh, self.memory_limit = mesh, memory_limit
+        self.collectives = Collectives(mesh, calibration)
+        self.compute = Compute(mesh.topology, calibration)
+        self.residency = Residency(graph, liveness, mesh.topology.chip)
+        self.padding = Padding(graph, mesh.topology.backend)
+        self.axes = list(mesh.axes.values())
+        self.names = list(mesh.axes)
+        self.link_of = link_names(mesh)
+        self.exchange = ExchangeAsked(program, graph)
+        self.nodes: list[Node] = []
+        roles = {t: a.role for t, a in zip(graph.arguments, program.arguments, strict=True)}
+        self.roles = roles
+        self.begun = {c.body: roles[c.init] for loop in graph.loops for c in loop.carries if c.init in roles}
+        self.carried = {carry.body for loop in graph.loops for carry in loop.carries}
+        self.local: dict[tuple[object, ...], Seconds] = {}
+        self.softmaxes = {softmax.cluster: softmax for softmax in liveness.softmaxes}
+        self.taken_back = frozenset[int]().union(*(softmax.taken_back for softmax in liveness.softmaxes))
+        self.stored = self.clusters_of(t for t, role in roles.items() if role in WEIGHTS)
+        states = self.clusters_of(t for t, role in roles.items() if role is Role.OPTIMIZER_STATE)
+        updates = {structure.cluster_of[result] for result, argument in structure.ties if argument in roles}
+        self.updated = states | updates
+        even = set(graph.arguments) | set(graph.results)
+        self.even = self.clusters_of(even)
+        self.demands: dict[int, list[Demand]] = defaultdict(list)
+        for demand in program_demands(graph, structure, mesh):
+            self.demands[structure.cluster_of[demand.tensor]].append(demand)
+
+    def clusters_of(self, tensors: Iterable[int]) -> set[int]:
+        return {self.structure.cluster_of[t] for t in tensors} - {-1}
+
+    def add_clusters(self) -> None:
+        traffic: dict[int, dict[int, list[tuple[int, float]]]] = defaultdict(lambda: defaultdict(list))
+        for fusion in self.liveness.fusions:
+            op = self.graph.ops[fusion.root]
+            if op.op_class is OpClass.HEAVY and op.kind not in FOLDED_OPS:
+                continue
+            for tensor in itertools.chain(fusion.moved, self.taken(fusion)):
+                cluster = self.structure.cluster_of[tensor]
+                if cluster >= 0:
+                    traffic[cluster][op.loop].append((tensor, self.graph.trips(op.loop)))
+        launches = self.launches()
+        for each in self.liveness.passes:
+            cluster = self.structure.cluster_of[each.tensor]
+            if cluster >= 0:
+                times = streams(each, self.graph, self.compute)
+                traffic[cluster][each.block].append((each.tensor, times))
+        buffers: dict[int, list[tuple[int, int, int]]] = defaultdict(list)
+        for tensor, start, stop in self.liveness.buffers:
+            if self.structure.cluster_of[tensor] >= 0:
+                buffers[self.structure.cluster_of[tensor]].append((tensor, start, stop))
+        for cluster in self.structure.clusters:
+            states = self.asked_states(
+                cluster, enumerate_states(cluster.sizes, self.axes, cluster.blocked, cluster.id in self.even)
+            )
+            if self.axis_parts is not None:
+                groups = self.group_sizes(cluster.id, range(len(cluster.sizes)))
+                states = states[self.axis_parts.apart(states, groups)]
+            if self.stage_axis is not None:
+                states = states[self.stage_axis.of_cluster(cluster.id, states)]
+            local = {t: self.local_bytes(cluster.id, states, t) for t in cluster.tensors}
+            softmax = self.softmaxes.get(cluster.id)
+            if softmax is None:
+                time = self.cluster_seconds(traffic[cluster.id], local, len(states))
+                memory = tuple(
+                    MemoryTerm(self.memory_kind(cluster.id, *buffer), *buffer[1:], self.held(local[buffer[0]], *buffer))
+                    for buffer in buffers[cluster.id]
+                )
+            else:
+                again = self.computes_again(softmax, states)
+                time = {(softmax.loop, "compute"): self.softmax_seconds(softmax, again, local)}
+                memory = self.softmax_memory(softmax, again, local)
+            name = self.cluster_name(cluster.tensors)
+            held = np.ones(len(states), dtype=bool)
+            mine = launches.get(cluster.id, {})
+            for block, count in mine.items():
+                before = time.get((block, "compute"), np.zeros(len(states)))
+                time[block, "compute"] = before + count * self.compute.calibration.op_overhead_s
+            self.nodes.append(Node("cluster", cluster.id, states, held, time, memory, name, launches=mine))
+
+    def launches(self) -> Mapping[int, Mapping[int, float]]:
+        """Count by cluster and block the fusions of one step that write its tensors first, but on CPUs.
+
+        The scalar core of a TPU does what writes single elements, beside the others.
+        """
+        found: dict[int, dict[int, float]] = defaultdict(lambda: defaultdict(float))
+        if not self.compute.topology.traits.launches:
+            return found
+        for fusion in self.liveness.fusions:
+            op = self.graph.ops[fusion.root]
+            wide = [t for t in fusion.moved if self.graph.tensors[t].elements > 1 and self.structure.cluster_of[t] >= 0]
+            if wide and not fusion.beside and (op.op_class is not OpClass.HEAVY or op.kind in FOLDED_OPS):
+                found[self.structure.cluster_of[wide[0]]][op.loop] += self.graph.trips(op.loop)
+        return found
+
+    def taken(self, fusion: Fusion) -> tuple[int, ...]:
+        """What stands for the bytes that a fusion reads: a slice reads itself, unless it steps inside of tiles."""
+        op = self.graph.ops[fusion.root]
+        if op.kind != "slice" or fusion.reads != op.operands:
+            return fusion.reads
+        rank = len(self.graph.tensors[op.results[0]].shape)
+        return fusion.reads if any(dim >= rank - TILED for dim in op.strided) else op.results
+
+    def cluster_seconds(
+        self, traffic: Mapping[int, Sequence[tuple[int, float]]], local: Mapping[int, Seconds], states: int
+    ) -> dict[Channel, Seconds]:
+        """Time of what fusions move of a cluster's tensors: by block, (tensor, how often)."""
+        time: dict[Channel, Seconds] = {}
+        for block, items in traffic.items():
+            for away, what in ((False, "compute"), (True, HOST)):
+                read = [(t, trips) for t, trips in items if (t in self.liveness.hosted) == away]
+                moved = [(local[t] if away else self.residency.streamed(t, local[t])) * trips for t, trips in read]
+                if moved:
+                    rate = self.compute.host_seconds if away else self.compute.memory_seconds
+                    time[(block, what)] = rate(sum(moved, np.zeros(states)))
+        return time
+
+    def computes_again(self, softmax: Softmax, states: States) -> np.ndarray:
+        """The states in which probabilities are computed again: a local dim of one, or the rows are split."""
+        shape = self.graph.tensors[softmax.scores].shape
+        dims = self.dims_states(softmax.cluster, states, softmax.scores)
+        split = np.isin(dims, softmax.rows).any(axis=1)
+        single = [local_elements(np.where(dims == d, 0, WHOLE), (n,), self.axes) == 1 for d, n in enumerate(shape)]
+        return np.logical_or.reduce([split, *single])
+
+    def softmax_seconds(self, softmax: Softmax, again: np.ndarray, local: Mapping[int, Seconds]) -> Seconds:
+        """Time of a softmax beside its matmuls, in every state."""
+        whole, other = (
+            sum((times * self.residency.streamed(t, local[t]) for t, times in form.moved), np.zeros(len(again)))
+            for form in (softmax.whole, softmax.again)
+        )
+        return self.compute.memory_seconds(np.where(again, other, whole)) * self.graph.trips(softmax.loop)
+
+    def unpaid(self, op: int, tensor: int, rows: States, columns: States, is_result: bool) -> Seconds | None:
+        """Seconds that a softmax takes back from a matmul beside it, and that the matmul never cost: [rows, columns].
+
+        What is not stored of a softmax is taken off its matmuls in the states of its cluster; a matmul whose own
+        states split the value finer paid for less. None where nothing is taken off.
+        """
+        if tensor not in self.taken_back or self.graph.ops[op].op_class is not OpClass.HEAVY:
+            return None
+        record = self.graph.tensors[tensor]
+        first, second = (
+            self.residency.streamed(tensor, local_elements(states, record.shape, self.axes) * record.itemsize)
+            for states in (rows, columns)
+        )
+        paid, taken = (first[:, None], second[None, :]) if is_result else (second[None, :], first[:, None])
+        if (taken <= paid).all():
+            return None
+        return self.compute.memory_seconds(np.maximum(taken - paid, 0.0))
+
+    def softmax_memory(
+        self, softmax: Softmax, again: np.ndarray, local: Mapping[int, Seconds]
+    ) -> tuple[MemoryTerm, ...]:
+        """What a softmax holds; a buffer of one form takes nothing in states of the other."""
+        terms = []
+        for form, mine in ((softmax.whole, ~again), (softmax.again, again)):
+            for tensor, start, stop, width in form.buffers:
+                record = self.graph.tensors[tensor]
+                size = np.rint(local[tensor] / record.itemsize * width)
+                usage = np.where(mine, size, 0).astype(np.int64)
+                terms.append(MemoryTerm(self.memory_kind(softmax.cluster, tensor, start, stop), start, stop, usage))
+        return tuple(terms)
+
+    def asked_states(self, cluster: Cluster, states: States) -> States:
+        """The states that keep what the program asks for; of demands that exclude each other the first ones."""
+        manual = {axis for t in cluster.tensors for axis in self.graph.tensors[t].manual}
+        kept = free_of(states, axis_numbers(self.mesh, sorted(manual)))
+        for demand in self.demands[cluster.id]:
+            narrower = kept & allowed_states(self.structure, states, demand)
+            if narrower.any():
+                kept = narrower
+        return states[kept]
+
+    def group_sizes(self, cluster: int, factors: Iterable[int]) -> list[int]:
+        """For factors of a cluster (-1 for none), what an axis must divide to split their dim group evenly."""
+        if self.axis_parts is None:
+            return []
+        sizes, of = self.axis_parts.group_sizes, self.axis_parts.of_factor
+        return [sizes.get(of[(cluster, f)], 1) if f >= 0 else 1 for f in factors]
+
+    def factor_group_sizes(self, op: Op) -> list[int]:
+        """The same for the factors of an op."""
+        assert op.rule is not None
+        sizes = list(op.rule.sizes)
+        for tensor, dims in op.sides:
+            cluster = self.structure.cluster_of[tensor]
+            if cluster < 0:
+                continue
+            groups = self.group_sizes(cluster, self.structure.dims_of[tensor])
+            for factors, size in zip(dims, groups, strict=True):
+                if len(factors) == 1 and size > 1:
+                    sizes[factors[0]] = math.gcd(sizes[factors[0]], size)
+        return sizes
+
+    def cluster_name(self, tensors: Sequence[int]) -> str:
+        arguments = [t for t in tensors if t in self.roles]
+        best = arguments[0] if arguments else max(tensors, key=lambda t: (self.graph.tensors[t].elements, -t))
+        return self.graph.tensors[best].name or f"value {best}"
+
+    def dims_states(self, cluster: int, states: States, tensor: int) -> States:
+        """A cluster's states as states over the dims of one of its tensors."""
+        mapping = [WHOLE] * len(self.structure.clusters[cluster].sizes)
+        for dim, factor in enumerate(self.structure.dims_of[tensor]):
+            if factor >= 0:
+                mapping[factor] = dim
+        return relabel(states, mapping)
+
+    def local_bytes(self, cluster: int, states: States, tensor: int) -> Seconds:
+        record = self.graph.tensors[tensor]
+        factors = self.structure.dims_of[tensor]
+        key = (states.shape, states.tobytes(), factors, record.shape, record.itemsize, self.padding.lies(tensor))
+        if key not in self.local:  # tensors that are alike have one table
+            dims = self.dims_states(cluster, states, tensor)
+            size = local_elements(dims, record.shape, self.axes) * record.itemsize
+            self.local[key] = size * self.padding.ratio(tensor, dims, self.axes)
+        return self.local[key]
+
+    def held(self, local: Seconds, tensor: int, start: int, stop: int) -> np.ndarray:
+        """Bytes that a buffer takes, from those of its tensor as the program types it."""
+        record = self.graph.tensors[tensor]
+        width = self.liveness.itemsize(self.graph, (tensor, start, stop))
+        return np.rint(local / record.itemsize * width).astype(np.int64)
+
+    def memory_kind(self, cluster: int, tensor: int, start: int, stop: int) -> str:
+        role = self.roles.get(tensor)
+        if role is not None and (tensor, start, stop) in self.liveness.widths:
+            return "temporaries"
+        if role is not None:
+            return _STORED.get(role, "batch")
+        begun = self.begun.get(tensor)
+        if begun is not None and begun in _STORED:  # an update written layer by layer in the place of what it updates
+            return _STORED[begun]
+        if cluster in self.updated:
+            return "gradients"
+        crosses = any(start < loop.start and stop > loop.stop for loop in self.graph.loops if not loop.branches)
+        return "activations" if crosses or tensor in self.carried else "temporaries"
+
+    def add_heavy(self, op: Op) -> None:
+        backend = self.mesh.topology.backend
+        states = heavy_strategies(self.graph, op, self.axes, backend)
+        states = states[by_hand(op, states, self.mesh.axes) & self.exchange.strategies(op.id, states)]
+        if self.axis_parts is not None and op.rule is not None:
+            states = states[self.axis_parts.apart(states, self.factor_group_sizes(op))]
+        if self.stage_axis is not None:
+            states = states[self.stage_axis.of_op(op, states)]
+        trips = self.graph.trips(op.loop)
+        seconds = heavy_seconds(self.graph, op, states, self.axes, self.compute, self.residency, self.padding)
+        inner = tuple(inner_collectives(self.graph, op, states, self.axes, backend))
+        inner += own_collectives(self.graph, op, states, self.collectives)
+        if is_ring(op):
+            inner += tuple(ring_permutes(self.graph, op, states, self.axes, seconds, self.collectives))
+        if is_ragged(op):
+            inner += tuple(ragged_exchanges(self.graph, op, states, self.axes, self.collectives))
+        time: dict[Channel, Seconds] = {(op.loop, "compute"): seconds * trips}
+        if inner:
+            waits = (each.times(self.collectives)[1] for each in inner)
+            time[EXPOSED] = sum(waits, np.zeros(len(states))) * trips
+        held = np.ones(len(states), dtype=bool)
+        padded = padded_tables(self.graph, op, states, self.axes, backend)
+        padded = (padded + padded_rows(self.graph, op, states, self.axes, backend)).astype(np.int64)
+        if scratch := scratch_itemsize(self.graph, op, backend):
+            first = self.graph.tensors[op.operands[0]]
+            local = states if op.rule is None else factor_states(states, op.rule.operands[0])
+            padded = padded + (local_elements(local, first.shape, self.axes) * scratch).astype(np.int64)
+        if is_ring(op):
+            padded = padded + ring_memory(self.graph, op, states, self.axes)
+        memory = (MemoryTerm("temporaries", op.id, op.id + 1, padded),) if padded.any() else ()
+        self.nodes.append(Node("op", op.id, states, held, time, memory, op.name or op.kind, inner))
+
+
+class PriceNotes:
+    """A `Compute` that writes down what it is asked to price, of one state at a time."""
+
+    def __init__(self, compute: Compute) -> None:
+        self.compute = compute
+        self.calls: list[tuple[str, tuple[tuple[str, Any], ...], tuple[float, ...]]] = []
+
+    def taken(self) -> list[tuple[str, tuple[tuple[str, Any], ...], tuple[float, ...]]]:
+        calls, self.calls = self.calls, []
+        return calls
+
+    def note(self, op: str, *amounts: Any, **said: Any) -> None:
+        numbers = tuple(float(np.asarray(amount).reshape(-1)[0]) for amount in amounts)
+        self.calls.append((op, tuple(sorted(said.items())), numbers))
+
+    def dot_seconds(
+        self, m: Any, n: Any, k: Any, batch: Any, dtype: str, size: Any, fused: Any = 0.0
+    ) -> NDArray[np.float64]:
+        self.note("dot", m, n, k, batch, size, fused, dtype=dtype)
+        return self.compute.dot_seconds(m, n, k, batch, dtype, size, fused)
+
+    def op_seconds(self, flops: Any, size: Any, dtype: str = "bf16", efficiency: Any = None) -> NDArray[np.float64]:
+        used = 1.0 if efficiency is None else np.asarray(efficiency) / self.compute.calibration.matmul_efficiency
+        self.note("op", flops, size, used, dtype=dtype)
+        return self.compute.op_seconds(flops, size, dtype, efficiency)
+
+    def again_seconds(self, flops: Any, dtype: str, efficiency: Any = None) -> NDArray[np.float64]:
+        used = 1.0 if efficiency is None else np.asarray(efficiency) / self.compute.calibration.matmul_efficiency
+        self.note("again", flops, used, dtype=dtype)
+        return self.compute.again_seconds(flops, dtype, efficiency)
+
+    def attention_seconds(
+        self, scores: Any, head: int, value_head: int, matmuls: int, dtype: str, size: Any
+    ) -> NDArray[np.float64]:
+        self.note("attention", scores, size, head=head, value_head=value_head, matmuls=matmuls, dtype=dtype)
+        return self.compute.attention_seconds(scores, head, value_head, matmuls, dtype, size)
+
+    def step_seconds(self, steps: Any) -> NDArray[np.float64]:
+        self.note("steps", steps)
+        return self.compute.step_seconds(steps)
+
+    def sort_seconds(self, elements: Any, length: int, arrays: int, size: Any) -> NDArray[np.float64]:
+        self.note("sort", elements, size, length=length, arrays=arrays)
+        return self.compute.sort_seconds(elements, length, arrays, size)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.compute, name)

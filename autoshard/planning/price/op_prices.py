@@ -1,0 +1,318 @@
+"""Seconds of a step by op and by collective, and the rows of them that a plan stores."""
+
+import dataclasses
+import math
+from collections import defaultdict
+
+import numpy as np
+from numpy.typing import NDArray
+
+from autoshard.cost import WORK
+from autoshard.graph import OpClass
+from autoshard.planning.price.evaluate import cluster_names, reshard_cause, reshard_line, tensor_spec
+from autoshard.planning.price.node_prices import PriceNotes, streams
+from autoshard.planning.price.reshard_times import (
+    ReshardStep,
+    relayout_seconds,
+    reshard_overlap,
+    reshard_relayouts,
+    reshard_steps,
+)
+from autoshard.planning.record.plan_parts import Collective, PlannedOp
+from autoshard.planning.record.spec import pattern
+from autoshard.planning.space.decision_model import EXPOSED, HOST, Channel, Model, Node, link_names
+from autoshard.planning.space.op_strategies import FOLDED_OPS, heavy_seconds
+from autoshard.planning.space.overlap import lanes
+from autoshard.program import WEIGHTS
+
+
+Place = tuple[str, int]
+"""`("op", id)`; or `("tensor", id)` of what is copied at no op: the value that a loop starts with, or a result."""
+
+
+@dataclasses.dataclass(slots=True)
+class PlaceWork:
+    """What one place has a device do in one step."""
+
+    flops: float = 0.0
+    """FLOPs of the matrix unit."""
+    moved_bytes: float = 0.0
+    """Bytes read from and written to main memory."""
+    busy_s: float = 0.0
+    """Seconds that its units would take were there no memory traffic."""
+    overhead_s: float = 0.0
+    """Seconds of starting ops and the steps of kernels."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class OpPrices:
+    """The parts of a plan's predicted step, each for one step: they add up to what the prediction says of the whole."""
+
+    compute: dict[Place, float]
+    """Seconds of compute. What a fusion reads and writes is counted at its last op."""
+    host: dict[Place, float]
+    """Seconds of traffic to and from the host's memory, which runs beside compute."""
+    inside: dict[int, tuple[Collective, ...]]
+    """Op -> collectives inside it (halos), and those that sum its parts or bring its result where it is held."""
+    work: dict[Place, PlaceWork]
+    """What the seconds of compute are for."""
+    moved: dict[tuple[int, int], tuple[Collective, ...]]
+    """(tensor, op that takes it) -> collectives that bring it there; op -1 for a result of the program that is tied to
+    an argument."""
+
+
+def price_ops(model: Model, choices: NDArray[np.int64]) -> OpPrices:
+    """Every second and every collective that `evaluate` counts for the same choices, at its place in the program.
+
+    Raises ValueError if a forbidden pair was chosen.
+    """
+    compute: dict[Place, float] = defaultdict(float)
+    host: dict[Place, float] = defaultdict(float)
+    work: dict[Place, PlaceWork] = defaultdict(PlaceWork)
+    traffic, notes = _traffic(model, choices), PriceNotes(model.compute)
+    owed: dict[int, float] = defaultdict(float)
+    one_byte, overhead = float(model.compute.memory_seconds(1.0)), model.compute.calibration.op_overhead_s
+    for node, choice in zip(model.nodes, choices.tolist(), strict=True):
+        for channel, table in node.time.items():
+            seconds = float(table[choice])
+            if channel == EXPOSED or not seconds:
+                continue
+            if seconds < 0:
+                owed[node.ref] += seconds
+                continue
+            shares: dict[Place, float] = {("op", node.ref): 1.0}
+            if node.kind == "cluster":
+                shares = traffic.get((node.ref, channel)) or {
+                    ("tensor", model.structure.clusters[node.ref].tensors[0]): 1.0
+                }
+            whole = sum(shares.values())
+            for place, share in shares.items():
+                (host if channel[1] == HOST else compute)[place] += seconds * share / whole
+                if node.kind != "op" and channel[1] != HOST:
+                    started = node.launches.get(channel[0], 0.0) * overhead
+                    work[place].overhead_s += started * share / whole
+                    work[place].moved_bytes += max(0.0, seconds - started) / one_byte * share / whole
+        if node.kind == "op":
+            _add_work(work["op", node.ref], model, node, choice, notes)
+    for reshard in model.reshards:
+        if again := relayout_seconds(model, reshard, choices):
+            place = ("op", reshard.op) if reshard.op >= 0 else ("tensor", reshard.tensor)
+            started = float(reshard_relayouts(model, reshard, choices).ops) * overhead * reshard.trips
+            compute[place] += again
+            work[place].overhead_s += started
+            work[place].moved_bytes += max(0.0, again - started) / one_byte
+    for place, seconds in _taken_back(model, owed, compute).items():
+        compute[place] += seconds
+        work[place].moved_bytes = max(0.0, work[place].moved_bytes + seconds / one_byte)
+    inside, moved = _collectives(model, choices)
+    return OpPrices(dict(compute), dict(host), inside, dict(work), moved)
+
+
+def _taken_back(model: Model, owed: dict[int, float], compute: dict[Place, float]) -> dict[Place, float]:
+    """What softmaxes take less than nothing (they store less than their matmuls paid for), off those matmuls."""
+    found: dict[Place, float] = defaultdict(float)
+    for softmax in model.liveness.softmaxes:
+        if softmax.cluster not in owed:
+            continue
+        beside = [
+            ("op", op.id)
+            for op in model.graph.ops
+            if op.op_class is OpClass.HEAVY and not softmax.taken_back.isdisjoint((*op.operands, *op.results))
+        ]
+        paid = sum(compute[place] for place in beside)
+        for place in beside:
+            found[place] += owed[softmax.cluster] * compute[place] / paid
+    return found
+
+
+def _add_work(work: PlaceWork, model: Model, node: Node, choice: int, notes: PriceNotes) -> None:
+    """What a heavy op has been priced for in its chosen state, by what `heavy_seconds` asks the cost model."""
+    op, compute = model.graph.ops[node.ref], model.compute
+    trips = model.graph.trips(op.loop)
+    states = node.states[choice : choice + 1]
+    heavy_seconds(model.graph, op, states, model.axis_sizes, notes, model.residency, model.padding)  # type: ignore[arg-type]
+    for name, said, amounts in notes.taken():
+        given = dict(said)
+        if name == "again":
+            work.busy_s += float(WORK[name](compute, *amounts, **given)) * trips
+            continue
+        if name == "steps":
+            work.overhead_s += float(WORK[name](compute, *amounts)) * trips
+            continue
+        sizes = (4, 5) if name == "dot" else (1,)
+        still = tuple(0.0 if at in sizes else amount for at, amount in enumerate(amounts))
+        started = compute.calibration.op_overhead_s
+        work.moved_bytes += sum(amounts[at] for at in sizes) * trips
+        work.busy_s += max(0.0, float(WORK[name](compute, *still, **given)) - started) * trips
+        work.overhead_s += started * trips
+        if name == "dot":
+            work.flops += 2.0 * math.prod(amounts[:4]) * trips
+        elif name == "attention":
+            work.flops += amounts[0] * given["matmuls"] * (given["head"] + given["value_head"]) * trips
+        elif name == "op":
+            work.flops += amounts[0] * trips
+
+
+def _traffic(model: Model, choices: NDArray[np.int64]) -> dict[tuple[int, Channel], dict[Place, float]]:
+    """(cluster, channel) -> what its time is for, by bytes: the fusions and copies that `NodePricer` adds up."""
+    found: dict[tuple[int, Channel], dict[Place, float]] = defaultdict(lambda: defaultdict(float))
+
+    def note(place: Place, tensor: int, block: int, times: float) -> None:
+        record, cluster = model.graph.tensors[tensor], model.structure.cluster_of[tensor]
+        if cluster < 0:
+            return
+        shape = tensor_spec(model, choices, tensor).local_shape(record.shape, model.mesh.axes)
+        local = math.prod(shape) * record.itemsize
+        away = tensor in model.liveness.hosted
+        size = float(local) if away else float(model.residency.streamed(tensor, local))
+        if size * times > 0:
+            found[cluster, (block, HOST if away else "compute")][place] += size * times
+
+    for fusion in model.liveness.fusions:
+        op = model.graph.ops[fusion.root]
+        if op.op_class is not OpClass.HEAVY or op.kind in FOLDED_OPS:
+            for tensor in (*fusion.moved, *fusion.reads):
+                note(("op", op.id), tensor, op.loop, model.graph.trips(op.loop))
+    for each in model.liveness.passes:
+        note(("tensor", each.tensor), each.tensor, each.block, streams(each, model.graph, model.compute))
+    return found
+
+
+def _collectives(
+    model: Model, choices: NDArray[np.int64]
+) -> tuple[dict[int, tuple[Collective, ...]], dict[tuple[int, int], tuple[Collective, ...]]]:
+    """Collectives of ops' own and of what they make; and those between where a value is held and where it is taken."""
+    inside: dict[int, list[Collective]] = defaultdict(list)
+    moved: dict[tuple[int, int], tuple[Collective, ...]] = {}
+    for node, choice in zip(model.nodes, choices.tolist(), strict=True):
+        for inner in node.inner:
+            size = float(inner.size[choice])
+            if size > 0:
+                op = model.graph.ops[node.ref]
+                axes = tuple(model.axis_names[a] for a in inner.axes)
+                seconds, exposed = (float(each[0]) / inner.count for each in inner.times(model.collectives, choice))
+                step = (inner.kind, axes, size * inner.senders, seconds)
+                trips, waited = model.graph.trips(op.loop) * inner.count, exposed / seconds if seconds else 1.0
+                inside[op.id].append(_collective(model, step, trips, waited, node.name, op.line))
+    for (tensor, op_id), collectives in _reshards(model, choices).items():
+        if op_id >= 0 and tensor in model.graph.ops[op_id].results:
+            inside[op_id] += collectives
+        else:
+            moved[tensor, op_id] = tuple(collectives)
+    return {op_id: tuple(collectives) for op_id, collectives in inside.items()}, moved
+
+
+def _reshards(model: Model, choices: NDArray[np.int64]) -> dict[tuple[int, int], list[Collective]]:
+    """(tensor, op that it enters or leaves) -> collectives."""
+    found: dict[tuple[int, int], list[Collective]] = defaultdict(list)
+    link_of, named = link_names(model.mesh), cluster_names(model)
+    for reshard in model.reshards:
+        overlap = reshard_overlap(model, reshard, choices)
+        for step in reshard_steps(model, reshard, choices):
+            kind, axes, size, _ = step
+            where = lanes(model.collectives, link_of, overlap, kind, axes, size, reshard.block)
+            cause, line = reshard_cause(model, reshard, named), reshard_line(model, reshard)
+            collective = _collective(model, step, reshard.trips, where.get(EXPOSED, 0.0), cause, line)
+            found[reshard.tensor, reshard.op].append(collective)
+    return found
+
+
+def _collective(model: Model, step: ReshardStep, trips: float, exposed: float, cause: str, line: str) -> Collective:
+    """One collective in all its executions of a step; `exposed` is the share of its seconds that compute waits for."""
+    kind, axes, size, seconds = step
+    wire = sum(float(v) for v in model.collectives.wire_bytes(kind, axes, size * trips).values())  # type: ignore[arg-type]
+    whole = seconds * trips
+    return Collective(
+        kind, axes, math.ceil(trips), round(wire), whole, exposed < 0.5, cause, line, exposed_s=whole * exposed
+    )
+
+
+MOST_ROWS = 400
+SHORTEST = 1e-5
+"""Rows that are kept: as many of the longest, if they take this share of the step; the rest becomes one row."""
+
+
+def planned_ops(model: Model, choices: NDArray[np.int64]) -> tuple[PlannedOp, ...]:
+    """The ops of a step, the longest first. Their compute, traffic with hosts and communication add up to those of
+    `evaluate` for the same choices. Raises ValueError if a forbidden pair was chosen."""
+    prices = price_ops(model, choices)
+    found: dict[tuple[str, ...], PlannedOp] = {}
+    for each in _places(model, prices):
+        key = _sort_key(each)
+        found[key] = _together(found[key], each) if key in found else each
+    rows = sorted(found.values(), key=lambda row: (-_seconds(row), *_sort_key(row)))
+    least = SHORTEST * sum(map(_seconds, rows))
+    kept = [row for row in rows[:MOST_ROWS] if _seconds(row) >= least]
+    if rest := rows[len(kept) :]:
+        small = dataclasses.replace(rest[0], name="", kind="", line="", parameter="")
+        for row in rest[1:]:
+            small = _together(small, row)
+        kept.append(small)
+    return tuple(kept)
+
+
+def _sort_key(row: PlannedOp) -> tuple[str, ...]:
+    return row.name, row.kind, row.line, row.parameter, row.bound
+
+
+def _seconds(row: PlannedOp) -> float:
+    return row.compute_s + row.host_s + row.sent_s
+
+
+def _together(a: PlannedOp, b: PlannedOp) -> PlannedOp:
+    summed = ("times", "compute_s", "host_s", "sent_s", "waited_s", "flops", "moved_bytes", "wire_bytes")
+    return dataclasses.replace(a, **{name: getattr(a, name) + getattr(b, name) for name in summed})
+
+
+def _places(model: Model, prices: OpPrices) -> list[PlannedOp]:
+    """One row for each place where something takes time, in program order."""
+    collectives: dict[Place, list[tuple[float, float, int]]] = defaultdict(list)
+    for op, inside in prices.inside.items():
+        collectives["op", op] += [(c.seconds, c.waited_s, c.wire_bytes) for c in inside]
+    for (tensor, op), moved in prices.moved.items():
+        place: Place = ("op", op) if op >= 0 else ("tensor", tensor)
+        collectives[place] += [(c.seconds, c.waited_s, c.wire_bytes) for c in moved]
+    rows, parameters = [], _parameters(model)
+    for place in sorted({*prices.compute, *prices.host, *collectives}):
+        sent, waited, wire = (sum(part) for part in zip(*collectives.get(place, [(0.0, 0.0, 0)]), strict=True))
+        work, compute, host = prices.work.get(place, PlaceWork()), prices.compute.get(place, 0.0), prices.host
+        name, kind, line, times = _said(model, place)
+        parameter = parameters.get(place[1], "") if place[0] == "op" else ""
+        seconds = (compute, host.get(place, 0.0), sent, waited)
+        amounts = (work.flops, work.moved_bytes, int(wire))
+        bound = _bound(work, compute, waited, host.get(place, 0.0))
+        rows.append(PlannedOp(name, kind, line, parameter, times, *seconds, *amounts, bound))
+    return rows
+
+
+def _parameters(model: Model) -> dict[int, str]:
+    """Of heavy ops, the parameter whose values they take, else the one whose gradient they make."""
+    roles = {argument.name: argument.role for argument in model.program.arguments}
+    named = {cluster: pattern(name) for cluster, name in cluster_names(model).items() if roles[name] in WEIGHTS}
+    found = {}
+    for op in model.graph.ops:
+        if op.op_class is OpClass.HEAVY:
+            clusters = (model.structure.cluster_of[tensor] for tensor in (*op.operands, *op.results))
+            found[op.id] = next((named[cluster] for cluster in clusters if cluster in named), "")
+    return found
+
+
+def _said(model: Model, place: Place) -> tuple[str, str, str, int]:
+    """Name, kind, line and executions of what is at a place."""
+    what, number = place
+    graph = model.graph
+    if what == "op":
+        op = graph.ops[number]
+        kind = op.opaque.target if op.opaque else op.kind
+        return pattern(op.name or op.kind), kind, op.line, math.ceil(graph.trips(op.loop))
+    tensor = graph.tensors[number]
+    return pattern(tensor.name or f"value {number}"), "copy", "", math.ceil(graph.trips(tensor.loop))
+
+
+def _bound(work: PlaceWork, compute: float, waited: float, host: float) -> str:
+    """What takes most of the time. Engines run beside each other: who is busy for half of the compute sets it."""
+    if max(waited, host) > compute:
+        return "network" if waited >= host else "host"
+    if 2.0 * work.busy_s >= compute and work.busy_s > 0.0:
+        return "compute"
+    return "overhead" if 2.0 * work.overhead_s >= compute and work.overhead_s > 0.0 else "memory"

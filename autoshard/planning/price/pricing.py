@@ -1,0 +1,389 @@
+"""Prices every decision of a program on a mesh: alternatives and their times, reshards between them, memory."""
+
+import dataclasses
+from collections import defaultdict
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from autoshard.cost import Calibration, Mesh
+from autoshard.graph import FactorKind, Liveness, Op, OpClass, OpGraph, Structure
+from autoshard.planning.price.node_prices import NodePricer
+from autoshard.planning.price.reshard_paths import PathPrices, PathTables
+from autoshard.planning.space.decision_model import EXPOSED, Channel, MemoryTerm, Model, Node, Path, Reshard
+from autoshard.planning.space.derived_axes import AxisParts, StageAxis
+from autoshard.planning.space.dim_groups import factor_states
+from autoshard.planning.space.op_strategies import result_states
+from autoshard.planning.space.overlap import ALONE, AT_NARROW, Overlap, alone_between_loops, columns_beside
+from autoshard.planning.xla.axis_assignments import (
+    PARTIAL,
+    WHOLE,
+    Seconds,
+    States,
+    decompose,
+    distinct,
+    enumerate_states,
+    local_elements,
+    relabel,
+)
+from autoshard.planning.xla.partitioner_rules import Handling, handling
+from autoshard.program import Program
+
+
+LARGE_SHARE = 0.005
+"""A gathered tensor above this share of the memory limit gets a copy node with memory of its own."""
+
+
+def price(
+    program: Program,
+    graph: OpGraph,
+    structure: Structure,
+    liveness: Liveness,
+    mesh: Mesh | AxisParts | StageAxis,
+    memory_limit: int,
+    calibration: Calibration | None = None,
+    tables: PathTables | None = None,
+) -> Model:
+    """All nodes, reshards and memory of `program` on `mesh`, or on that of axes cut into parts, or with one of stages.
+
+    `calibration`: by default that of the mesh's chip. `tables` are those of other programs priced with it.
+    """
+    if isinstance(mesh, StageAxis):
+        parts, whole = mesh.parts, mesh
+    else:
+        parts, whole = (mesh, mesh.mesh) if isinstance(mesh, AxisParts) else (None, mesh)
+    found = _Pricer(tables, program, graph, structure, liveness, whole, memory_limit, parts, calibration).model()
+    if tables is not None:
+        tables.trim()
+    return found
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ValueUse:
+    """Where a value is used: what moves it, and how often."""
+
+    tensor: int
+    op: int
+    """-1 where a result becomes the argument of the next step, and where a loop begins with a value."""
+    block: int
+    trips: float
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Way:
+    """From the states in which a value is held to those in which it is wanted, row by row."""
+
+    held: States
+    """Alternatives of the source, over the value's own dims."""
+    kept: States
+    """What of them stays as it is on the way, over `factors`."""
+    states: States
+    """The alternatives of the source, over `factors`."""
+    aim: States
+    """Alternatives of the target, over `factors`."""
+    factors: Sequence[int]
+    """Sizes of what states are over: the dims of a value, or the factors of an op's rule."""
+    dtype: str
+
+
+class _Pricer(NodePricer):
+    """The nodes, and the reshards between them."""
+
+    def __init__(self, tables: PathTables | None, *what: Any) -> None:
+        super().__init__(*what)
+        self.reshards: list[Reshard] = []
+        self.equal: dict[tuple[object, ...], Path] = {}
+        self.narrows: dict[tuple[object, ...], NDArray[np.bool_] | None] = {}
+        self.paths: dict[tuple[object, ...], dict[str, Seconds]] = {} if tables is None else tables.of(self.mesh)
+        self.path_prices = PathPrices(self.collectives, self.link_of)
+        self.owed: dict[tuple[object, ...], Seconds] = {}
+        self.alone = alone_between_loops(self.graph, self.structure, self.stored, self.updated)
+
+    def model(self) -> Model:
+        cluster_node = tuple(range(len(self.structure.clusters)))
+        self.add_clusters()
+        op_node = {}
+        for op in self.structure.heavy:
+            op_node[op] = len(self.nodes)
+            self.add_heavy(self.graph.ops[op])
+        copies = self.add_reshards(cluster_node, op_node)
+        fixed = sum(
+            self.graph.tensors[t].bytes for t, _, _ in self.liveness.buffers if self.structure.cluster_of[t] < 0
+        )
+        return Model(
+            self.program, self.graph, self.structure, self.liveness, self.mesh, self.collectives, self.compute,
+            self.residency, self.padding, tuple(self.nodes), tuple(self.reshards), cluster_node, op_node, copies, fixed,
+            self.taken_back,
+        )  # fmt: skip
+
+    def add_reshards(self, cluster_node: Sequence[int], op_node: dict[int, int]) -> dict[tuple[int, int], int]:
+        groups: dict[tuple[int, int], list[tuple[int, int]]] = defaultdict(list)
+        seen: set[tuple[object, ...]] = set()
+        for edge in self.structure.edges:
+            if edge.op < 0:
+                continue
+            op = self.graph.ops[edge.op]
+            cluster = self.structure.cluster_of[edge.tensor]
+            if op.op_class is not OpClass.HEAVY:
+                self.add_light(op, edge.operand, edge.result, cluster, seen)
+            elif edge.operand < 0:
+                self.add_heavy_result(op, edge.result, cluster, op_node[op.id])
+            else:
+                groups[(edge.tensor, op.loop)].append((op.id, edge.operand))
+        copies = {}
+        for (tensor, block), uses in groups.items():
+            source = cluster_node[self.structure.cluster_of[tensor]]
+            users = {op for op, _ in uses}
+            if len(users) > 1 or self.graph.tensors[tensor].bytes > LARGE_SHARE * self.memory_limit:
+                copies[(tensor, block)] = source = self.add_copy(tensor, block, source, sorted(users))
+            for op_id, operand in uses:
+                self.add_heavy_operand(self.graph.ops[op_id], operand, tensor, source, op_node[op_id])
+        for result, argument in self.structure.ties:
+            self.add_tie(result, argument, -1, cluster_node)
+        for loop in self.graph.loops:
+            for carry in loop.carries:
+                if -1 != self.structure.cluster_of[carry.init] != self.structure.cluster_of[carry.body] != -1:
+                    self.add_tie(carry.init, carry.body, loop.parent, cluster_node)
+        return copies
+
+    def block_trips(self, tensor: int, op: Op) -> tuple[int, float]:
+        """Return the block in which `op` takes a value, and how often it moves: once for loops that do not change it.
+
+        Nothing is moved ahead of a conditional: what a branch needs moves as often as the branch runs. What comes out
+        of a block within, such as a branch, moves as often as the op runs.
+        """
+        home = self.graph.tensors[tensor].loop
+        block = op.loop
+        while block not in (-1, home) and not self.graph.loops[block].branches:
+            block = self.graph.loops[block].parent
+        within = block == -1 and home != -1
+        return op.loop, self.graph.trips(op.loop if within else block)
+
+    def add_light(self, op: Op, operand: int, result: int, cluster: int, seen: set[tuple[object, ...]]) -> None:
+        rule = op.rule
+        if rule is None:
+            return
+        tensor, out = op.operands[operand], op.results[result]
+        target = self.structure.cluster_of[out]
+        held = self.dims_states(cluster, self.nodes[cluster].states, tensor)
+        wanted = self.dims_states(target, self.nodes[target].states, out)
+        inner = {f for dim in rule.operands[operand] for f in dim}
+        outer = {f for dim in rule.results[result] for f in dim}
+        source, kept = decompose(held, rule.operands[operand], rule.sizes, self.axes)
+        aim, _ = decompose(wanted, rule.results[result], rule.sizes, self.axes)
+        reduced = [PARTIAL - f if rule.kinds[f] is FactorKind.REDUCTION else WHOLE for f in range(len(rule.sizes))]
+        backend = self.mesh.topology.backend
+        factors = range(len(rule.sizes))
+        collected = any(handling(self.graph, op, f, backend) is Handling.COLLECT for f in factors)
+        if collected and operand != result and self.structure.cluster_of[op.operands[result]] >= 0:
+            reduced = [WHOLE] * len(reduced)  # counted with the operand of the result's own number
+        source = relabel(source, [f if f in outer else reduced[f] for f in range(len(rule.sizes))])
+        aim = relabel(aim, [f if f in inner else WHOLE for f in range(len(rule.sizes))])
+        sizes = tuple(size if f in inner and f in outer else 1 for f, size in enumerate(rule.sizes))
+        block, trips = self.block_trips(tensor, op)
+        key = (tensor, target, block, aim.tobytes(), source.tobytes())
+        if key in seen:
+            return
+        seen.add(key)
+        dtype = self.graph.tensors[out].dtype
+        way = Way(held, kept, source, aim, sizes, dtype)
+        self.add_reshard(cluster, target, ValueUse(tensor, op.id, block, trips), way, collected=collected)
+
+    def add_heavy_result(self, op: Op, result: int, cluster: int, node: int) -> None:
+        out = op.results[result]
+        states = self.nodes[node].states
+        shape = self.graph.tensors[out].shape
+        source = result_states(op, states, result)
+        aim = self.dims_states(cluster, self.nodes[cluster].states, out)
+        trips = self.graph.trips(op.loop)
+        dtype = self.graph.tensors[out].dtype
+        self.add_reshard(
+            node, cluster, ValueUse(out, op.id, op.loop, trips), Way(source, source, source, aim, shape, dtype)
+        )
+
+    def add_heavy_operand(self, op: Op, operand: int, tensor: int, source_node: int, node: int) -> None:
+        shape = self.graph.tensors[tensor].shape
+        held = self.held_states(source_node, tensor)
+        states = self.nodes[node].states
+        aim = np.full_like(states, WHOLE)
+        if op.rule is not None:
+            aim = factor_states(states, op.rule.operands[operand])
+        block, trips = self.block_trips(tensor, op)
+        dtype = self.graph.tensors[tensor].dtype
+        self.add_reshard(
+            source_node, node, ValueUse(tensor, op.id, block, trips), Way(held, held, held, aim, shape, dtype)
+        )
+
+    def held_states(self, node: int, tensor: int) -> States:
+        record = self.nodes[node]
+        return record.states if record.kind == "copy" else self.dims_states(record.ref, record.states, tensor)
+
+    def add_copy(self, tensor: int, block: int, source: int, users: Sequence[int]) -> int:
+        record = self.graph.tensors[tensor]
+        cluster = self.structure.clusters[self.structure.cluster_of[tensor]]
+        factors = self.structure.dims_of[tensor]
+        blocked = [d for d, f in enumerate(factors) if f < 0 or f in cluster.blocked]
+        states = enumerate_states(record.shape, self.axes, blocked)
+        if self.axis_parts is not None:
+            states = states[self.axis_parts.apart(states, self.group_sizes(cluster.id, factors))]
+        if self.stage_axis is not None:
+            states = states[self.stage_axis.of_tensor(tensor, states)]
+        large = record.bytes > LARGE_SHARE * self.memory_limit
+        held = np.ones(len(states), dtype=bool)
+        memory: tuple[MemoryTerm, ...] = ()
+        if large:
+            # Twice: held as a tensor of its own, or the very tensor it is a copy of, at no cost.
+            held = np.concatenate([held, ~held])
+            states = np.concatenate([states, states])
+            size = local_elements(states, record.shape, self.axes) * record.itemsize
+            size = np.rint(size * self.padding.ratio(tensor, states, self.axes))
+            usage = np.where(held, size, 0).astype(np.int64)
+            memory = (MemoryTerm("gathered", users[0], users[-1] + 1, usage),)
+        node = len(self.nodes)
+        self.nodes.append(Node("copy", tensor, states, held, {}, memory, record.name))
+        have = self.held_states(source, tensor)
+        op = self.graph.ops[users[0]]
+        _, trips = self.block_trips(tensor, op)
+        way = Way(have, have, have, states, record.shape, record.dtype)
+        self.add_reshard(source, node, ValueUse(tensor, op.id, block, trips), way, held)
+        return node
+
+    def add_tie(self, value: int, heir: int, block: int, cluster_node: Sequence[int]) -> None:
+        """A result that is the next step's argument, or a parameter that a loop begins with, once in each `block`."""
+        source = cluster_node[self.structure.cluster_of[value]]
+        target = cluster_node[self.structure.cluster_of[heir]]
+        record = self.graph.tensors[value]
+        held, aim = self.held_states(source, value), self.held_states(target, heir)
+        use = ValueUse(value, -1, block, self.graph.trips(block))
+        self.add_reshard(source, target, use, Way(held, held, held, aim, record.shape, record.dtype))
+
+    def add_reshard(
+        self,
+        source: int,
+        target: int,
+        use: ValueUse,
+        way: Way,
+        holds: np.ndarray | None = None,
+        collected: bool = False,
+    ) -> None:
+        """Adds the move unless it is always free; `holds` marks a copy's alternatives with memory of their own."""
+        record = self.graph.tensors[use.tensor]
+        held, states, aim = way.held, way.states, way.aim
+        overlap = self.overlap(source, target, use.op)
+        narrow = self.narrow(source, target, use, overlap)
+        if narrow is not None and narrow.all():
+            overlap, narrow = AT_NARROW[overlap], None
+        at_source = self.nodes[source].kind == "op"
+        have = held if held is states else np.concatenate([held, states], axis=1)
+        marks = np.ones((len(aim), 1), dtype=np.int64) if holds is None else holds[:, None].astype(np.int64)
+        if narrow is not None and at_source:
+            have = np.concatenate([have, narrow[:, None].astype(np.int64)], axis=1)
+        elif narrow is not None:
+            marks = np.concatenate([marks, narrow[:, None].astype(np.int64)], axis=1)
+        first, rows = distinct(have)
+        first_aim, columns = distinct(np.concatenate([aim, marks], axis=1))
+        itemsize = record.itemsize
+        widened = self.collectives.widen_dtype(way.dtype)
+        reduce_itemsize = 4 if widened != way.dtype else itemsize
+        ends = (held[first], way.kept[first], tuple(way.factors), states[first], aim[first_aim])
+        path = self.shared(Path(record.shape, *ends, itemsize, reduce_itemsize, collected))
+        apart = None
+        if narrow is not None:
+            apart = narrow[first][:, None] if at_source else narrow[first_aim][None, :]
+        seconds = self.seconds(path, overlap, apart)
+        costs: dict[Channel, Seconds] = {
+            EXPOSED if what == EXPOSED[1] else (use.block, what): table for what, table in seconds.items()
+        }
+        unpaid = self.unpaid(use.op, use.tensor, path.source, path.target, at_source) if use.op >= 0 else None
+        if unpaid is not None:
+            computing = (use.block, "compute")
+            before = costs.get(computing)
+            key = (id(before), unpaid.shape, unpaid.tobytes())  # layers that are alike share their tables
+            costs[computing] = self.owed.setdefault(key, unpaid if before is None else before + unpaid)
+        forbidden = None
+        if holds is not None and not holds.all():
+            same = (path.source[:, None, :] == path.target[None, :, :]).all(axis=2)
+            alias = ~holds[first_aim]
+            forbidden = np.where(alias[None, :], ~same, same)
+        unasked = self.exchange.forbids(use.tensor, use.op, path.source, path.target)
+        if unasked is not None:
+            forbidden = unasked if forbidden is None else forbidden | unasked
+        if costs or forbidden is not None:
+            self.reshards.append(
+                Reshard(
+                    source,
+                    target,
+                    use.tensor,
+                    use.op,
+                    use.block,
+                    use.trips,
+                    overlap,
+                    rows,
+                    columns,
+                    costs,
+                    forbidden,
+                    path,
+                    narrow,
+                )
+            )
+
+    def narrow(self, source: int, target: int, use: ValueUse, overlap: Overlap) -> NDArray[np.bool_] | None:
+        """For each alternative of the matmul at an end, whether it is too narrow to have a move pipelined into it."""
+        for number, is_result in ((source, True), (target, False)):
+            node = self.nodes[number]
+            if overlap in AT_NARROW and node.kind == "op" and node.ref == use.op:
+                op = self.graph.ops[use.op]
+                side = len(op.operands) if is_result else op.operands.index(use.tensor)
+                key = (id(op.rule), side, node.states.shape, node.states.tobytes())
+                if key not in self.narrows:
+                    columns = columns_beside(op, side, node.states, self.axes)
+                    found = columns < self.collectives.calibration.pipelined_columns
+                    self.narrows[key] = found if found.any() else None
+                return self.narrows[key]
+        return None
+
+    def overlap(self, source: int, target: int, op: int) -> Overlap:
+        """What a move may hide behind: it waits for parameters, feeds the optimizer, or stands at a matmul."""
+        if op < 0:
+            return Overlap.NONE
+        found = self.overlap_anywhere(source, target, op)
+        return ALONE.get(found, found) if op in self.alone else found
+
+    def overlap_anywhere(self, source: int, target: int, op: int) -> Overlap:
+        """What it may hide behind where there is compute beside it."""
+        origin = self.nodes[source]
+        cluster = origin.ref if origin.kind == "cluster" else -1
+        if origin.kind == "copy":
+            cluster = self.structure.cluster_of[origin.ref]
+        if cluster in self.stored:
+            return Overlap.PARAMETERS
+        end = self.nodes[target]
+        at_matmul = self.graph.ops[op].kind == "dot_general"
+        if end.kind == "cluster" and end.ref in self.updated and cluster not in self.updated:
+            return Overlap.GRADIENTS_AT_MATMUL if at_matmul else Overlap.GRADIENTS
+        return Overlap.MATMUL if at_matmul else Overlap.NONE
+
+    def shared(self, path: Path) -> Path:
+        """The first one that is equal: what is known of it holds for every move along it."""
+        return self.equal.setdefault(path.contents(), path)
+
+    def seconds(self, path: Path, overlap: Overlap, apart: NDArray[np.bool_] | None = None) -> dict[str, Seconds]:
+        """Time of one execution, exposed and by link; equal paths share their tables.
+
+        `apart` says of which alternatives at one end the move is not pipelined into the matmul there: `AT_NARROW`.
+        """
+        key = (overlap, *path.contents(), None if apart is None else (apart.shape, apart.tobytes()))
+        if key not in self.paths:
+            if apart is None:
+                self.paths[key] = self.path_prices.seconds(path, overlap)
+            else:
+                self.paths[key] = _chosen(apart, self.seconds(path, AT_NARROW[overlap]), self.seconds(path, overlap))
+        return self.paths[key]
+
+
+def _chosen(apart: NDArray[np.bool_], these: dict[str, Seconds], others: dict[str, Seconds]) -> dict[str, Seconds]:
+    """Tables of `these` where `apart` holds, and of `others` elsewhere."""
+    none = np.zeros(1)
+    return {what: np.where(apart, these.get(what, none), others.get(what, none)) for what in {**others, **these}}

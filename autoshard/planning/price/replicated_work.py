@@ -1,0 +1,220 @@
+"""Work that several devices repeat, the shares of dim groups that are split, and ops without a sharding rule."""
+
+import dataclasses
+import math
+import re
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from autoshard.graph import SMALL, Op, OpClass
+from autoshard.planning.price.evaluate import tensor_spec
+from autoshard.planning.record.plan_parts import Unruled
+from autoshard.planning.record.spec import axis_words
+from autoshard.planning.space.decision_model import Model
+from autoshard.planning.space.dim_groups import Groups, tensor_groups
+from autoshard.planning.space.op_strategies import FOLDED_OPS
+from autoshard.planning.xla.partitioner_rules import whole_factors
+
+
+NOTICEABLE = 0.05
+"""Share of the step from which on work that is done alike is said."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Alike:
+    """Ops of one kind at one place of the source, alike on all devices along the same axes; layers put together."""
+
+    what: str
+    axes: tuple[str, ...]
+    seconds: float
+    splits: tuple[str, ...]
+    """Dim groups that the ops could be split by, with their sizes."""
+    call: bool
+    """Whether they are calls of a kernel, into which nobody looks."""
+
+
+def find_alike(model: Model, groups: Groups, choices: NDArray[np.int64]) -> list[Alike]:
+    """All such work, what takes longest first."""
+    seconds: dict[tuple[str, tuple[str, ...]], float] = defaultdict(float)
+    splits: dict[tuple[str, tuple[str, ...]], tuple[str, ...]] = {}
+    calls: set[tuple[str, tuple[str, ...]]] = set()
+    for op, used, took in (*_heavy(model, choices), *_fused(model, choices)):
+        idle = tuple(a for a, n in model.mesh.axes.items() if n > 1 and a not in used and a not in op.manual)
+        if idle and took > 0:
+            key = (_words(op), idle)
+            seconds[key] += took
+            splits.setdefault(key, tuple(_splits(model, groups, op)))
+            if op.opaque is not None:
+                calls.add(key)
+    found = [Alike(*key, took, splits[key], key in calls) for key, took in seconds.items()]
+    return sorted(found, key=lambda each: (-each.seconds, each.what, each.axes))
+
+
+def alike_lines(model: Model, groups: Groups, choices: NDArray[np.int64], step_time_s: float) -> list[str]:
+    """A sentence for each op of a noticeable share, and one for the rest over the same axes if they have one."""
+    lines = []
+    rest: dict[tuple[str, ...], list[Alike]] = defaultdict(list)
+    for each in find_alike(model, groups, choices) if step_time_s > 0 else []:
+        if each.seconds < NOTICEABLE * step_time_s:
+            rest[each.axes].append(each)
+            continue
+        how = f"it can be split by {', '.join(each.splits)}" if each.splits else "it cannot be split"
+        if each.call and not each.splits:
+            how = "neither its grid nor a rule says what may be split there; `autoshard.register_rule` can"
+        lines.append(f"{_devices(model, each.axes)} {each.what}, {each.seconds / step_time_s:.1%} of the step: {how}.")
+    for axes, several in rest.items():
+        share = sum(each.seconds for each in several) / step_time_s
+        if share >= NOTICEABLE:
+            first = ", ".join(each.what for each in several[:3])
+            lines.append(f"{_devices(model, axes)} smaller ops, {share:.1%} of the step together: first {first}.")
+    return lines
+
+
+def _devices(model: Model, axes: tuple[str, ...]) -> str:
+    count = math.prod(model.mesh.axes[a] for a in axes)
+    return f"the {count} devices along {' x '.join(axis_words(axes))} do the same work in"
+
+
+def _heavy(model: Model, choices: NDArray[np.int64]) -> Iterator[tuple[Op, set[str], float]]:
+    """Ops with strategies of their own, the axes that split them, and their compute time. Those without a rule are
+    reported apart."""
+    for op_id, number in sorted(model.op_node.items()):
+        op, node = model.graph.ops[op_id], model.nodes[number]
+        if op.rule is None or op.kind in FOLDED_OPS:
+            continue
+        chosen = int(choices[number])
+        used = {model.axis_names[a] for a in np.flatnonzero(node.states[chosen] >= 0)}
+        yield op, used, sum(float(s[chosen]) for (_, what), s in node.time.items() if what == "compute")
+
+
+def _fused(model: Model, choices: NDArray[np.int64]) -> Iterator[tuple[Op, set[str], float]]:
+    """The same of elementwise work: a fusion is split over the axes that split anything it reads or writes."""
+    for fusion in model.liveness.fusions:
+        op = model.graph.ops[fusion.root]
+        if op.op_class is OpClass.HEAVY and op.kind not in FOLDED_OPS:
+            continue
+        used: set[str] = set()
+        size = 0.0
+        for tensor in (*fusion.moved, *fusion.reads):
+            record = model.graph.tensors[tensor]
+            if model.structure.cluster_of[tensor] < 0 or tensor in model.liveness.hosted:
+                continue
+            spec = tensor_spec(model, choices, tensor)
+            used.update(spec.axes)
+            item = record.itemsize
+            local = float(math.prod(spec.local_shape(record.shape, model.mesh.axes))) * item
+            size += float(model.residency.streamed(tensor, np.array([local]))[0])
+        yield op, used, float(model.compute.memory_seconds(size)) * model.graph.trips(op.loop)
+
+
+def _words(op: Op) -> str:
+    """`dot_general` at model.py:12, else with the end of its name, layers' numbers left out."""
+    kind = op.opaque.target if op.opaque else op.kind
+    where = op.line or ("" if op.opaque else re.sub(r"\d+", "*", "/".join(op.name.split("/")[-2:])))
+    return f"`{kind}` at {where}" if where and where != kind else f"`{kind}`"
+
+
+def _splits(model: Model, groups: Groups, op: Op) -> Iterator[str]:
+    """Dim groups of the op's factors that a strategy may split."""
+    if op.rule is None:
+        return
+    whole = whole_factors(model.graph, op, model.mesh.topology.backend)
+    seen = set()
+    sides = op.sides
+    for factor, size in enumerate(op.rule.sizes):
+        if factor in whole or size == 1:
+            continue
+        for tensor, dims in sides:
+            cluster = model.structure.cluster_of[tensor]
+            at = next((d for d, factors in enumerate(dims) if factor in factors), None)
+            if cluster < 0 or at is None:
+                continue
+            place = model.structure.dims_of[tensor][at]
+            group = groups.of_factor.get((cluster, place)) if place >= 0 else None
+            name = groups.names.get(group, "") if group is not None else ""
+            if name and (name, size) not in seen:
+                seen.add((name, size))
+                yield f"{name} ({size})"
+                break
+
+
+def shares_of(
+    model: Model, groups: Groups, choices: NDArray[np.int64], tensors: Sequence[int]
+) -> dict[tuple[int, str], float]:
+    """(group, axis) -> share of the bytes of tensors with that group in which the axis splits it."""
+    split: dict[tuple[int, str], int] = defaultdict(int)
+    total: dict[int, int] = defaultdict(int)
+    for tensor in tensors:
+        if model.structure.cluster_of[tensor] < 0:
+            continue  # generated anew wherever it is needed
+        size = model.graph.tensors[tensor].bytes
+        spec = tensor_spec(model, choices, tensor)
+        for group, axes in zip(tensor_groups(model.structure, groups.of_factor, tensor), spec.dims, strict=True):
+            if group is None:
+                continue
+            total[group] += size
+            for axis in axes:
+                split[(group, axis)] += size
+    return {(g, a): size / total[g] for (g, a), size in split.items()}
+
+
+def find_unruled(model: Model, choices: NDArray[np.int64], step_time_s: float) -> tuple[Unruled, ...]:
+    """Ops planned as replicated for lack of a rule, by kind or target, the largest share of the step first."""
+    groups: dict[tuple[str, bool], list[tuple[float, Op]]] = defaultdict(list)
+    for op_id in model.graph.without_rule:
+        op = model.graph.ops[op_id]
+        kind = op.opaque.target if op.opaque else op.kind
+        groups[(kind, op.opaque is not None)].append((_seconds(model, choices, op), op))
+    found = []
+    for (kind, custom), ops in groups.items():
+        seconds = sum(each for each, _ in ops)
+        worst = max(ops, key=lambda item: item[0])[1]
+        share = seconds / step_time_s if step_time_s > 0 else 0.0
+        found.append(Unruled(kind, custom, len(ops), seconds, share, worst.name))
+    return tuple(sorted(found, key=lambda u: (-u.seconds, u.kind)))
+
+
+def _seconds(model: Model, choices: NDArray[np.int64], op: Op) -> float:
+    number = model.op_node.get(op.id)
+    if number is None:
+        return 0.0
+    return sum(float(seconds[int(choices[number])]) for seconds in model.nodes[number].time.values())
+
+
+def _is_small(target: str) -> bool:
+    return any(part in target for part in SMALL)
+
+
+def unruled_lines(unruled: tuple[Unruled, ...]) -> list[str]:
+    """One sentence for each kind."""
+    lines = []
+    for each in unruled:
+        what = f"custom call `{each.kind}`" if each.custom_call else each.kind
+        where = f" ({each.example})" if each.example and each.example != each.kind else ""
+        count = f"{each.count} x " if each.count > 1 else ""
+        line = (
+            f"{count}{what}{where} has no sharding rule: every device repeats it whole ({each.share:.1%} of the step)"
+        )
+        if each.custom_call:
+            line += f'; give it one with autoshard.register_rule("{each.kind}", "b ... -> b ...")'
+        lines.append(line + ".")
+    return lines
+
+
+def call_lines(model: Model) -> list[str]:
+    """Return sentences about calls that no device can run on a shard, and about those of unknown work."""
+    calls = [(op, op.opaque) for op in model.graph.ops if op.opaque is not None]
+    fixed = sorted({call.target for op, call in calls if op.rule is not None and call.fixed and call.on_shards})
+    unknown = sorted({call.target for op, call in calls if not (op.flops or call.traffic or _is_small(call.target))})
+    return [
+        f"It is not known how much `{target}` computes: its time is that of reading its operands and writing its "
+        f'results; give it FLOPs with autoshard.register_rule("{target}", ..., flops=...).'
+        for target in unknown
+    ] + [
+        f"`{target}` is compiled for whole tensors in the module: to run the plan where it is split, plan the Python "
+        "program it was traced from (autoshard then builds the kernel for its shards)."
+        for target in fixed
+    ]

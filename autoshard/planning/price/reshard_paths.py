@@ -1,0 +1,322 @@
+"""Paths that bring a value from one state to another, for all pairs of states, with their seconds."""
+
+import dataclasses
+import functools
+import math
+import sys
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+
+from autoshard.cost import KINDS, LANES, Collectives, Compute, Kind, Mesh, hidden_seconds, hiding_shares
+from autoshard.planning.space.decision_model import EXPOSED, Path
+from autoshard.planning.space.overlap import Overlap, hiding_figures
+from autoshard.planning.xla.axis_assignments import (
+    PARTIAL,
+    WHOLE,
+    Emitted,
+    Seconds,
+    States,
+    Step,
+    Wave,
+    distinct,
+    emitted,
+    emitted_gather,
+    extents,
+    local_elements,
+    members,
+    split,
+    waves,
+)
+
+
+if TYPE_CHECKING:
+    from autoshard.planning.xla.transition_kernels import Ends, Rules
+
+
+_KERNELS = "autoshard.planning.xla.transition_kernels"
+"""The kernels' module."""
+
+_CHUNK = 65_536
+"""Pairs of states priced at a time: the arrays between stay small."""
+_COMPILED = 10_000
+"""Pairs of states from which on kernels are loaded to price them (and all that come later)."""
+
+
+class PathPrices:
+    """Prices paths on one mesh; `link_of`: mesh axis -> link."""
+
+    def __init__(self, collectives: Collectives, link_of: Mapping[str, str]) -> None:
+        self.collectives = collectives
+        names = collectives.mesh.names
+        self._every = [tuple(name for a, name in enumerate(names) if bits >> a & 1) for bits in range(1 << len(names))]
+        # link -> its mesh axes as bits; -1 for what is exposed
+        self._links = {
+            link: sum(1 << names.index(a) for a in link_of if link_of[a] == link) for link in link_of.values()
+        }
+        self._links[EXPOSED[1]] = -1
+        self._shares: dict[tuple[Overlap, Kind], Seconds] = {}
+
+    def seconds(self, path: Path, overlap: Overlap) -> dict[str, Seconds]:
+        """Tables [rows, columns] of a path's time: exposed, hidden by link, and compute."""
+        large = len(path.source) * len(path.target) >= _COMPILED or _KERNELS in sys.modules
+        return self.compiled(path, overlap) if large else self.plain(path, overlap)
+
+    def plain(self, path: Path, overlap: Overlap) -> dict[str, Seconds]:
+        """By numpy, many pairs at a time."""
+        shape = (len(path.source), len(path.target))
+        found: dict[str, Seconds] = {}
+        height = _height(path)
+        for start in range(0, shape[0], height):
+            part = slice(start, start + height)
+            rows = dataclasses.replace(
+                path, held=path.held[part], kept=path.kept[part], source=path.source[part], target=path.target
+            )
+            before, after = path_waves(rows, self.collectives)
+            for wave in (*map(_of_rows, before), *after):
+                groups, used = wave.groups, np.nonzero(wave.groups)
+                seconds = self.collectives.time_of_groups(wave.kind, groups[used], wave.size[used])
+                least = self.collectives.time_of_groups(wave.kind, groups[used], np.zeros_like(seconds))
+                whole, pipelined = self._hidden(overlap, wave.kind)[:, groups[used]]
+                hidden = hidden_seconds((whole, pipelined), seconds, least)
+                for what, bits in self._links.items():
+                    mine = seconds - hidden if bits < 0 else np.where(groups[used] & bits, hidden, 0.0)
+                    if not mine.any():
+                        continue
+                    table = found.setdefault(what, np.zeros(shape))[part]
+                    if groups.shape[1] == shape[1]:
+                        table[used] += mine
+                    else:  # a gather that comes first is that of a row, whatever the column
+                        table[used[0]] += mine[:, None]
+        return self._laid_out(found, relayouts(path, self.collectives))
+
+    def compiled(self, path: Path, overlap: Overlap) -> dict[str, Seconds]:
+        """The same, pair by pair, and each pair of states once."""
+        from autoshard.planning.xla.transition_kernels import Sizes, charge_pairs
+
+        height = _height(path)
+        first_row, rows = distinct(np.concatenate([path.held, path.kept, path.source], axis=1))
+        first_column, columns = distinct(path.target)
+        path = dataclasses.replace(
+            path,
+            held=path.held[first_row],
+            kept=path.kept[first_row],
+            source=path.source[first_row],
+            target=path.target[first_column],
+        )
+        tables = np.zeros((len(self._links), len(path.source), len(path.target)))
+        first = np.full(len(tables), np.iinfo(np.int64).max)
+        same = bool((path.held == path.kept).all())
+        early = self._ends(path.held[:0] if same else path.held, path.kept, path.shape)
+        ends = self._ends(path.source, path.target, path.factors)
+        links = np.array([bits for bits in self._links.values() if bits >= 0], dtype=np.int64)
+        sizes = Sizes(path.itemsize, path.reduce_itemsize, path.collected)
+        shares = np.stack([self._hidden(overlap, kind) for kind in KINDS], axis=1)
+        charge_pairs(self._rules, shares, links, early, ends, sizes, first_row // height, tables, first)
+        names, order = list(self._links), np.argsort(first).tolist()
+        found = {names[k]: tables[k] for k in order if first[k] < np.iinfo(np.int64).max}
+        found = self._laid_out(found, relayouts(path, self.collectives, compiled=True))
+        return {what: table[rows[:, None], columns] for what, table in found.items()}
+
+    def _laid_out(self, found: dict[str, Seconds], again: "Relayouts") -> dict[str, Seconds]:
+        """With the time of what is laid out anew."""
+        if again.any():
+            found["compute"] = again.seconds(Compute(self.collectives.mesh.topology, self.collectives.calibration))
+        return found
+
+    def _hidden(self, overlap: Overlap, kind: Kind) -> Seconds:
+        """[2, groups] shares of a collective that are hidden: of all of it, and of what its bytes take."""
+        if (overlap, kind) not in self._shares:
+            figures = [hiding_figures(self.collectives, overlap, kind, axes) for axes in self._every]
+            shares = [hiding_shares(self.collectives.calibration, hides) for hides in figures]
+            self._shares[overlap, kind] = np.array(shares).T
+        return self._shares[overlap, kind]
+
+    def _ends(self, source: States, target: States, sizes: Sequence[int]) -> "Ends":
+        from autoshard.planning.xla.transition_kernels import Ends
+
+        axes = self.collectives.mesh.sizes
+        local, minor = local_elements(source, sizes, axes), extents(source, sizes, axes)
+        return Ends(np.ascontiguousarray(source), np.ascontiguousarray(target), local, minor, len(sizes))
+
+    @functools.cached_property
+    def _rules(self) -> "Rules":
+        """How collectives are emitted and priced, as arrays over groups."""
+        from autoshard.planning.xla.transition_kernels import Rules
+
+        prices = self.collectives
+        sizes = prices.mesh.sizes
+        groups = [members(bits) for bits in range(1 << len(sizes))]
+        parts = np.array([math.prod(sizes[a] for a in axes) for axes in groups], dtype=np.float64)
+        order = list(Emitted)
+        scattering = np.array([order.index(emitted(prices, axes)) for axes in groups])
+        gathering = np.array([order.index(emitted_gather(prices, axes)) for axes in groups])
+        tables = [prices.rates_of_groups(kind) for kind in KINDS]
+        depth = max(len(rates) for _, rates in tables)
+        rates = np.zeros((2, len(KINDS), depth, len(groups)))
+        for kind, (_, levels) in enumerate(tables):
+            for level, both in enumerate(levels):
+                rates[:, kind, level] = both
+        return Rules(
+            parts=parts,
+            scattering=scattering,
+            gathering=gathering,
+            tpu=prices.mesh.topology.traits.joins_sums,
+            odd=float(LANES),
+            launch=np.array([launch for launch, _ in tables]),
+            latency=rates[0],
+            per_byte=rates[1],
+            phases=np.array([prices.phases(kind) for kind in KINDS], dtype=np.float64),
+            curves=np.stack([prices.curves_of_groups(kind) for kind in KINDS]),
+        )
+
+
+def _height(path: Path) -> int:
+    """Rows of a path that are priced at a time."""
+    return max(1, _CHUNK // max(1, len(path.target)))
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Relayouts:
+    """What laying out anew takes in one execution of a path: single figures, or [rows, columns] of them."""
+
+    ops: NDArray[np.int64]
+    """How many ops of their own the relayouts are."""
+    size: NDArray[np.float64]
+    """Bytes written in another order of dims."""
+
+    def any(self) -> bool:
+        return bool(self.ops.any() or self.size.any())
+
+    def at(self, row: int, column: int) -> "Relayouts":
+        """Of one pair."""
+        return Relayouts(self.ops[row, column], self.size[row, column])
+
+    def seconds(self, compute: Compute) -> NDArray[np.float64]:
+        return self.ops * compute.calibration.op_overhead_s + compute.relayout_seconds(self.size)
+
+
+def relayouts(path: Path, collectives: Collectives, compiled: bool = False) -> Relayouts:
+    """What has to be laid out anew before and after a path's collectives; `compiled` is for many pairs.
+
+    TPU compilers gather and scatter the outermost dim in memory: shards of the last dim, or of several dims at once,
+    are put in place by a fusion of its own (ViT-L and T5-large on v5e:4x4: 0.6 and 1.4 more ops for each such weight
+    in each pass over its layer than where one outer dim is split).
+
+    Between CPU devices a gather joins whole shards: along a dim that is not the outermost they are copied first so
+    that it is, and what was joined is copied back (seen in compiled decoders; 1 MB took 4 to 7 times as long).
+    """
+    pairs = (len(path.source), len(path.target))
+    ops, size = np.zeros(pairs, dtype=np.int64), np.zeros(pairs)
+    if collectives.mesh.topology.traits.copies_shards:
+        size = _copied(path, collectives.mesh.sizes)
+    elif collectives.mesh.topology.traits.relays_shards and len(path.factors) > 1:
+        ops = _compiled_fusions(path) if compiled else _moved_fusions(path)
+    return Relayouts(ops, size)
+
+
+def _copied(path: Path, axis_sizes: Sequence[int]) -> NDArray[np.float64]:
+    """[rows, columns] bytes of the shards and of what is gathered of them, for every gather of an inner dim."""
+    source, target = path.source[:, None, :], path.target[None, :, :]
+    gathered = np.where((source >= 0) & (target == WHOLE), source, WHOLE)
+    parts = np.array(axis_sizes)
+    local = [
+        size / np.where(path.source == dim, parts, 1).prod(axis=1)[:, None] for dim, size in enumerate(path.factors)
+    ]
+    found = np.zeros(gathered.shape[:2])
+    for dim in range(len(path.factors) - 1, 0, -1):  # the last dim first
+        joined = np.where(gathered == dim, parts, 1).prod(axis=2)
+        before = math.prod(local, start=np.float64(path.itemsize))
+        inner = (joined > 1) & (math.prod(local[:dim]) > 1)
+        found += np.where(inner, before * (1 + joined), 0.0)
+        local[dim] = local[dim] * joined
+    return found
+
+
+def _moved_fusions(path: Path) -> NDArray[np.int64]:
+    """[rows, columns] fusions that put shards of the last dim, or of several dims, in place."""
+    last = len(path.factors) - 1
+    source, target = path.source[:, None, :], path.target[None, :, :]
+    gathered = np.where((source >= 0) & (target == WHOLE), source, WHOLE)
+    scattered = np.where((source <= PARTIAL) & (target >= 0), target, WHOLE)
+    found = np.zeros(gathered.shape[:2], dtype=np.int64)
+    for dims in (gathered, scattered):
+        first = dims.max(axis=2)
+        several = ((dims >= 0) & (dims != first[..., None])).any(axis=2)
+        found += several | (first == last)
+    return found
+
+
+def _compiled_fusions(path: Path) -> NDArray[np.int64]:
+    """The same by the kernel."""
+    from autoshard.planning.xla.transition_kernels import count_fusions
+
+    found = np.zeros((len(path.source), len(path.target)), dtype=np.int64)
+    count_fusions(np.ascontiguousarray(path.source), np.ascontiguousarray(path.target), len(path.factors) - 1, found)
+    return found
+
+
+def _of_rows(wave: Wave) -> Wave:
+    """[rows, 1] of collectives that belong to pairs of equal index."""
+    return dataclasses.replace(wave, groups=np.diagonal(wave.groups)[:, None], size=np.diagonal(wave.size)[:, None])
+
+
+def path_waves(path: Path, collectives: Collectives) -> tuple[list[Wave], list[Wave]]:
+    """Collectives of a path: gathers that come first (pairs of equal index), then those of every pair."""
+    sizes = (path.itemsize, path.reduce_itemsize)
+    gathers: list[Wave] = []
+    if (path.held != path.kept).any():
+        gathers = waves(path.held, path.kept, path.shape, *sizes, collectives)
+    steps = waves(path.source, path.target, path.factors, *sizes, collectives)
+    if path.collected:
+        steps = [_collected(wave, collectives) for wave in steps]
+    return gathers, steps
+
+
+def path_steps(path: Path, collectives: Collectives) -> tuple[list[Step], list[Step]]:
+    """The same, one entry for every kind and group."""
+    gathers, steps = path_waves(path, collectives)
+    return [s for wave in gathers for s in split(wave)], [s for wave in steps for s in split(wave)]
+
+
+def _collected(wave: Wave, collectives: Collectives) -> Wave:
+    """A sum as the gather of its parts, which every device then combines."""
+    if wave.kind not in ("all-reduce", "reduce-scatter"):
+        return wave
+    sizes = collectives.mesh.sizes
+    parts = np.array([math.prod(sizes[a] for a in members(bits)) for bits in range(1 << len(sizes))])
+    return dataclasses.replace(wave, kind="all-gather", size=wave.size * parts[wave.groups])
+
+
+class PathTables:
+    """Tables of the paths on each mesh, for programs that are priced one after the other with the same figures.
+
+    Recipes of one program have most of their paths in common. What is oldest goes where there is too much.
+    """
+
+    def __init__(self, most_bytes: int) -> None:
+        self.most_bytes = most_bytes
+        self._of: dict[Mesh, dict[tuple[object, ...], dict[str, Seconds]]] = {}
+
+    def __reduce__(self) -> tuple[type["PathTables"], tuple[int]]:
+        return PathTables, (self.most_bytes,)
+
+    def of(self, mesh: Mesh) -> dict[tuple[object, ...], dict[str, Seconds]]:
+        """The tables on one mesh, which become the newest."""
+        self._of[mesh] = self._of.pop(mesh, {})
+        return self._of[mesh]
+
+    def trim(self) -> None:
+        """Lets go of the oldest meshes until the tables take no more than they may."""
+        sizes = {
+            mesh: sum(table.nbytes for tables in own.values() for table in tables.values())
+            for mesh, own in self._of.items()
+        }
+        total = sum(sizes.values())
+        for mesh, size in sizes.items():
+            if total <= self.most_bytes:
+                return
+            del self._of[mesh]
+            total -= size

@@ -1,0 +1,211 @@
+"""The predicted step laid out in time: when each part of it runs, and what memory holds meanwhile."""
+
+import bisect
+import dataclasses
+import functools
+import itertools
+from collections import defaultdict
+
+import numpy as np
+from numpy.typing import NDArray
+
+from autoshard.planning.price.evaluate import cluster_names, held_buffers, reshard_cause
+from autoshard.planning.price.reshard_times import relayout_seconds, reshard_overlap, reshard_steps
+from autoshard.planning.record.plan_parts import HeldTensors, Span, Timeline
+from autoshard.planning.record.spec import pattern
+from autoshard.planning.space.decision_model import EXPOSED, HOST, Model, link_names
+from autoshard.planning.space.overlap import lanes
+
+
+SAMPLES = 240
+"""Memory is kept at about as many moments; the peak is always one of them."""
+
+MOST_HELD = 300
+SMALLEST = 1e-3
+"""Of tensors that are listed: as many of the largest, if they have this share of the largest one's bytes."""
+
+SHORTEST = 1e-5
+"""Spans shorter than this share of the step are laid out, but not kept."""
+
+
+@dataclasses.dataclass(slots=True)
+class _Block:
+    """One loop, or the top level: where its compute and its links have got to, in seconds."""
+
+    start: float
+    compute: float = 0.0
+    links: dict[str, float] = dataclasses.field(default_factory=lambda: defaultdict(float))
+
+
+def make_timeline(model: Model, choices: NDArray[np.int64]) -> Timeline:
+    """One way to run the step in the time that `predict` says.
+
+    Ops stand in program order; all trips of a loop are drawn as one, so that a span is as long as its op in all
+    trips together. A hidden collective runs beside its block's compute on its link; an exposed one holds up compute.
+    Where a block's links take longer than its compute, compute waits at the block's end.
+    """
+    jobs = sorted([*_computes(model, choices), *_collectives(model, choices)], key=lambda job: (job[0], job[1]))
+    blocks: dict[int, _Block] = {}
+    last = {block: moment for moment, _, block, *_ in jobs}
+    clock = 0.0
+    spans: list[Span] = []
+    starts: list[tuple[int, float]] = []
+    for moment, together in itertools.groupby(jobs, key=lambda job: job[0]):
+        for _, _, block, lane, name, seconds in together:
+            here = blocks.setdefault(block, _Block(clock))
+            starts.append((moment, clock))
+            if lane in ("compute", EXPOSED[1]):
+                spans.append(Span(name, lane, clock, seconds, block))
+                clock += seconds
+                here.compute += seconds if lane == "compute" else 0.0
+            else:
+                spans.append(Span(name, lane, here.start + here.links[lane], seconds, block))
+                here.links[lane] += seconds
+        for block in [b for b in blocks if b >= 0 and last[b] == moment]:
+            spans += (wait := _wait(blocks[block], block, clock))
+            clock += sum(span.seconds for span in wait)
+    if -1 in blocks:
+        spans += (wait := _wait(blocks[-1], -1, clock))
+        clock += sum(span.seconds for span in wait)
+    kept = tuple(span for span in spans if span.seconds >= SHORTEST * clock)
+    return Timeline(clock, kept, *_Sampler(model, choices).sampled(starts, clock))
+
+
+def _wait(block: _Block, number: int, clock: float) -> list[Span]:
+    """Compute waits for the block's slowest link at the block's end, if that takes longer than the compute."""
+    link, busy = max(block.links.items(), key=lambda item: item[1], default=("", 0.0))
+    seconds = busy - block.compute
+    return [Span(f"waiting for {link}", EXPOSED[1], clock, seconds, number)] if seconds > 0 else []
+
+
+_Job = tuple[int, int, int, str, str, float]
+"""(op id, order at it, block, lane, name, seconds of the whole step)."""
+
+
+def _computes(model: Model, choices: NDArray[np.int64]) -> list[_Job]:
+    jobs: list[_Job] = []
+    for number, node in enumerate(model.nodes):
+        for (block, what), seconds in node.time.items():
+            spent = float(seconds[int(choices[number])])
+            if what == EXPOSED[1] and spent > 0:
+                op = model.graph.ops[node.ref]
+                jobs.append((op.id, 0, op.loop, what, f"inside {node.name}", spent))
+            elif what in ("compute", HOST) and spent > 0:
+                jobs.append((_moment(model, number, block), 1, block, what, node.name, spent))
+    return jobs
+
+
+def _collectives(model: Model, choices: NDArray[np.int64]) -> list[_Job]:
+    jobs: list[_Job] = []
+    link_of, named = link_names(model.mesh), cluster_names(model)
+    for reshard in model.reshards:
+        moment = reshard.op if reshard.op >= 0 else _moment(model, reshard.source, reshard.block)
+        turn = 2 if reshard.tensor in model.graph.ops[moment].results else 0
+        if again := relayout_seconds(model, reshard, choices):
+            jobs.append(
+                (moment, turn, reshard.block, "compute", f"layout of {reshard_cause(model, reshard, named)}", again)
+            )
+        overlap = reshard_overlap(model, reshard, choices)
+        for kind, axes, size, seconds in reshard_steps(model, reshard, choices):
+            where = lanes(model.collectives, link_of, overlap, kind, axes, size, reshard.block)
+            name = f"{kind} over {', '.join(axes)}: {reshard_cause(model, reshard, named)}"
+            for (_, lane), share in sorted(where.items()):
+                jobs.append((moment, turn, reshard.block, lane, name, seconds * share * reshard.trips))
+    return jobs
+
+
+def _moment(model: Model, number: int, block: int) -> int:
+    """The op at which a node's work in a block is drawn: its own, or the first that makes one of its tensors there."""
+    node = model.nodes[number]
+    if node.kind == "op":
+        return node.ref
+    tensors = model.structure.clusters[node.ref].tensors if node.kind == "cluster" else (node.ref,)
+    makers = [model.graph.tensors[t].producer for t in tensors if model.graph.tensors[t].producer >= 0]
+    inside = [op for op in makers if model.graph.ops[op].loop == block]
+    if inside or block < 0:
+        return min(inside or makers, default=0)
+    return model.graph.loops[block].start
+
+
+class _Sampler:
+    """Memory over the step: what is held at some moments, and of what it consists."""
+
+    def __init__(self, model: Model, choices: NDArray[np.int64]) -> None:
+        self.model, self.buffers = model, held_buffers(model, choices)
+        both = [
+            event
+            for number, each in enumerate(self.buffers)
+            for event in ((each.start, each.size, number), (each.stop, -each.size, number))
+        ]
+        self.events = sorted(both, key=lambda event: event[:2])
+
+    def states(self) -> dict[int, tuple[int, dict[str, int]]]:
+        """Moment -> the event after which most is held at it, and bytes by kind then."""
+        held: dict[str, int] = defaultdict(int)
+        held["temporaries"] = total = self.model.fixed_bytes
+        found: dict[int, tuple[int, dict[str, int]]] = {}
+        most = 0
+        for at, (moment, size, number) in enumerate(self.events):
+            held[self.buffers[number].kind] += size
+            total += size
+            if moment not in found or total > most:
+                found[moment], most = (at, dict(held)), total
+        return found
+
+    def sampled(
+        self, starts: list[tuple[int, float]], end: float
+    ) -> tuple[tuple[float, ...], dict[str, tuple[int, ...]], tuple[HeldTensors, ...]]:
+        """Moments in seconds, the bytes of each kind from then on, and what they are; of each group of moments the
+        fullest is kept."""
+        states = self.states()
+        moments = sorted(states)
+        stride = -(-len(moments) // SAMPLES) or 1
+        chosen = [
+            max(moments[i : i + stride], key=lambda moment: sum(states[moment][1].values()))
+            for i in range(0, len(moments), stride)
+        ]
+        kinds = sorted({kind for moment in chosen for kind, size in states[moment][1].items() if size})
+        times = []
+        clock, index = 0.0, 0
+        for moment in chosen:
+            while index < len(starts) and starts[index][0] <= moment:
+                clock = max(clock, starts[index][1])
+                index += 1
+            times.append(min(clock, end))
+        memory = {kind: tuple(states[moment][1].get(kind, 0) for moment in chosen) for kind in kinds}
+        return tuple(times), memory, self.held([states[moment][0] for moment in chosen])
+
+    def held(self, chosen: list[int]) -> tuple[HeldTensors, ...]:
+        """What is held after the chosen events, by name."""
+        added: dict[int, int] = {}
+        found: dict[tuple[str, str, int, int], list[int]] = defaultdict(lambda: [0, 0])
+        for at, (_, size, number) in enumerate(self.events):
+            each = self.buffers[number]
+            if number not in added and size >= 0:
+                added[number] = at
+                continue
+            # Held after event k if it came at k or before and goes after it.
+            first, last = bisect.bisect_left(chosen, added.get(number, at)), bisect.bisect_left(chosen, at) - 1
+            if each.size > 0 and first <= last:
+                entry = found[pattern(self.name(each.tensor)), each.kind, first, last]
+                entry[0] += 1
+                entry[1] += each.size
+        rows = [HeldTensors(name, kind, count, size, *ends) for (name, kind, *ends), (count, size) in found.items()]
+        rows.sort(key=lambda row: (-row.bytes, row.first, row.last, row.name, row.kind))
+        most = max((row.bytes for row in rows), default=0)
+        return tuple(row for row in rows[:MOST_HELD] if row.bytes >= SMALLEST * most)
+
+    def name(self, tensor: int) -> str:
+        cluster = self.model.structure.cluster_of[tensor] if tensor >= 0 else -1
+        return self.arguments.get(tensor) or self.model.graph.tensors[tensor].name or self.named.get(cluster, "")
+
+    @functools.cached_property
+    def arguments(self) -> dict[int, str]:
+        """Names of arguments, also as loops carry them."""
+        graph = self.model.graph
+        found = {t: a.name for t, a in zip(graph.arguments, self.model.program.arguments, strict=True)}
+        return {c.body: found[c.init] for loop in graph.loops for c in loop.carries if c.init in found} | found
+
+    @functools.cached_property
+    def named(self) -> dict[int, str]:
+        return cluster_names(self.model)

@@ -1,0 +1,1 @@
+"""Recipes: the decisions of a step beside mesh and sharding, searched together with them."""

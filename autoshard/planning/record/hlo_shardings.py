@@ -1,0 +1,167 @@
+"""Specs in XLA's notation of HLO shardings, and as GSPMD's grids of devices."""
+
+import itertools
+import math
+import re
+from collections.abc import Iterator, Mapping, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from autoshard.cost import Mesh
+from autoshard.errors import UserError
+from autoshard.planning.record.spec import Spec
+
+
+def hlo_sharding(spec: Spec, mesh: Mapping[str, int], device_order: Sequence[int] | None = None) -> str:
+    """A spec in XLA's notation, such as `{devices=[1,2,1,4]<=[4,2]T(1,0) last_tile_dim_replicate}`.
+
+    Numbers count places of the mesh, row-major, or are those of `device_order` (device of each place) if given.
+    Source: `HloSharding::ToString` (openxla/xla, xla/hlo/ir/hlo_sharding.cc) and its iota tile assignments.
+    """
+    split = [axis for axis in spec.axes if mesh[axis] > 1]
+    if not split:
+        return "{replicated}"
+    axes = [axis for axis, size in mesh.items() if size > 1]
+    rest = [axis for axis in axes if axis not in split]
+    tiles = [math.prod(mesh[axis] for axis in dim) for dim in spec.dims]
+    copies = math.prod(mesh[axis] for axis in rest)
+    order = [axes.index(axis) for axis in (*split, *rest)]
+    shape = ",".join(map(str, [*tiles, *([copies] if copies > 1 else [])]))
+    sizes = [mesh[axis] for axis in axes]
+    if device_order is not None and list(device_order) != list(range(len(device_order))):
+        source = "]" + ",".join(map(str, _assignment(spec, mesh, device_order).tolist()))
+    elif order == sorted(order):
+        source = f"]<=[{math.prod(sizes)}]"
+    else:
+        source = f"]<=[{','.join(map(str, sizes))}]T({','.join(map(str, order))})"
+    return f"{{devices=[{shape}{source}{' last_tile_dim_replicate' if copies > 1 else ''}}}"
+
+
+_TILED = re.compile(
+    r"\{devices=\[(?P<tiles>[\d,]+)\](?:<=\[(?P<sizes>[\d,]+)\](?:T\((?P<order>[\d,]+)\))?|(?P<listed>[\d,]+))"
+    r"(?P<partial> last_tile_dim_replicate)?\}"
+)
+
+
+def parse_hlo_sharding(
+    text: str, rank: int, mesh: Mapping[str, int], device_order: Sequence[int] | None = None
+) -> Spec:
+    """The spec that an HLO sharding string gives a tensor of `rank` dims: the reverse of `hlo_sharding`.
+
+    Replicated, tiled and partly replicated forms are read, with devices listed or as an iota. Raises `UserError` for
+    other forms, and where the mesh's axes cannot express the tiling (the devices of the mesh are `device_order`).
+    """
+    if text.strip() in ("{replicated}", "replicated"):
+        return Spec.replicated(rank)
+    dims, devices = tile_devices(text)
+    if len(dims) != rank:
+        raise UserError(f"{text!r} splits a tensor of {len(dims)} dims, but this one has {rank}.")
+    for spec in _tilings(dims, mesh):
+        ours = _assignment(spec, mesh, device_order)
+        if ours.size == devices.size and _same(ours, devices, math.prod(dims)):
+            return spec
+    axes = ", ".join(f"{axis}={size}" for axis, size in mesh.items())
+    raise UserError(f"{text!r} splits a tensor in a way that the axes of the mesh ({axes}) cannot express.")
+
+
+def tile_devices(text: str) -> tuple[list[int], NDArray[np.int64]]:
+    """Tiles of each dim, and the devices of every tile (tiles row-major, copies together), of a tiled string.
+
+    Raises `UserError` for a string of another form, or one that does not name every device once.
+    """
+    match = _TILED.fullmatch(text.strip())
+    if match is None:
+        raise UserError(
+            f"{text!r} is not a sharding that can be read: write {{replicated}} or "
+            "{devices=[2,4]<=[8]}, with last_tile_dim_replicate or not."
+        )
+    tiles = _integers(match["tiles"])
+    devices = _devices(match)
+    if devices.size != math.prod(tiles) or sorted(devices.tolist()) != list(range(devices.size)):
+        raise UserError(f"{text!r} lists {devices.size} devices for {math.prod(tiles)} tiles; each must occur once.")
+    return (tiles[:-1] if match["partial"] else tiles), devices
+
+
+def mesh_split(rank: int, dims_mapping: Sequence[int], mesh: Mapping[str, int]) -> Spec:
+    """The spec of GSPMD's `mesh_split(tensor, mesh, dims_mapping)`: for each dim the number of its mesh axis, or -1.
+
+    Source of the form: GSPMD (Xu et al. 2021, arXiv 2105.04663), section 3.2. Raises `UserError` for a mapping of
+    another length, an axis that the mesh has not, or one that is used twice.
+    """
+    axes = list(mesh)
+    if len(dims_mapping) != rank:
+        raise UserError(
+            f"dims_mapping {list(dims_mapping)} has {len(dims_mapping)} entries for a tensor of {rank} dims."
+        )
+    used = [axis for axis in dims_mapping if axis != -1]
+    for axis in used:
+        if not 0 <= axis < len(axes):
+            raise UserError(f"dims_mapping {list(dims_mapping)} names axis {axis}, but the mesh has {len(axes)} axes.")
+    if len(set(used)) != len(used):
+        raise UserError(f"dims_mapping {list(dims_mapping)} uses an axis twice; each can split one dim.")
+    return Spec(tuple(() if axis == -1 else (axes[axis],) for axis in dims_mapping))
+
+
+def _integers(text: str) -> list[int]:
+    return [int(number) for number in text.split(",")]
+
+
+def _devices(match: re.Match[str]) -> NDArray[np.int64]:
+    if match["listed"]:
+        return np.array(_integers(match["listed"]))
+    sizes = _integers(match["sizes"])
+    order = _integers(match["order"]) if match["order"] else list(range(len(sizes)))
+    return np.arange(math.prod(sizes)).reshape(sizes).transpose(order).ravel()
+
+
+def _tilings(dims: Sequence[int], mesh: Mapping[str, int]) -> Iterator[Spec]:
+    """Every spec with these numbers of tiles, axes of size 1 unused."""
+
+    def extend(done: tuple[tuple[str, ...], ...], free: tuple[str, ...]) -> Iterator[Spec]:
+        if len(done) == len(dims):
+            yield Spec(done)
+            return
+        for count in range(len(free) + 1):
+            for axes in itertools.permutations(free, count):
+                if math.prod(mesh[axis] for axis in axes) == dims[len(done)]:
+                    yield from extend((*done, axes), tuple(axis for axis in free if axis not in axes))
+
+    yield from extend((), tuple(axis for axis, size in mesh.items() if size > 1))
+
+
+def _assignment(spec: Spec, mesh: Mapping[str, int], device_order: Sequence[int] | None) -> NDArray[np.int64]:
+    """Devices of every tile, tiles row-major, the copies of one tile together."""
+    axes = [axis for axis, size in mesh.items() if size > 1]
+    order = [axes.index(axis) for axis in (*spec.axes, *(axis for axis in axes if axis not in spec.axes))]
+    sizes = [mesh[axis] for axis in axes]
+    devices = np.arange(math.prod(sizes)) if device_order is None else np.asarray(device_order)
+    return devices.reshape(sizes).transpose(order).ravel()
+
+
+def _same(one: NDArray[np.int64], other: NDArray[np.int64], tiles: int) -> bool:
+    """Whether two assignments give every tile to the same devices; the order of copies says nothing."""
+    return bool((np.sort(one.reshape(tiles, -1)) == np.sort(other.reshape(tiles, -1))).all())
+
+
+def tiled_axes(text: str, rank: int, mesh: Mesh, where: str) -> tuple[tuple[int, ...], ...]:
+    """Mesh axes (by number) that split each dim, from `{devices=[4,1,2]<=[8] last_tile_dim_replicate}` or the like.
+
+    The forms are those of XLA's `HloSharding::ToString` (openxla/xla, `xla/hlo/ir/hlo_sharding.cc`). Raises `UserError`
+    for one that is for one device or a region by hand, and for a grid that no choice of mesh axes gives.
+    """
+    axes = ",".join(f"{name}={size}" for name, size in mesh.axes.items())
+    replicated = text.strip() in ("{replicated}", "replicated")
+    try:
+        tiles = [] if replicated else tile_devices(text)[0]
+    except UserError as error:
+        raise UserError(f"{where} asks for {text}, which no plan over {axes} can hold: take it out.") from error
+    try:
+        spec = parse_hlo_sharding(text, rank, mesh.axes)
+    except UserError as error:
+        raise UserError(
+            f"{where} asks for {text}, a grid of devices that no axes of the mesh {axes} give: plan with a --mesh "
+            f"that has axes of {' and '.join(str(n) for n in tiles if n > 1)} devices."
+        ) from error
+    names = list(mesh.axes)
+    return tuple(tuple(names.index(name) for name in dim) for dim in spec.dims)

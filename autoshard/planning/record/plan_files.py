@@ -1,0 +1,355 @@
+"""Plans as JSON: saved with the same bytes for the same plan, and checked when they are loaded."""
+
+import dataclasses
+import functools
+import hashlib
+import json
+import math
+import os
+import types
+import typing
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from autoshard.base.files import is_shallow, parse_json, read_bytes, write_whole
+from autoshard.base.providers import provides
+from autoshard.cost import Topology
+from autoshard.errors import UserError
+from autoshard.planning.record.plan_record import SCHEMA, Plan
+from autoshard.planning.record.program_place import seen_from_file, seen_from_here
+from autoshard.planning.record.spec import Spec
+
+
+_DECIDES = ("topology", "mesh", "device_order", "arguments", "results", "pins", "calls", "regions")
+
+
+def plan_digest(plan: Plan) -> str:
+    """Twelve hex digits of the specs of arguments, results and pins, and of the devices that they are laid on."""
+    said = json.loads(plan_to_json(plan))
+    text = json.dumps([plan.program_fingerprint, {key: said[key] for key in _DECIDES}], sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()[:12]
+
+
+_ROUNDING_S = 1e-9
+"""A time may be so far below zero: it is a difference of sums of seconds."""
+
+
+def check_plan(plan: Plan, damaged: Callable[[str], UserError]) -> None:
+    """Raises what `damaged` makes of the first thing that is wrong."""
+    for problem in (*_devices(plan), *_specs(plan), *_amounts(plan), *_origins(plan.provenance)):
+        raise damaged(problem)
+
+
+def _devices(plan: Plan) -> Iterator[str]:
+    for axis, size in plan.mesh.items():
+        if size < 1:
+            yield f"the mesh axis {axis!r} has size {size}"
+    count = len(set(plan.device_order))
+    if math.prod(plan.mesh.values()) != count or len(plan.device_order) != count:
+        product = " x ".join(map(str, plan.mesh.values()))
+        yield f"the mesh has {product} devices but `device_order` names {count}"
+    try:
+        there = Topology.parse(plan.topology).num_devices
+    except UserError as error:
+        yield f"its topology cannot be ({error})"
+        return
+    for device in plan.device_order:
+        if not 0 <= device < there:
+            yield f"`device_order` names device {device}, but {plan.topology} has devices 0 to {there - 1}"
+
+
+def _specs(plan: Plan) -> Iterator[str]:
+    named = [*plan.arguments.items(), *plan.results.items(), *((f"pin on op {pin.op}", pin.spec) for pin in plan.pins)]
+    for what, rows in (("region", plan.regions), ("call", plan.calls)):
+        for row in rows:
+            named += [(f"{what} of op {row.op}", spec) for spec in (*row.operands, *row.results, Spec((row.summed,)))]
+    for name, spec in named:
+        unknown = [axis for axis in spec.axes if axis not in plan.mesh]
+        if unknown:
+            yield f"{name} is split over {unknown[0]!r}, which is not a mesh axis"
+        if len(set(spec.axes)) != len(spec.axes):
+            yield f"{name} uses a mesh axis twice"
+    for name, spec in plan.arguments.items():
+        if len(spec.dims) != len(plan.shapes[name]):
+            yield f"{name} has {len(plan.shapes[name])} dims but its spec has {len(spec.dims)}"
+        if any(size < 0 for size in plan.shapes[name]):
+            yield f"{name} has the shape {list(plan.shapes[name])}"
+
+
+def _amounts(plan: Plan) -> Iterator[str]:
+    """Times and sizes that are none. Gaps may be infinite: nothing is known of such a plan."""
+    if plan.memory_limit_bytes < 1:
+        yield f"`memory_limit_bytes` is {plan.memory_limit_bytes}"
+    for name in ("solver_gap", "plan_gap"):
+        if math.isnan(getattr(plan, name)):
+            yield f"`{name}` is nan"
+    predictions = {"prediction": plan.prediction} | {f"baselines.{key}": each for key, each in plan.baselines.items()}
+    for where, prediction in predictions.items():
+        yield from _negative(prediction, where)
+    for number, row in enumerate(plan.ops):
+        yield from _negative(row, f"ops.{number}")
+    for number, held in enumerate(plan.timeline.held if plan.timeline else ()):
+        if not 0 <= held.first <= held.last < len(plan.timeline.moments_s if plan.timeline else ()):
+            yield f"`timeline.held.{number}` is held from moment {held.first} to {held.last}, which are not there"
+        yield from _negative(held, f"timeline.held.{number}")
+    for number, span in enumerate(plan.timeline.spans if plan.timeline else ()):
+        yield from _negative([span.start_s, span.seconds], f"timeline.spans.{number}")
+
+
+def _negative(value: Any, where: str) -> Iterator[str]:
+    """Every number in a record that is below zero or not finite."""
+    if isinstance(value, (int, float)) and not (-_ROUNDING_S <= value < math.inf):
+        yield f"`{where}` is {value}"
+    elif dataclasses.is_dataclass(value):
+        for field in dataclasses.fields(value):
+            yield from _negative(getattr(value, field.name), f"{where}.{field.name}")
+    elif isinstance(value, dict):
+        for key, each in value.items():
+            yield from _negative(each, f"{where}.{key}")
+    elif isinstance(value, (list, tuple)):
+        for each in value:
+            yield from _negative(each, where)
+
+
+_ORIGINS: dict[str, type | tuple[type, ...]] = {
+    "versions": dict,
+    "xla_flags": dict,
+    "source": (dict, type(None)),
+    "recipe": (dict, type(None)),
+    "pinned": dict,
+    "maxtext": dict,
+    "asked": list,
+    "said_by_program": list,
+    "flag_sets": (dict, type(None)),
+    "learned": (dict, str, type(None)),
+}
+"""What is read again of where a plan came from, and as what."""
+
+
+def _origins(said: dict[str, Any]) -> Iterator[str]:
+    for key, kind in _ORIGINS.items():
+        if key in said and not isinstance(said[key], kind):
+            yield f"`provenance.{key}` is not of the right type"
+            return
+    texts = [("xla_flags.flags", (said.get("xla_flags") or {}).get("flags", [])), ("asked", said.get("asked", []))]
+    texts += [("said_by_program", said.get("said_by_program", [])), ("pinned", [*said.get("pinned", {}).values()])]
+    for where, lines in texts:
+        if not isinstance(lines, list) or not all(isinstance(line, str) for line in lines):
+            yield f"`provenance.{where}` is no list of text"
+    source = said.get("source") or {}
+    for key, kind in (("program", str), ("entry", str), ("options", dict)):
+        if key in source and not isinstance(source[key], kind):
+            yield f"`provenance.source.{key}` is not of the right type"
+
+
+FORMAT = "autoshard-plan"
+MOST_DEPTH = 64
+"""Of objects and lists in one another, in a plan."""
+_MOST_NUMBER = 1e300
+_AGAIN = "make it again with `autoshard plan ... --out`"
+
+
+@provides("save")
+def save_plan(plan: Plan, path: str | os.PathLike[str]) -> None:
+    """Write the plan as JSON beside `path` and rename it into place; equal plans give equal bytes.
+
+    The program's file, if it has one, is named as seen from the plan's.
+
+    Raises `UserError` if the directory is missing or cannot be written.
+    """
+    target = Path(path)
+    try:
+        text = plan_to_json(dataclasses.replace(plan, provenance=seen_from_file(plan.provenance, target)))
+        write_whole(target, text.encode())
+    except OSError as error:
+        hint = "; give a path in a directory that exists" if isinstance(error, FileNotFoundError) else ""
+        raise UserError(f"cannot write the plan to {target}: {error.strerror}{hint}.") from error
+
+
+def load_plan(path: str | os.PathLike[str]) -> Plan:
+    """Read a plan that `save_plan` wrote.
+
+    Raises `UserError` in one sentence if the file is missing, cut short, of another kind, damaged, or was
+    written by a newer version.
+    """
+    try:
+        text = read_bytes(path).decode("utf-8")
+    except OSError as error:
+        raise UserError(f"cannot read the plan file {path}: {error.strerror}.") from error
+    except ValueError as error:
+        raise UserError(f"{path} is not a plan file (it is not text); {_AGAIN}.") from error
+    plan = plan_from_json(text, str(path))
+    return dataclasses.replace(plan, provenance=seen_from_here(plan.provenance, path))
+
+
+def parameter_specs(plan: Plan | str | os.PathLike[str]) -> dict[str, Spec]:
+    """Specs of the parameters of a plan, or of a plan file, by name: what `pin_from` pins."""
+    plan = plan if isinstance(plan, Plan) else load_plan(plan)
+    return {name: spec for name, spec in plan.arguments.items() if plan.is_weight(name)}
+
+
+def plan_to_json(plan: Plan) -> str:
+    """The plan as JSON text: the schema number first, all other keys sorted, arguments and results in order."""
+    held = [(field, getattr(plan, field.name)) for field in dataclasses.fields(Plan)]
+    body = {field.name: value for field, value in held if field.metadata.get("absent") != value}
+    body["arguments"] = [
+        {
+            "name": name,
+            "spec": spec,
+            "shape": plan.shapes[name],
+            "dtype": plan.dtypes[name],
+            "role": plan.roles[name],
+        }
+        for name, spec in plan.arguments.items()
+    ]
+    body["results"] = [{"name": name, "spec": spec} for name, spec in plan.results.items()]
+    body["mesh"] = [{"axis": axis, "size": size} for axis, size in plan.mesh.items()]
+    for key in ("shapes", "dtypes", "roles"):
+        del body[key]
+    ordered = {"schema": SCHEMA, "format": FORMAT} | {key: _sorted(_encode(body[key])) for key in sorted(body)}
+    return json.dumps(ordered, indent=1, allow_nan=False) + "\n"
+
+
+def _sorted(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _sorted(value[key]) for key in sorted(value)}
+    return [_sorted(item) for item in value] if isinstance(value, list) else value
+
+
+def _encode(value: Any) -> Any:
+    if value is None or type(value) in (str, int, bool):
+        return value
+    if isinstance(value, Spec):
+        return value.to_json()
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        held = [(field, getattr(value, field.name)) for field in dataclasses.fields(value)]
+        return {field.name: _encode(own) for field, own in held if field.metadata.get("absent", value) != own}
+    if isinstance(value, dict):
+        return {str(key): _encode(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_encode(item) for item in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    item = getattr(value, "item", None)  # a numpy scalar has one
+    return value if item is None else _encode(item())
+
+
+def plan_from_json(text: str, path: str = "the plan") -> Plan:
+    """Parse and check what `plan_to_json` wrote; `path` is named in messages.
+
+    Raises `UserError` in one sentence if the text is cut short, of another kind, damaged, or of a newer version.
+    """
+    try:
+        data = parse_json(text)
+    except json.JSONDecodeError as error:
+        whole = "is cut short" if error.pos >= len(text.rstrip()) or "Unterminated" in error.msg else "is damaged"
+        raise UserError(f"{path} {whole} at line {error.lineno} ({error.msg}); {_AGAIN}.") from error
+    except ValueError as error:
+        raise UserError(f"{path} is no plan ({error}); {_AGAIN}.") from None
+    if not isinstance(data, dict) or data.get("format") != FORMAT:
+        raise UserError(f"{path} is not a plan file (no `format`: {FORMAT!r} in it); {_AGAIN}.")
+    schema = data.get("schema")
+    if not isinstance(schema, int) or isinstance(schema, bool) or schema < 1:
+        raise UserError(f"{path} is damaged: `schema` is {schema!r}, not a number from 1 to {SCHEMA}; {_AGAIN}.")
+    if schema > SCHEMA:
+        raise UserError(
+            f"{path} has schema {schema}, but this version of autoshard reads up to {SCHEMA}: update autoshard."
+        )
+    if not is_shallow(data, MOST_DEPTH):
+        raise UserError(f"{path} is damaged: it is nested too deeply; {_AGAIN}.")
+    reader = _PlanReader(path)
+    arguments = reader.records(data, "arguments", ("name", "spec", "shape", "dtype", "role"))
+    results = reader.records(data, "results", ("name", "spec"))
+    mesh = reader.records(data, "mesh", ("axis", "size"))
+    values: dict[str, Any] = {
+        "mesh": {reader.read(str, row["axis"], "mesh"): reader.read(int, row["size"], "mesh") for row in mesh},
+        "arguments": {row["name"]: reader.read(Spec, row["spec"], f"spec of {row['name']}") for row in arguments},
+        "results": {row["name"]: reader.read(Spec, row["spec"], f"spec of {row['name']}") for row in results},
+        "shapes": {row["name"]: reader.read(tuple[int, ...], row["shape"], "shape") for row in arguments},
+        "dtypes": {row["name"]: reader.read(str, row["dtype"], "dtype") for row in arguments},
+        "roles": {row["name"]: reader.read(str, row["role"], "role") for row in arguments},
+    }
+    hints = typing.get_type_hints(Plan)
+    for field in dataclasses.fields(Plan):
+        if field.name in values:
+            continue
+        if field.name not in data:
+            if field.default is not dataclasses.MISSING:
+                continue
+            raise reader.damaged(f"`{field.name}` is missing")
+        values[field.name] = reader.read(hints[field.name], data[field.name], field.name)
+    plan = Plan(**values)
+    check_plan(plan, reader.damaged)
+    return plan
+
+
+class _PlanReader:
+    """Turns JSON values into the types that the records declare, or says what is damaged."""
+
+    def __init__(self, path: str):
+        self.path = path
+
+    def damaged(self, what: str) -> UserError:
+        return UserError(f"{self.path} is damaged: {what}; {_AGAIN}.")
+
+    def records(self, data: dict[str, Any], key: str, fields: tuple[str, ...]) -> list[dict[str, Any]]:
+        rows = data.get(key)
+        if not isinstance(rows, list):
+            raise self.damaged(f"`{key}` is missing" if rows is None else f"`{key}` is not a list")
+        for row in rows:
+            if not isinstance(row, dict) or set(row) != set(fields):
+                raise self.damaged(f"an entry of `{key}` does not have just the fields {', '.join(fields)}")
+        names = [row[fields[0]] for row in rows]
+        if any(not isinstance(name, str) for name in names) or len(set(names)) != len(names):
+            raise self.damaged(f"`{key}` has a name that is not text or stands twice")
+        return rows
+
+    def read(self, kind: Any, value: Any, where: str) -> Any:
+        origin = typing.get_origin(kind)
+        if kind is Any:
+            return value
+        if origin is types.UnionType:
+            if value is None and type(None) in typing.get_args(kind):
+                return None
+            (kind,) = (part for part in typing.get_args(kind) if part is not type(None))
+            return self.read(kind, value, where)
+        if kind is Spec:
+            return Spec(self.read(tuple[tuple[str, ...], ...], value, where))
+        if dataclasses.is_dataclass(kind):
+            return self._record(kind, value, where)
+        if origin is tuple:
+            parts = typing.get_args(kind)
+            if isinstance(value, list) and (parts[-1] is ... or len(parts) == len(value)):
+                item_kinds = [parts[0]] * len(value) if parts[-1] is ... else parts
+                return tuple(self.read(each, item, where) for each, item in zip(item_kinds, value, strict=True))
+        elif origin is dict:
+            if isinstance(value, dict):
+                return {key: self.read(typing.get_args(kind)[1], item, f"{where}.{key}") for key, item in value.items()}
+        elif kind is float:
+            if isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) < _MOST_NUMBER:
+                return float(value)
+            if value in ("inf", "-inf", "nan"):
+                return float(value)
+        elif kind is bool or not isinstance(value, bool):
+            if isinstance(value, kind) and not (kind is int and abs(value) >= 2**63):
+                return value
+        raise self.damaged(f"`{where}` is {json.dumps(value)[:60]}, which is not of the right type")
+
+    def _record(self, kind: Any, value: Any, where: str) -> Any:
+        if not isinstance(value, dict):
+            raise self.damaged(f"`{where}` is not a record")
+        read = {}
+        for name, declared, default in _fields_of(kind):
+            if name in value:
+                read[name] = self.read(declared, value[name], f"{where}.{name}")
+            elif default is dataclasses.MISSING:
+                raise self.damaged(f"`{where}.{name}` is missing")
+        return kind(**read)
+
+
+@functools.cache
+def _fields_of(kind: Any) -> list[tuple[str, Any, Any]]:
+    """Name, declared type and default of a record's fields. Asked once: Python is slow to tell types."""
+    hints = typing.get_type_hints(kind)
+    return [(field.name, hints[field.name], field.default) for field in dataclasses.fields(kind)]

@@ -1,0 +1,130 @@
+"""The stages of a planned step: what each takes, what lies between them, and the timetable of all."""
+
+import dataclasses
+
+from autoshard.base.units import format_bytes, format_seconds
+from autoshard.cost import Schedule, Timetable, timetable
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class PlannedChunk:
+    """A run of layers that a stage computes in one piece. Sizes are bytes of one device."""
+
+    forward_s: float
+    """Seconds of the forward pass of one microbatch."""
+    backward_s: float | None
+    """Seconds of its backward pass, with what is computed again for it; None where there is none."""
+    modules: tuple[str, ...] = dataclasses.field(default=(), metadata={"absent": ()})
+    """Names of the modules that it begins with and ends with, of a cut between modules."""
+    kept_bytes: int = dataclasses.field(default=0, metadata={"absent": 0})
+    """What one microbatch leaves for the backward pass."""
+    fixed_bytes: int = dataclasses.field(default=0, metadata={"absent": 0})
+    """Parameters, their gradients and the optimizer's state, and what the largest op needs beside them."""
+    hand_over_s: float = dataclasses.field(default=0.0, metadata={"absent": 0.0})
+    """What lies between its end and the begin of the next chunk, for one microbatch."""
+    handed_bytes: int = dataclasses.field(default=0, metadata={"absent": 0})
+    """What goes to later chunks of one microbatch."""
+    update_s: float = dataclasses.field(default=0.0, metadata={"absent": 0.0})
+    """What is done once a step, after all microbatches: sums of gradients, and the optimizer."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class PlannedPipeline:
+    """How the layers of a step are computed in stages."""
+
+    schedule: str
+    """The name as options say it: `gpipe`, `1f1b`, `interleaved:2` or `circular:2`."""
+    stages: int
+    microbatches: int
+    rounds: int
+    """Chunks of layers in each stage."""
+    together: bool
+    """Whether the step is one SPMD program, in which all stages compute at once in every tick."""
+    chunks: tuple[PlannedChunk, ...]
+    """In the order of the layers: chunk c is on stage c % stages."""
+    layers: int = dataclasses.field(default=0, metadata={"absent": 0})
+    """Layers in all stages, where these are equal layers; 0 if they are not."""
+    before_s: float = 0.0
+    """Seconds of the step before the first forward work."""
+    between_s: float = 0.0
+    """Seconds between the passes, of what comes after the stages, such as a head and a loss."""
+    after_s: float = 0.0
+    """Seconds of the step after the last backward work."""
+    memory_bytes: tuple[int, ...] = dataclasses.field(default=(), metadata={"absent": ()})
+    """Bytes of one device for each stage, of a cut between modules."""
+    bound_s: float = dataclasses.field(default=0.0, metadata={"absent": 0.0})
+    """No cut between these modules takes less by this schedule, with these microbatches and prices; 0 if that is not
+    known."""
+
+    def order(self) -> Schedule:
+        """The schedule, with its numbers."""
+        return Schedule(
+            self.schedule.partition(":")[0], self.stages, self.microbatches, self.rounds, together=self.together
+        )
+
+    def timetable(self) -> Timetable:
+        """What each stage does when, counted from the first forward work."""
+        backward = [0.0 if chunk.backward_s is None else chunk.backward_s for chunk in self.chunks]
+        between = [chunk.hand_over_s for chunk in self.chunks[:-1]]
+        forward = [chunk.forward_s for chunk in self.chunks]
+        return timetable(self.order(), forward, backward if self.trains else None, between, self.between_s)
+
+    @property
+    def trains(self) -> bool:
+        """Whether there is a backward pass."""
+        return any(chunk.backward_s is not None for chunk in self.chunks)
+
+    def words(self) -> tuple[str, ...]:
+        """What a report says above the picture."""
+        drawn = self.timetable()
+        kind = "one SPMD program: all stages begin a tick together" if self.together else "a program for each stage"
+        outside = self.before_s + self.between_s + self.after_s
+        inside = format_seconds(drawn.step_time_s - self.between_s)
+        bubble = f"{inside} in the stages, {self.bubble(drawn):.1%} of it bubble"
+        beside = f"; {format_seconds(outside)} of the step outside of them" if outside else ""
+        spent = [
+            format_seconds(seconds)
+            for seconds in sorted(chunk.forward_s + (chunk.backward_s or 0.0) for chunk in self.chunks)
+        ]
+        each = " to ".join(dict.fromkeys((spent[0], spent[-1])))
+        both = ", forward and backward" if self.trains else ""
+        lines = [
+            f"{self.stages} stages, {self.order()}, {self.microbatches} microbatches ({kind})",
+            bubble + beside,
+            f"a microbatch takes {each} in a {'chunk' if self.rounds > 1 else 'stage'}{both}",
+        ]
+        if self.trains:
+            held = drawn.in_flight
+            many = f"{held[0]}" if min(held) == max(held) else f"{held[0]} (the first) to {held[-1]} (the last)"
+            what = "ticks" if self.together else "microbatches" + (" and chunks" if self.rounds > 1 else "")
+            lines.append(f"for the backward pass a stage holds the values of up to {many} {what}")
+        lines.extend(self._stage_lines(drawn))
+        return tuple(lines)
+
+    def bubble(self, drawn: Timetable | None = None) -> float:
+        """Share of the time in the stages in which these compute nothing that is used."""
+        drawn = drawn or self.timetable()
+        inside = drawn.step_time_s - self.between_s
+        return 1 - sum(drawn.busy_s) / (self.stages * inside) if inside > 0 else 0.0
+
+    def _stage_lines(self, drawn: Timetable) -> list[str]:
+        """A line for each stage of a cut between modules, and how good the cut is."""
+        lines = []
+        for stage, memory in enumerate(self.memory_bytes):
+            own = self.chunks[stage :: self.stages]
+            runs = ", ".join(" to ".join(dict.fromkeys(chunk.modules)) for chunk in own)
+            forward, backward = (
+                sum(times) for times in zip(*((c.forward_s, c.backward_s or 0.0) for c in own), strict=True)
+            )
+            times = f"{format_seconds(forward)} forward" + (
+                f", {format_seconds(backward)} backward" if self.trains else ""
+            )
+            lines.append(f"stage {stage}: {runs}; {times}, {format_bytes(memory)} a device")
+        if self.bound_s:
+            step = drawn.step_time_s + self.after_s
+            lines.append(
+                "no cut between modules is faster by this schedule"
+                if self.bound_s >= step * (1 - 1e-9)
+                else f"no cut between modules is faster by more than {1 - self.bound_s / step:.1%} by this schedule"
+            )
+        return lines

@@ -1,0 +1,125 @@
+"""What to say when no plan keeps within the memory limit."""
+
+import math
+
+import numpy as np
+from numpy.typing import NDArray
+
+from autoshard.base.units import format_bytes
+from autoshard.planning.price.evaluate import evaluate
+from autoshard.planning.solve.mesh_solve import Solved, Terms, solve_tied, solve_within
+from autoshard.planning.solve.problem_builder import Weights
+from autoshard.planning.solve.repeats import find_repeats
+from autoshard.planning.solve.time_weights import even_weights, normalise
+from autoshard.planning.solve.weight_search import Infeasible
+from autoshard.planning.space.decision_model import Model
+from autoshard.planning.space.plan_options import Limits
+from autoshard.planning.space.user_constraints import Required
+from autoshard.program import WEIGHTS, Role
+
+
+RECOMPUTES = b"rematted_computation"
+"""What JAX writes into the locations of all that a backward pass computes again."""
+
+
+def explain_infeasible(model: Model, found: Infeasible, limits: Limits, required: Required) -> str:
+    """Return a sentence about the least memory that any plan needs, where its peak is, and what would help."""
+    memory_limit, solved = limits.memory_bytes, found.solved
+    least = _least_memory(model, found, limits, required)
+    if least is None and solved is not None and len(solved.choices) == len(model.nodes):
+        least = solved.choices
+    if least is not None and not required.holds(least):
+        return "no plan keeps everything that was asked for: leave one of the pins out."
+    if least is None:
+        helps = _advice(model, "activations", memory_limit, bool(required.allowed))
+        return f"no plan fits into {format_bytes(memory_limit)} per device; {helps}."
+    outcome = evaluate(model, least)
+    op = model.graph.ops[min(outcome.peak_time, len(model.graph.ops) - 1)] if model.graph.ops else None
+    where = f"its peak in {op.kind} {op.name}" if op else "most"
+    kinds = sorted(outcome.memory.items(), key=lambda kv: -kv[1])
+    parts = ", ".join(f"{kind.replace('_', ' ')} {format_bytes(size)}" for kind, size in kinds[:3]) or "nothing"
+    return (
+        f"no plan fits into {format_bytes(memory_limit)} per device: the least found is "
+        f"{format_bytes(outcome.peak_bytes)}{' with these pins' if required.allowed else ''}, at {where} "
+        f"({parts}); {_advice(model, kinds[0][0] if kinds else '', memory_limit, bool(required.allowed))}."
+    )
+
+
+_NARROW = ("bfloat16", "bf16", "float16", "f16")
+
+
+def _advice(model: Model, kind: str, memory_limit: int, pinned: bool) -> str:
+    """What would help with what holds most at the peak; nothing that the program or the plan has already."""
+    program = model.program
+    source = program.source or {}
+    options = source.get("options", {})
+    flags = str(source.get("program", "")).startswith("hf:") or bool(options.get("train"))
+    found = []
+    if kind in ("activations", "temporaries", "batch"):
+        if any(a.role is Role.BATCH and a.shape and a.shape[0] > 1 for a in program.arguments):
+            found.append("a smaller batch")
+    if kind in ("activations", "temporaries") and program.training:
+        if flags and options.get("remat", "none") != "full":
+            found.append("--remat full")
+        elif not flags and RECOMPUTES not in program.module:
+            found.append("recomputing activations in the backward pass (jax.checkpoint)")
+    if kind == "optimizer_state":
+        if flags and options.get("state_dtype", "float32") not in _NARROW:
+            found.append("--state-dtype bfloat16")
+        elif not flags and any(a.role is Role.OPTIMIZER_STATE and a.dtype == "float32" for a in program.arguments):
+            found.append("optimizer state in bfloat16")
+        if program.on_host == "none" and model.graph.loops and not model.mesh.topology.traits.shares_machine:
+            found.append("--host optimizer" if flags else 'autoshard.trace(..., host="optimizer")')
+    if kind in ("parameters", "gradients", "gathered"):
+        if any(a.role in WEIGHTS and a.dtype in ("float32", "float64") for a in program.arguments):
+            found.append("--param-dtype bfloat16" if flags else "parameters in bfloat16")
+    if pinned:
+        found.append("fewer pins")
+    usable = model.mesh.topology.usable_bytes
+    if memory_limit < usable:
+        found.append(f"a higher memory limit (a device has {format_bytes(usable)})")
+    found.append("more devices")
+    listed = f"{', '.join(found[:-1])} or {found[-1]}" if len(found) > 1 else found[0]
+    return f"{listed} would help"
+
+
+def _least_memory(model: Model, found: Infeasible, limits: Limits, required: Required) -> NDArray[np.int64] | None:
+    """Return choices of the smallest limit that the solver can keep, by bisection above the limit that it cannot.
+
+    The bisection begins at the smallest peak among completed baselines, which hold parameters split, and the fastest
+    choices without a limit, which split nearly everything. What repeats is first decided as one, as in baselines.
+    """
+    repeats, allowed = find_repeats(model), required.allowed
+
+    def solved(weights: Weights, terms: Terms) -> Solved:
+        tied = None if repeats is None else solve_tied(repeats, weights, terms)
+        return solve_within(model, weights, terms) if tied is None or tied.solution.gap == math.inf else tied
+
+    best, high = None, 0
+    named = [each.choices for each in found.baselines.values() if required.holds(each.choices)]
+    free = (
+        solved(weights, Terms(None, limits.seconds / 8, limits.seed, allowed=allowed)).choices
+        for weights in ({}, normalise(even_weights(model)))
+    )
+    for choices in (*named, *free):
+        try:
+            peak = evaluate(model, choices).peak_bytes
+        except (ValueError, IndexError):  # none was found
+            continue
+        if best is None or peak < high:
+            best, high = choices, peak
+    if best is None:
+        return None
+    low = limits.memory_bytes
+    for _ in range(12):
+        if high - low < 0.01 * high:
+            break
+        middle = (low + high) // 2
+        seconds = max(1.0, limits.seconds / 16)
+        kept = solved({}, Terms(middle, seconds, limits.seed, best, allowed, free_first=False))
+        if kept.solution.gap != math.inf:
+            best = kept.choices
+            high = min(middle, evaluate(model, best).peak_bytes)
+        else:
+            low = middle
+    return best

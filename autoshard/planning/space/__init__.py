@@ -1,0 +1,1 @@
+"""The decisions of a plan: dim groups, strategies, baselines and constraints."""

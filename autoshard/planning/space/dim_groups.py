@@ -1,0 +1,209 @@
+"""Dim groups: dims across the whole program that ops tie together, such as batch, sequence and heads."""
+
+import dataclasses
+import itertools
+import re
+from collections.abc import Sequence
+
+from autoshard.graph import ROTATE, FactorKind, OpGraph, Structure
+from autoshard.planning.xla.axis_assignments import WHOLE, States, relabel
+from autoshard.program import WEIGHTS, Program, Role
+
+
+_HINTS = (
+    (
+        "vocabulary",
+        re.compile(r"embed_tokens|lm_head|wte|shared\.weight|embed(ding)?s?(\.|$)|unembed|head$|vocab", re.I),
+    ),
+    ("experts", re.compile(r"expert|moe", re.I)),
+    ("kv heads", re.compile(r"(^|[._])(k_proj|v_proj|wk|wv|key|value|k|v)([._]|$)", re.I)),
+    ("heads", re.compile(r"attn|attention|q_proj|o_proj|(^|[._])(wq|wo|q|o|query)([._]|$)", re.I)),
+    ("ffn", re.compile(r"mlp|ffn|feed_?forward|fc|up|gate|down|intermediate|w[123]($|[._])", re.I)),
+)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Groups:
+    """Which dims belong together, and what a person would call them."""
+
+    of_factor: dict[tuple[int, int], int]
+    """(cluster, factor) -> group."""
+    sizes: dict[int, int]
+    """Group -> the smallest size among its factors: what an axis must divide to split all of it evenly."""
+    names: dict[int, str]
+    parameters: dict[int, tuple[int, ...]]
+    """Group -> positions of the parameter arguments that have it."""
+    batch: int | None
+    sequence: int | None
+    hidden: int | None
+    """The group that most parameters share (the residual stream's), if there is one."""
+    space: tuple[int, ...] = ()
+    """Groups of the batch's dims along which windows move (height, width), in their order."""
+
+
+class _Ties:
+    """Which of so many things belong together; the first one stands for them all."""
+
+    def __init__(self, count: int) -> None:
+        self.of = list(range(count))
+
+    def find(self, thing: int) -> int:
+        of = self.of
+        while of[thing] != thing:
+            of[thing] = thing = of[of[thing]]
+        return thing
+
+    def join(self, a: int, b: int) -> None:
+        first, second = self.find(a), self.find(b)
+        self.of[max(first, second)] = min(first, second)
+
+
+def find_groups(program: Program, graph: OpGraph, structure: Structure) -> Groups:
+    """Dim groups of a program: factors tied by ops, the major factor standing for a merged dim."""
+    # The factors of clusters come first, then those of ops.
+    clusters = list(itertools.accumulate((len(each.sizes) for each in structure.clusters), initial=0))
+    ops = list(itertools.accumulate((len(op.rule.sizes) if op.rule else 0 for op in graph.ops), initial=clusters[-1]))
+    union = _Ties(ops[-1])
+    for op in graph.ops:
+        if op.rule is None:
+            continue
+        for tensor, dims in op.sides:
+            cluster = structure.cluster_of[tensor]
+            if cluster < 0:
+                continue
+            for dim, factors in enumerate(dims):
+                own = structure.dims_of[tensor][dim]
+                real = [f for f in factors if op.rule.sizes[f] > 1]
+                if own >= 0 and real:
+                    union.join(clusters[cluster] + own, ops[op.id] + real[0])
+    for result, argument in structure.ties:
+        for dim, own in enumerate(structure.dims_of[result]):
+            other = structure.dims_of[argument][dim]
+            if own >= 0 and other >= 0:
+                first, second = structure.cluster_of[result], structure.cluster_of[argument]
+                union.join(clusters[first] + own, clusters[second] + other)
+    numbers: dict[int, int] = {}
+    of_factor: dict[tuple[int, int], int] = {}
+    sizes: dict[int, int] = {}
+    for cluster in structure.clusters:
+        for factor, size in enumerate(cluster.sizes):
+            group = numbers.setdefault(union.find(clusters[cluster.id] + factor), len(numbers))
+            of_factor[(cluster.id, factor)] = group
+            if factor not in cluster.blocked:
+                sizes[group] = min(sizes.get(group, size), size)
+    return _describe(program, graph, structure, of_factor, sizes)
+
+
+def tensor_groups(structure: Structure, of_factor: dict[tuple[int, int], int], tensor: int) -> list[int | None]:
+    """Group of each dim of a tensor, None for a dim of one or one that must stay whole."""
+    cluster = structure.cluster_of[tensor]
+    if cluster < 0:
+        return [None] * len(structure.dims_of[tensor])
+    blocked = structure.clusters[cluster].blocked
+    return [of_factor[(cluster, f)] if f >= 0 and f not in blocked else None for f in structure.dims_of[tensor]]
+
+
+def _describe(
+    program: Program,
+    graph: OpGraph,
+    structure: Structure,
+    of_factor: dict[tuple[int, int], int],
+    sizes: dict[int, int],
+) -> Groups:
+    holders: dict[int, list[int]] = {}
+    weight: dict[int, int] = {}
+    matrices: dict[int, int] = {}
+    matrix_bytes = 0
+    data: list[list[int | None]] = []
+    for position, (argument, tensor) in enumerate(zip(program.arguments, graph.arguments, strict=True)):
+        groups = tensor_groups(structure, of_factor, tensor)
+        if argument.role in WEIGHTS:
+            real = [g for g in groups if g is not None]
+            for group in set(real):
+                holders.setdefault(group, []).append(position)
+            if len(real) > 1:
+                matrix_bytes += graph.tensors[tensor].bytes
+                for group in set(real):
+                    weight[group] = weight.get(group, 0) + graph.tensors[tensor].bytes
+                    matrices[group] = matrices.get(group, 0) + 1
+        elif argument.role is Role.BATCH and groups and groups[0] is not None:
+            data.append(groups)
+    batch = data[0][0] if data else None
+    sequence = next((g[1] for g in data if len(g) > 1 and g[1] is not None and g[1] not in holders), None)
+    # Two matrices share the inner dim of an MLP too; a stream is shared by more, or comes in with the data.
+    shifted, stages = _shifted(graph, structure, of_factor)
+    streams = [g for g in weight if matrices[g] > 2 or any(g in groups for groups in data)]
+    hidden = max(streams, key=lambda g: (weight[g], -g), default=None)
+    if hidden is not None and weight[hidden] < 0.6 * matrix_bytes:
+        hidden = None
+    space = _space(graph, structure, of_factor)
+    names = {}
+    for group in sizes:
+        if group == batch:
+            names[group] = "batch"
+        elif group == sequence:
+            names[group] = "sequence"
+        elif group == hidden:
+            names[group] = "hidden"
+        elif group in stages or group in shifted and group in holders:
+            names[group] = "stage"
+        elif group in space:
+            names[group] = space[group]
+        else:
+            names[group] = _hint([program.arguments[p].name for p in holders.get(group, [])])
+    own = tuple(dict.fromkeys(g for groups in data for g in groups if g is not None and g in space and g in sizes))
+    return Groups(of_factor, sizes, names, {g: tuple(p) for g, p in holders.items()}, batch, sequence, hidden, own)
+
+
+def _space(graph: OpGraph, structure: Structure, of_factor: dict[tuple[int, int], int]) -> dict[int, str]:
+    """Groups of dims along which convolutions and pools move, and what such dims of images are called."""
+    words = {1: ("length",), 2: ("image height", "image width"), 3: ("depth", "image height", "image width")}
+    found: dict[int, str] = {}
+    for op in graph.ops:
+        tensor = op.operands[0] if op.halos and op.kind in ("convolution", "reduce_window") else -1
+        if tensor < 0 or structure.cluster_of[tensor] < 0:
+            continue
+        names = words.get(len(graph.tensors[tensor].shape) - 2, ())
+        dims = sorted(halo.dim.source for halo in op.halos)
+        for dim, name in zip(dims, names, strict=False) if len(dims) == len(names) else ():
+            own = structure.dims_of[tensor][dim]
+            if own >= 0:
+                found.setdefault(of_factor[(structure.cluster_of[tensor], own)], name)
+    return found
+
+
+def _shifted(graph: OpGraph, structure: Structure, of_factor: dict[tuple[int, int], int]) -> tuple[set[int], set[int]]:
+    """Groups of dims that are rolled, and those that a loop rolls by one as the first dim of what it carries.
+
+    A stage's result goes to the next so, in a program written as a pipeline, whatever its parameters are like.
+    """
+    found: set[int] = set()
+    stages: set[int] = set()
+    for op in graph.ops:
+        if op.kind == ROTATE and op.rule is not None:
+            tensor = op.operands[0]
+            dim = op.rule.kinds.index(FactorKind.PERMUTATION)
+            if structure.cluster_of[tensor] >= 0 and structure.dims_of[tensor][dim] >= 0:
+                group = of_factor[(structure.cluster_of[tensor], structure.dims_of[tensor][dim])]
+                found.add(group)
+                if op.loop >= 0 and dim == 0 and op.shift in (1, graph.tensors[tensor].shape[0] - 1):
+                    stages.add(group)
+    return found, stages
+
+
+def _hint(names: list[str]) -> str:
+    """What parameters with these names call the dim they share."""
+    for word, pattern in _HINTS:
+        if names and sum(bool(pattern.search(name)) for name in names) * 2 > len(names):
+            return word
+    return f"dim of {names[0]}" if names else ""
+
+
+def factor_states(states: States, dims: Sequence[Sequence[int]]) -> States:
+    """States over an op's factors as states over the dims of one of its tensors; other factors are dropped."""
+    count = int(states.max(initial=0)) + 1
+    mapping = [WHOLE] * max(count, max((f + 1 for dim in dims for f in dim), default=0))
+    for dim, factors in enumerate(dims):
+        for factor in factors:
+            mapping[factor] = dim
+    return relabel(states, mapping)

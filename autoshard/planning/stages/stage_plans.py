@@ -1,0 +1,123 @@
+"""A cut of a torch module into stages, written down: its chunks, what the whole step takes, and what to know of it."""
+
+from collections.abc import Iterator
+
+import numpy as np
+
+from autoshard.base.units import format_seconds
+from autoshard.cost import Schedule
+from autoshard.planning.price.prediction import mfu
+from autoshard.planning.record.plan_parts import Collective, Prediction
+from autoshard.planning.record.planned_stages import PlannedChunk, PlannedPipeline
+from autoshard.planning.space.decision_model import Model
+from autoshard.planning.stages.segment_prices import SegmentPrices
+from autoshard.planning.stages.stage_cut import Cut, cut_timetable
+from autoshard.program import Segments
+
+
+AXIS = "stage"
+"""The axis of the mesh along which stages stand."""
+
+
+def planned_stages(cut: Cut, schedule: Schedule, prices: SegmentPrices, names: list[str]) -> PlannedPipeline:
+    """A cut as a plan holds it: seconds, bytes and names of every chunk."""
+    costs = prices.costs
+    runs = list(zip(cut.begins, [*cut.begins[1:], len(costs.forward_s)], strict=True))
+    limits = [j - 1 for _, j in runs]
+    chunks = tuple(
+        PlannedChunk(
+            forward_s=float(costs.forward_s[i:j].sum()),
+            backward_s=float(costs.backward_s[i:j].sum()) if costs.trains else None,
+            modules=(names[i], names[j - 1]),
+            kept_bytes=round(float(costs.kept_bytes[i, j])),
+            fixed_bytes=round(float(costs.fixed_bytes[i:j].sum() + np.max(costs.working_bytes[i:j], initial=0))),
+            hand_over_s=float(costs.hand_over_s[last]) if last < len(names) - 1 else 0.0,
+            handed_bytes=round(float(prices.handed_bytes[last])) if last < len(names) - 1 else 0,
+            update_s=float(costs.update_s[i:j].sum()),
+        )
+        for (i, j), last in zip(runs, limits, strict=True)
+    )
+    drawn = cut_timetable(costs, schedule, cut.begins)
+    return PlannedPipeline(
+        schedule=str(schedule),
+        stages=schedule.stages,
+        microbatches=schedule.microbatches,
+        rounds=schedule.rounds,
+        together=False,
+        chunks=chunks,
+        after_s=cut.step_time_s - drawn.step_time_s,
+        memory_bytes=tuple(round(size) for size in cut.memory_bytes),
+        bound_s=cut.bound_s,
+    )
+
+
+def stages_notes(training: bool, schedule: Schedule, prices: SegmentPrices, segments: Segments) -> Iterator[str]:
+    """What is to be known of a module that is computed in microbatches."""
+    import torch
+
+    if training and any(
+        isinstance(child, torch.nn.modules.batchnorm._BatchNorm) for child in segments.module.modules()
+    ):
+        yield (
+            f"Batch norms take the statistics of a microbatch, {1 / schedule.microbatches:.1%} of the batch: the "
+            "loss is not that of the module on the whole batch."
+        )
+    both = prices.costs.forward_s + prices.costs.backward_s
+    slowest, mean = float(both.max()), float(both.sum()) / schedule.stages
+    if slowest > mean:
+        number = int(np.argmax(both))
+        yield (
+            f"A stage cannot be smaller than `{segments.names[number]}` up to the next module, which takes "
+            f"{format_seconds(slowest)} of a microbatch where the mean of a stage is {format_seconds(mean)}."
+        )
+
+
+def stages_prediction(
+    model: Model, cut: Cut, schedule: Schedule, prices: SegmentPrices, pipeline: PlannedPipeline
+) -> Prediction:
+    """What the whole step takes; the bubble, and what is waited for between stages, counts as compute."""
+    costs, count = prices.costs, schedule.microbatches
+    runs = list(zip(cut.begins, [*cut.begins[1:], len(costs.forward_s)], strict=True))
+    stages = range(schedule.stages)
+    waits = [
+        sum(
+            float(count * prices.exposed_s[:2, i:j].sum() + prices.exposed_s[2, i:j].sum())
+            for i, j in runs[s :: schedule.stages]
+        )
+        for s in stages
+    ]
+    fullest = max(stages, key=lambda s: cut.memory_bytes[s])
+    own = runs[fullest :: schedule.stages]
+    memory = {kind: round(sum(float(sizes[i:j].sum()) for i, j in own)) for kind, sizes in prices.kinds.items()}
+    memory["temporaries"] = round(max(float(costs.working_bytes[i:j].max(initial=0)) for i, j in own))
+    memory["activations"] = round(cut.memory_bytes[fullest]) - sum(memory.values())
+    whole = cut.step_time_s
+    exposed = min(max(waits), whole)
+    times = 2 if costs.trains else 1
+    handed = [round(chunk.handed_bytes * count * times) for chunk in pipeline.chunks[:-1]]
+    permutes = tuple(
+        Collective(
+            "collective-permute",
+            (AXIS,),
+            count * times,
+            size,
+            chunk.hand_over_s * count * times,
+            True,
+            f"from {chunk.modules[-1]} to {after.modules[0]}",
+            "",
+            0.0,
+        )
+        for size, chunk, after in zip(handed, pipeline.chunks, pipeline.chunks[1:], strict=False)
+    )
+    return Prediction(
+        step_time_s=whole,
+        compute_s=whole - exposed,
+        hidden_comm_s=0.0,
+        exposed_comm_s=exposed,
+        mfu=mfu(model, whole / count),
+        peak_bytes=round(max(cut.memory_bytes)),
+        memory={kind: size for kind, size in memory.items() if size},
+        fits=True,
+        wire_bytes={AXIS: max(handed, default=0)},
+        collectives=permutes,
+    )

@@ -1,0 +1,323 @@
+"""Plans of torch modules as a program for each stage: cut between modules, for runtimes that run stages apart."""
+
+import dataclasses
+import math
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from autoshard.base.units import format_bytes
+from autoshard.cost import Schedule, Topology, make_schedule, parse_mesh
+from autoshard.errors import InfeasibleError, UserError
+from autoshard.planning.price.analysed_program import price_again, read_program
+from autoshard.planning.record.plan_parts import Timeline
+from autoshard.planning.record.plan_record import Plan
+from autoshard.planning.space.decision_model import Model
+from autoshard.planning.space.plan_options import Options
+from autoshard.planning.stages.segment_prices import SegmentPrices, segment_prices
+from autoshard.planning.stages.stage_cut import Cut, NoCutError, SegmentCosts, best_cut
+from autoshard.planning.stages.stage_plans import AXIS, planned_stages, stages_notes, stages_prediction
+from autoshard.program import NotDividedError, Program, Segments, in_segments
+
+
+FORM = "torch-pipelining"
+"""The form of an export that has a program for each stage."""
+COUNTS = (1, 2, 4, 8)
+"""Microbatches for each stage, where their number is left to the planner."""
+SCHEDULES = ("1f1b", "gpipe", "interleaved:2", "interleaved:3")
+"""Schedules, where that is left to the planner."""
+AUTO = "auto"
+
+
+def is_by_stage(options: Mapping[str, Any], form: str | None) -> bool:
+    """Whether a program for each stage is asked for: by the form that holds one, or by a schedule that only it has."""
+    name = str(options.get("schedule") or "").partition(":")[0]
+    return form == FORM or name in ("1f1b", "interleaved")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class StagesAsked:
+    """What is said of the stages of a program for each."""
+
+    stages: int | None
+    """Their number; None leaves it to the planner."""
+    microbatches: int | None
+    """The parts of the batch; None leaves their number to the planner."""
+    schedule: str | None
+    """The schedule as `make_schedule` reads it; None leaves it to the planner."""
+
+
+def read_stages(options: Mapping[str, Any], topology: str) -> StagesAsked:
+    """What options say of stages. Raises `UserError`, one sentence, for numbers and schedules that cannot be."""
+    stages, count, schedule = (options.get(name) for name in ("stages", "microbatches", "schedule"))
+    if stages is None:
+        raise UserError(f"a program for each stage needs stages: add --stages 2 or more, or --stages {AUTO}.")
+    devices = Topology.parse(topology).num_devices
+    numbers = [n for n in range(2, devices + 1) if devices % n == 0]
+    if not numbers:
+        raise UserError(f"stages need devices of their own, and {topology} has one; use a larger topology.")
+    if stages != AUTO and stages not in numbers:
+        listed = ", ".join(map(str, numbers[:8]))
+        raise UserError(f"{stages} stages do not divide the {devices} devices of {topology}; use {listed}.")
+    for name in ("remat", "batch", "experts", "exchange", "host"):
+        if options.get(name) == AUTO:
+            raise UserError(f"--{name} {AUTO} is not chosen together with a program for each stage; say which.")
+    if options.get("host") not in (None, "none"):
+        raise UserError(f"--host {options['host']} is for one program; leave it out with a program for each stage.")
+    if options.get("gradient_groups") not in (None, 1):
+        raise UserError("--gradient-groups is for one program: a program for each stage sums gradients once as it is.")
+    said = None if schedule == AUTO else str(schedule or "1f1b")
+    if said is not None and said.partition(":")[0] == "circular":
+        raise UserError(
+            f"schedule `{said}` is that of one program; a program for each stage has gpipe, 1f1b or interleaved:2."
+        )
+    if said is not None:
+        make_schedule(said, 2, 2)
+    return StagesAsked(
+        None if stages == AUTO else int(stages), None if count in (None, AUTO) else int(count), said
+    )  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Found:
+    """A cut, and what it was found under."""
+
+    cut: Cut
+    schedule: Schedule
+    plan: Plan
+    """The plan of one microbatch on the devices of one stage."""
+    model: Model
+    prices: SegmentPrices
+    segments: Segments
+
+
+_NOT_HANDED_ON = (
+    "hands every value on to the next stage alone, with a gradient (skip connections stay within two stages, masks, "
+    "what is made of inputs alone and shared parameters within one); use fewer stages or chunks."
+)
+
+
+def _may_be_cut(costs: SegmentCosts, schedule: Schedule) -> bool:
+    """Whether there is any cut, if memory is no matter."""
+    try:
+        best_cut(costs, schedule, leaves=1)
+    except NoCutError:
+        return False
+    return True
+
+
+class StageSearch:
+    """All counts of stages, microbatches and schedules that are open, the best cut of each.
+
+    `make(**more)` opens the program with the options in `said` but those of stages, and with `more` of them;
+    `sharded(program, options)` plans one. Every count of microbatches is planned as a step of one microbatch on the
+    devices of a stage; under its prices the cut is found by `best_cut`.
+    """
+
+    def __init__(
+        self,
+        make: Callable[..., Program],
+        sharded: Callable[[Program, Options], Plan],
+        said: Mapping[str, Any],
+        options: Options,
+        progress: Callable[[str], None],
+    ) -> None:
+        """Raises `UserError` for stages that cannot be."""
+        self.asked, topology = read_stages(said, options.topology), Topology.parse(options.topology)
+        if options.candidates > 1:
+            raise UserError(
+                f"{options.candidates} candidates are asked for, but a program for each stage has one plan."
+            )
+        self.make, self.sharded, self.said, self.options = make, sharded, said, options
+        self.topology, self.progress = topology, progress
+        self.limit = topology.usable_bytes if options.memory_limit is None else options.memory_limit
+        self.best: _Found | None = None
+        self.tried: list[dict[str, Any]] = []
+        self.refused: list[str] = []
+        self.meshes: dict[int, dict[str, int]] = {}
+
+    def run(self) -> Plan:
+        """The fastest plan.
+
+        Raises `UserError` for what is no torch module or cannot be cut so, `InfeasibleError` if no cut keeps within
+        the memory limit.
+        """
+        devices = self.topology.num_devices
+        every = [n for n in range(2, min(devices, 64) + 1) if devices % n == 0]
+        for stages in [self.asked.stages] if self.asked.stages is not None else every:
+            counts = [self.asked.microbatches] if self.asked.microbatches else [stages * n for n in COUNTS]
+            for count in counts:
+                try:
+                    self._planned(stages, count)
+                except NotDividedError:
+                    if self.asked.microbatches:
+                        raise
+        if self.best is None:
+            if self.refused:
+                said = self.refused[-1]
+                raise UserError(said) if said.endswith(_NOT_HANDED_ON) else InfeasibleError(said)
+            raise UserError(
+                "no number of microbatches that is 1, 2, 4 or 8 for each stage divides the batch; say --microbatches, "
+                "or use another batch."
+            )
+        return self._plan(self.best)
+
+    def _schedules(self, stages: int, count: int) -> Iterator[Schedule]:
+        for text in [self.asked.schedule] if self.asked.schedule else SCHEDULES:
+            try:
+                yield make_schedule(text, stages, count)
+            except UserError:
+                if self.asked.schedule and self.asked.microbatches:
+                    raise
+
+    def _planned(self, stages: int, count: int) -> None:
+        """The best cut of one count of stages and microbatches, for each schedule."""
+        self.progress(f"Tracing one of {count} microbatches")
+        with in_segments(count) as segments:
+            program = self._opened(count)
+        if not segments.names:
+            raise UserError(
+                f"{program.name} is no torch module, between whose modules stages could be cut: leave out "
+                f"--for {FORM}, and cut the layers of JAX programs by --schedule gpipe or circular."
+            )
+        schedules = list(self._schedules(stages, count))
+        places = sum(segments.may_cut)
+        for rounds in {schedule.rounds for schedule in schedules}:
+            if stages * rounds > places and (self.asked.schedule or rounds == 1):
+                raise UserError(
+                    f"{stages * rounds} {'chunks of layers' if rounds > 1 else 'stages'} are more than the {places} "
+                    f"modules of {program.name} that one may begin with; use fewer stages."
+                )
+        share = stages
+        reading = read_program(program, self.topology.backend)
+        while schedules:
+            try:
+                plan = self._sharded(program, stages, share)
+            except InfeasibleError:  # all stages together do not fit into so much, so no cut does
+                break
+            model, choices = price_again(plan, program, reading)
+            prices = segment_prices(model, choices, segments.may_cut, AXIS, count)
+            refused = []
+            for schedule in schedules:
+                self.progress(f"cutting into {schedule.words()}")
+                try:
+                    cut = best_cut(prices.costs, schedule, self.limit)
+                except NoCutError:
+                    if _may_be_cut(prices.costs, schedule):
+                        refused.append(schedule)
+                    else:
+                        self._refuse(schedule, _NOT_HANDED_ON)
+                    continue
+                self._keep(_Found(cut, schedule, plan, model, prices, segments))
+            schedules = refused
+            if share <= 1:
+                break
+            share = max(1, share // 2)
+        for schedule in schedules:
+            self._refuse(
+                schedule,
+                f"keeps within {format_bytes(self.limit)} of a device; use more stages, --remat full or more "
+                "microbatches.",
+            )
+
+    def _refuse(self, schedule: Schedule, why: str) -> None:
+        """Notes that there is no cut for a schedule."""
+        parts = f"{schedule.stages} stages with {schedule.microbatches} microbatches by {schedule}"
+        self.refused.append(f"no cut into {parts} {why}")
+        self.tried.append(self._row(schedule, None))
+
+    def _opened(self, count: int) -> Program:
+        """The program with one microbatch of its batch."""
+        batch = self.said.get("batch")
+        if not isinstance(batch, int):
+            return self.make()
+        if batch % count:
+            raise NotDividedError(f"{count} microbatches do not divide the batch of {batch}; use a divisor of it.")
+        return self.make(batch=batch // count)
+
+    def _sharded(self, program: Program, stages: int, share: int) -> Plan:
+        """A plan of one microbatch on the devices of one stage, with memory for `share` of a device's."""
+        asked = dataclasses.replace(self.options.asked, axis_only=(*self.options.asked.axis_only, (AXIS, ())))
+        found: list[Plan] = []
+        for mesh in [self.meshes[stages]] if stages in self.meshes else self._meshes(stages):
+            inner = dataclasses.replace(
+                self.options, mesh=mesh, asked=asked, form=None, memory_limit=share * self.limit, refine_axes=False
+            )
+            found.append(self.sharded(program, inner))
+        best = min(found, key=lambda plan: plan.prediction.step_time_s)
+        self.meshes[stages] = dict(best.mesh)
+        return best
+
+    def _meshes(self, stages: int) -> list[dict[str, int]]:
+        """The stages' axis, and what the devices of one stage are: as it was said, or one axis or two."""
+        own, given = self.topology.num_devices // stages, self.options.mesh
+        if given is not None and given != AUTO:
+            axes = dict(parse_mesh(given)) if isinstance(given, str) else dict(given)
+            inner = {name: size for name, size in axes.items() if name != AXIS}
+            if axes.get(AXIS, stages) != stages or math.prod(inner.values()) != own:
+                raise UserError(
+                    f"the mesh {given if isinstance(given, str) else axes} is not that of {stages} stages on "
+                    f"{self.topology.num_devices} devices; leave it out, or write {AXIS}={stages} and beside it "
+                    f"the axes of one stage, such as data={own}."
+                )
+            return [{AXIS: stages, **inner}]
+        if own == 1:
+            return [{AXIS: stages}]
+        small = max(n for n in range(1, math.isqrt(own) + 1) if own % n == 0)
+        square = [{AXIS: stages, "data": own // small, "model": small}] if small > 1 else []
+        return [{AXIS: stages, "data": own}, *square]
+
+    def _keep(self, found: _Found) -> None:
+        self.tried.append(self._row(found.schedule, found.cut))
+        if self.best is None or found.cut.step_time_s < self.best.cut.step_time_s * (1 - 1e-9):
+            self.best = found
+
+    def _row(self, schedule: Schedule, cut: Cut | None) -> dict[str, Any]:
+        return {
+            "stages": schedule.stages,
+            "schedule": str(schedule),
+            "microbatches": schedule.microbatches,
+            "step_time_s": None if cut is None else cut.step_time_s,
+            "bound_s": None if cut is None else cut.bound_s,
+            "peak_bytes": None if cut is None else round(max(cut.memory_bytes)),
+        }
+
+    def _plan(self, found: _Found) -> Plan:
+        """The plan of one microbatch, told as that of the whole step."""
+        plan, pipeline = found.plan, planned_stages(found.cut, found.schedule, found.prices, found.segments.names)
+        prediction = stages_prediction(found.model, found.cut, found.schedule, found.prices, pipeline)
+        step = prediction.step_time_s
+        said = {key: value for key, value in plan.provenance.items() if key not in ("asked", "pinned", "flag_sets")}
+        if self.options.asked:
+            said["asked"] = self.options.asked.lines
+        source = said.get("source")
+        if source is not None:
+            stages, count = found.schedule.stages, found.schedule.microbatches
+            parts = {"stages": stages, "microbatches": count, "schedule": str(found.schedule)}
+            batch = {"batch": self.said["batch"]} if isinstance(self.said.get("batch"), int) else {}
+            said["source"] = source | {"options": {**source["options"], **batch, **parts}}
+        others = sorted(self.tried, key=lambda row: (row["step_time_s"] is None, row["step_time_s"] or 0.0))
+        words = [line for line in plan.words if AXIS not in line]
+        warnings = [line for line in plan.warnings if f"along {AXIS}" not in line and not line.startswith("memory is")]
+        training = found.model.program.training
+        notes = stages_notes(training, found.schedule, found.prices, found.segments)
+        return dataclasses.replace(
+            plan,
+            memory_limit_bytes=self.limit,
+            pins=(),
+            regions=(),
+            calls=(),
+            prediction=prediction,
+            baselines={},
+            objective=round(step * 1e12),
+            lower_bound=round(found.cut.bound_s * 1e12),
+            solver_gap=0.0,
+            plan_gap=max(0.0, 1 - found.cut.bound_s / step),
+            words=(f"modules in {found.schedule.stages} stages over {AXIS}", *words),
+            warnings=(*warnings, *notes),
+            provenance=said | {"for": FORM, "stages": others},
+            timeline=Timeline(step, (), (), {}),
+            unruled=(),
+            choices="",
+            meshes=(),
+            pipeline=pipeline,
+        )

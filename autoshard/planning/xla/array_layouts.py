@@ -1,0 +1,235 @@
+"""Memory that compilers take beyond elements: padding of tiles, scratch of sorts, and tables in another layout."""
+
+import math
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from autoshard.cost import BACKENDS, LANES, shard_bytes, tile_padding
+from autoshard.graph import GROUPED, GROUPED_GRADIENT, FactorKind, Op, OpClass, OpGraph, Tensor, is_batched
+from autoshard.planning.xla.axis_assignments import WHOLE, Seconds, States, local_elements, local_sizes, relabel
+
+
+class Padding:
+    """What tiles add to the tensors of a program, by how each is split."""
+
+    def __init__(self, graph: OpGraph, backend: str) -> None:
+        self.graph, self.tiled = graph, BACKENDS[backend].tiled
+        self.outer = _outer_dims(graph) if self.tiled else {}
+        self.in_order = _in_order(graph) if self.tiled else frozenset()
+        self._known: dict[object, Seconds] = {}
+        self._held: dict[object, int] = {}
+
+    def ratio(self, tensor: int, states: States, axes: Sequence[int]) -> Seconds:
+        """Bytes with padding over bytes without, of one device's part in every state over the dims of the tensor."""
+        record = self.graph.tensors[tensor]
+        if not self.tiled or len(record.shape) < 2:
+            return np.ones(len(states))
+        outer, in_order = self.lies(tensor)
+        key = (record.shape, self._itemsize(tensor), outer, in_order, tuple(axes), states.shape, states.tobytes())
+        if key not in self._known:
+            local = local_sizes(states, record.shape, axes)
+            self._known[key] = tile_padding(local, self._itemsize(tensor), outer, in_order)
+        return self._known[key]
+
+    def held(self, tensor: int, local: Sequence[int], itemsize: int) -> int:
+        """Bytes of one device's part of a tensor, which has `local` dims there and elements of so many bytes."""
+        outer, in_order = self.lies(tensor)
+        key = (*local, itemsize, self._itemsize(tensor), outer, in_order)
+        if key not in self._held:
+            size = float(np.prod(local, dtype=np.float64)) * itemsize
+            if self.tiled and len(local) > 1:
+                dims = np.asarray([local], dtype=np.float64)
+                size *= float(tile_padding(dims, self._itemsize(tensor), outer, in_order)[0])
+            self._held[key] = int(np.rint(size))
+        return self._held[key]
+
+    def lies(self, tensor: int) -> tuple[tuple[int, ...], bool]:
+        """Dims that are in no tile, and whether the tensor's matrices keep their order."""
+        return self.outer.get(tensor, ()), tensor in self.in_order
+
+    def _itemsize(self, tensor: int) -> int:
+        record = self.graph.tensors[tensor]
+        return record.itemsize
+
+
+def _outer_dims(graph: OpGraph) -> Mapping[int, tuple[int, ...]]:
+    """Dims that are in no tile: that of a stack's slices, and the batch dims of matmuls."""
+    found: dict[int, set[int]] = {}
+    for op in graph.ops:
+        if op.op_class is OpClass.LAYER and op.loop >= 0:
+            stacks = (op.operands[0], *op.results) if op.kind == "dynamic_update_slice" else op.operands[:1]
+            for tensor in stacks:
+                found.setdefault(tensor, set()).add(0)
+        elif is_batched(op) and _multiplies_matrices(op):
+            assert op.rule is not None
+            left, right = op.rule.operands
+            batch = {f for dim in left for f in dim} & {f for dim in right for f in dim}
+            batch &= {f for dim in op.rule.results[0] for f in dim}
+            for tensor, dims in op.sides:
+                among = {d for d, factors in enumerate(dims) if factors and batch.issuperset(factors)}
+                found.setdefault(tensor, set()).update(among)
+    for loop in graph.loops:
+        for carry in loop.carries:
+            dims = found.get(carry.body, set()) | found.get(carry.result, set())
+            if dims:
+                for tensor in (carry.init, carry.body, carry.update, carry.result):
+                    found.setdefault(tensor, set()).update(dims)
+    return {tensor: tuple(sorted(dims)) for tensor, dims in found.items() if dims}
+
+
+def _in_order(graph: OpGraph) -> frozenset[int]:
+    """Stacks of matrices that kernels take or make; parameters are laid out by themselves."""
+    makers = {tensor: op for op in graph.ops for tensor in op.results}
+    users: dict[int, list[Op]] = {}
+    for op in graph.ops:
+        for tensor in op.operands:
+            users.setdefault(tensor, []).append(op)
+    found: set[int] = set()
+    for op in graph.ops:
+        if op.kind == GROUPED:
+            maker = makers.get(op.operands[1])
+            while maker is not None and maker.kind in _ALONG:
+                maker = makers.get(maker.operands[0])
+            if maker is not None and maker.op_class is OpClass.LAYER:
+                found.add(maker.operands[0])
+        elif op.kind == GROUPED_GRADIENT:
+            last = users.get(op.results[0], [])
+            while len(last) == 1 and last[0].kind in _ALONG:
+                last = users.get(last[0].results[0], [])
+            found |= {t for user in last if user.op_class is OpClass.LAYER for t in (user.operands[0], *user.results)}
+    for loop in graph.loops:
+        for carry in loop.carries:
+            parts = {carry.init, carry.body, carry.update, carry.result}
+            if parts & found:
+                found |= parts
+    return frozenset(found - set(graph.arguments))
+
+
+_ALONG = frozenset({"convert", "reshape", "broadcast_in_dim", "sharding_constraint"})
+"""What a matrix of a stack passes without another order of its dims."""
+
+
+def _multiplies_matrices(op: Op) -> bool:
+    """True if both sides have free dims and something is summed: else it is done element by element."""
+    assert op.rule is not None
+    left, right, out = (
+        {f for dim in dims for f in dim if op.rule.sizes[f] > 1} for dims in (*op.rule.operands, op.rule.results[0])
+    )
+    return bool(left - right) and bool(right - left) and bool((left & right) - out)
+
+
+SORTS = frozenset({"sort", "top_k"})
+"""Both order a whole dim: compilers make a top-k of a sort or of as many steps of it."""
+_INDEX = 4
+"""Bytes of an index."""
+
+
+def scratch_itemsize(graph: OpGraph, op: Op, backend: str) -> int:
+    """Return the bytes that an op takes beside its operands and results for each element of the first operand."""
+    tiled = BACKENDS[backend].tiled
+    if op.kind in SORTS and (tiled or BACKENDS[backend].gpu_kernels):
+        indexed = op.kind == "top_k" or (tiled and len(op.operands) == 1)
+        return sum(graph.tensors[t].itemsize for t in op.operands) + (_INDEX if indexed else 0)
+    passes = cumulative_copies(graph, op, backend)
+    return passes * graph.tensors[op.operands[0]].itemsize if passes else 0
+
+
+def cumulative_copies(graph: OpGraph, op: Op, backend: str) -> int:
+    """Return how many copies a cumulative op on a TPU goes through; 0 for other ops."""
+    if op.kind != "reduce_window" or op.rule is None or not BACKENDS[backend].tiled:
+        return 0
+    first, made = graph.tensors[op.operands[0]], graph.tensors[op.results[0]]
+    halos = {halo.factor for halo in op.halos}
+    along = [
+        dim
+        for dim, factors in enumerate(op.rule.operands[0])
+        for factor in factors
+        if op.rule.kinds[factor] is FactorKind.PERMUTATION and factor not in halos
+    ]
+    if first.shape != made.shape or len(along) != 1 or first.shape[along[0]] <= LANES:
+        return 0
+    return 2 if along[0] == len(first.shape) - 1 else 1
+
+
+AS_IT_IS = 32
+"""Most columns of a table that is gathered from as it is stored: 32 were seen to be, 64 not."""
+
+
+def table_of(graph: OpGraph, op: Op, backend: str) -> int | None:
+    """The matrix whose rows a gather takes or a scatter adds to; None if that is not what the op does, or no TPU."""
+    if not BACKENDS[backend].tiled or op.rule is None or op.kind not in ("gather", "scatter"):
+        return None
+    table = op.operands[0]
+    if len(graph.tensors[table].shape) != 2:
+        return None
+    rows = op.rule.results[0] if op.kind == "gather" else op.rule.operands[2]
+    columns = op.rule.operands[0][1]
+    taken = {factor for dim in rows for factor in dim}
+    return table if len(columns) == 1 and columns[0] in taken else None
+
+
+def padded_bytes(kind: str, shape: Sequence[int], itemsize: int) -> int:
+    """Bytes of the padded copy of one device's part of a table in a `gather` or `scatter`; 0 where there is none."""
+    if shape[1] % LANES == 0 or (kind == "gather" and shape[1] <= AS_IT_IS):
+        return 0
+    return shard_bytes(shape, itemsize, tiled=True)
+
+
+def padded_tables(graph: OpGraph, op: Op, states: States, axes: Sequence[int], backend: str) -> Seconds:
+    """`padded_bytes` of the table of an op in every state; 0 for an op without one."""
+    table = table_of(graph, op, backend)
+    if table is None:
+        return np.zeros(len(states))
+    record = graph.tensors[table]
+    rows, columns = (part.astype(np.int64) for part in local_dims(graph, op, 0, states, axes))
+    itemsize = record.itemsize
+    shapes, which = np.unique(np.stack([rows, columns], axis=1), axis=0, return_inverse=True)
+    sizes = [padded_bytes(op.kind, [int(n) for n in shape], itemsize) for shape in shapes]
+    return np.asarray(sizes, dtype=np.float64)[which.reshape(-1)]
+
+
+def padded_rows(graph: OpGraph, op: Op, states: States, axes: Sequence[int], backend: str) -> Seconds:
+    """Return the bytes that padding adds to the rows that a scatter adds, in every state; 0 for an op without such.
+
+    What the program makes is written padded at once; of an argument a padded copy is made.
+    """
+    table = table_of(graph, op, backend)
+    if table is None or op.kind != "scatter":
+        return np.zeros(len(states))
+    _, columns = local_dims(graph, op, 0, states, axes)
+    own = math.prod(local_dims(graph, op, 2, states, axes), start=np.ones(len(states)))
+    return padded_row_bytes(graph.tensors[op.operands[2]], own, columns)
+
+
+def padded_row_bytes(rows: Tensor, elements: Seconds, columns: Seconds) -> Seconds:
+    """Return the bytes that padding adds to so many elements of the rows; 0 where rows fill whole registers."""
+    copied = elements if rows.producer >= 0 else 0.0
+    padded = elements / np.maximum(columns, 1.0) * (np.ceil(columns / LANES) * LANES)
+    return np.where(columns % LANES > 0, (padded - copied) * rows.itemsize, 0.0)
+
+
+def local_dims(graph: OpGraph, op: Op, operand: int, states: States, axes: Sequence[int]) -> list[Seconds]:
+    """Return the dims of one device's part of an operand, by its number, in every state of the op."""
+    assert op.rule is not None
+    shape, dims = graph.tensors[op.operands[operand]].shape, op.rule.operands[operand]
+    parts = []
+    for size, factors in zip(shape, dims, strict=True):
+        mapping = [0 if f in factors else WHOLE for f in range(len(op.rule.sizes))]
+        parts.append(local_elements(relabel(states, mapping), (size,), axes))
+    return parts
+
+
+def relaid_bytes(graph: OpGraph, op: Op, states: States, axes: Sequence[int], backend: str) -> Seconds:
+    """Return what padded copies of a table, and of rows, add to an op's memory traffic in every state.
+
+    A scatter fills and reads both; a gather reads the table and writes its copy.
+    """
+    padded = padded_tables(graph, op, states, axes, backend)
+    if op.kind == "scatter":
+        return 2.0 * (padded + padded_rows(graph, op, states, axes, backend))
+    if not padded.any():
+        return padded
+    record = graph.tensors[op.operands[0]]
+    own = math.prod(local_dims(graph, op, 0, states, axes)) * record.itemsize
+    return np.where(padded > 0, padded + own, 0.0)

@@ -1,0 +1,347 @@
+"""Compiled pricing of transitions: what `waves` and `relayouts` say, for many pairs of states at once.
+
+`waves` (numpy) is the rule book, with its reasons, and serves single pairs; these kernels follow it pair by pair and
+give the same floats bit for bit, which a test compares. They bring numba, so only large tables come here.
+"""
+
+import math
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from autoshard.base.numba_jit import njit
+from autoshard.cost import FIRST_POWER
+from autoshard.planning.xla.axis_assignments import PARTIAL, WHOLE
+
+
+Floats = NDArray[np.float64]
+Ints = NDArray[np.int64]
+
+GATHER, SCATTER, REDUCE, EXCHANGE, PERMUTE = range(5)
+"""Places of the kinds in `cost.KINDS`."""
+AS_ONE, STAGED, AS_SUM = range(3)
+"""Places of the members of `Emitted`."""
+
+
+class Rules(NamedTuple):
+    """How collectives are emitted and priced on one mesh; groups of mesh axes are bits, the first axis is 1."""
+
+    parts: Floats
+    """[groups] devices in a group."""
+    scattering: Ints
+    """[groups] what a sum that ends split becomes."""
+    gathering: Ints
+    """[groups] what an all-gather becomes."""
+    tpu: bool
+    odd: float
+    """A reduce-scatter on a TPU may not leave this many elements of the last dim, modulo twice as many."""
+    launch: Floats
+    """[kinds, groups] seconds."""
+    latency: Floats
+    """[kinds, levels, groups] least seconds on a kind of links."""
+    per_byte: Floats
+    """[kinds, levels, groups] seconds per byte there."""
+    phases: Floats
+    """[kinds] times that all of it happens."""
+    curves: Floats
+    """[kinds, groups, points] seconds at `2 ** POWERS` bytes of chips that were measured; no points for others."""
+
+
+class Ends(NamedTuple):
+    """States that a value goes from and to, and its size in the former."""
+
+    source: Ints
+    """[from, axes] what each mesh axis splits."""
+    target: Ints
+    """[to, axes]"""
+    local: Floats
+    """[from] elements on one device."""
+    minor: Floats
+    """[from] elements of the last dim on one device."""
+    dims: int
+
+
+class Sizes(NamedTuple):
+    """Bytes of an element, and whether sums are collected."""
+
+    item: int
+    reduced: int
+    """Where values are summed."""
+    collected: bool
+    """Sums are gathers of their parts, which every device then combines."""
+
+
+class Steps(NamedTuple):
+    """Collectives of one pair, in order."""
+
+    place: Ints
+    """Where a collective stands among all that any pair can have."""
+    kind: Ints
+    group: Ints
+    size: Floats
+    """Bytes as `Collectives.time` counts them."""
+
+
+@njit(cache=True, nogil=True)
+def places(axes, dims):
+    """How many places `Steps.place` counts."""
+    return axes * (2 * (axes + 1) + 1) + 2 + 2 * (dims + axes) + 1 + axes
+
+
+# What every pair goes through is put in line: handing over the records costs as much as the work.
+@njit(cache=True, nogil=True, inline="always")
+def _add(steps, count, place, kind, group, size):
+    if group == 0:
+        return count
+    steps.place[count] = place
+    steps.kind[count] = kind
+    steps.group[count] = group
+    steps.size[count] = size
+    return count + 1
+
+
+@njit(cache=True, nogil=True, inline="always")
+def _sum(rules, f, t, last, minor, local, item, steps):
+    """Fills in the sums of a pair; returns how many there are and the elements left on a device."""
+    axes = len(f)
+    count, summed, totals, ends_last = 0, 0, 0, 0
+    for axis in range(axes):
+        if t[axis] == last:
+            ends_last |= 1 << axis
+    for axis in range(axes):
+        place = axis * (2 * (axes + 1) + 1)
+        counted = f[axis] > PARTIAL
+        for earlier in range(axis):
+            counted |= f[earlier] == f[axis]
+        if counted:
+            continue
+        scatter, total = 0, 0
+        for other in range(axes):
+            if f[other] == f[axis]:
+                if t[other] >= 0:
+                    scatter |= 1 << other
+                else:
+                    total |= 1 << other
+        how = rules.scattering[scatter]
+        # All at once is turn 0, axis by axis the turns after it.
+        begin = 1 if how == STAGED else 0
+        end = axes + 1 if how == STAGED else 1 if how == AS_ONE else 0
+        for turn in range(begin, end):
+            group = scatter & 1 << turn - 1 if how == STAGED else scatter
+            if group == 0:
+                continue
+            minor /= rules.parts[group & ends_last]
+            whole = rules.tpu and (group & ends_last) > 0 and minor % (2 * rules.odd) == rules.odd
+            kind = REDUCE if whole else SCATTER
+            count = _add(steps, count, place + 2 * turn + (not whole), kind, group, local * item)
+            local /= rules.parts[group]
+        sliced = scatter if how == AS_SUM else 0
+        if rules.tpu:
+            totals |= total | sliced
+        else:
+            count = _add(steps, count, place + 2 * (axes + 1), REDUCE, total | sliced, local * item)
+        summed |= sliced
+    count = _add(steps, count, axes * (2 * (axes + 1) + 1), REDUCE, totals, local * item)
+    return count, local / rules.parts[summed]
+
+
+@njit(cache=True, nogil=True, inline="always")
+def _tangled(f, t, moved, gathered):
+    """Whether a pair gathers everything, whether its moves are one, and axes (as bits) that need a permute."""
+    axes = len(f)
+    shares, together, swaps, reshards, several = False, True, 0, 0, 0
+    for a in range(axes):
+        here = (moved >> a & 1) == 1
+        reshards += here
+        several += here or (gathered >> a & 1) == 1
+        for b in range(axes):
+            if a == b:
+                continue
+            same_from, same_to = f[a] == f[b], t[a] == t[b]
+            if here and ((same_from and f[b] >= 0) or (same_to and t[b] >= 0)):
+                shares = True
+            if here and moved >> b & 1 and not (same_from and same_to):
+                together = False
+            if b > a and f[b] >= 0 and f[b] == t[b] and (same_from or same_to):
+                if here or gathered >> a & 1 or (f[a] <= WHOLE and t[a] >= 0):
+                    swaps |= 1 << a
+            if b > a and here and same_to and f[b] == WHOLE:
+                swaps |= 1 << a
+    joint = together and reshards > 1 and gathered == 0
+    return shares and several > 1 and not joint, joint, swaps
+
+
+@njit(cache=True, nogil=True, inline="always")
+def _steps(rules, f, t, summed, shared, dims, minor, local, sizes, steps):
+    """Fills in the collectives of one pair as `waves` has them; returns how many there are.
+
+    `summed`: whether there are partial sums; `shared`: whether axes share a dim at either end.
+    """
+    axes, count = len(f), 0
+    if summed:
+        count, local = _sum(rules, f, t, dims - 1, minor, local, sizes.reduced, steps)
+    place = axes * (2 * (axes + 1) + 1) + 1
+    moved, gathered, sliced, split = 0, 0, 0, 0
+    changed = False
+    for axis in range(axes):
+        changed |= f[axis] != t[axis]
+        if f[axis] >= 0:
+            split |= 1 << axis
+            if t[axis] == WHOLE:
+                gathered |= 1 << axis
+            elif t[axis] >= 0 and t[axis] != f[axis]:
+                moved |= 1 << axis
+        elif f[axis] == WHOLE and t[axis] >= 0:
+            sliced |= 1 << axis
+    whole, joint, swaps = False, False, 0
+    if changed and shared:  # else no move touches another
+        whole, joint, swaps = _tangled(f, t, moved, gathered)
+    if gathered == 0 and not whole:
+        local /= rules.parts[sliced]
+    if swaps > 0 and not whole:
+        count = _add(steps, count, place, PERMUTE, swaps | 1 << axes - 1, local * sizes.item)
+    place += 1
+    everything = split if whole else gathered
+    together = 0 if rules.gathering[everything] == STAGED else everything
+    # Gathers are all together or all staged, and on a TPU those together are one: other turns have none.
+    begin = 0 if together else dims
+    end = dims + axes if together == 0 else 1 if rules.tpu else dims
+    for turn in range(begin, end if everything else begin):
+        group = 0
+        if turn >= dims:
+            group = (everything ^ together) & 1 << dims + axes - 1 - turn
+        elif not rules.tpu:
+            for axis in range(axes):
+                if f[axis] == dims - 1 - turn:
+                    group |= together & 1 << axis
+        else:
+            group = together
+        local *= rules.parts[group]
+        kind = REDUCE if rules.gathering[group] == AS_SUM else GATHER
+        count = _add(steps, count, place + 2 * turn + (kind == GATHER), kind, group, local * sizes.item)
+    place += 2 * (dims + axes)
+    reshards = 0 if whole else moved
+    if joint:
+        return _add(steps, count, place, EXCHANGE, reshards, local * sizes.item)
+    for axis in range(axes if reshards else 0):
+        count = _add(steps, count, place + 1 + axis, EXCHANGE, reshards & 1 << axis, local * sizes.item)
+    return count
+
+
+@njit(cache=True, nogil=True, inline="always")
+def _seconds(rules, kind, group, size):
+    """As `Collectives.time_of_groups` has it."""
+    points = rules.curves.shape[2]
+    if points > 0:
+        size = max(size, 2.0**FIRST_POWER)
+        below = min(math.frexp(size)[1] - 1 - FIRST_POWER, points - 2)
+        first, second = rules.curves[kind, group, below], rules.curves[kind, group, below + 1]
+        return first + (second - first) * (math.ldexp(size, -(below + FIRST_POWER)) - 1.0)
+    seconds = rules.launch[kind, group]
+    for level in range(rules.latency.shape[1]):
+        seconds += max(rules.latency[kind, level, group], size * rules.per_byte[kind, level, group])
+    return seconds * rules.phases[kind]
+
+
+@njit(cache=True, nogil=True, inline="always")
+def _charge(rules, shares, links, least_of, steps, count, before, rank, spent, first):
+    """Adds the seconds of a pair's collectives to `spent` [links, exposed last]; notes in `first` who was first.
+
+    `least_of` [kinds, groups] are seconds of collectives without bytes.
+    """
+    for step in range(count):
+        kind, group = steps.kind[step], steps.group[step]
+        seconds = _seconds(rules, kind, group, steps.size[step])
+        hidden = max(shares[0, kind, group] * seconds, shares[1, kind, group] * (seconds - least_of[kind, group]))
+        for link in range(len(spent)):
+            mine = seconds - hidden
+            if link < len(links):
+                mine = hidden if links[link] & group else 0.0
+            if mine != 0.0:
+                spent[link] += mine
+                first[link] = min(first[link], rank + (before + steps.place[step]) * len(spent) + link)
+
+
+@njit(cache=True, nogil=True)
+def _shares_dim(state):
+    """Whether two axes split one dim."""
+    for a in range(len(state)):
+        for b in range(a):
+            if state[a] >= 0 and state[a] == state[b]:
+                return True
+    return False
+
+
+@njit(cache=True, nogil=True)
+def _has_sums(state):
+    """Whether a value is a partial sum over some axis."""
+    for entry in state:
+        if entry <= PARTIAL:
+            return True
+    return False
+
+
+@njit(cache=True, nogil=True)
+def charge_pairs(rules, shares, links, early, ends, sizes, turns, tables, first):
+    """Fills `tables` [links, exposed last][from, to] with seconds; `early` are gathers that come first, row by row.
+
+    `links` has the mesh axes of each link as bits, `shares` [2, kinds, groups] what of a collective is hidden: of all
+    of it, and of what its bytes take. `first` [tables] tells in which order tables get their first entry, each row in
+    its turn of `turns` [from], collective by collective; it is left as it is for tables without any.
+    """
+    axes = ends.source.shape[1]
+    most = places(axes, max(ends.dims, early.dims))
+    steps = Steps(np.zeros(most, np.int64), np.zeros(most, np.int64), np.zeros(most, np.int64), np.zeros(most))
+    plain = Sizes(sizes.item, sizes.reduced, False)
+    row, spent = np.zeros(len(tables)), np.zeros(len(tables))
+    least = np.zeros(rules.launch.shape)
+    for kind in range(len(rules.launch)):
+        for group in range(1, len(rules.parts)):
+            least[kind, group] = _seconds(rules, kind, group, 0.0)
+    shared = np.zeros(len(ends.target), np.bool_)
+    for j in range(len(ends.target)):
+        shared[j] = _shares_dim(ends.target[j])
+    for i in range(len(ends.source)):
+        rank = turns[i] * 2 * most * len(tables)
+        row[:] = 0.0
+        if len(early.source):
+            f, t = early.source[i], early.target[i]
+            alike = _shares_dim(f) or _shares_dim(t)
+            count = _steps(rules, f, t, _has_sums(f), alike, early.dims, early.minor[i], early.local[i], plain, steps)
+            _charge(rules, shares, links, least, steps, count, 0, rank, row, first)
+        f = ends.source[i]
+        summed, doubled = _has_sums(f), _shares_dim(f)
+        for j in range(len(ends.target)):
+            t = ends.target[j]
+            alike = doubled or shared[j]
+            count = _steps(rules, f, t, summed, alike, ends.dims, ends.minor[i], ends.local[i], sizes, steps)
+            if sizes.collected:
+                for step in range(count):
+                    if steps.kind[step] == REDUCE or steps.kind[step] == SCATTER:
+                        steps.kind[step] = GATHER
+                        steps.size[step] *= rules.parts[steps.group[step]]
+            spent[:] = row
+            _charge(rules, shares, links, least, steps, count, most, rank, spent, first)
+            for link in range(len(tables)):
+                tables[link, i, j] = spent[link]
+
+
+@njit(cache=True, nogil=True)
+def count_fusions(source, target, last, found):
+    """Fills `found` [from, to] with the fusions that `relayouts` counts."""
+    for i in range(len(source)):
+        for j in range(len(target)):
+            for way in range(2):
+                low, high = last + 1, WHOLE
+                for axis in range(source.shape[1]):
+                    f, t = source[i, axis], target[j, axis]
+                    dim = WHOLE
+                    if way == 0 and f >= 0 and t == WHOLE:
+                        dim = f
+                    elif way == 1 and f <= PARTIAL and t >= 0:
+                        dim = t
+                    if dim >= 0:
+                        low, high = min(low, dim), max(high, dim)
+                if high >= 0 and (low != high or high == last):
+                    found[i, j] += 1

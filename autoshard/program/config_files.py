@@ -1,0 +1,169 @@
+"""Model configurations: a file of the user's or a bundled one, and the dims of its decoder."""
+
+import difflib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from autoshard.base.files import read_json
+from autoshard.errors import UserError
+from autoshard.program.jax.decoder_dims import DecoderDims
+from autoshard.program.jax.mla import LatentDims
+
+
+_FOLDER = Path(__file__).parent / "configs"
+
+
+_COUNTS = (
+    *("hidden_size", "intermediate_size", "vocab_size", "max_position_embeddings", "n_embd", "n_positions", "d_model"),
+    *("num_attention_heads", "num_key_value_heads", "n_head", "num_heads", "d_ff", "d_kv", "image_size", "patch_size"),
+    *("encoder_attention_heads", "decoder_attention_heads", "encoder_ffn_dim", "decoder_ffn_dim", "head_dim"),
+)
+"""Fields that count something of which there is at least one, in each layer or in the model."""
+_LAYERS = ("num_hidden_layers", "n_layer", "num_layers", "encoder_layers", "decoder_layers", "num_decoder_layers")
+_MOST, _MOST_LAYERS = 2**31 - 1, 10_000
+"""Frameworks number in 32 bits; each layer is built as modules of its own (assumed: no model has as many)."""
+
+
+def bundled() -> list[str]:
+    """Names of the bundled configurations."""
+    return sorted(path.stem for path in _FOLDER.glob("*.json"))
+
+
+def read_config(given: str | Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
+    """(short name, fields) of a configuration: fields as they are, or what is named: a file, a directory with one, or a
+    bundled configuration.
+
+    Raises `UserError` if there is none, or if it is not a model configuration.
+    """
+    if not isinstance(given, str):
+        fields = dict(given)
+        _check_fields(fields, "the configuration")
+        return str(fields["model_type"]), fields
+    text = given
+    if not text:
+        raise UserError(f"`hf:` needs the path of a config.json or a bundled name: {', '.join(bundled())}.")
+    path = Path(text)
+    if path.is_dir():
+        path = path / "config.json"
+    if not path.is_file():
+        path = _FOLDER / f"{text}.json"
+        if not path.is_file():
+            near = difflib.get_close_matches(text, bundled(), 3, 0.5)
+            hint = (
+                f"did you mean {' or '.join(f'`{name}`' for name in near)}?"
+                if near
+                else f"bundled are {', '.join(bundled())}."
+            )
+            raise UserError(f"`hf:{text}` is neither a file nor a bundled configuration; {hint}")
+    try:
+        fields = read_json(path)
+    except (ValueError, OSError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise UserError(f"`{path}` is not a readable JSON file: {reason}.") from None
+    _check_fields(fields, str(path))
+    name = path.parent.name if path.stem == "config" and path.parent.name else path.stem
+    return name, fields
+
+
+def _check_fields(fields: Any, origin: str) -> None:
+    if not isinstance(fields, dict) or not isinstance(fields.get("model_type"), str):
+        raise UserError(f"`{origin}` has no `model_type`; expected the config.json of a Hugging Face model.")
+    _check_counts(fields, origin)
+
+
+def _check_counts(fields: dict[str, Any], origin: str) -> None:
+    """Refuse sizes that no model has before one is built with them; what is missing has a default."""
+    for key, value in fields.items():
+        if isinstance(value, dict):
+            _check_counts(value, f"{origin}, {key}")
+        most = _MOST if key in _COUNTS else _MOST_LAYERS if key in _LAYERS else None
+        if most is None or value is None or isinstance(value, dict):
+            continue
+        if key == "head_dim" and value == 0 and fields.get("qk_rope_head_dim") == 0:
+            continue  # the part of a head that positions turn, of which there is none
+        for each in value if isinstance(value, list) and key not in _LAYERS else [value]:
+            number = each if isinstance(each, (int, float)) else 0  # some classes save floats that are whole
+            if isinstance(each, bool) or number % 1 or not 1 <= number <= most:
+                raise UserError(f"`{origin}`: {key} is {str(value)[:60]!r}, expected a whole number from 1 to {most}.")
+
+
+_DENSE = ("llama", "mistral", "qwen2", "qwen3", "gemma2")
+_QK_NORM = ("qwen3",)
+
+
+def config_dims(fields: Mapping[str, Any]) -> DecoderDims | None:
+    """The dims that a configuration's fields say; None for a model that is no decoder whose form is known here.
+
+    Learned positions, biases and norms of GPT-2 are not among them: less than 1 % of its parameters from the size of
+    `gpt2-xl` on, 0.8 % of `gpt2`.
+    """
+    kind = fields.get("model_type")
+    try:
+        if kind == "gpt2":
+            return _gpt2(fields)
+        if kind in _DENSE:
+            return DecoderDims(**_sizes(fields), **_window(fields), qk_norm=kind in _QK_NORM)
+        if kind == "mixtral":
+            experts = {"experts": fields["num_local_experts"], "active_experts": fields["num_experts_per_tok"]}
+            return DecoderDims(**_sizes(fields), **experts)
+        if kind == "deepseek_v3":
+            return _latent_experts(fields)
+    except (KeyError, TypeError, ZeroDivisionError):
+        return None  # what is left out has a default that transformers knows
+    return None
+
+
+def _sizes(fields: Mapping[str, Any]) -> dict[str, Any]:
+    width, heads = fields["hidden_size"], fields["num_attention_heads"]
+    return {
+        "layers": fields["num_hidden_layers"],
+        "width": width,
+        "mlp_width": fields["intermediate_size"],
+        "heads": heads,
+        "kv_heads": fields.get("num_key_value_heads") or heads,
+        "head_size": fields.get("head_dim") or width // heads,
+        "vocabulary": fields["vocab_size"],
+        "tied": bool(fields.get("tie_word_embeddings", fields["model_type"].startswith("gemma"))),
+    }
+
+
+def _window(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Gemma 2 has a window in every other layer; of others a window of all layers is not counted."""
+    if fields["model_type"] == "gemma2" and fields.get("sliding_window"):
+        return {"window": fields["sliding_window"], "global_every": 2}
+    return {}
+
+
+def _gpt2(fields: Mapping[str, Any]) -> DecoderDims:
+    width, heads = fields["n_embd"], fields["n_head"]
+    return DecoderDims(
+        layers=fields["n_layer"],
+        width=width,
+        mlp_width=fields.get("n_inner") or 4 * width,
+        heads=heads,
+        kv_heads=heads,
+        head_size=width // heads,
+        vocabulary=fields["vocab_size"],
+        gated=False,
+        tied=True,
+    )
+
+
+def _latent_experts(fields: Mapping[str, Any]) -> DecoderDims:
+    latent = LatentDims(
+        key_rank=fields["kv_lora_rank"],
+        plain=fields["qk_nope_head_dim"],
+        turned=fields["qk_rope_head_dim"],
+        value=fields["v_head_dim"],
+        query_rank=fields.get("q_lora_rank") or 0,
+    )
+    return DecoderDims(
+        **_sizes(fields) | {"head_size": latent.head_size, "kv_heads": fields["num_attention_heads"]},
+        experts=fields["n_routed_experts"],
+        active_experts=fields["num_experts_per_tok"],
+        expert_width=fields["moe_intermediate_size"],
+        shared_experts=fields["n_shared_experts"],
+        dense_layers=fields["first_k_dense_replace"],
+        latent=latent,
+    )

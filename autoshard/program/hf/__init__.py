@@ -1,0 +1,1 @@
+"""Programs from Hugging Face configurations, without weights."""

@@ -1,0 +1,232 @@
+"""The module of any architecture of the installed transformers, from the fields of its configuration."""
+
+import importlib
+import logging
+from collections.abc import Collection, Iterator
+from typing import Any
+
+from autoshard.errors import UserError, reason_of
+from autoshard.program.hf.hf_attention import choose_attention, register_attention
+from autoshard.program.moe.hf_experts import register_experts
+from autoshard.program.torch_ops import torch_imports
+from autoshard.program.torch_ops.torch_imports import import_model_code
+
+
+_NOT_FIELDS = {"architectures", "model_type", "torch_dtype", "dtype", "transformers_version"}
+
+_HEADS = (
+    "CAUSAL_LM",
+    "SEQ_TO_SEQ_CAUSAL_LM",
+    "SPEECH_SEQ_2_SEQ",
+    "IMAGE_TEXT_TO_TEXT",
+    "MULTIMODAL_LM",
+    "MASKED_LM",
+    "IMAGE_CLASSIFICATION",
+    "CTC",
+    "AUDIO_CLASSIFICATION",
+    "SEQUENCE_CLASSIFICATION",
+    "SEMANTIC_SEGMENTATION",
+    "IMAGE_SEGMENTATION",
+    "UNIVERSAL_SEGMENTATION",
+    "INSTANCE_SEGMENTATION",
+    "VIDEO_CLASSIFICATION",
+    "OBJECT_DETECTION",
+    "ZERO_SHOT_OBJECT_DETECTION",
+    "ZERO_SHOT_IMAGE_CLASSIFICATION",
+    "DEPTH_ESTIMATION",
+    "VISUAL_QUESTION_ANSWERING",
+    "TEXT_TO_SPECTROGRAM",
+    "TEXT_TO_WAVEFORM",
+    "TIME_SERIES_PREDICTION",
+    "MASKED_IMAGE_MODELING",
+    "MASK_GENERATION",
+    "KEYPOINT_DETECTION",
+    "KEYPOINT_MATCHING",
+    "IMAGE_TO_IMAGE",
+    "PRETRAINING",
+    "",
+)
+"""Tasks of transformers' automatic classes, the likeliest to be trained first; "" is a model without a head."""
+
+
+def build_model(name: str, fields: dict[str, Any], dtype: str) -> Any:
+    """The torch module of a configuration, weights on the meta device, in evaluation mode.
+
+    Raises `UserError` for a model type or an architecture that transformers lacks, and for fields that it cannot use.
+    """
+    import torch
+
+    _quiet()
+    kind = str(fields["model_type"])
+    config_class = _config_class(name, kind)
+    model_class = _model_class(name, kind, config_class, (fields.get("architectures") or [None])[0])
+    register_attention()
+    register_experts()
+    before = torch.get_default_dtype()
+    try:
+        config = _part_for(model_class, config_class(**config_fields(config_class, fields)))
+        config._attn_implementation = "eager"
+        config._experts_implementation = "autoshard"
+        torch.set_default_dtype(getattr(torch, dtype))
+        model = torch_imports.build(lambda: model_class(config))
+        choose_attention(model)
+        _widen_statistics(model)
+    except UserError:
+        raise
+    except Exception as error:  # whatever a hand-written configuration makes the model's own code raise
+        raise UserError(f"`{name}` cannot be built: {type(error).__name__}: {reason_of(error, 3)}.") from error
+    finally:
+        torch.set_default_dtype(before)
+    return model.eval()
+
+
+def config_fields(config_class: Any, fields: dict[str, Any]) -> dict[str, Any]:
+    """What a configuration class takes, of the fields of a saved configuration."""
+    known = {key: value for key, value in fields.items() if not key.startswith("_") and key not in _NOT_FIELDS}
+    decode = getattr(
+        config_class, "_decode_special_floats", None
+    )  # {"__float__": "Infinity"}, as transformers saves it
+    return known if decode is None else decode(known)
+
+
+def _config_class(name: str, kind: str) -> Any:
+    """The configuration class of a model type, which may be named within another model's code."""
+    auto = import_model_code("transformers.models.auto.configuration_auto")
+    found = auto.CONFIG_MAPPING_NAMES.get(kind) or auto.CONFIG_MAPPING_NAMES.get(kind.replace("-", "_"))
+    if found is None:
+        raise UserError(
+            f"`{name}`: the installed transformers has no model type `{kind}`; "
+            f"check `model_type` in the configuration{_near(kind, auto.CONFIG_MAPPING_NAMES)}."
+        )
+    folder = f"transformers.models.{auto.model_type_to_module_name(kind)}"
+    for module in _modules(folder, "configuration_"):
+        if hasattr(module, found):
+            return getattr(module, found)
+    if (shared := _shared(found)) is not None:
+        return shared
+    raise UserError(f"`{name}`: transformers' code of `{kind}` has no `{found}`; install a release that has it.")
+
+
+def _model_class(name: str, kind: str, config_class: Any, architecture: str | None) -> Any:
+    """The class that is called `architecture`, or else the likeliest with a head of a configuration's.
+
+    One that takes the whole configuration comes before one that takes the part of its text.
+    """
+    folder = config_class.__module__.rpartition(".")[0]
+    auto = import_model_code("transformers.models.auto.modeling_auto")
+    offered = [getattr(auto, f"MODEL_{'FOR_' + head + '_' if head else ''}MAPPING_NAMES", {}) for head in _HEADS]
+    named = [text for names in offered if (text := names.get(kind))]
+    usual = [text if isinstance(text, str) else text[0] for text in named]
+    texts = [architecture] if architecture is not None else usual
+    architecture = texts[0] if texts else None
+    found = [each for text in texts if (each := _offered(folder, text, usual)) is not None]
+    whole = [each for each in found if _takes(each, config_class)]
+    if whole or found:
+        return (whole or found)[0]
+    offers = sorted(
+        {
+            each
+            for module in _modules(folder, "modeling_")
+            for each in getattr(module, "__all__", ())
+            if "PreTrained" not in each
+        }
+    )
+    said = f"transformers offers no `{architecture}` for" if architecture else "transformers has no class for"
+    more = f"; `architectures` may name {', '.join(offers)}" if offers else ""
+    raise UserError(f"`{name}`: {said} model type `{kind}`{more}.")
+
+
+def has_head(architecture: str) -> bool:
+    """Whether a class is one for a task, by transformers' automatic classes or its own name."""
+    auto = import_model_code("transformers.models.auto.modeling_auto")
+    if not architecture.endswith("Model") or "LMHead" in architecture:
+        return True
+    tasks = [getattr(auto, f"MODEL_FOR_{head}_MAPPING_NAMES", {}) for head in _HEADS if head]
+    return any(architecture in names.values() for names in tasks)
+
+
+def _offered(folder: str, text: str | None, shared: Collection[str]) -> Any:
+    """The class of models that is called `text`: a model's own, or one that it is said to share; else None."""
+    for module in _modules(folder, "modeling_") if text else ():
+        found = getattr(module, str(text), None)
+        if _is_model(found):
+            return found
+    return _shared(text) if text in shared else None
+
+
+def _shared(text: Any) -> Any:
+    """What transformers calls so, in whichever model's code it is."""
+    import transformers
+
+    found = getattr(transformers, str(text), None)
+    return found if isinstance(found, type) else None
+
+
+def _takes(model_class: Any, config_class: Any) -> bool:
+    wanted = getattr(model_class, "config_class", None)
+    return wanted is None or issubclass(config_class, wanted)
+
+
+def _part_for(model_class: Any, config: Any) -> Any:
+    """The configuration itself, or the nested one that a class of models takes, as that of a decoder alone does."""
+    if _takes(model_class, type(config)):
+        return config
+    parts = [getattr(config, key, None) for key in getattr(config, "sub_configs", {})]
+    return next((part for part in parts if part is not None and _takes(model_class, type(part))), config)
+
+
+def acting(model: Any) -> tuple[Any, tuple[str, ...]]:
+    """The module itself, or, of one whose parts take turns and that computes nothing as a whole, the first that does,
+    with what is to be said of that."""
+    import torch
+
+    def acts(module: Any) -> bool:
+        return type(module).forward is not torch.nn.Module.forward
+
+    if acts(model):
+        return model, ()
+    parts = {type(child).__name__: child for child in model.children() if _is_model(type(child)) and acts(child)}
+    if not parts:
+        return model, ()
+    first, *others = parts
+    more = f" `architectures` may name another: {', '.join(others)}." if others else ""
+    note = f"`{type(model).__name__}` computes nothing as a whole; planned is the first of its parts, `{first}`.{more}"
+    return parts[first], (note,)
+
+
+def _is_model(offered: Any) -> bool:
+    """Whether it is a class of models: a configuration may not have just anything called that is in the module."""
+    import torch
+
+    return isinstance(offered, type) and issubclass(offered, torch.nn.Module) and hasattr(offered, "from_pretrained")
+
+
+def _modules(folder: str, prefix: str) -> Iterator[Any]:
+    """Modules of a model's folder whose names begin so, the one called as the folder first."""
+    import pkgutil
+
+    package = importlib.import_module(folder)
+    names = [each.name for each in pkgutil.iter_modules(package.__path__) if each.name.startswith(prefix)]
+    usual = prefix + folder.rpartition(".")[2]
+    for each in sorted(names, key=lambda text: (text != usual, text)):
+        yield import_model_code(f"{folder}.{each}")
+
+
+def _near(kind: str, known: Any) -> str:
+    import difflib
+
+    near = difflib.get_close_matches(kind, list(known), 3, 0.6)
+    return f", or use {' or '.join(f'`{each}`' for each in near)}" if near else ""
+
+
+def _widen_statistics(model: Any) -> None:
+    """Keep statistics (running means, routing biases) in fp32 whatever the compute dtype is."""
+    for module in model.modules():
+        for key, buffer in module._buffers.items():
+            if buffer is not None and buffer.is_floating_point() and key not in module._non_persistent_buffers_set:
+                module._buffers[key] = buffer.float()
+
+
+def _quiet() -> None:
+    """transformers logs advice about kernels and weights that does not apply to a model without weights."""
+    logging.getLogger("transformers").setLevel(logging.ERROR)

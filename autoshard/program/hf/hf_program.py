@@ -1,0 +1,218 @@
+"""`hf:CONFIG`: a Hugging Face architecture from its configuration alone, without weights and without the network."""
+
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from autoshard.errors import UserError
+from autoshard.program.config_files import read_config
+from autoshard.program.hf.hf_eager import Objective, OtherLabels, hf_eager, reduced_fields, reduced_twin
+from autoshard.program.hf.hf_model import acting, build_model, has_head
+from autoshard.program.hf.hf_serving import serving_program
+from autoshard.program.hf.task_inputs import HfTask, tasks_of
+from autoshard.program.jax.layer_stack import read_pipeline
+from autoshard.program.moe.experts import check_experts
+from autoshard.program.program_record import Program
+from autoshard.program.torch.eager_twin import EagerTwin
+from autoshard.program.torch.layer_remat import parse_remat
+from autoshard.program.torch.torch_function import TorchFunction
+from autoshard.program.torch.torch_module import TrainOptions, evaluation_mode, in_turn, torch_program
+from autoshard.program.torch_ops.torch_imports import require_torch
+
+
+_DTYPES = {"bf16": "bfloat16", "fp32": "float32", "fp16": "float16", "f32": "float32", "bfloat16": "bfloat16"} | {
+    "float32": "float32",
+    "float16": "float16",
+}
+
+
+_COMPARED_TOKENS = 64
+"""Longest sequence of a reduced form that is compared with eager torch."""
+
+
+def from_config(
+    config: str | Mapping[str, Any],
+    *,
+    train: bool | None = None,
+    infer: bool | None = None,
+    batch: int | None = None,
+    seq: int | None = None,
+    image: int | None = None,
+    dtype: str | None = None,
+    param_dtype: str | None = None,
+    state_dtype: str | None = None,
+    remat: str | None = None,
+    optimizer: str | None = None,
+    experts: str | None = None,
+    capacity_factor: float | None = None,
+    imbalance: float | None = None,
+    serve: str | None = None,
+    cache: int | None = None,
+    scan: bool = True,
+    attention: str = "plain",
+    exchange: str = "auto",
+    microbatches: int | None = None,
+    stages: int | None = None,
+    schedule: str | None = None,
+    gradient_groups: int | None = None,
+) -> Program:
+    """One training step, or one forward pass, of the model that `config` names, or whose fields it has.
+
+    `batch` examples (8): sequences of `seq` tokens (the model's context, at most 1024 if not given), or images of
+    `image` pixels a side. `dtype` is the compute dtype (bfloat16). Training stores parameters and optimizer moments in
+    float32 unless `param_dtype` or `state_dtype` say otherwise; inference stores parameters in `dtype`. `remat`:
+    `none`, `dots` or `full`, with values that are kept or sent to the host (`full,keep=q_proj,offload=input`), or one
+    for the first layers and one for the others (`full:20+none`). `optimizer`: `adamw` or `sgd`. `experts`: how tokens
+    reach the experts of a mixture, by einsums into `slots` (`slots:all`: for every token), or `sorted` (`sorted:8`: in
+    8 groups of experts); `capacity_factor`: slots of an expert, or rows of a group, over the mean number of its tokens
+    (1.25 of slots; all that may be needed of groups); `imbalance`: the busiest device has so many times the mean number
+    of tokens for its experts, in prices alone. `serve`: `prefill` (of `seq` tokens) or `decode` (one token after up to
+    `seq`) with a key-value cache of `cache` tokens (`seq`) as donated state. `attention`: `plain` (scores in memory),
+    `splash` (jax's kernel for TPUs), `cached` (a kernel for steps of decoding), `cudnn` (for GPUs) or `auto` (one of
+    the former two wherever it can be and gains something). `exchange`: how queries meet keys and values where a plan
+    splits the sequence, of `EXCHANGES`. `microbatches` parts of the batch are computed one after the other when
+    training. With `stages` the layers that repeat are those of a pipeline, through which microbatches go by the
+    `schedule`, as `autoshard.stack` has it. So many `gradient_groups` of examples have gradients of their own until all
+    microbatches are done, and only then are these averaged.
+
+    Raises `UserError` for a configuration or an option that cannot be used.
+    """
+    name, fields = read_config(config)
+    if train and infer:
+        raise UserError("--train and --infer exclude each other; give one of them.")
+    training = bool(train)
+    compute = _dtype(dtype or "bfloat16", "dtype")
+    stored = _dtype(param_dtype, "param_dtype") if param_dtype else ("float32" if training else compute)
+    moments = _dtype(state_dtype or "float32", "state_dtype")
+    remat = remat or "none"
+    parse_remat(remat)
+    for flag, value in (
+        ("--optimizer", optimizer),
+        ("--state-dtype", state_dtype),
+        ("--microbatches", None if (stages or 1) > 1 or microbatches == 1 else microbatches),
+        ("--gradient-groups", None if gradient_groups == 1 else gradient_groups),
+    ):
+        if value is not None and not training:
+            raise UserError(f"{flag} is for training steps; add --train, or leave it out.")
+    if cache is not None and serve is None:
+        raise UserError("--cache is for serving; add --serve prefill or --serve decode, or leave it out.")
+    pipeline = read_pipeline(stages, microbatches, schedule)
+    if pipeline is not None and serve is not None:
+        raise UserError("--stages is for training steps and forward passes; leave it out, or --serve.")
+    require_torch("transformers")
+    model, said = acting(build_model(name, fields, compute))
+    form = check_experts(experts, capacity_factor, model, name, imbalance)
+    size = 8 if batch is None else batch
+    tasks = tasks_of(model, name, batch=size, seq=seq, image=image, train=training, dtype=compute)
+    stateful = evaluation_mode(model, training)
+
+    def made() -> TorchFunction:
+        return TorchFunction(
+            model,
+            compute_dtype=compute if compute != stored else None,
+            remat=remat,
+            scan=scan,
+            frozen_apart=training,
+            stateful=stateful,
+            attention=attention,
+            experts=form,
+            capacity_factor=capacity_factor,
+            exchange=exchange,
+            imbalance=imbalance or 1.0,
+            pipeline=pipeline,
+        )
+
+    task = tasks[0]
+    if serve is not None:
+        if training or task.seq is None:
+            raise UserError("--serve is for the inference of models of tokens; leave --train and --image out.")
+        return serving_program(
+            made(),
+            name,
+            serve,
+            batch=size,
+            seq=task.seq,
+            cache_length=task.seq if cache is None else cache,
+            dtype=compute,
+            vocabulary=task.id_limit,
+        )
+
+    def retrace(parameters: int) -> EagerTwin:
+        shorter = None if task.seq is None else min(task.seq, _COMPARED_TOKENS)
+        small = from_config(
+            reduced_fields(fields), train=train, infer=infer, batch=2, seq=shorter, image=image, dtype="float32",
+            remat=remat, scan=scan,
+        )  # fmt: skip
+        return reduced_twin(small, parameters)
+
+    refused: UserError | None = None
+    for task in tasks:
+        function, notes = made(), [*said, *task.notes]
+        try:
+            run, batch_of, objective = _settled(function, task, name, notes, training)
+            break
+        except UserError as error:
+            refused = refused or error
+            if "could not be lowered" not in str(error) or task is tasks[-1]:
+                raise refused from None
+    else:
+        raise AssertionError("there is a task")
+    return torch_program(
+        function,
+        run,
+        batch_of,
+        name=f"{name} {'training' if training else 'inference'}",
+        train=TrainOptions(
+            optimizer or "adamw",
+            stored,
+            moments,
+            in_turn(microbatches, pipeline),
+            1 if gradient_groups is None else gradient_groups,
+        )
+        if training
+        else None,
+        param_dtype=stored,
+        id_limit=min(task.id_limit, objective.classes or task.id_limit),
+        tokens=task.tokens,
+        notes=notes,
+        eager=hf_eager(model, task, training, functools.partial(evaluation_mode, batch_statistics=training), retrace),
+    )
+
+
+def _settled(
+    function: TorchFunction, task: HfTask, name: str, notes: list[str], training: bool
+) -> tuple[Callable[..., Any], dict[str, Any], Objective]:
+    """What is traced of a task once the layers that are scanned are known, the shapes of its batch, and its objective.
+
+    Raises `UserError` if the module does not run on what the task gives it.
+    """
+    import jax
+    import numpy as np
+
+    kind = type(function.module).__name__
+    objective = Objective(kind, name, notes, has_head(kind))
+
+    def forward(params: Any, inputs: Any, *buffers: Any) -> Any:
+        out = function(params, (), task.call(inputs), buffers[0] if buffers else None)
+        return out["logits"] if "logits" in out and not training else out
+
+    def loss(params: Any, inputs: Any, *buffers: Any) -> Any:
+        return objective.of(forward(params, inputs, *buffers), inputs.get("labels"))
+
+    function.keeps_writes = training
+    run = loss if training else forward
+    batch_of = dict(task.batch)
+    try:
+        function.settle(run, batch_of, name)
+    except OtherLabels as error:  # the model has said by now what it is trained on
+        batch_of.pop("labels", None)
+        if error.shape is not None:
+            batch_of["labels"] = jax.ShapeDtypeStruct(error.shape, np.int32)
+        function.settle(run, batch_of, name)
+    return run, batch_of, objective
+
+
+def _dtype(text: str, flag: str) -> str:
+    if text not in _DTYPES:
+        raise UserError(f"--{flag.replace('_', '-')} `{text}` is not supported; use bfloat16, float32 or float16.")
+    return _DTYPES[text]

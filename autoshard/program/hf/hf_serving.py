@@ -1,0 +1,155 @@
+"""Serving steps of decoders: prefill fills a key-value cache, decode adds one token to every sequence."""
+
+import dataclasses
+import inspect
+from typing import Any
+
+from autoshard.errors import UserError
+from autoshard.program import example_values
+from autoshard.program import model_flops as _flops
+from autoshard.program.jax.trace import trace
+from autoshard.program.program_record import Program, Role
+from autoshard.program.torch.kv_cache import ServingCache
+from autoshard.program.torch.module_patches import lowered_environment
+from autoshard.program.torch.torch_function import TorchFunction
+
+
+_CACHES = ("past_key_values", "cache")
+"""What models call the cache that they are given: transformers up to 5.23, and from 5.24 on."""
+
+
+_DISTANCES = ("mpt",)
+"""Model types that take the number of cached tokens for nothing but the part of a table of distances that they add to
+the scores of all keys: any part of as many keys does, since it differs by what the softmax takes out."""
+
+
+def serving_program(
+    function: TorchFunction,
+    name: str,
+    kind: str,
+    *,
+    batch: int,
+    seq: int,
+    cache_length: int,
+    dtype: str,
+    vocabulary: int,
+) -> Program:
+    """`step(params, cache, batch) -> (cache, logits)` with the cache donated.
+
+    `prefill`: `batch.input_ids` [B, S] fill the first S places of the cache; logits [B, V] are those of the last token.
+    `decode`: `batch.input_ids` [B, 1] go to `batch.position`; they attend to everything up to there. The cache is laid
+    out like the layers: `cache.model.layers.*.key` [layers, B, heads, length, head size].
+    """
+    import jax
+    import numpy as np
+
+    if kind not in ("prefill", "decode"):
+        raise UserError(f"--serve `{kind}` does not exist; use `prefill` or `decode`.")
+    flops = [0.0]
+    masked = [bool(getattr(function.module.config, "alibi", False))]  # it counts all keys
+    taken = inspect.signature(function.module.forward).parameters
+    placed = "position_ids" in taken
+    counted = not placed and function.module.config.model_type not in _DISTANCES
+    held = next((each for each in _CACHES if each in taken), None)
+    if function.module.config.is_encoder_decoder or "input_ids" not in taken or held is None:
+        raise UserError(
+            f"--serve is for decoders; `{name}` is none that takes a cache. Leave it out to plan inference."
+        )
+    if cache_length < seq:
+        raise UserError(f"a cache of {cache_length} tokens cannot hold {seq}; give --cache at least {seq}.")
+    length = seq if kind == "prefill" else 1
+    data = {"input_ids": jax.ShapeDtypeStruct((batch, length), np.int32)}
+    if kind == "decode":
+        data["position"] = jax.ShapeDtypeStruct((), np.int32)
+
+    def call(weights: Any, entries: Any, given: Any, buffers: Any) -> tuple[ServingCache, Any]:
+        import jax.numpy as jnp
+
+        cache = ServingCache(lowered_environment(), entries, given.get("position"), seq, counted=counted)
+        first = given.get("position", 0)
+        places = (jax.lax.broadcasted_iota(jnp.int32, (1, length), 1) + first).astype(jnp.int32)
+        function.cache = cache
+        inputs = {"input_ids": given["input_ids"]} | ({"position_ids": places} if placed else {})
+        if masked[0] and "attention_mask" in taken:
+            inputs["attention_mask"] = jnp.ones((batch, cache.get_mask_sizes(length)[0]), jnp.int32)
+        options = {held: cache, "use_cache": True, "logits_to_keep": 1}
+        options = {key: value for key, value in options.items() if key in taken}
+        with cache.active():
+            out = function(weights, (), inputs | options, buffers[0] if buffers else None)
+        return cache, out["logits"][:, -1]
+
+    def step(params: Any, cache: Any, batch: Any, *buffers: Any) -> Any:
+        with _flops.counting() as scope:
+            after, logits = call(params, cache, batch, buffers)
+        flops[0] = scope[0]
+        after.settle()
+        return after.entries, logits
+
+    seen: dict[int, Any] = {}
+
+    def shapes(weights: Any, given: Any, *buffers: Any) -> Any:
+        cache, logits = call(weights, {}, given, buffers)
+        shape = jax.ShapeDtypeStruct
+        seen.update({i: jax.tree.map(lambda x: shape(x.shape, x.dtype), parts) for i, parts in cache.seen.items()})
+        return logits
+
+    try:
+        function.settle(shapes, data, name)
+    except UserError:
+        if masked[0] or placed or kind != "decode" or "attention_mask" not in taken:
+            raise
+        masked[0] = True  # a module that makes a mask of all keys from their number, which is not known
+        function.settle(shapes, data, name)
+    params = function.params
+    entries = _entries(function, seen, cache_length, dtype)
+    if not entries:
+        raise UserError(f"--serve: `{name}` keeps nothing of its tokens, so there is nothing to cache.")
+    extra = (function.buffers,) if function.buffers else ()
+    args = (params, entries, data, *extra)
+
+    def role(text: str) -> Role:
+        if text in params:
+            return Role.PARAMETER
+        return Role.BATCH if text.startswith("batch.") else Role.OTHER
+
+    program = trace(
+        step,
+        args,
+        name=f"{name} {kind}",
+        donate_argnums=(1,),
+        roles=role,
+        training=False,
+        arg_names=("", "cache", "batch", "")[: len(args)],
+        tokens=batch * length,
+        notes=function.notes,
+    )
+    names = [a.name for a in program.arguments]
+    roles = [a.role for a in program.arguments]
+    limits = {"batch.position": cache_length}
+    fill = example_values.fill(args, names, roles, lambda text: limits.get(text, vocabulary))
+    return dataclasses.replace(program, model_flops=flops[0] or None, make_args=fill)
+
+
+def _entries(function: TorchFunction, seen: dict[int, Any], length: int, dtype: str) -> dict[str, Any]:
+    """Shapes of the cache: one stack for each offset of a scanned block, one entry for each other layer."""
+    import jax
+
+    def full(part: str, value: Any, repeats: int | None) -> Any:
+        lead = () if repeats is None else (repeats,)
+        if part == "indexer":
+            return jax.ShapeDtypeStruct((*lead, value.shape[0], length, *value.shape[2:]), jax.numpy.dtype(dtype))
+        if part not in ("keys", "values"):  # a state, which is as large after any number of tokens
+            return jax.ShapeDtypeStruct((*lead, *value.shape), value.dtype)
+        return jax.ShapeDtypeStruct((*lead, *value.shape[:2], length, *value.shape[3:]), jax.numpy.dtype(dtype))
+
+    places = {block.start + offset: (block, offset) for block in function.blocks for offset in range(block.period)}
+    # Layers of later groups are seen where they are compared with the first.
+    later = {k for block in function.blocks for k in range(block.start + block.period, block.stop)}
+    entries: dict[str, Any] = {}
+    for index, parts in sorted(seen.items()):
+        if index in later:
+            continue
+        block, offset = places.get(index, (None, 0))
+        label = f"layer.{index}" if block is None else block.label(offset)
+        entries[label] = {part: full(part, value, block and block.repeats) for part, value in parts.items()}
+    return entries

@@ -1,0 +1,244 @@
+"""What a Hugging Face model is called with, for each kind of task."""
+
+import dataclasses
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from autoshard.errors import UserError
+from autoshard.program.hf.extra_inputs import beside_data, beside_text, decoder_shape, forms_of, in_form, text_shape
+from autoshard.program.hf.media_inputs import Media, media_of
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class HfTask:
+    """How a model is called: the shapes of its batch, and the call."""
+
+    batch: dict[str, Any]
+    """Name -> `jax.ShapeDtypeStruct`, with `labels` when training."""
+    call: Callable[[Mapping[str, Any]], dict[str, Any]]
+    """Makes the keyword arguments of the module from a batch."""
+    seq: int | None
+    """The number of tokens in one sequence."""
+    tokens: int | None
+    """Tokens of a step; None where a model has none (images)."""
+    id_limit: int
+    """Ids and labels stay below it."""
+    notes: tuple[str, ...] = ()
+
+
+def tasks_of(
+    model: Any, name: str, *, batch: int, seq: int | None, image: int | None, train: bool, dtype: str
+) -> tuple[HfTask, ...]:
+    """The tasks of `model`, the likeliest first: token ids (with a decoder or not), images, sound or series.
+
+    There are several where models differ in the form of what they are given; those that follow the first are for
+    where the first does not run.
+
+    Raises `UserError` for sizes that the model cannot take.
+    """
+    import jax
+
+    config = model.config
+    names = set(inspect.signature(model.forward).parameters)
+    _positive("batch", batch)
+    floats = jax.numpy.dtype(dtype)
+    kind = _main(model, names)
+    vocabulary = _vocabulary(config)
+    text = "input_ids" in names and (kind == "input_ids" or vocabulary is not None and _has_towers(config))
+    text = text or "input_ids" in _required(model)
+    sees = kind != "input_ids" or text and (_has_towers(config) or "pixel_values" in _required(model))
+    if image is not None and not (sees and names & {"pixel_values", "pixel_values_videos"}):
+        raise UserError(f"--image is for models of images; `{name}` takes `{kind}`.")
+    if image is not None:
+        _positive("image", image)
+    limit = _positions(config)
+    length = min(limit or 1024, 1024) if seq is None else seq
+    asked = names - ({"past_values"} if text else set())
+    media = media_of(config, asked, name, batch=batch, image=image, room=length // 2 if text else None)
+    media = media or Media({})
+    if not text and not media.shapes:
+        raise UserError(f"`{name}` takes `{kind}`, which is not supported; give the module through a Python file.")
+    given = (text, seq, length, limit)
+    seen = [media] if sees else [Media({}), *([media] if "pixel_values" in media.shapes else [])]
+    return tuple(
+        _task(
+            model,
+            name,
+            in_form(each, form, names, config),
+            (*given, form.masks and not each.shapes),
+            batch=batch,
+            train=train,
+            floats=floats,
+        )
+        for each in seen
+        for form in forms_of(names, each)
+    )
+
+
+def _task(
+    model: Any,
+    name: str,
+    media: Media,
+    given: tuple[bool, int | None, int, int | None, bool],
+    *,
+    batch: int,
+    train: bool,
+    floats: Any,
+) -> HfTask:
+    """`given`: whether ids are read, the tokens that were asked for, those that are taken, its positions, and whether
+    masks say that all tokens are there."""
+    import jax
+    import numpy as np
+
+    config, shape = model.config, jax.ShapeDtypeStruct
+    names = set(inspect.signature(model.forward).parameters)
+    kind = _main(model, names)
+    vocabulary = _vocabulary(config)
+    text, seq, length, limit, masks = given
+    ids, other = beside_data(names, config, batch, length if text else None)
+    data = {key: shape(size, floats) for key, size in (media.shapes | other).items()}
+    data |= {key: shape(size, np.int32) for key, size in ids.items()}
+    decodes = bool(config.is_encoder_decoder) and "decoder_input_ids" in names
+    if not text and not decodes:
+        if seq is not None:
+            raise UserError(f"--seq is for models of tokens; `{name}` takes {_TAKES.get(kind, f'`{kind}`')}.")
+        keys = tuple(data)
+        if train:
+            data["labels"] = shape((batch,), np.int32)
+        plain = _always(names, config, None, train)
+        return HfTask(
+            data,
+            lambda d: {key: d[key] for key in keys} | media.fixed | plain,
+            None,
+            None,
+            int(vocabulary or getattr(config, "num_labels", 2)),
+        )
+
+    seq = length
+    _positive("seq", seq)
+    notes: list[str] = []
+    if limit is not None and seq > limit:
+        if _has_position_table(model):
+            raise UserError(f"--seq {seq} is longer than the {limit} positions `{name}` has; give at most {limit}.")
+        notes.append(f"The sequence of {seq} tokens is longer than the {limit} that `{name}` was trained with.")
+    texts = {"input_ids": text_shape(config, batch, seq)} if text else {}
+    texts |= {"decoder_input_ids": decoder_shape(config, batch, seq)} if decodes else {}
+    data |= {key: shape(size, np.int32) for key, size in texts.items()}
+    if train:
+        data["labels"] = shape((batch, seq), np.int32)
+    keys = tuple(each for each in data if each != "labels")
+    token = _image_token(config) if text and "pixel_values" in data else None
+    places = 0 if token is None or media.tokens is None else min(media.tokens, seq - 1)
+    if places:
+        notes.append(f"The first {places} tokens of each sequence are those of its image.")
+    plain = _always(names, config, seq, train) | beside_text(names, config, (batch, seq), masks)
+    if places and "mm_token_type_ids" in names:
+        kinds = np.zeros((batch, seq), np.int64)
+        kinds[:, :places] = 1
+        plain["mm_token_type_ids"] = kinds
+
+    def call(given: Mapping[str, Any]) -> dict[str, Any]:
+        made = {key: given[key] for key in keys} | media.fixed | plain
+        if places:
+            made["input_ids"] = _with_image(made["input_ids"], places, token)
+        return made
+
+    codes = getattr(config, "codebook_vocab_size", None)
+    if codes is not None and len(texts.get("input_ids", ())) == 3:  # codes of sound beside tokens
+        vocabulary = min(int(vocabulary or codes), int(codes))
+    sequences = 2 if len(texts) > 1 else 1
+    return HfTask(data, call, seq, batch * seq * sequences, int(vocabulary or 2), tuple(notes))
+
+
+_TAKES = {
+    "pixel_values": "images, whose size --image gives",
+    "pixel_values_videos": "videos, whose size its configuration gives",
+    "input_values": "sound",
+    "input_features": "spectra of sound",
+}
+
+
+def _main(model: Any, names: set[str]) -> str:
+    """The main input by the class's own word, or the first that is known, if it says none."""
+    known = ("input_ids", "pixel_values", "input_features", "input_values", "flattened_patches", "past_values")
+    said = model.main_input_name
+    said = said[0] if isinstance(said, (list, tuple)) else said
+    if said in names and (said in known or said in _TAKES or not names & set(known)):
+        return str(said)
+    return next((each for each in known if each in names), next(iter(sorted(names)), "nothing"))
+
+
+def _required(model: Any) -> set[str]:
+    """Arguments of a model that have no default."""
+    given = inspect.signature(model.forward).parameters.values()
+    return {each.name for each in given if each.default is each.empty and each.kind is each.POSITIONAL_OR_KEYWORD}
+
+
+def _always(names: set[str], config: Any, seq: int | None, train: bool) -> dict[str, Any]:
+    """Arguments that are the same for every batch; a model that compares its inputs gives its own loss if asked."""
+    caches = hasattr(config, "use_cache") or hasattr(_text(config), "use_cache") and "kwargs" in names
+    found = {"use_cache": False} if "use_cache" in names or caches and seq else {}
+    return found | ({"return_loss": True} if train and "return_loss" in names else {})
+
+
+def _text(config: Any, decoder: bool | None = None) -> Any:
+    """The configuration of the text; of several, as where one tower reads and one writes, the one that writes."""
+    try:
+        return config.get_text_config(decoder=decoder)
+    except ValueError:
+        found = [getattr(config, key, None) for key in ("decoder", "text_encoder", "text_config")]
+        return next((part for part in found if part is not None), config)
+
+
+def _has_towers(config: Any) -> bool:
+    """Whether a model sees or hears beside what it reads."""
+    parts = [config, getattr(config, "vlm_config", None)]
+    towers = ("vision_config", "audio_config")
+    there = any(hasattr(part, key) for part in parts for key in towers)
+    keys = towers if there else ("image_token_id", "image_token_index")  # towers may be left out
+    return any(getattr(part, key, None) is not None for part in parts for key in keys)
+
+
+def _vocabulary(config: Any) -> int | None:
+    for part in (config, _text(config), _text(config, decoder=True)):
+        value = getattr(part, "vocab_size", None) or getattr(part, "text_vocab_size", None)
+        if isinstance(value, int):
+            return value
+    return None
+
+
+def _image_token(config: Any) -> int | None:
+    for field in ("image_token_id", "image_token_index"):
+        if isinstance(getattr(config, field, None), int):
+            return int(getattr(config, field))
+    return None
+
+
+def _with_image(ids: Any, places: int, token: int | None) -> Any:
+    """Ids [B, S] whose first places are those of an image."""
+    import jax
+    import jax.numpy as jnp
+
+    place = jax.lax.broadcasted_iota(jnp.int32, ids.shape, 1)
+    return jnp.where(place < places, jnp.asarray(token, ids.dtype), ids)
+
+
+def _positive(flag: str, value: Any) -> None:
+    if not isinstance(value, int) or value < 1:
+        raise UserError(f"--{flag} must be a positive whole number, got {value}.")
+
+
+def _positions(config: Any) -> int | None:
+    text = _text(config)
+    for field in ("max_target_positions", "max_position_embeddings", "n_positions", "max_seq_len"):
+        value = getattr(text, field, None)
+        if isinstance(value, (int, float)) and value > 0:
+            return int(value)
+    return None
+
+
+def _has_position_table(model: Any) -> bool:
+    """True if positions are looked up in a learned table rather than computed."""
+    tables = ("wpe", "position_embedding", "position_embeddings", "embed_positions")
+    return any(name.rsplit(".", 1)[-1] in tables for name, _ in model.named_modules())

@@ -1,0 +1,1 @@
+"""Programs from JAX functions, Equinox, Flax and Keras models, and decoders made from their dims."""

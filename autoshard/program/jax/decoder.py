@@ -1,0 +1,425 @@
+"""A training step of a decoder from its dims alone: layers scanned, rematerialised as named, attention as one kernel.
+
+For checks against published runs, which name a model by its dims and say what they saved for the backward pass.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any
+
+from autoshard.errors import UserError
+from autoshard.program import model_flops as _flops
+from autoshard.program.jax import train_step
+from autoshard.program.jax.decoder_dims import DecoderDims, layer_groups, parameters_of, stacks_of
+from autoshard.program.jax.layer_stack import Pipeline, check_pipeline, in_stages, run_stack
+from autoshard.program.jax.mla import latent_heads
+from autoshard.program.jax.trace import trace
+from autoshard.program.kernels.dot_attention import attend
+from autoshard.program.kernels.flash_attention import KernelBlocks, flash_attention
+from autoshard.program.kernels.grouped_kernels import GroupedKernels
+from autoshard.program.kernels.ring_attention import ring_attention
+from autoshard.program.kernels.splash_attention import splash_attention
+from autoshard.program.moe.decoder_experts import Routing, product, routed
+from autoshard.program.moe.experts import parse_experts
+from autoshard.program.program_record import Program, Role
+from autoshard.program.source_choices import check_exchange_name
+
+
+_PROJECTIONS = ("query", "key", "value", "out")
+
+SAVED: Mapping[str, tuple[str, ...]] = {
+    "full": (),
+    "minimal": (*_PROJECTIONS, "gate", "up", "down"),
+    "minimal_with_context": (*_PROJECTIONS, "context", "gate", "up", "down"),
+    "save_dot_except_mlpwi": (*_PROJECTIONS, "down"),
+    "save_dot_except_mlp": _PROJECTIONS,
+    "save_qkv_proj": ("query", "key", "value"),
+    "qkv_proj_offloaded": ("query", "key", "value"),
+    "custom": _PROJECTIONS,
+    "custom offload": _PROJECTIONS,
+}
+"""Rematerialisation by MaxText's names -> values that a layer keeps beside its input (`MaxText/layers/decoders.py`).
+
+Where they are kept, on the device or on its host, changes no matmul. `none` keeps everything.
+"""
+
+
+SAVABLE = (*_PROJECTIONS, "context", "gate", "up", "down")
+"""Values of a layer that rematerialisation may keep."""
+
+_WEIGHTS = "weights"
+"""Name of a layer's weights as its matmuls take them."""
+
+ATTENTIONS = ("flash", "splash", "plain")
+ROUTINGS = ("dropless", "capacity", "kernels")
+
+
+def decoder_program(
+    dims: DecoderDims,
+    *,
+    batch: int,
+    seq: int,
+    remat: str = "full",
+    saves: Collection[str] | None = None,
+    attention: str = "flash",
+    exchange: str = "auto",
+    balanced: bool = False,
+    blocks: KernelBlocks | None = None,
+    optimizer: str = "adamw",
+    name: str = "decoder",
+    routing: str = "dropless",
+    capacity_factor: float = 1.0,
+    expert_kernels: GroupedKernels | None = None,
+    accumulation: int = 1,
+    moments: str | tuple[str, str] = "float32",
+    compute_dtype: str = "bfloat16",
+    weights: str = "float32",
+    gradients: str | None = None,
+    offloads: Collection[str] = (),
+    stack_axis: int = 0,
+    scanned: bool = True,
+    gathered_on: Any = None,
+    gradient_groups: int = 1,
+    whole_on: Any = None,
+    pipeline: Pipeline | None = None,
+) -> Program:
+    """One training step of `batch` sequences of `seq` tokens: by default bf16 compute on f32 parameters and moments.
+
+    `compute_dtype` is what layers compute in, `weights` the dtype of parameters, `moments` that of the optimizer's, or
+    those of its first and its second ones, `gradients` that in which the optimizer gets them.
+
+    `attention` is `flash`, one kernel that can be planned and priced but neither run nor compiled (`flash_attention`);
+    `splash`, jax's kernel for TPUs; or `plain`, scores in full. `remat` is `none` or a key of `SAVED`, of which `saves`
+    may say otherwise what a layer keeps beside its input; `blocks` are those of the kernels. `exchange` is how
+    queries meet keys and values where a plan splits the sequence, of `EXCHANGES`; `balanced`: tokens come in an order
+    in which all parts of a sequence see as many (zig-zag), as a `flash` kernel is then priced. `offloads` are values
+    that a layer keeps in its host's memory: of `SAVABLE`, or `input`. `accumulation` microbatches are computed one
+    after the other, and their gradients summed. `stack_axis` is the dim of stacked parameters that counts layers.
+    Layers that are not `scanned` stand one after the other, each with parameters of its own.
+    With a `jax.sharding.AbstractMesh` in `gathered_on`, the weights of a layer are gathered once, in `compute_dtype`,
+    and kept whole for the backward pass; on a mesh with an axis `model` they may stay split over that. Each of
+    `gradient_groups` parts of a microbatch has gradients of its own until all microbatches are done; on an abstract
+    mesh in `whole_on` their sums are whole on every device. With a `pipeline` the layers (but for the first dense ones
+    of a model of experts) are its stages, through which each of the `accumulation` microbatches goes in parts.
+
+    `routing` of experts is `dropless`, all tokens sorted and multiplied by group (`jax.lax.ragged_dot`); `kernels`,
+    each sequence's tokens sorted, and grouped matmuls by `expert_kernels` that can be planned and priced only; or
+    `capacity`: each expert has slots in every sequence for `capacity_factor` times the mean number of its tokens, and
+    further ones are dropped. With a factor of 1 it has the matmuls of a dropless run whose devices sort their own.
+    With `sorted` the tokens of each sequence are sorted, with `sorted:8` into 8 groups of experts; none is dropped.
+    Raises: UserError for an unknown `remat`, value to save, `attention` or `routing`, or sizes that do not divide.
+    """
+    import jax
+
+    if attention not in ATTENTIONS:
+        raise UserError(f"attention {attention!r} is not known; known are {', '.join(ATTENTIONS)}")
+    if remat != "none" and remat not in SAVED:
+        raise UserError(f"remat {remat!r} is not known; known are none, {', '.join(SAVED)}")
+    kept = SAVED.get(remat) if saves is None else tuple(saves)
+    unknown = sorted(set(kept or ()) - set(SAVABLE))
+    if unknown:
+        raise UserError(f"a decoder layer has no value {unknown[0]!r} to save; it has {', '.join(SAVABLE)}")
+    away = tuple(offloads)
+    unknown = sorted(set(away) - {*SAVABLE, "input"})
+    if unknown:
+        raise UserError(f"a decoder layer has no value {unknown[0]!r} to offload; it has input, {', '.join(SAVABLE)}")
+    if away and kept is None:
+        raise UserError("with remat 'none' nothing can be offloaded; use full or what saves fewer values")
+    if kept is not None:
+        kept = tuple(key for key in kept if key not in away)
+    if accumulation < 1 or batch % accumulation:
+        raise UserError(f"a batch of {batch} sequences does not divide into {accumulation} microbatches")
+    if gradient_groups < 1 or batch // accumulation % gradient_groups:
+        raise UserError(
+            f"a microbatch of {batch // accumulation} sequences does not divide into {gradient_groups} groups"
+        )
+    if routing not in ROUTINGS:
+        _check_groups(routing, dims.experts)
+    if dims.latent is not None and dims.kv_heads != dims.heads:
+        raise UserError(f"decoder: {dims.kv_heads} key-value heads for {dims.heads} heads of latent attention")
+    if dims.active_experts > dims.experts or not 0 <= dims.dense_layers <= dims.layers:
+        raise UserError(
+            f"decoder: {dims.active_experts} of {dims.experts} experts, {dims.dense_layers} of {dims.layers} layers "
+            "dense; neither may be more than there are"
+        )
+    own = dims.layers - dims.dense_layers
+    if own % dims.global_every or dims.heads % dims.kv_heads:
+        raise UserError(
+            f"decoder: {own} layers in groups of {dims.global_every}, {dims.heads} heads in groups of "
+            f"{dims.kv_heads} key-value heads; both must divide"
+        )
+    if stack_axis not in (0, 1):
+        raise UserError(f"stack_axis is {stack_axis}, expected 0 or 1: every stacked parameter has two dims")
+    if pipeline is not None and (gathered_on is not None or not scanned):
+        raise UserError("the layers of a pipeline are scanned, and their weights are gathered as the plan says")
+    groups = layer_groups(dims, "layers")
+    if pipeline is not None:
+        check_pipeline(pipeline, groups, "the decoder")
+    params = parameters_of(dims, weights, stack_axis, scanned, 0 if pipeline is None else pipeline.outside(groups))
+    data = {key: jax.ShapeDtypeStruct((batch, seq), "int32") for key in ("input_ids", "labels")}
+    rule = train_step.make_optimizer(optimizer, moments)
+    forward_flops = [0.0]
+    mix = Routing(routing, capacity_factor, expert_kernels or GroupedKernels())
+    how = _How(
+        kept, away, attention, check_exchange_name(exchange), balanced, blocks, mix, compute_dtype, stack_axis, scanned,
+        gathered_on, pipeline,
+    )  # fmt: skip
+
+    def loss(p: Any, given: Any) -> Any:
+        with _flops.counting() as scope:
+            value = _loss(dims, p, given, how)
+        forward_flops[0] = scope[0] * accumulation * gradient_groups
+        return value
+
+    program = trace(
+        train_step.training_step(
+            loss,
+            rule,
+            accumulation=accumulation,
+            gradient_groups=gradient_groups,
+            whole_on=whole_on,
+            gradients=gradients,
+        ),
+        (params, jax.eval_shape(rule.init, params), data),
+        name=name,
+        donate_argnums=(0, 1),
+        roles=lambda text: Role.PARAMETER if text in params else Role.BATCH if text.startswith("batch.") else None,
+        training=True,
+        arg_names=("", "optimizer", "batch"),
+        tokens=batch * seq,
+    )
+    program = dataclasses.replace(program, model_flops=3.0 * forward_flops[0], exchange=exchange)
+    return in_stages(program, (groups,) if scanned else (), pipeline)
+
+
+def _check_groups(routing: str, experts: int) -> None:
+    """Raises `UserError` for a routing that is none, or whose groups do not divide the experts."""
+    known = routing.startswith(("sorted", "ragged"))
+    form = parse_experts(routing) if known else None
+    if form is None:
+        raise UserError(
+            f"routing {routing!r} is not known; known are {', '.join(ROUTINGS)}, sorted, sorted:8 and ragged:8"
+        )
+    if experts % form.groups:
+        raise UserError(f"decoder: {experts} experts do not divide into the {form.groups} groups of {routing!r}")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _How:
+    """How a layer computes: what it keeps on the device and on the host, its kernels, its routing."""
+
+    kept: tuple[str, ...] | None
+    away: tuple[str, ...]
+    attention: str
+    exchange: str
+    balanced: bool
+    blocks: KernelBlocks | None
+    routing: Routing
+    compute_dtype: str
+    stack_axis: int
+    scanned: bool
+    gathered_on: Any
+    pipeline: Pipeline | None = None
+
+
+_AHEAD = 0.1
+"""Weight of the losses of tokens after the next one beside that of the next."""
+
+
+def _loss(dims: DecoderDims, params: Mapping[str, Any], given: Mapping[str, Any], how: _How) -> Any:
+    import jax.numpy as jnp
+
+    hidden, labels = _hidden(dims, params, given["input_ids"], how), given["labels"]
+    value = train_step.token_loss(_logits(dims, params, hidden), labels)
+    for number in range(dims.ahead):
+        hidden = _joined(dims, hidden, labels, params, f"ahead.{number}.", how)
+        labels = jnp.roll(labels, -1, axis=1)
+        value = value + _AHEAD / dims.ahead * train_step.token_loss(_logits(dims, params, hidden), labels)
+    return value
+
+
+def _joined(dims: DecoderDims, hidden: Any, ids: Any, params: Mapping[str, Any], prefix: str, how: _How) -> Any:
+    """Hidden states of a layer that looks ahead, from those before it and the tokens that they are to predict.
+
+    As MaxText has it, nothing of such a layer is computed again.
+    """
+    import jax.numpy as jnp
+
+    weights = _own(params, prefix)
+    embedded = jnp.take(params["embed_tokens.weight"].astype(how.compute_dtype), ids, axis=0)
+    both = [_norm(embedded, weights["embed_norm.weight"]), _norm(hidden, weights["hidden_norm.weight"])]
+    mixed = product("bsd,dw->bsw", jnp.concatenate(both, axis=-1), weights["join_proj.weight"])
+    return _layer(dims, mixed, weights, window=None, how=dataclasses.replace(how, away=()))
+
+
+def _logits(dims: DecoderDims, params: Mapping[str, Any], hidden: Any) -> Any:
+    head = params["embed_tokens.weight"].T if dims.tied else params["lm_head.weight"]
+    return product("bsd,dv->bsv", _norm(hidden, params["norm.weight"]), head)
+
+
+def _hidden(dims: DecoderDims, params: Mapping[str, Any], ids: Any, how: _How) -> Any:
+    import jax.numpy as jnp
+
+    hidden = jnp.take(params["embed_tokens.weight"].astype(how.compute_dtype), ids, axis=0)
+    if dims.dense_layers:
+        hidden = _layers(dims, hidden, params, ["dense_layers"], how)
+    prefixes = ["layers"] if dims.global_every == 1 else [f"layers.{k}" for k in range(dims.global_every)]
+    if dims.layers > dims.dense_layers:
+        hidden = _layers(dims, hidden, params, prefixes, how)
+    return hidden
+
+
+def _layers(dims: DecoderDims, hidden: Any, params: Mapping[str, Any], prefixes: Sequence[str], how: _How) -> Any:
+    """Groups of layers, one after the other: the layers of a group have each a prefix of their parameters' names."""
+    import jax.numpy as jnp
+
+    # The last layer of a group is the one that sees everything.
+    windows = [None if k == len(prefixes) - 1 else dims.window for k in range(len(prefixes))]
+
+    def group(carried: Any, own: Sequence[Mapping[str, Any]]) -> tuple[Any, None]:
+        for weights, window in zip(own, windows, strict=True):
+            run = functools.partial(_layer, dims, window=window, how=how)
+            carried = _kept(run, how)(carried, weights)
+        return carried, None
+
+    if not how.scanned:
+        for number in range(layer_groups(dims, prefixes[0])):
+            hidden, _ = group(hidden, [_own(params, f"{prefix}.{number}.") for prefix in prefixes])
+        return hidden
+    pipeline = None if prefixes == ["dense_layers"] else how.pipeline
+    count = layer_groups(dims, prefixes[0])
+    outside = 0 if pipeline is None else pipeline.outside(count)
+    starts = [stacks_of(prefix, count, outside) for prefix in prefixes]
+    for number, own in enumerate(starts[0].values()):
+        stacks = [_own(params, list(each)[number]) for each in starts]
+        if how.stack_axis:
+            stacks = [{key: jnp.moveaxis(value, how.stack_axis, 0) for key, value in own.items()} for own in stacks]
+        staged = pipeline if number == len(starts[0]) - 1 else None
+        hidden = run_stack(lambda carried, own: group(carried, own)[0], stacks, hidden, staged, own, "the decoder")
+    return hidden
+
+
+def _own(params: Mapping[str, Any], prefix: str) -> dict[str, Any]:
+    return {key.removeprefix(prefix): value for key, value in params.items() if key.startswith(prefix)}
+
+
+def _kept(layer: Callable[..., Any], how: _How) -> Callable[..., Any]:
+    import jax
+
+    if how.kept is None:
+        return layer
+    policies = jax.checkpoint_policies
+    kept = (*how.kept, _WEIGHTS) if how.gathered_on is not None else how.kept
+    if not how.away:
+        return jax.checkpoint(layer, policy=policies.save_only_these_names(*kept))
+    policy = policies.save_and_offload_only_these_names(
+        names_which_can_be_saved=list(kept),
+        names_which_can_be_offloaded=list(how.away),
+        offload_src="device",
+        offload_dst="pinned_host",
+    )
+    return jax.checkpoint(layer, policy=policy)
+
+
+def _layer(dims: DecoderDims, hidden: Any, weights: Mapping[str, Any], *, window: int | None, how: _How) -> Any:
+    import jax
+    from jax.ad_checkpoint import checkpoint_name
+
+    if how.gathered_on is not None:
+        weights = {key: _gathered(value, how) if value.ndim > 1 else value for key, value in weights.items()}
+    if "input" in how.away:
+        hidden = checkpoint_name(hidden, "input")
+    hidden = hidden + checkpoint_name(_attended(dims, hidden, weights, window, how), "out")
+    normed = _norm(hidden, weights["mlp_norm.weight"])
+    if "router.weight" in weights:
+        return hidden + routed(dims, normed, weights, how.routing)
+    up = checkpoint_name(product("bsd,df->bsf", normed, weights["mlp.up_proj.weight"]), "up")
+    if dims.gated:
+        gate = checkpoint_name(product("bsd,df->bsf", normed, weights["mlp.gate_proj.weight"]), "gate")
+        inner = jax.nn.silu(gate) * up
+    else:
+        inner = jax.nn.gelu(up)
+    return hidden + checkpoint_name(product("bsf,fd->bsd", inner, weights["mlp.down_proj.weight"]), "down")
+
+
+def _gathered(weight: Any, how: _How) -> Any:
+    """A weight in the compute dtype, whole on every device; its gradient may be split as the parameter is."""
+    import jax
+    from jax.ad_checkpoint import checkpoint_name
+    from jax.sharding import NamedSharding, PartitionSpec
+
+    free = PartitionSpec.UNCONSTRAINED if "model" in how.gathered_on.axis_names else None
+    spec = NamedSharding(how.gathered_on, PartitionSpec(*[free] * weight.ndim))
+
+    @jax.custom_vjp  # the transpose of a sharding constraint asks the same of the gradient
+    def whole(value: Any) -> Any:
+        return jax.lax.with_sharding_constraint(value, spec)
+
+    whole.defvjp(lambda value: (whole(value), None), lambda _, gradient: (gradient,))
+    return checkpoint_name(whole(weight.astype(how.compute_dtype)), _WEIGHTS)
+
+
+def _attended(dims: DecoderDims, hidden: Any, weights: Mapping[str, Any], window: int | None, how: _How) -> Any:
+    from jax.ad_checkpoint import checkpoint_name
+
+    normed = _norm(hidden, weights["input_norm.weight"])
+    if dims.latent is not None:
+        query, key, value = latent_heads(dims.latent, normed, weights, _norm, _rotated)
+        query, key, value = (
+            checkpoint_name(each, name) for each, name in zip((query, key, value), _PROJECTIONS, strict=False)
+        )
+        return _mixed(query[:, :, None], key, value, weights, window, how)
+    query = checkpoint_name(product("bsd,dkgh->bkgsh", normed, weights["attn.q_proj.weight"]), "query")
+    key = checkpoint_name(product("bsd,dkh->bksh", normed, weights["attn.k_proj.weight"]), "key")
+    value = checkpoint_name(product("bsd,dkh->bksh", normed, weights["attn.v_proj.weight"]), "value")
+    if dims.qk_norm:
+        query, key = _norm(query, weights["attn.q_norm.weight"]), _norm(key, weights["attn.k_norm.weight"])
+    return _mixed(_rotated(query), _rotated(key), value, weights, window, how)
+
+
+def _mixed(query: Any, key: Any, value: Any, weights: Mapping[str, Any], window: int | None, how: _How) -> Any:
+    """Attention of heads [B, K, G, S, H], [B, K, S, H], [B, K, S, E], and its projection to [B, S, D]."""
+    from jax.ad_checkpoint import checkpoint_name
+
+    ring, blocks = how.exchange == "ring" and window is None, how.blocks or KernelBlocks()
+    if ring and how.attention != "flash":
+        mixed = ring_attention(query, key, value, causal=True, kernel=how.attention == "splash")
+    elif how.attention == "flash":
+        mixed = flash_attention(
+            query, key, value, causal=True, window=window, blocks=blocks, ring=ring, balanced=how.balanced
+        )
+    elif how.attention == "splash":
+        mixed = splash_attention(query, key, value, causal=True, window=window, blocks=blocks)
+    else:
+        shape = query.shape
+        merged = query.reshape(shape[0], shape[1] * shape[2], *shape[3:])
+        plain = attend(merged, key, value, causal=True, window=window)
+        mixed = plain.reshape(shape[0], shape[3], shape[1], shape[2], value.shape[3]).transpose(0, 2, 3, 1, 4)
+    if how.attention != "splash":  # which marks what it makes, and the sums that its backward pass takes too
+        mixed = checkpoint_name(mixed, "context")
+    return product("bkgsh,kghd->bsd", mixed, weights["attn.o_proj.weight"])
+
+
+def _norm(x: Any, weight: Any) -> Any:
+    import jax
+    import jax.numpy as jnp
+
+    wide = x.astype(jnp.float32)
+    scale = jax.lax.rsqrt(jnp.mean(jnp.square(wide), axis=-1, keepdims=True) + 1e-6)
+    return (wide * scale * weight).astype(x.dtype)
+
+
+def _rotated(x: Any) -> Any:
+    """Rotary position embedding of [..., S, H]: pairs (k, k + H/2) turned by an angle that grows with s."""
+    import jax
+    import jax.numpy as jnp
+
+    half = x.shape[-1] // 2
+    place = jax.lax.broadcasted_iota(jnp.float32, (x.shape[-2], half), 0)
+    pair = jax.lax.broadcasted_iota(jnp.float32, (x.shape[-2], half), 1)
+    angle = place * jnp.exp(pair * (-jnp.log(10000.0) / half))
+    first, second = x[..., :half].astype(jnp.float32), x[..., half:].astype(jnp.float32)
+    cos, sin = jnp.cos(angle), jnp.sin(angle)
+    turned = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
+    return turned.astype(x.dtype)

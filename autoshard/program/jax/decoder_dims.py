@@ -1,0 +1,221 @@
+"""Dims of a decoder, the shapes of its parameters, and the dim of each weight."""
+
+import dataclasses
+import enum
+from collections.abc import Mapping
+from typing import Any
+
+from autoshard.program.jax.mla import LatentDims, latent_shapes
+from autoshard.program.moe.decoder_experts import expert_shapes
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class DecoderDims:
+    """What the model is: layers, width, MLP width, query heads, key/value heads, head size, vocabulary.
+
+    `gated` MLPs have three matrices, others two; `tied` models use one matrix for embedding and head. One layer in
+    `global_every` attends to everything, the others to the last `window` tokens (None: all to everything).
+    `autoshard.serving.Decoder` counts what such a model computes and holds.
+    """
+
+    layers: int
+    width: int
+    mlp_width: int
+    heads: int
+    kv_heads: int
+    head_size: int
+    vocabulary: int
+    gated: bool = True
+    tied: bool = False
+    window: int | None = None
+    global_every: int = 1
+    experts: int = 1
+    """Where it is more than one, a layer has that many MLPs and a router, of which `active_experts` see a token."""
+    active_experts: int = 1
+    expert_width: int | None = None
+    """Width of an expert's MLP; None: `mlp_width`."""
+    shared_experts: int = 0
+    """Experts that see every token: one more MLP of that many times an expert's width."""
+    dense_layers: int = 0
+    """First layers, of `layers`, whose MLP is one of `mlp_width`, without experts."""
+    qk_norm: bool = False
+    """Queries and keys are normed by head."""
+    ahead: int = 0
+    """Further layers, each of which predicts the token after those before it from their hidden states and the next
+    token's embedding (multi-token prediction): a projection of both, a layer as the last ones are, the head again."""
+    latent: LatentDims | None = None
+    """Sizes of latent attention, which has as many key-value heads as query heads; None: plain attention."""
+
+    @property
+    def expert_inner(self) -> int:
+        """Width of one expert's MLP."""
+        return self.mlp_width if self.expert_width is None else self.expert_width
+
+
+def layer_groups(dims: DecoderDims, prefix: str) -> int:
+    """How many groups of layers have parameters whose names start with `prefix`."""
+    return dims.dense_layers if prefix == "dense_layers" else (dims.layers - dims.dense_layers) // dims.global_every
+
+
+def stacks_of(prefix: str, count: int, outside: int = 0) -> dict[str, int]:
+    """What names of stacked parameters start with, and how many groups of layers are in such a stack; the first
+    `outside` are a stack by themselves."""
+    if not outside:
+        return {f"{prefix}.*.": count}
+    return {f"{prefix}.[0:{outside}].": outside, f"{prefix}.[{outside}:].": count - outside}
+
+
+def parameters_of(dims: DecoderDims, dtype: str, axis: int, scanned: bool = True, outside: int = 0) -> dict[str, Any]:
+    """Parameters by name; those of a layer are stacked along `axis`, one entry for each group of layers.
+
+    Of layers that are not `scanned` each has its own, under its number. The first `outside` groups (after those that
+    are dense) have stacks of their own.
+    """
+    import jax
+
+    shapes: dict[str, tuple[int, ...]] = {
+        "embed_tokens.weight": (dims.vocabulary, dims.width),
+        "norm.weight": (dims.width,),
+    }
+    if not dims.tied:
+        shapes["lm_head.weight"] = (dims.width, dims.vocabulary)
+    kinds = {}
+    if dims.dense_layers:
+        kinds["dense_layers"] = _attention_shapes(dims) | _mlp_shapes(dims)
+    for offset in range(dims.global_every):
+        prefix = "layers" if dims.global_every == 1 else f"layers.{offset}"
+        kinds[prefix] = _attention_shapes(dims) | (_mlp_shapes(dims) if dims.experts == 1 else expert_shapes(dims))
+    last = kinds[next(reversed(kinds))]
+    for number in range(dims.ahead):
+        joined = {"join_proj.weight": (2 * dims.width, dims.width)}
+        joined |= dict.fromkeys(("hidden_norm.weight", "embed_norm.weight"), (dims.width,))
+        shapes |= {f"ahead.{number}.{key}": shape for key, shape in (joined | last).items()}
+    for prefix, layer in kinds.items():
+        count = layer_groups(dims, prefix)
+        stacks = stacks_of(prefix, count, 0 if prefix == "dense_layers" else outside)
+        for key, shape in layer.items():
+            if scanned:
+                shapes |= {f"{start}{key}": (*shape[:axis], own, *shape[axis:]) for start, own in stacks.items()}
+            else:
+                shapes |= {f"{prefix}.{number}.{key}": shape for number in range(count)}
+    return {key: jax.ShapeDtypeStruct(shape, dtype) for key, shape in shapes.items()}
+
+
+def _attention_shapes(dims: DecoderDims) -> dict[str, tuple[int, ...]]:
+    width, size, group = dims.width, dims.head_size, dims.heads // dims.kv_heads
+    norms = {"input_norm.weight": (width,), "mlp_norm.weight": (width,)}
+    if dims.latent is not None:
+        return norms | latent_shapes(dims, dims.latent)
+    shapes: dict[str, tuple[int, ...]] = {
+        "attn.q_proj.weight": (width, dims.kv_heads, group, size),
+        "attn.k_proj.weight": (width, dims.kv_heads, size),
+        "attn.v_proj.weight": (width, dims.kv_heads, size),
+        "attn.o_proj.weight": (dims.kv_heads, group, size, width),
+    }
+    if dims.qk_norm:
+        shapes |= {"attn.q_norm.weight": (size,), "attn.k_norm.weight": (size,)}
+    return norms | shapes
+
+
+def _mlp_shapes(dims: DecoderDims) -> dict[str, tuple[int, ...]]:
+    shapes = {"mlp.up_proj.weight": (dims.width, dims.mlp_width), "mlp.down_proj.weight": (dims.mlp_width, dims.width)}
+    if dims.gated:
+        shapes["mlp.gate_proj.weight"] = shapes["mlp.up_proj.weight"]
+    return shapes
+
+
+class WeightDim(enum.Enum):
+    """What a dim of a weight counts."""
+
+    KV = "heads of keys and values"
+    HEADS = "heads"
+    INNER = "ffn"
+    EXPERT = "experts"
+    EXPERT_INNER = "ffn of an expert"
+    VOCABULARY = "vocabulary"
+    OTHER = "something that serving does not split, such as the width of the model"
+
+
+Kinds = tuple[WeightDim, ...]
+
+
+def decoder_weights(fields: Mapping[str, Any], dims: DecoderDims) -> dict[str, Kinds]:
+    """The kind of each dim of each weight of the decoder that `config_dims` read from these fields."""
+    if fields["model_type"] == "gpt2":
+        return _gpt2_weights()
+    found: dict[str, Kinds] = {
+        "model.embed_tokens.weight": (WeightDim.VOCABULARY, WeightDim.OTHER),
+        "model.norm.weight": (WeightDim.OTHER,),
+    }
+    if not dims.tied:
+        found["lm_head.weight"] = (WeightDim.VOCABULARY, WeightDim.OTHER)
+    layer = _attention(fields, dims)
+    norms = ["input_layernorm", "post_attention_layernorm"]
+    if fields["model_type"] == "gemma2":
+        norms += ["pre_feedforward_layernorm", "post_feedforward_layernorm"]
+    layer |= {f"{name}.weight": (WeightDim.OTHER,) for name in norms}
+    if dims.experts == 1 or dims.dense_layers:
+        layer |= _mlp("mlp", WeightDim.INNER)
+    if dims.experts > 1:
+        layer |= {
+            "mlp.gate.weight": (WeightDim.OTHER, WeightDim.OTHER),
+            "mlp.experts.gate_up_proj": (WeightDim.EXPERT, WeightDim.EXPERT_INNER, WeightDim.OTHER),
+            "mlp.experts.down_proj": (WeightDim.EXPERT, WeightDim.OTHER, WeightDim.EXPERT_INNER),
+        }
+    if dims.shared_experts:
+        layer |= _mlp("mlp.shared_experts", WeightDim.INNER)
+    if dims.latent is not None:
+        layer["mlp.gate.e_score_correction_bias"] = (WeightDim.OTHER,)
+    return found | {f"model.layers.*.{name}": kinds for name, kinds in layer.items()}
+
+
+def _mlp(name: str, inner: WeightDim) -> dict[str, Kinds]:
+    made = {f"{name}.{part}_proj.weight": (inner, WeightDim.OTHER) for part in ("gate", "up")}
+    return made | {f"{name}.down_proj.weight": (WeightDim.OTHER, inner)}
+
+
+def _attention(fields: Mapping[str, Any], dims: DecoderDims) -> dict[str, Kinds]:
+    if dims.latent is not None:
+        queries: dict[str, Kinds] = {"q_proj.weight": (WeightDim.HEADS, WeightDim.OTHER)}
+        if dims.latent.query_rank:
+            queries = {
+                "q_a_proj.weight": (WeightDim.OTHER, WeightDim.OTHER),
+                "q_b_proj.weight": (WeightDim.HEADS, WeightDim.OTHER),
+            }
+            queries["q_a_layernorm.weight"] = (WeightDim.OTHER,)
+        parts = queries | {
+            "kv_a_proj_with_mqa.weight": (WeightDim.OTHER, WeightDim.OTHER),
+            "kv_a_layernorm.weight": (WeightDim.OTHER,),
+            "kv_b_proj.weight": (WeightDim.HEADS, WeightDim.OTHER),
+            "o_proj.weight": (WeightDim.OTHER, WeightDim.HEADS),
+        }
+    else:
+        kinds = {"q": WeightDim.HEADS, "k": WeightDim.KV, "v": WeightDim.KV}
+        parts: dict[str, Kinds] = {f"{name}_proj.weight": (kind, WeightDim.OTHER) for name, kind in kinds.items()}
+        parts["o_proj.weight"] = (WeightDim.OTHER, WeightDim.HEADS)
+        if fields.get("attention_bias") or fields["model_type"] == "qwen2":
+            parts |= {f"{name}_proj.bias": (kind,) for name, kind in kinds.items()}
+        if dims.qk_norm:
+            parts |= {f"{name}_norm.weight": (WeightDim.OTHER,) for name in ("q", "k")}
+    return {f"self_attn.{name}": kinds for name, kinds in parts.items()}
+
+
+def _gpt2_weights() -> dict[str, Kinds]:
+    """Its matrices are turned around, and those of queries, keys and values are one."""
+    layer: dict[str, Kinds] = {
+        "attn.c_attn.weight": (WeightDim.OTHER, WeightDim.HEADS),
+        "attn.c_attn.bias": (WeightDim.HEADS,),
+        "attn.c_proj.weight": (WeightDim.HEADS, WeightDim.OTHER),
+        "attn.c_proj.bias": (WeightDim.OTHER,),
+        "mlp.c_fc.weight": (WeightDim.OTHER, WeightDim.INNER),
+        "mlp.c_fc.bias": (WeightDim.INNER,),
+        "mlp.c_proj.weight": (WeightDim.INNER, WeightDim.OTHER),
+        "mlp.c_proj.bias": (WeightDim.OTHER,),
+    }
+    layer |= {f"{name}.{part}": (WeightDim.OTHER,) for name in ("ln_1", "ln_2") for part in ("weight", "bias")}
+    found: dict[str, Kinds] = {
+        "transformer.wte.weight": (WeightDim.VOCABULARY, WeightDim.OTHER),
+        "transformer.wpe.weight": (WeightDim.OTHER, WeightDim.OTHER),
+    }
+    found |= {f"transformer.ln_f.{part}": (WeightDim.OTHER,) for part in ("weight", "bias")}
+    return found | {f"transformer.h.*.{name}": kinds for name, kinds in layer.items()}

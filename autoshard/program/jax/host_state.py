@@ -1,0 +1,211 @@
+"""Optimizer state in the hosts' memory, fetched one layer at a time, and notes on policies that offload."""
+
+import dataclasses
+from collections import defaultdict
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any
+
+from autoshard.errors import UserError
+from autoshard.program.jax.jaxprs import equations
+from autoshard.program.jax.update_part import StackUpdate, UpdateSplit, is_var, split_updates
+from autoshard.program.lowering import lower_function
+from autoshard.program.program_record import Program, Role, serialise
+
+
+HOSTS = ("none", "optimizer")
+"""What may wait in the hosts' memory between steps; what leaves most on the devices comes first."""
+
+
+def on_host(program: Program, what: str) -> Program:
+    """The same step with `what`, of `HOSTS`, in the hosts' memory: the optimizer's state of stacks of layers.
+
+    Raises `UserError` for anything else, for a program without such state, and for one whose update of it is not
+    made element by element.
+    """
+    if what not in HOSTS:
+        raise UserError(f"--host `{what}` does not exist; use {' or '.join(f'`{each}`' for each in HOSTS)}.")
+    if what == program.on_host or what == "none":
+        return program
+    ties = {n: a.result for n, a in enumerate(program.arguments) if a.result is not None}
+    state = [n for n in ties if program.arguments[n].role is Role.OPTIMIZER_STATE and program.arguments[n].shape]
+    if not state:
+        raise UserError(
+            f"`{program.name}` updates no optimizer state that could wait in the hosts' memory: give a training step "
+            "with an optimizer that has moments (`--train --optimizer adamw`), or leave out `--host optimizer`."
+        )
+    closed, _ = _traced(program.fn, program.args, program.name)
+    held = split_updates(closed.jaxpr, ties, state).held
+    if not held:
+        raise UserError(
+            f"`{program.name}` has no stack of layers whose optimizer state is updated element by element, which is "
+            "what can wait in the hosts' memory: run its layers by jax.lax.scan over parameters with a leading dim of "
+            "layers, with an optimizer such as adamw, or leave out `--host optimizer`."
+        )
+    fn = Streamed(program.fn, ties, held)
+    lowered = lower_function(fn, program.args, program.donate_argnums, program.name)
+    module, fingerprint = serialise(lowered.ir, program.arguments)
+    stays = len(state) - len(held)
+    one = "1 tensor stays" if stays == 1 else f"{stays} tensors stay"
+    more = f"; {one} on the devices, of parameters that no loop over layers takes" if stays else ""
+    note = f"Optimizer state of stacks of layers waits in the hosts' memory and is updated a layer at a time{more}."
+    more = {"notes": (*program.notes, note), "on_host": what, "lowerings": lowered.lowerings}
+    more |= {"platform": lowered.platform, "module": module, "fingerprint": fingerprint}
+    return dataclasses.replace(program, fn=fn, **more)
+
+
+class Streamed:
+    """A function of the same arguments whose state waits on the host, made of one that has it on the devices."""
+
+    def __init__(self, fn: Callable[..., Any], ties: Mapping[int, int], held: Collection[int]) -> None:
+        """`ties`: flat positions of arguments -> those of the results in their places; `held`: those on the host."""
+        self.fn, self.ties, self.held = fn, dict(ties), tuple(sorted(held))
+        self.__name__ = getattr(fn, "__name__", type(fn).__name__)
+
+    def __call__(self, *args: Any) -> Any:
+        """Raises `UserError` if the function does not update all of that state element by element."""
+        import jax
+
+        closed, tree = _traced(self.fn, args, self.__name__)
+        if all(is_hosted(closed.out_avals[self.ties[number]]) for number in self.held):
+            return self.fn(*args)  # made so before
+        split = split_updates(closed.jaxpr, self.ties, self.held)
+        if split.held != self.held:
+            raise UserError(
+                f"`{self.__name__}` updates {len(split.held)} of the {len(self.held)} tensors that wait in the hosts' "
+                "memory layer by layer: it is not the step that was planned; plan it again."
+            )
+        return tree.unflatten(_run(closed, split, jax.tree.leaves(args)))
+
+
+def streamed(fn: Callable[..., Any], ties: Mapping[int, int], held: Collection[int]) -> Callable[..., Any]:
+    """`fn` with the arguments `held` on the host, unless it has them there already, or there are none."""
+    return fn if not held or isinstance(fn, Streamed) else Streamed(fn, ties, held)
+
+
+def is_hosted(aval: Any) -> bool:
+    import jax
+
+    return getattr(aval, "memory_space", None) == jax.memory.Space.Host
+
+
+def _traced(fn: Callable[..., Any], args: Sequence[Any], name: str) -> tuple[Any, Any]:
+    """The function's jaxpr, and the tree of its results."""
+    import jax
+
+    closed, out = jax.make_jaxpr(fn, return_shape=True)(*args)
+    return closed, jax.tree.structure(out)
+
+
+def _run(closed: Any, split: UpdateSplit, leaves: Sequence[Any]) -> list[Any]:
+    """What the program returns: everything else is computed first, then the updates, those of as many layers at once.
+
+    The operands of updates are values of `closed`'s arguments, of equations before, or literals.
+    """
+    import jax.extend.core as jex
+
+    jaxpr = closed.jaxpr
+    env = dict(zip(jaxpr.invars, leaves, strict=True))
+    made = {v for update in split.updates for v in update.outputs}
+    wanted = [v for v in split.returned if is_var(v) and v not in made]
+    for update in split.updates:
+        inner = {eqn.outvars[0] for eqn in update.equations}
+        wanted += [v for eqn in update.equations for v in eqn.invars if is_var(v) and v not in inner]
+    wanted = list(dict.fromkeys(wanted))
+    first = jaxpr.replace(eqns=list(split.before), outvars=wanted, debug_info=jaxpr.debug_info.with_unknown_names())
+    env |= zip(wanted, jex.jaxpr_as_fun(jex.ClosedJaxpr(first, closed.consts))(*leaves), strict=True)
+    together: dict[int, list[StackUpdate]] = defaultdict(list)
+    for update in split.updates:
+        together[update.layers].append(update)
+    for updates in together.values():
+        _by_layer(updates, env)
+    return [env[v] if is_var(v) else v.val for v in split.returned]
+
+
+def _by_layer(updates: Sequence[StackUpdate], env: dict[Any, Any]) -> None:
+    """Updates of as many layers each, one layer after the other; their outputs are added to `env`.
+
+    Each output is written in the place of what it replaces, so that no second stack of it is needed.
+    """
+    import jax
+    import jax.numpy as jnp
+    from jax.lax import dynamic_index_in_dim, dynamic_update_index_in_dim
+
+    space = jax.memory.Space
+    begin = {}
+    for update in updates:
+        for out in update.outputs:
+            old = update.over.get(out)
+            stack = jnp.zeros(out.aval.shape, out.aval.dtype) if old is None else env[old]
+            begin[out] = jax.device_put(stack, space.Host) if old in update.away else stack
+
+    def layer(number: Any, stacks: dict[Any, Any]) -> dict[Any, Any]:
+        stacks = dict(stacks)
+        for update in updates:
+            carried = {old: out for out, old in update.over.items()}
+            values = {}
+            for value in update.inputs:
+                whole = stacks[carried[value]] if value in carried else env[value]
+                part = dynamic_index_in_dim(whole, number, keepdims=False, allow_negative_indices=False)
+                values[value] = jax.device_put(part, space.Device) if value in update.away else part
+            for eqn in update.equations:
+                values[eqn.outvars[0]] = _one_layer(eqn, values, env)
+            for out in update.outputs:
+                part = values[out]
+                if update.over.get(out) in update.away:
+                    part = jax.device_put(part, space.Host)
+                stacks[out] = dynamic_update_index_in_dim(stacks[out], part, number, 0, allow_negative_indices=False)
+        return stacks
+
+    names = list(begin)
+    done = jax.lax.fori_loop(
+        0,
+        updates[0].layers,
+        lambda number, stacks: tuple(layer(number, dict(zip(names, stacks, strict=True))).values()),
+        tuple(begin.values()),
+    )
+    env |= zip(names, done, strict=True)
+
+
+def _one_layer(eqn: Any, values: Mapping[Any, Any], env: Mapping[Any, Any]) -> Any:
+    """What an elementwise equation makes of one layer."""
+    import jax.numpy as jnp
+
+    given = [(values[v] if v in values else env[v]) if is_var(v) else v.val for v in eqn.invars]
+    if eqn.primitive.name == "broadcast_in_dim":
+        return jnp.broadcast_to(given[0], eqn.outvars[0].aval.shape[1:])
+    with eqn.ctx.manager:
+        return eqn.primitive.bind(*given, **eqn.params)
+
+
+def offload_notes(jaxpr: Any) -> tuple[str, ...]:
+    """Return a note that names values that a policy offloads and that the backward pass does not read.
+
+    JAX keeps nothing for a name that the backward pass does not use. The carry of a scan is such a value where it is
+    named at the end of the layer: the scan saves what the next layer begins with, under no name.
+    """
+    every = list(equations(jaxpr))
+    policies = {e.params["policy"] for e in every if e.params.get("differentiated") and e.params.get("policy")}
+    if not policies:
+        return ()
+    named = [e for e in every if e.primitive.name == "name"]
+    offloaded = [e for e in named if any(_is_offloaded(policy, e) for policy in policies)]
+    hosted = {var for e in every if all(map(is_hosted, _avals(e))) for var in e.invars if not hasattr(var, "val")}
+    sent = {e.params["name"] for e in offloaded if not hosted.isdisjoint(e.outvars)}
+    idle = sorted({e.params["name"] for e in offloaded} - sent)
+    if not idle:
+        return ()
+    quoted = ", ".join(f"`{name}`" for name in idle)
+    return (
+        f"A remat policy offloads {quoted}, which has no effect: the backward pass does not read a value of that name. "
+        "To offload the carry of a jax.lax.scan, name it where the layer begins instead of where it ends.",
+    )
+
+
+def _is_offloaded(policy: Any, equation: Any) -> bool:
+    """Ask the policy about the equation of `checkpoint_name`, as JAX does."""
+    answer = policy(equation.primitive, *(var.aval for var in equation.invars), **equation.params)
+    return type(answer).__name__ == "Offloadable"
+
+
+def _avals(equation: Any) -> list[Any]:
+    return [var.aval for var in equation.outvars] if equation.primitive.name == "device_put" else [None]

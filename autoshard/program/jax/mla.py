@@ -1,0 +1,83 @@
+"""Latent attention (MLA): keys and values, and queries where that pays, are made from a narrow vector of each token.
+
+DeepSeek-V2, section 2.1 (arXiv 2405.04434). Trained, its heads are like others, but that values are narrower than
+queries and keys: part of a key turns with its position, and that part is one for all heads.
+"""
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol
+
+from autoshard.program.moe.decoder_experts import product
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class LatentDims:
+    """Sizes of latent attention."""
+
+    key_rank: int
+    """Width of the vector that keys and values of all heads are made from."""
+    plain: int
+    """Part of a head's query and key that does not turn with the position (nope)."""
+    turned: int
+    """The part that does (rope)."""
+    value: int
+    """Size of a head's values."""
+    query_rank: int = 0
+    """Width of the vector that queries are made from; 0: they are made from the token itself."""
+
+    @property
+    def head_size(self) -> int:
+        """Size of a head's query and key."""
+        return self.plain + self.turned
+
+
+class LatentHeads(Protocol):
+    """What latent attention needs to know of a decoder's dims."""
+
+    @property
+    def width(self) -> int: ...
+    @property
+    def heads(self) -> int: ...
+
+
+def latent_shapes(dims: LatentHeads, own: LatentDims) -> dict[str, tuple[int, ...]]:
+    """Parameters of a layer's latent attention by name."""
+    shapes: dict[str, tuple[int, ...]] = {
+        "attn.kv_down.weight": (dims.width, own.key_rank + own.turned),
+        "attn.kv_norm.weight": (own.key_rank,),
+        "attn.kv_up.weight": (own.key_rank, dims.heads, own.plain + own.value),
+        "attn.o_proj.weight": (dims.heads, 1, own.value, dims.width),
+    }
+    if not own.query_rank:
+        return shapes | {"attn.q_proj.weight": (dims.width, dims.heads, own.head_size)}
+    return shapes | {
+        "attn.q_down.weight": (dims.width, own.query_rank),
+        "attn.q_norm.weight": (own.query_rank,),
+        "attn.q_up.weight": (own.query_rank, dims.heads, own.head_size),
+    }
+
+
+def latent_heads(
+    own: LatentDims,
+    x: Any,
+    weights: Mapping[str, Any],
+    norm: Callable[[Any, Any], Any],
+    rotated: Callable[[Any], Any],
+) -> tuple[Any, Any, Any]:
+    """Queries and keys [B, H, S, plain + turned] and values [B, H, S, value] of normed tokens `x` [B, S, D]."""
+    import jax.numpy as jnp
+
+    if own.query_rank:
+        narrow = norm(product("bsd,dr->bsr", x, weights["attn.q_down.weight"]), weights["attn.q_norm.weight"])
+        query = product("bsr,rkh->bksh", narrow, weights["attn.q_up.weight"])
+    else:
+        query = product("bsd,dkh->bksh", x, weights["attn.q_proj.weight"])
+    query = jnp.concatenate([query[..., : own.plain], rotated(query[..., own.plain :])], axis=-1)
+    down = product("bsd,dr->bsr", x, weights["attn.kv_down.weight"])
+    latent = norm(down[..., : own.key_rank], weights["attn.kv_norm.weight"])
+    turned = rotated(down[:, None, :, own.key_rank :])
+    up = product("bsr,rkh->bksh", latent, weights["attn.kv_up.weight"])
+    shape = (*up.shape[:3], own.turned)
+    key = jnp.concatenate([up[..., : own.plain], jnp.broadcast_to(turned, shape)], axis=-1)
+    return query, key, up[..., own.plain :]

@@ -1,0 +1,261 @@
+"""A JAX function and the shapes of its arguments become a `Program`."""
+
+import math
+from collections.abc import Callable, Sequence
+from numbers import Real
+from typing import Any
+
+from autoshard import mlir
+from autoshard.base.processes import collecting_seldom
+from autoshard.errors import UserError
+from autoshard.program import argument_names, example_values
+from autoshard.program import roles as _roles
+from autoshard.program import roles as _ties
+from autoshard.program.jax.host_state import offload_notes, on_host
+from autoshard.program.jax.jax_modules import functional
+from autoshard.program.lowering import lower_function, user_code
+from autoshard.program.program_record import WEIGHTS, Argument, Lifted, Program, Result, Role, serialise
+from autoshard.program.source_choices import sharding_notes
+
+
+Evidence = Sequence[Role | None] | Callable[[dict[int, int]], Sequence[Role | None]]
+
+
+@collecting_seldom()
+def trace(
+    fn: Callable[..., Any],
+    args: Sequence[Any],
+    *,
+    name: str | None = None,
+    donate_argnums: int | Sequence[int] = (),
+    roles: _roles.Roles | None = None,
+    training: bool | None = None,
+    model_flops: float | None = None,
+    tokens: int | None = None,
+    make_args: Callable[[int], tuple[Any, ...]] | None = None,
+    arg_names: Sequence[str] | None = None,
+    notes: Sequence[str] = (),
+    ties: dict[int, int] | None = None,
+    evidence: Evidence | None = None,
+    host: str = "none",
+) -> Program:
+    """Lower `fn(*args)` without shardings and name everything that goes in and comes out.
+
+    `args` are pytrees of arrays or `jax.ShapeDtypeStruct`, one per positional argument; nothing is allocated for the
+    latter. A leaf is named by its path (`params.layers.w`); `arg_names` replaces the names of the positional
+    arguments, and an empty one leaves the prefix out. State that the function returns updated is tied to its result.
+    Roles are guessed (optax states, updated state, data) and overridden by `roles`: a mapping from name prefixes, or a
+    callable from a name to a role or None. `model_flops` and `tokens` are the caller's figures for one step; `ties`
+    (leaf of the arguments -> leaf of the result) replaces the search for updated state. `evidence` is what a file
+    shows about each leaf (a role or None), before its name is asked; a function of `ties` if it depends on them.
+    `host` says what waits in the hosts' memory between steps: `none`, or with `optimizer` the optimizer's state of
+    parameters that a `jax.lax.scan` runs over; their update then becomes a loop over layers (`Program.fn`), and
+    `Plan.jit` makes the same of `fn`.
+
+    Raises `UserError` if `fn` cannot be traced, a shape is dynamic, or a leaf is not an array.
+    """
+    import jax
+
+    if not callable(fn):
+        raise UserError(f"trace: the program must be a callable, got {type(fn).__name__}.")
+    if not isinstance(args, (tuple, list)):
+        raise UserError(f"trace: `args` must be a tuple of the positional arguments, got {type(args).__name__}.")
+    label = name or getattr(fn, "__name__", type(fn).__name__)
+    donate = argument_names.positions_of("donate_argnums", donate_argnums, len(args), label)
+    _check_figures(label, arg_names, notes, model_flops, tokens)
+    positions = tuple(arg_names) if arg_names is not None else argument_names.positional_names(fn, len(args))
+    if len(positions) != len(args):
+        raise UserError(f"arg_names: {len(positions)} names were given for {len(args)} arguments of `{label}`.")
+
+    made = user_code(label, lambda: functional(fn, args))
+    fn, args = made.fn, made.args
+    names: list[str] = []
+    taken: set[str] = set()
+    treedefs: list[Any] = []
+    leaves: list[Any] = []
+    owner: list[int] = []
+    known: list[Role | None] = []
+    dims: list[tuple[str, ...] | None] = []
+    for position, (prefix, arg) in enumerate(zip(positions, args, strict=True)):
+        flat, treedef = jax.tree_util.tree_flatten_with_path(arg)
+        own = argument_names.named_dims(arg)
+        names.extend(argument_names.unique(argument_names.leaf_names(prefix, [path for path, _ in flat], own), taken))
+        dims.extend(own)
+        treedefs.append(treedef)
+        leaves.extend(leaf for _, leaf in flat)
+        owner.extend([position] * len(flat))
+        known.extend(made.roles.get(position, [None] * len(flat)))
+    leaves = [_abstract(leaf, leaf_name) for leaf, leaf_name in zip(leaves, names, strict=True)]
+    abstract, start = [], 0
+    for treedef in treedefs:
+        abstract.append(treedef.unflatten(leaves[start : start + treedef.num_leaves]))
+        start += treedef.num_leaves
+
+    lowered = lower_function(fn, tuple(abstract), donate, label)
+    out_paths, out_tree = jax.tree_util.tree_flatten_with_path(lowered.out_info)
+    avals = [_aval(leaf) for leaf in leaves]
+    out_avals = [_aval(leaf) for _, leaf in out_paths]
+    donated = [position in donate for position in range(len(args))]
+    if ties is None:
+        ties = _ties.tie(positions, treedefs, donated, avals, out_tree, out_avals)
+    else:
+        _ties.check_ties(ties, avals, out_avals)
+
+    _roles.check_used(roles, names)
+    in_optax = [mark for arg in args for mark in _optax_marks(arg)]
+    shown = _shown(evidence(ties) if callable(evidence) else evidence, len(leaves))
+    ir = lowered.ir
+    numbered = [i for i in ties if _roles.is_numbered(names[i], positions[owner[i]]) and not in_optax[i]]
+    used = _roles.by_use(names, leaves, _uses(ir, numbered)) if numbered else {}
+    chosen: list[Role] = []
+    containers = [bool(treedef.children()) for treedef in treedefs]  # of a leaf at a time it would be quadratic
+    for index, leaf in enumerate(leaves):
+        guessed = _roles.guess(
+            names[index],
+            positions[owner[index]],
+            leaf,
+            optax=in_optax[index],
+            tied=index in ties,
+            any_state=bool(ties),
+            container=containers[owner[index]],
+        )
+        chosen.append(_roles.said(roles, names[index]) or known[index] or shown[index] or used.get(index) or guessed)
+
+    arguments = tuple(
+        Argument(names[i], avals[i][0], avals[i][1], chosen[i], ties.get(i), donated[owner[i]])
+        for i in range(len(names))
+    )
+    back = {result: argument for argument, result in ties.items()}
+    free = argument_names.leaf_names("", [path for path, _ in out_paths], argument_names.named_dims(lowered.out_info))
+    free = [_result_name(text, len(out_paths)) for text in free]
+    out_taken = {names[i] for i in ties}
+    result_names = [
+        names[back[i]] if i in back else argument_names.unique([free[i]], out_taken)[0] for i in range(len(free))
+    ]
+    results = tuple(
+        Result(text, aval[0], aval[1], back.get(i))
+        for i, (text, aval) in enumerate(zip(result_names, out_avals, strict=True))
+    )
+    if training is None:
+        training = any(
+            a.role is Role.OPTIMIZER_STATE or (a.role is Role.PARAMETER and a.result is not None) for a in arguments
+        )
+    entering = [str(value.type) for value in mlir.main_block(ir).arguments]
+    if len(entering) != len(arguments) and not any("token" in each for each in entering):
+        raise UserError(
+            f"`{label}` uses a value from inside of a `jax.checkpoint` or another traced call that did not return it "
+            "(layers that share keys and values hand them on so); return it, or trace without recomputation "
+            "(--remat none)."
+        )
+    if len(entering) != len(arguments):
+        raise UserError(
+            f"`{label}` has side effects in a fixed order (ordered callbacks, or a Pallas kernel in TPU interpret "
+            "mode), which no plan can split; take them out, or give `pallas_call` interpret=True."
+        )
+    module, fingerprint = serialise(ir, arguments)
+    own = mlir.count_said(ir)
+    if make_args is None:
+        limit = example_values.smallest_table([a.shape for a in arguments if a.role in WEIGHTS])
+        make_args = example_values.fill(tuple(args), names, chosen, lambda _: limit)
+    program = Program(
+        name=label,
+        fn=fn,
+        args=tuple(args),
+        donate_argnums=donate,
+        arguments=arguments,
+        results=results,
+        module=module,
+        fingerprint=fingerprint,
+        training=training,
+        model_flops=model_flops,
+        tokens=tokens,
+        make_args=make_args,
+        dims={name: own for name, own in zip(names, dims, strict=True) if own is not None},
+        notes=(*notes, *sharding_notes(own), *offload_notes(lowered.jaxpr)),
+        lifted=Lifted.IDLE if own.idle else Lifted.NONE,
+        platform=lowered.platform,
+        lowerings=lowered.lowerings,
+    )
+    return on_host(program, host)
+
+
+def _check_figures(label: str, arg_names: Any, notes: Any, model_flops: Any, tokens: Any) -> None:
+    """Refuse what no plan could hold: names and notes that are no texts, figures that are no numbers."""
+    for option, texts in (("arg_names", arg_names if arg_names is not None else ()), ("notes", notes)):
+        if isinstance(texts, str) or not isinstance(texts, Sequence) or not all(isinstance(t, str) for t in texts):
+            raise UserError(f"{option} of `{label}` is {texts!r}; expected a list of texts.")
+    for option, figure in (("model_flops", model_flops), ("tokens", tokens)):
+        if figure is None:
+            continue
+        if isinstance(figure, bool) or not isinstance(figure, Real) or not 0 <= float(figure) < math.inf:
+            raise UserError(f"{option} of `{label}` is {figure!r}; expected a number from 0 up, of one step.")
+
+
+def _shown(evidence: Any, count: int) -> list[Role | None]:
+    """Return the roles that a file shows, one for each leaf. Raises `UserError` if they are others."""
+    if not evidence and (evidence is None or isinstance(evidence, Sequence)):
+        return [None] * count
+    if isinstance(evidence, str) or not isinstance(evidence, Sequence) or len(evidence) != count:
+        raise UserError(f"evidence is {evidence!r}; expected a role or None for each of the {count} leaves of `args`.")
+    return [_roles.checked(role, f"leaf {number}") for number, role in enumerate(evidence)]
+
+
+def _uses(ir: Any, leaves: Sequence[int]) -> dict[int, mlir.Use]:
+    """What the program does with some of its arguments; nothing where it has others than its leaves."""
+    found = mlir.argument_uses(ir)
+    return {leaf: found[leaf] for leaf in leaves if leaf < len(found)}
+
+
+def _abstract(leaf: Any, name: str) -> Any:
+    import jax
+    import numpy as np
+
+    if isinstance(leaf, (bool, int, float, complex)):
+        return jax.ShapeDtypeStruct((), jax.dtypes.canonicalize_dtype(np.result_type(leaf)), weak_type=True)
+    if not hasattr(leaf, "shape") or not hasattr(leaf, "dtype"):
+        raise UserError(
+            f"argument `{name}` is a {type(leaf).__name__}, expected an array or a jax.ShapeDtypeStruct; "
+            "bind what is none before, as in `lambda x: step(x, n)`."
+        )
+    for size in leaf.shape:
+        if not isinstance(size, (int, np.integer)) or size < 0:
+            raise UserError(
+                f"argument `{name}` has the dynamic shape ({', '.join(map(str, leaf.shape))}); "
+                "a plan is made for fixed sizes, so give each dim a number."
+            )
+    dtype = leaf.dtype
+    if not jax.numpy.issubdtype(dtype, jax.dtypes.extended):
+        dtype = jax.dtypes.canonicalize_dtype(dtype)
+    weak = bool(getattr(leaf, "weak_type", False))
+    said = getattr(leaf, "sharding", None)
+    said = said if isinstance(said, jax.sharding.NamedSharding) else None
+    # A spec that was written down for a shape is meant, and so is one that is part of the type of an array, as it is
+    # under an explicit mesh. Any other array just is where it was made.
+    if said is not None and not isinstance(leaf, jax.ShapeDtypeStruct):
+        context = jax.sharding.get_abstract_mesh()
+        said = said if context.explicit_axes and said.mesh.abstract_mesh == context else None
+    return jax.ShapeDtypeStruct(tuple(int(size) for size in leaf.shape), dtype, weak_type=weak, sharding=said)
+
+
+def _aval(leaf: Any) -> tuple[tuple[int, ...], str]:
+    return tuple(int(size) for size in leaf.shape), str(leaf.dtype)
+
+
+def _optax_marks(arg: Any) -> list[bool]:
+    """For every leaf of `arg`: whether it stands inside a state of optax."""
+    import jax
+
+    def state(node: Any) -> bool:
+        return isinstance(node, tuple) and type(node).__module__.split(".")[0] == "optax"
+
+    marks: list[bool] = []
+    for node in jax.tree_util.tree_leaves(arg, is_leaf=state):
+        inside = state(node)
+        marks.extend([inside] * len(jax.tree_util.tree_leaves(node)))
+    return marks
+
+
+def _result_name(path: str, count: int) -> str:
+    if path == "value" and count == 1:
+        return "result"
+    return f"result.{path}"

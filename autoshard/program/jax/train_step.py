@@ -1,0 +1,206 @@
+"""Optimizers, losses and whole training steps in JAX."""
+
+from collections.abc import Callable
+from typing import Any
+
+from autoshard.errors import UserError
+from autoshard.program.jax.gradient_groups import Reduced, Reduction, taken_apart
+from autoshard.program.torch_ops.wide_integers import in_64_bits
+
+
+LEARNING_RATE = 3e-4
+_MEAN = Reduced()
+
+
+def make_optimizer(name: str, state_dtype: str | tuple[str, str] | None = None) -> Any:
+    """`adamw`, `sgd` or `momentum` (SGD whose state keeps the gradients) of optax.
+
+    Moments are stored in `state_dtype` (None: that of their parameters) and updated in fp32; of a pair, the first is
+    that of AdamW's first moments, and second ones are stored in the other. Raises `UserError` for another name.
+    """
+    import optax
+
+    first = None
+    if isinstance(state_dtype, tuple):
+        first, state_dtype = state_dtype
+
+    makers: dict[str, Callable[[], Any]] = {
+        "adamw": lambda: optax.adamw(LEARNING_RATE, b1=0.9, b2=0.95, weight_decay=0.1, mu_dtype=first),
+        "sgd": lambda: optax.sgd(LEARNING_RATE),
+        "momentum": lambda: optax.sgd(LEARNING_RATE, momentum=0.9),
+    }
+    if name not in makers:
+        raise UserError(f"there is no optimizer `{name}`; use one of {', '.join(f'`{key}`' for key in makers)}.")
+    inner = makers[name]()
+    return inner if state_dtype is None else _stored_as(inner, state_dtype, apart=first is not None)
+
+
+def _stored_as(inner: Any, dtype: str, apart: bool) -> Any:
+    """Return `inner` with its state stored in `dtype`; `apart`: first moments have a dtype of their own."""
+    import jax
+    import jax.numpy as jnp
+    import optax
+
+    first_moments = jax.tree_util.GetAttrKey("mu")
+
+    def convert(state: Any, to: Any) -> Any:
+        def cast(path: tuple[Any, ...], x: Any) -> Any:
+            kept = (apart and first_moments in path) or not jnp.issubdtype(x.dtype, jnp.floating)
+            return x if kept else x.astype(to)
+
+        return jax.tree_util.tree_map_with_path(cast, state)
+
+    def init(params: Any) -> Any:
+        return convert(inner.init(params), dtype)
+
+    def update(updates: Any, state: Any, params: Any = None) -> Any:
+        updates, state = inner.update(updates, convert(state, jnp.float32), params)
+        return updates, convert(state, dtype)
+
+    return optax.GradientTransformation(init, update)
+
+
+def training_step(
+    loss_fn: Callable[..., Any],
+    optimizer: Any,
+    *,
+    aux: bool = False,
+    accumulation: int = 1,
+    gradient_groups: int = 1,
+    whole_on: Any = None,
+    gradients: str | None = None,
+    wide: bool = False,
+    reduction: Reduced = _MEAN,
+) -> Callable[..., Any]:
+    """`step(params, opt_state, batch[, buffers]) -> (params, opt_state[, buffers], loss)`.
+
+    `loss_fn(params, batch[, buffers])` gives the loss, or with `aux` the loss and the updated buffers. Without `aux`,
+    `accumulation` microbatches may be computed one after the other: their gradients and losses are averaged, or
+    reduced as `reduction` says of those of groups too: summed, or sums of dividends divided by sums of divisors.
+    With `gradient_groups` of examples, each has gradients of its own until the backward passes of all microbatches are
+    done, and only then are they averaged: devices that hold a group each send gradients once a step. On the
+    `jax.sharding.AbstractMesh` in `whole_on`, every device then has the averages whole. With `gradients`, they are
+    rounded to that dtype before the optimizer gets them. With `wide`, loss and gradients are computed in 64 bits.
+    """
+    import jax
+    import optax
+
+    quotient = reduction.kind is Reduction.QUOTIENT
+    mean = reduction.kind in (Reduction.MEAN, Reduction.OTHER)
+    computed = taken_apart(loss_fn, reduction.division) if quotient else loss_fn
+    gradient = jax.value_and_grad(computed, has_aux=aux or quotient)
+    if wide:
+        gradient = in_64_bits(gradient)
+    if gradient_groups > 1:
+        gradient = _by_group(gradient, gradient_groups)
+    if accumulation > 1:
+        gradient = _accumulated(gradient, accumulation, mean)
+    if gradient_groups > 1:
+        gradient = _over_groups(gradient, whole_on, mean)
+    if quotient:
+        gradient = _divided(gradient)
+
+    def step(params: Any, opt_state: Any, batch: Any, *buffers: Any) -> Any:
+        value, grads = gradient(params, batch, *buffers)
+        if gradients is not None:
+            grads = jax.tree.map(lambda x: x.astype(gradients), grads)
+        updates, opt_state = optimizer.update(grads, opt_state, params)
+        params = optax.apply_updates(params, updates)
+        if aux:
+            loss, updated = value
+            return params, opt_state, updated, loss
+        return params, opt_state, value
+
+    return step
+
+
+def gradient_step(loss_fn: Callable[..., Any], *, aux: bool = False, **forms: Any) -> Callable[..., Any]:
+    """`step(params, batch[, buffers]) -> ((loss, gradients), buffers)`, in the forms of `training_step`."""
+    import jax
+    import jax.numpy as jnp
+    import optax
+
+    def keep(updates: Any, state: Any, params: Any = None) -> Any:
+        """Change no parameter; the state is the gradient."""
+        return jax.tree.map(jnp.zeros_like, updates), updates
+
+    seeing = optax.GradientTransformation(lambda params: (), keep)
+    inner = training_step(loss_fn, seeing, aux=aux, **forms)
+
+    def step(params: Any, batch: Any, *buffers: Any) -> Any:
+        _, gradients, *updated, loss = inner(params, (), batch, *buffers)
+        return (loss, gradients), updated[0] if updated else {}
+
+    return step
+
+
+def _by_group(gradient: Callable[..., Any], groups: int) -> Callable[..., Any]:
+    """What `gradient` gives for each of `groups` parts of the batch, which stand one after the other: a leading dim."""
+    import jax
+
+    def run(params: Any, batch: Any, *buffers: Any) -> Any:
+        parts = jax.tree.map(lambda x: x.reshape(groups, x.shape[0] // groups, *x.shape[1:]), batch)
+        return jax.vmap(lambda part: gradient(params, part, *buffers))(parts)
+
+    return run
+
+
+def _divided(gradient: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the loss and the gradients of a quotient from those of its dividend, and its divisor."""
+    import jax
+
+    def run(params: Any, batch: Any, *buffers: Any) -> Any:
+        (total, count), grads = gradient(params, batch, *buffers)
+        return (total / count).astype(total.dtype), jax.tree.map(lambda x: (x / count).astype(x.dtype), grads)
+
+    return run
+
+
+def _over_groups(gradient: Callable[..., Any], whole_on: Any, mean: bool) -> Callable[..., Any]:
+    """Return means, or sums, over the leading dim of the results of `gradient`."""
+    import jax
+    from jax.sharding import NamedSharding, PartitionSpec
+
+    def run(params: Any, batch: Any, *buffers: Any) -> Any:
+        whole = jax.tree.map(lambda x: x.mean(0) if mean else x.sum(0), gradient(params, batch, *buffers))
+        if whole_on is None:
+            return whole
+        return jax.lax.with_sharding_constraint(whole, NamedSharding(whole_on, PartitionSpec()))
+
+    return run
+
+
+def _accumulated(gradient: Callable[..., Any], count: int, mean: bool) -> Callable[..., Any]:
+    """Return means, or sums, of the results of `gradient` for `count` microbatches, one after the other.
+
+    A microbatch takes every `count`-th row, so that a batch split over devices stays where it is.
+    """
+    import jax
+    import jax.numpy as jnp
+
+    def run(params: Any, batch: Any, *buffers: Any) -> Any:
+        parts = jax.tree.map(lambda x: x.reshape(x.shape[0] // count, count, *x.shape[1:]).swapaxes(0, 1), batch)
+
+        def add(total: Any, part: Any) -> tuple[Any, None]:
+            return jax.tree.map(jnp.add, total, gradient(params, part, *buffers)), None
+
+        like = jax.eval_shape(gradient, params, jax.tree.map(lambda x: x[0], parts), *buffers)
+        zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), like)
+        total, _ = jax.lax.scan(add, zeros, parts)
+        return jax.tree.map(lambda x: x / count, total) if mean else total
+
+    return run
+
+
+def token_loss(logits: Any, labels: Any) -> Any:
+    """Mean negative log-likelihood in fp32; `logits` [..., V], `labels` [...] (already the next tokens).
+
+    The label's logit is the sum over an iota comparison: with a split vocabulary this needs one small all-reduce.
+    """
+    import jax
+    import jax.numpy as jnp
+
+    logits = logits.astype(jnp.float32)
+    hit = jax.lax.broadcasted_iota(labels.dtype, logits.shape, logits.ndim - 1) == labels[..., None]
+    picked = jnp.where(hit, logits, 0.0).sum(-1)
+    return (jax.nn.logsumexp(logits, axis=-1) - picked).mean()

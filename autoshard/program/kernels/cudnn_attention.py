@@ -1,0 +1,240 @@
+"""cuDNN's fused attention on GPUs: scores that never reach memory."""
+
+import functools
+import importlib
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from autoshard.base.call_rules import CallRule, bind, parse_call_rule
+from autoshard.mlir import CallWork
+from autoshard.program import model_flops
+from autoshard.program.kernels.attention_masks import seen_share, visible_scores
+from autoshard.program.registered_rules import RuledFunction
+from autoshard.program.remat_marks import CONTEXT, mark_of
+
+
+NAME = "cudnn_attention"
+"""Beginning of the names of both calls."""
+
+_HEAD = 128
+"""Widest head that cuDNN takes on all of NVIDIA's GPUs since Ampere."""
+_QUERY, _KEY, _ROWS = "b k g s d", "b k t d", "b k g s"
+
+
+class _Scores(NamedTuple):
+    """Which scores there are, and what they are multiplied with."""
+
+    causal: bool
+    window: int | None
+    scale: float
+
+
+def cudnn_refusal(query: Any, key: Any, value: Any, *, masked: str, causal: bool, more: str) -> str:
+    """Why cuDNN cannot compute attention of `query` [B, H, S, D] over `key` [B, K, T, D]; empty if it can.
+
+    `masked`: why masks of the model's own keep it from any kernel, or empty; `more`: what else it is asked for.
+    """
+    size = query.shape[-1]
+    if masked:
+        return masked
+    if more:
+        return f"cuDNN's attention takes no {more}"
+    if query.dtype.name not in ("bfloat16", "float16"):
+        return f"cuDNN's attention multiplies bfloat16 or float16, not {query.dtype.name}"
+    if size > _HEAD or size % 8 or value.shape[-1] != size:
+        return f"heads of {size} are not what cuDNN's attention takes on every GPU: multiples of 8 up to {_HEAD}"
+    if causal and query.shape[2] != key.shape[2]:
+        return f"cuDNN's causal attention takes as many queries as keys, not {query.shape[2]} of {key.shape[2]}"
+    return ""
+
+
+def cudnn_attention(
+    query: Any, key: Any, value: Any, *, causal: bool, window: int | None = None, scale: float | None = None
+) -> Any:
+    """Softmax attention: `query` [B, K, G, S, D], `key` and `value` [B, K, T, D] give [B, K, G, S, D], with gradients.
+
+    Each of the K key-value heads serves G query heads.
+    """
+    size, share = query.shape[-1], seen_share(query.shape[3], key.shape[2], causal, window)
+    scores = _Scores(causal, window, size**-0.5 if scale is None else scale)
+    product = 2.0 * query.size * key.shape[2] * share
+    model_flops.record(2.0 * product)
+    return _differentiable()(query, key, value, scores, int(product), mark_of(CONTEXT))
+
+
+@functools.cache
+def _differentiable() -> Any:
+    import jax
+    from jax.ad_checkpoint import checkpoint_name
+
+    def forward(query: Any, key: Any, value: Any, scores: _Scores, product: int, name: str | None) -> tuple[Any, Any]:
+        mixed, sums = _call("fwd", scores, 2 * product)(query, key, value)
+        if name is not None:  # with it its row sums: without these it would run again
+            mixed, sums = checkpoint_name(mixed, name), checkpoint_name(sums, name)
+        return mixed, (query, key, value, mixed, sums)
+
+    def backward(scores: _Scores, product: int, name: str | None, saved: Any, gradient: Any) -> tuple[Any, Any, Any]:
+        return _call("bwd", scores, 5 * product)(*saved, gradient)
+
+    primal = jax.custom_vjp(lambda *given: forward(*given)[0], nondiff_argnums=(3, 4, 5))
+    primal.defvjp(forward, backward)
+    return primal
+
+
+@functools.cache
+def _call(way: str, scores: _Scores, flops: int) -> RuledFunction:
+    ours, cudnn = {"fwd": (_forward, _cudnn_forward), "bwd": (_backward, _cudnn_backward)}[way]
+
+    def fn(*given: Any) -> Any:
+        import jax
+
+        return jax.lax.platform_dependent(
+            *given, cuda=functools.partial(cudnn, scores=scores), default=functools.partial(ours, scores=scores)
+        )
+
+    takes = f"{_QUERY}, {_KEY}, {_KEY}"
+    text = f"{takes} -> {_QUERY}, {_ROWS}" if way == "fwd" else f"{takes}, {_QUERY}, {_ROWS}, {_QUERY} -> {takes}"
+    # Heads of one group share their keys, whose gradients are sums over them: they stay together.
+    rule = parse_call_rule(f"{NAME}_{way}", text, need_replication="g s t d")
+    return RuledFunction(fn, rule, (), CallWork(flops))
+
+
+def _weights(query: Any, key: Any, scores: _Scores) -> Any:
+    """Scores in f32 [B, K, G, S, T], least where nothing is seen."""
+    import jax.numpy as jnp
+
+    found = jnp.einsum("bkgsd,bktd->bkgst", query, key, preferred_element_type=jnp.float32) * scores.scale
+    length, keys = query.shape[3], key.shape[2]
+    seen = visible_scores(length, keys, scores.causal, scores.window, keys - length)
+    return found if seen is None else jnp.where(seen, found, jnp.finfo(jnp.float32).min)
+
+
+def _forward(query: Any, key: Any, value: Any, *, scores: _Scores) -> tuple[Any, Any]:
+    import jax
+    import jax.numpy as jnp
+
+    found = _weights(query, key, scores)
+    sums = jax.nn.logsumexp(found, axis=-1)
+    weights = jnp.exp(found - sums[..., None]).astype(value.dtype)
+    return jnp.einsum("bkgst,bktd->bkgsd", weights, value), sums
+
+
+def _backward(
+    query: Any, key: Any, value: Any, mixed: Any, sums: Any, gradient: Any, *, scores: _Scores
+) -> tuple[Any, Any, Any]:
+    import jax.numpy as jnp
+
+    wide = jnp.float32
+    weights = jnp.exp(_weights(query, key, scores) - sums[..., None])
+    of_value = jnp.einsum("bkgst,bkgsd->bktd", weights, gradient.astype(wide))
+    of_weights = jnp.einsum("bkgsd,bktd->bkgst", gradient, value, preferred_element_type=wide)
+    rows = (gradient.astype(wide) * mixed.astype(wide)).sum(-1, keepdims=True)
+    of_scores = weights * (of_weights - rows) * scores.scale
+    of_query = jnp.einsum("bkgst,bktd->bkgsd", of_scores, key.astype(wide))
+    of_key = jnp.einsum("bkgst,bkgsd->bktd", of_scores, query.astype(wide))
+    return of_query.astype(query.dtype), of_key.astype(key.dtype), of_value.astype(value.dtype)
+
+
+def _cudnn_forward(query: Any, key: Any, value: Any, *, scores: _Scores) -> tuple[Any, Any]:
+    found = _fused()._dot_product_attention_fwd_impl(
+        _merged(query), key, value, *_nothing(query), **_asked(scores), is_training=True
+    )
+    return found[0].reshape(query.shape), found[1].reshape(query.shape[:4])
+
+
+def _cudnn_backward(
+    query: Any, key: Any, value: Any, mixed: Any, sums: Any, gradient: Any, *, scores: _Scores
+) -> tuple[Any, Any, Any]:
+    rows = sums.reshape(query.shape[0], -1, query.shape[3])
+    of_query, of_key, of_value = _fused()._dot_product_attention_bwd_impl(
+        _merged(query), key, value, *_nothing(query), rows, _merged(mixed), _merged(gradient), **_asked(scores)
+    )
+    return of_query.reshape(query.shape), of_key, of_value
+
+
+def _fused() -> Any:
+    """jax's own way to cuDNN, without the questions that it asks of the GPU at hand."""
+    return importlib.import_module("jax._src.cudnn.fused_attention_stablehlo")
+
+
+def _merged(heads: Any) -> Any:
+    """[B, K, G, S, D] as [B, N, S, D]."""
+    return heads.reshape(heads.shape[0], -1, *heads.shape[3:])
+
+
+def _nothing(query: Any) -> list[Any]:
+    """In place of a bias, lengths and offsets of sequences, and tables of pages: all empty."""
+    import jax.numpy as jnp
+
+    return [*(jnp.zeros(0, query.dtype),) * 5, *(jnp.zeros(0, query.dtype),) * 2]
+
+
+def _asked(scores: _Scores) -> dict[str, Any]:
+    fused = _fused()
+    mask = fused.MaskType.CAUSAL if scores.causal else fused.MaskType.NO_MASK
+    return {
+        "scale": scores.scale,
+        "seed": 42,
+        "dropout_rate": 0.0,
+        "variadic_args": (False, False),
+        "mask_type": mask,
+        "layout": fused.AttentionLayout.BNTH.value,
+        "sliding_window_length": scores.window,
+    }
+
+
+_PASSES = {"_dot_product_attention_fwd_impl": False, "_dot_product_attention_bwd_impl": True}
+"""Names of the functions, and True for the backward pass."""
+_MASK, _LAYOUT, _WINDOW = 4, 5, 6
+"""Places of static arguments."""
+_CAUSAL = (2, 3)
+"""Masks that hide the positions to come."""
+_BIAS, _LENGTHS = 3, (4, 5)
+
+
+def cudnn_rule(name: str, static: Sequence[Any], operands: Sequence[Any], results: Sequence[Any]) -> CallRule | None:
+    """Return the rule of a call, by the name of JAX's function: batch and heads of keys are split. None for others."""
+    if name not in _PASSES:
+        return None
+
+    def laid(head: str, row: str, channel: str) -> str:
+        return f"b {head} {row} {channel}" if static[_LAYOUT] else f"b {row} {head} {channel}"
+
+    heads = 1 if static[_LAYOUT] else 2
+    shared = operands[0].shape[heads] // max(1, operands[1].shape[heads])
+    many = "(k g)" if shared > 1 else "k"
+    query, key, value = laid(many, "s", "h"), laid("k", "t", "h"), laid("k", "t", "v")
+    mixed, sums = laid(many, "s", "v"), f"b {many} s"
+    takes = [query, key, value]
+    for number, operand in enumerate(operands[3:10], 3):
+        batched = number in _LENGTHS and operand.shape == operands[0].shape[:1]
+        takes.append("b" if batched else " ".join(f"u{number}x{dim}" for dim in range(len(operand.shape))))
+    if len(operands[_BIAS].shape) == 4:
+        sizes = operands[_BIAS].shape
+        takes[_BIAS] = f"{'b' if sizes[0] > 1 else 'alike'} {many if sizes[1] > 1 else 'common'} s t"
+    if _PASSES[name]:
+        takes += [sums, mixed, mixed]
+        gives = [query, key, value, *([takes[_BIAS]] if len(results) > 3 else [])]
+    else:
+        gives = [mixed, sums][: len(results)]
+    text = f"{', '.join(takes)} -> {', '.join(gives)}"
+    words = set(text.replace("(", " ").replace(")", " ").replace(",", " ").split()) - {"->"}
+    whole = words - {"b", "k"}
+    if len(gives) == 4:  # the bias's gradient is summed over what the bias lacks
+        whole |= {factor for factor in ("b", "k") if factor not in takes[_BIAS].replace("(", "").split()}
+    groups = " g" if shared > 1 else ""
+    each = f"b k{groups} s t"
+    flops = f"6 {each} h + 4 {each} v" if _PASSES[name] else f"2 {each} h + 2 {each} v"
+    sizes = {"g": shared} if shared > 1 else {}
+    return parse_call_rule(name, text, need_replication=sorted(whole), sizes=sizes, flops=flops)
+
+
+def cudnn_flops(rule: CallRule, static: Sequence[Any], operands: Sequence[Any], results: Sequence[Any]) -> int:
+    """Return the FLOPs of a call: causal masks hide half of the scores, and windows all but so many of a row."""
+    flops = bind(rule, [a.shape for a in operands], [r.shape for r in results], f"of `{rule.name}`").flops
+    rows = 2 if static[_LAYOUT] else 1
+    keys = operands[1].shape[rows]
+    share = 0.5 if int(getattr(static[_MASK], "value", static[_MASK])) in _CAUSAL else 1.0
+    if static[_WINDOW]:
+        share = min(share, static[_WINDOW] / keys)
+    return int(flops * share)

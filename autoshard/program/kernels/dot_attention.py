@@ -1,0 +1,138 @@
+"""Attention as dots that keep batch, key-value heads, group and head dims apart.
+
+The usual lowering merges batch and heads into one dim, and then a mesh that splits batch over one axis and heads over
+another makes XLA's partitioner compute all heads everywhere. Masks are comparisons of iotas, never stored tensors.
+"""
+
+from typing import Any
+
+from autoshard.program import model_flops
+from autoshard.program.kernels import cudnn_attention, decode_attention, splash_attention
+from autoshard.program.kernels.attention_masks import seen_share, visible_scores
+from autoshard.program.kernels.cached_keys import Held, only_shapes
+from autoshard.program.kernels.ring_attention import ring_attention, ring_refusal
+from autoshard.program.remat_marks import CONTEXT, mark
+
+
+def attend(
+    query: Any,
+    key: Any,
+    value: Any,
+    *,
+    causal: bool,
+    scale: float | None = None,
+    window: int | None = None,
+    softcap: float | None = None,
+    padding: Any = None,
+    bias: Any = None,
+    position: Any = None,
+    held: Held | None = None,
+    sinks: Any = None,
+) -> Any:
+    """Softmax attention: `query` [B, H, S, D], `key` [B, K, T, D], `value` [B, K, T, E] give [B, S, H, E].
+
+    H is a multiple of K: a group of H / K query heads shares a key-value head.
+
+    `causal`: position s sees t <= s + T - S, or t <= s + `position` if that is given (queries after a cache);
+    `window`: and only the last `window` of them. `padding` [B, T] is true where a key may be seen; `bias` broadcasts
+    to [B, H, S, T], booleans mask and floats are added. Softmax in fp32. A kernel computes it, and keys and values go
+    around a ring, where `attention_kernel` says so. `held`: the cache that `key` and `value` are a layer of.
+    `sinks` [H], or [B, H, S, 1] of each query: the score of one more key of each head, whose value is nought.
+    """
+    import jax
+    import jax.numpy as jnp
+
+    batch, heads, length, dim = query.shape
+    groups, keys = key.shape[1], key.shape[2]
+    refused = splash_attention.refusal(
+        query.shape,
+        key.shape,
+        bias=bias is not None,
+        padding=padding is not None,
+        position=position is not None,
+        causal=causal,
+    )
+    own = splash_attention.mask_refusal(bias=bias is not None, padding=padding is not None, position=False)
+    if sinks is not None:
+        refused = own = "it has sinks"
+    cached = None
+    if held is not None:
+        cannot = decode_attention.cached_refusal(query.shape, held, masked=own, causal=causal)
+        cached = splash_attention.takes_cached(cannot, decode_attention.no_gain(held))
+    if held is not None and cached:
+        grouped = query.reshape(batch, groups, heads // groups, dim)
+        mixed = decode_attention.cached_attention(
+            grouped, held, position=position, scale=scale, window=window, softcap=softcap
+        )
+        return mixed.astype(value.dtype).reshape(batch, 1, heads, value.shape[-1])
+    masked = splash_attention.mask_refusal(
+        bias=bias is not None, padding=padding is not None, position=position is not None
+    )
+    masked = own if sinks is not None else masked
+    no_ring = masked or ring_refusal(query.shape, key.shape, window=window is not None, softcap=softcap is not None)
+    if splash_attention.takes_ring(no_ring):
+        grouped = query.reshape(batch, groups, heads // groups, length, dim)
+        kernel = splash_attention.prefers_splash() and not refused
+        mixed = ring_attention(grouped, key, value, causal=causal, scale=scale, kernel=kernel)
+        return mixed.transpose(0, 3, 1, 2, 4).reshape(batch, length, heads, value.shape[-1])
+    more = "capped scores" if softcap is not None else "window without a causal mask" if window and not causal else ""
+    if not only_shapes() and splash_attention.takes_cudnn(
+        cudnn_attention.cudnn_refusal(query, key, value, masked=masked, causal=causal, more=more)
+    ):
+        grouped = query.reshape(batch, groups, heads // groups, length, dim)
+        mixed = cudnn_attention.cudnn_attention(grouped, key, value, causal=causal, window=window, scale=scale)
+        return mixed.transpose(0, 3, 1, 2, 4).reshape(batch, length, heads, value.shape[-1])
+    idle = splash_attention.no_gain(length, keys, causal, window, dim)
+    if cached is None and not only_shapes() and splash_attention.takes_splash(refused, idle):
+        grouped = query.reshape(batch, groups, heads // groups, length, dim)
+        mixed = splash_attention.splash_attention(
+            grouped, key, value, causal=causal, window=window, scale=scale, softcap=softcap
+        )
+        return mixed.transpose(0, 3, 1, 2, 4).reshape(batch, length, heads, value.shape[-1])
+    factor = dim**-0.5 if scale is None else scale
+    query = query.reshape(batch, groups, heads // groups, length, dim)
+    scores = jnp.einsum("bkgsd,bktd->bkgst", query, key).astype(jnp.float32) * factor
+    if softcap is not None:
+        scores = jnp.tanh(scores / softcap) * softcap
+    if bias is not None and bias.dtype != jnp.bool_:
+        scores = scores + _grouped(bias, groups, heads)
+    visible = visible_scores(length, keys, causal, window, keys - length if position is None else position)
+    if bias is not None and bias.dtype == jnp.bool_:
+        mask = _grouped(bias, groups, heads)
+        visible = mask if visible is None else visible & mask
+    if padding is not None:
+        mask = padding.astype(jnp.bool_)[:, None, None, None, :]
+        visible = mask if visible is None else visible & mask
+    if visible is not None:
+        scores = jnp.where(visible, scores, jnp.finfo(jnp.float32).min)
+    weights = (_softmax_with(scores, sinks) if sinks is not None else jax.nn.softmax(scores, axis=-1)).astype(
+        value.dtype
+    )
+    # A causal (or windowed) pass needs only part of the score matrix; model FLOPs count that part.
+    seen = seen_share(length, keys, causal, window) if position is None else 1.0
+    model_flops.record_matmul((batch, heads, length, keys), dim * seen)
+    model_flops.record_matmul((batch, heads, length, value.shape[-1]), keys * seen)
+    mixed = mark(jnp.einsum("bkgst,bktd->bskgd", weights, value), CONTEXT)
+    return mixed.reshape(batch, length, heads, value.shape[-1])
+
+
+def _grouped(bias: Any, groups: int, heads: int) -> Any:
+    """[B, H or 1, S, T] (or fewer leading dims) as [B, K or 1, G or 1, S, T]."""
+    while bias.ndim < 4:
+        bias = bias[None]
+    if bias.shape[1] == 1:
+        return bias[:, :, None]
+    return bias.reshape(bias.shape[0], groups, heads // groups, *bias.shape[2:])
+
+
+def _softmax_with(scores: Any, sinks: Any) -> Any:
+    """Softmax of scores [B, K, G, S, T] beside one more score for each head, `sinks` [K G] or [B, K G, S, 1], which is
+    left out then."""
+    import jax
+    import jax.numpy as jnp
+
+    shape = (1, *scores.shape[1:3], 1, 1) if sinks.ndim == 1 else (*scores.shape[:-1], 1)
+    sink = sinks.astype(jnp.float32).reshape(shape)
+    most = jax.lax.stop_gradient(jnp.maximum(scores.max(-1, keepdims=True), sink))
+    each = jnp.exp(scores - most)
+    return each / (each.sum(-1, keepdims=True) + jnp.exp(sink - most))

@@ -1,0 +1,361 @@
+"""Attention whose keys and values go around a ring: one call, of which every device has a part of the sequence.
+
+The call has a sharding rule like any other, in which queries, keys and values share their sequence. Where a plan splits
+that, each device computes with the keys that it holds while it sends them on, until all have passed by; where it does
+not, the call is attention by blocks. Under a causal mask device i of n takes the parts i and 2n - 1 - i of 2n, in a
+zig-zag: then every device has the same work at every turn, and no block is computed that is masked whole. Parts are
+exchanged for that when the call begins, and go back when it ends.
+"""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+from autoshard.base.call_rules import NEED_REPLICATION, PARALLEL
+from autoshard.program import model_flops
+from autoshard.program.kernels.attention_masks import computed_share, grid_steps, seen_share
+from autoshard.program.kernels.ring_pieces import KEYS, How, added, piece, piece_back, ring_side
+from autoshard.program.kernels.splash_attention import LANES
+
+
+RING = "ring_attention"
+"""Beginning of the calls' names; what they compute comes after it."""
+
+B, K, G, S, D, E, U = range(7)
+"""Factors: batch, heads of keys, query heads that share one, parts of the sequence, head dims of keys and of values,
+and tokens of a part."""
+
+_QUERY, _KEY, _VALUE, _MIXED, _ROWS = ((B, K, G, S, D), (B, K, S, D), (B, K, S, E), (B, K, G, S, E), (B, K, G, S))
+_SIDES = (
+    ((_QUERY, _KEY, _VALUE), (_MIXED, _ROWS)),
+    ((_QUERY, _KEY, _VALUE, _MIXED, _ROWS, _MIXED), (_QUERY, _KEY, _VALUE)),
+)
+"""Operands and results, forward and backward."""
+
+
+def ring_refusal(query: Sequence[int], key: Sequence[int], *, window: bool, softcap: bool) -> str:
+    """Why attention of `query` [..., S, D] over `key` [..., T, D] cannot go around a ring; empty if it can."""
+    if query[-2] != key[-2]:
+        return f"{query[-2]} queries of {key[-2]} keys do not share one sequence"
+    if window:
+        return "it sees a window only, for which neighbours are enough"
+    return "its scores are capped" if softcap else ""
+
+
+def ring_attention(
+    query: Any, key: Any, value: Any, *, causal: bool, scale: float | None = None, kernel: bool = False
+) -> Any:
+    """Softmax attention: `query` [B, K, G, S, D], `key` [B, K, S, D], `value` [B, K, S, E] give [B, K, G, S, E].
+
+    Each of the K key-value heads serves G query heads. `kernel`: the pieces are computed by jax's splash kernel, where
+    S is a multiple of its blocks; else scores of `KEYS` keys at a time are in memory.
+    """
+    length, size = query.shape[3], query.shape[4]
+    scores = math.prod(query.shape[:4]) * length * seen_share(length, length, causal, None)
+    model_flops.record(2.0 * scores * (size + value.shape[3]))
+    settings = _Settings(causal, How(kernel and length % (2 * LANES) == 0))
+    scaled = (query * (size**-0.5 if scale is None else scale)).astype(query.dtype)
+    return _differentiable(settings)(scaled, key, value)
+
+
+class _Settings(NamedTuple):
+    causal: bool
+    how: How
+
+    @property
+    def unit(self) -> int:
+        """Tokens that stay together: two halves, each a multiple of what a kernel takes."""
+        return 2 * LANES if self.how.kernel else 2 if self.causal else 1
+
+
+@functools.cache
+def _differentiable(settings: _Settings) -> Any:
+    import jax
+    from jax.ad_checkpoint import checkpoint_name
+
+    forward, backward = _call(settings, False), _call(settings, True)
+
+    def saving(query: Any, key: Any, value: Any) -> tuple[Any, Any]:
+        # Kept under one name, they spare a backward pass the way around.
+        out, total = (checkpoint_name(each, "context") for each in forward(query, key, value))
+        return out, (query, key, value, out, total)
+
+    found = jax.custom_vjp(lambda *given: forward(*given)[0])
+    found.defvjp(saving, lambda saved, gradient: tuple(backward(*saved, gradient)))
+    return found
+
+
+@functools.cache
+def _call(settings: _Settings, back: bool) -> Any:
+    """The call as a function of whole tensors that stays one op in a program."""
+    from jax.experimental.custom_partitioning import custom_partitioning
+
+    run = functools.partial(_turns_back if back else _turns, settings=settings, ring=_Ring((), 1))
+    found = custom_partitioning(lambda *given: run(*given))
+    calls = RingCalls(settings, back)
+    found.def_partition(calls, sharding_rule=calls.mlir_rule)
+    return found
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class RingCall:
+    """One call with its shapes."""
+
+    settings: _Settings
+    back: bool
+    shapes: tuple[tuple[int, ...], ...]
+    """Shapes of its operands."""
+    dtype: str
+
+    @property
+    def name(self) -> str:
+        return f"{RING}{'_causal' if self.settings.causal else '_full'}{'_backward' if self.back else ''}"
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Of the factors."""
+        query, value = self.shapes[0], self.shapes[2]
+        unit = self.settings.unit if query[3] % self.settings.unit == 0 else query[3]
+        return (*query[:3], query[3] // unit, query[4], value[3], unit)
+
+    @property
+    def rule(self) -> tuple[Sequence[int], Sequence[str], Any, Any]:
+        """(sizes, kinds, operands, results) of the sharding rule."""
+        # Gradients of keys are sums over the query heads that share them, so those stay together there.
+        kinds = [PARALLEL, PARALLEL, NEED_REPLICATION if self.back else PARALLEL, PARALLEL, *[NEED_REPLICATION] * 3]
+        operands, results = (
+            [[(f, U) if f == S else (f,) for f in dims] for dims in side] for side in _SIDES[self.back]
+        )
+        return self.sizes, kinds, operands, results
+
+    @property
+    def flops(self) -> int:
+        """Of the matmuls over the scores: two, or seven in the kernels of the gradient, of which plain needs five."""
+        matmuls = 2 if not self.back else 7 if self.settings.how.kernel else 5
+        query, value = self.shapes[0], self.shapes[2]
+        return int(matmuls * math.prod(query[:4]) * query[3] * self._share * (query[4] + value[3]))
+
+    @property
+    def _side(self) -> int:
+        length = self.shapes[0][3]
+        return ring_side(length // 2) if self.settings.how.kernel else min(KEYS, length)
+
+    @property
+    def _share(self) -> float:
+        length, side = self.shapes[0][3], self._side
+        if not self.settings.how.kernel:
+            return 1.0  # on one device; masked scores are computed too
+        return computed_share(length, length, self.settings.causal, None, (side, side))
+
+    @property
+    def steps(self) -> int:
+        """Steps of the kernel's grid on one device; gradients have two kernels."""
+        if not self.settings.how.kernel:
+            return 0
+        query, side = self.shapes[0], self._side
+        each = grid_steps(query[3], query[3], self.settings.causal, None, (side, side))
+        return math.prod(query[:3]) * each * (1 + self.back)
+
+    def on_shards(self, mesh: Any, into: Sequence[Any], out: Sequence[Any]) -> tuple[Any, Sequence[Any], Sequence[Any]]:
+        """The call on shards with these specs."""
+        axes = _axes_of(into[0], S)
+        ring = _Ring(axes, math.prod(mesh.shape[axis] for axis in axes))
+        return functools.partial(_turns_back if self.back else _turns, settings=self.settings, ring=ring), into, out
+
+
+class RingCalls:
+    """What `custom_partitioning` asks for; a program of ours asks for `of`."""
+
+    def __init__(self, settings: _Settings, back: bool) -> None:
+        self.settings, self.back = settings, back
+
+    def of(self, operands: Sequence[Any]) -> RingCall:
+        """The call with these operands."""
+        dtype = str(operands[0].dtype)
+        return RingCall(self.settings, self.back, tuple(tuple(each.shape) for each in operands), dtype)
+
+    def __call__(self, mesh: Any, operands: Any, results: Any) -> tuple[Any, Callable[..., Any], Any, Any]:
+        """As XLA has split the queries."""
+        import jax
+        from jax.sharding import NamedSharding, PartitionSpec
+
+        spec = (*operands[0].sharding.spec, *[None] * 5)[:4]
+        entries = dict(zip((B, K, G, S), spec, strict=True)) | ({G: None} if self.back else {})
+        sides = [
+            [NamedSharding(mesh, PartitionSpec(*(entries.get(f) for f in dims))) for dims in side]
+            for side in _SIDES[self.back]
+        ]
+        fn, _, _ = self.of(operands).on_shards(mesh, [each.spec for each in sides[0]], [each.spec for each in sides[1]])
+        return mesh, fn, jax.tree.unflatten(jax.tree.structure(results), sides[1]), tuple(sides[0])
+
+    def mlir_rule(self, mesh: Any, operands: Any, results: Any) -> Any:
+        """The rule as JAX's own partitioning takes it."""
+        names = ("b", "k", "g", "s", "d", "e")
+        texts = [", ".join(" ".join(names[f] for f in dims) for dims in side) for side in _SIDES[self.back]]
+        return " -> ".join(texts), {"need_replication_factors": ("g", "d", "e") if self.back else ("d", "e")}
+
+
+def _axes_of(spec: Any, dim: int) -> tuple[str, ...]:
+    entry = spec[dim] if dim < len(spec) else None
+    return entry if isinstance(entry, tuple) else (entry,) if entry else ()
+
+
+# On one device of a ring
+
+
+class _Ring(NamedTuple):
+    """Mesh axes that split the sequence, and how many devices they have together."""
+
+    axes: tuple[str, ...]
+    count: int
+
+    def place(self) -> Any:
+        import jax
+
+        return jax.lax.axis_index(self.axes)
+
+    def on(self, *values: Any) -> tuple[Any, ...]:
+        """What the device before has."""
+        return self.moved([(i, (i + 1) % self.count) for i in range(self.count)], *values)
+
+    def moved(self, pairs: Sequence[tuple[int, int]], *values: Any) -> tuple[Any, ...]:
+        import jax
+
+        return tuple(jax.lax.ppermute(value, self.axes, pairs) for value in values)
+
+    def zigzag(self, value: Any, dim: int) -> Any:
+        """Parts 2i and 2i + 1 of 2n of a dim on device i, become i and 2n - 1 - i."""
+        import jax.numpy as jnp
+
+        first, second = jnp.split(value, 2, dim)
+        (first,) = self.moved([(i, self._home(2 * i)) for i in range(self.count)], first)
+        (second,) = self.moved([(i, self._home(2 * i + 1)) for i in range(self.count)], second)
+        even = self.place() % 2 == 0
+        return jnp.concatenate([jnp.where(even, first, second), jnp.where(even, second, first)], dim)
+
+    def straight(self, value: Any, dim: int) -> Any:
+        """Back again."""
+        import jax.numpy as jnp
+
+        low, high = jnp.split(value, 2, dim)
+        even = self.place() % 2 == 0
+        first, second = jnp.where(even, low, high), jnp.where(even, high, low)
+        (first,) = self.moved([(self._home(2 * i), i) for i in range(self.count)], first)
+        (second,) = self.moved([(self._home(2 * i + 1), i) for i in range(self.count)], second)
+        return jnp.concatenate([first, second], dim)
+
+    def _home(self, part: int) -> int:
+        return min(part, 2 * self.count - 1 - part)
+
+
+def _turns(query: Any, key: Any, value: Any, *, settings: _Settings, ring: _Ring) -> tuple[Any, Any]:
+    """Result in the dtype of values, and logarithms of the sums."""
+    import jax
+
+    causal, how = settings
+    if ring.count == 1:
+        out, total = piece(query, key, value, causal, how)
+        return out.astype(value.dtype), total
+    if causal:
+        query, key, value = ring.zigzag(query, 3), ring.zigzag(key, 2), ring.zigzag(value, 2)
+    place = ring.place()
+    found = piece(query, key, value, causal, how)
+    moving = ring.on(key, value)
+
+    def either(number: Any, given: tuple[Any, ...]) -> Any:
+        """At a turn under a causal mask: keys of a device before, or of one after."""
+        return jax.lax.cond(number <= place, lambda: _over_low(how, *given), lambda: _of_high(how, *given))
+
+    def turn(carried: Any, number: Any) -> tuple[Any, None]:
+        found, (keys, values) = carried
+        coming = ring.on(keys, values)
+        if causal:
+            found = either(number, (query, keys, values, *found))
+        else:
+            found = added(found[0], found[1], *piece(query, keys, values, False, how))
+        return (found, coming), None
+
+    numbers = jax.numpy.arange(1, ring.count - 1)
+    (found, moving), _ = jax.lax.scan(turn, (found, moving), numbers)
+    # The last keys are sent no further.
+    if causal:
+        out, total = either(ring.count - 1, (query, *moving, *found))
+        return ring.straight(out.astype(value.dtype), 3), ring.straight(total, 3)
+    out, total = added(found[0], found[1], *piece(query, moving[0], moving[1], False, how))
+    return out.astype(value.dtype), total
+
+
+def _halves(value: Any, dim: int) -> Any:
+    import jax.numpy as jnp
+
+    return jnp.split(value, 2, dim)
+
+
+def _over_low(how: How, query: Any, keys: Any, values: Any, out: Any, total: Any) -> tuple[Any, Any]:
+    """Keys of a device before: all queries see the lower half of them."""
+    return added(out, total, *piece(query, _halves(keys, 2)[0], _halves(values, 2)[0], False, how))
+
+
+def _of_high(how: How, query: Any, keys: Any, values: Any, out: Any, total: Any) -> tuple[Any, Any]:
+    """Keys of a device after: the upper half of the queries sees all of them."""
+    import jax.numpy as jnp
+
+    (low, high), (low_total, high_total) = _halves(out, 3), _halves(total, 3)
+    high, high_total = added(high, high_total, *piece(_halves(query, 3)[1], keys, values, False, how))
+    return jnp.concatenate([low, high], 3), jnp.concatenate([low_total, high_total], 3)
+
+
+def _turns_back(
+    query: Any, key: Any, value: Any, out: Any, total: Any, gradient: Any, *, settings: _Settings, ring: _Ring
+) -> tuple[Any, Any, Any]:
+    """Gradients of queries, keys and values; those of keys go around with them, in fp32, until they are home."""
+    import jax
+    import jax.numpy as jnp
+
+    causal, how = settings
+    dtypes = [each.dtype for each in (query, key, value)]
+    if ring.count == 1:
+        found = piece_back(query, key, value, out, total, gradient, causal, how)
+        return tuple(each.astype(dtype) for each, dtype in zip(found, dtypes, strict=True))  # type: ignore[return-value]
+    rows = (query, out, total, gradient)
+    if causal:
+        rows = tuple(ring.zigzag(each, 3) for each in rows)
+        key, value = ring.zigzag(key, 2), ring.zigzag(value, 2)
+    place = ring.place()
+
+    def back(rows: Any, keys: Any, values: Any, masked: bool = False) -> tuple[Any, Any, Any]:
+        query, out, total, gradient = rows
+        return piece_back(query, keys, values, out, total, gradient, masked, how)
+
+    def over_low(keys: Any, values: Any) -> tuple[Any, Any, Any]:
+        of_query, *of_low = back(rows, _halves(keys, 2)[0], _halves(values, 2)[0])
+        return of_query, *(jnp.concatenate([each, jnp.zeros_like(each)], 2) for each in of_low)  # type: ignore[return-value]
+
+    def of_high(keys: Any, values: Any) -> tuple[Any, Any, Any]:
+        of_query, *others = back([_halves(each, 3)[1] for each in rows], keys, values)
+        return jnp.concatenate([jnp.zeros_like(of_query), of_query], 3), *others  # type: ignore[return-value]
+
+    def taken(of_query: Any, of_keys: Any, moving: Any, number: Any) -> tuple[Any, Any]:
+        """Gradients with those of the keys that have come; the sums of theirs come after them."""
+        of_keys = ring.on(*of_keys)
+        if causal:
+            mine, *theirs = jax.lax.cond(number <= place, lambda: over_low(*moving), lambda: of_high(*moving))
+        else:
+            mine, *theirs = back(rows, *moving)
+        return of_query + mine, tuple(a + b for a, b in zip(of_keys, theirs, strict=True))
+
+    def turn(carried: Any, number: Any) -> tuple[Any, None]:
+        of_query, of_keys, moving = carried
+        coming = ring.on(*moving)
+        return (*taken(of_query, of_keys, moving, number), coming), None
+
+    of_query, *of_keys = back(rows, key, value, causal)
+    start = (of_query, tuple(of_keys), ring.on(key, value))
+    (of_query, of_keys, last), _ = jax.lax.scan(turn, start, jnp.arange(1, ring.count - 1))
+    of_query, of_keys = taken(of_query, of_keys, last, ring.count - 1)
+    found = tuple(each.astype(dtype) for each, dtype in zip((of_query, *ring.on(*of_keys)), dtypes, strict=True))
+    if causal:
+        found = (ring.straight(found[0], 3), *(ring.straight(each, 2) for each in found[1:]))
+    return found  # type: ignore[return-value]

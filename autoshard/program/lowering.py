@@ -1,0 +1,131 @@
+"""A JAX function lowered without shardings; what the user's own code raises becomes one sentence."""
+
+import dataclasses
+import re
+import sys
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+from autoshard import mlir
+from autoshard.errors import ENDINGS, UserError, reason_of
+from autoshard.program.platforms import PLATFORMS, Lowerings
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Lowered:
+    """A step lowered for one platform."""
+
+    jaxpr: Any
+    ir: Any
+    """StableHLO, an `ir.Module`."""
+    out_info: Any
+    platform: str
+    lowerings: Lowerings
+
+
+def lower_function(fn: Callable[..., Any], args: tuple[Any, ...], donate: tuple[int, ...], label: str) -> Lowered:
+    """Lower `fn(*args)` without shardings, for CPUs or else for the first platform that has a lowering.
+
+    Raises `UserError` for what the function raises.
+    """
+    import jax
+
+    from autoshard.program.opaque_functions import lower_traced
+
+    def lower(platform: str) -> Any:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="Some donated buffers were not usable")
+            lowered = lower_traced(traced, platforms=(platform,))
+        return mlir.drop_sent_arguments(lowered.compiler_ir("stablehlo"))
+
+    def first() -> tuple[Any, str]:
+        refused: Exception | None = None
+        for platform in PLATFORMS:
+            try:
+                return lower(platform), platform
+            except UserError:
+                raise
+            except Exception as error:
+                refused = refused or error
+        assert refused is not None
+        raise refused
+
+    traced = user_code(label, lambda: jax.jit(fn, keep_unused=True, donate_argnums=donate).trace(*args))
+
+    def module_for(other: str) -> bytes:
+        made = lower(other)
+        # Bytes may differ where the text does not, and what is known of a program is kept by its bytes.
+        with mlir.new_context() as context:
+            same = mlir.text_of(made) == mlir.text_of(mlir.parse_module(module, context))
+        return module if same else mlir.to_bytes(made)
+
+    ir, platform = user_code(label, first)
+    module = mlir.to_bytes(ir)
+    lowerings = Lowerings(module_for, {platform: module})
+    return Lowered(traced.jaxpr.jaxpr, ir, traced.out_info, platform, lowerings)
+
+
+def user_code(label: str, run: Callable[[], Any]) -> Any:
+    """Call `run`, which runs the user's function. Raises `UserError`, one sentence, for what that raises."""
+    try:
+        return run()
+    except (UserError, *ENDINGS):
+        raise
+    except BaseException as error:
+        check_backend(error)
+        text = reason_of(error) or "no message"
+        if text == "cuDNN is not detected":
+            raise UserError(
+                f"`{label}` uses implementation='cudnn', which JAX traces only where it finds cuDNN: trace it there "
+                "and plan the StableHLO file (.lower().as_text(), `autoshard plan step.mlir`), or use 'xla'."
+            ) from error
+        refused = r"(?:Not supported on|.*[Uu]nsupported \w+ device kind:) (.+?)\.?$"  # tokamax's, ejkernel's
+        if found := re.match(refused, text):
+            raise UserError(
+                f"`{label}` asks for a kernel that is not made for {found[1]}, where it is traced: choose an "
+                "implementation in plain JAX (tokamax calls it 'xla'), or trace it on its accelerator and plan the "
+                "StableHLO file (.lower().as_text(), `autoshard plan step.mlir`)."
+            ) from error
+        if "Non-hashable static arguments" in text:
+            raise UserError(
+                f"`{label}` takes static arguments (`static_argnums` or `static_argnames` of jax.jit), which have no "
+                "shape to plan for: bind them before, as in `lambda x: step(x, n)`, and trace what is left."
+            ) from error
+        if "Differentiation rule for 'custom_partitioning'" in text:
+            raise UserError(
+                f"`{label}` takes the gradient of a function with a sharding rule, which has none of its own: put "
+                "jax.custom_vjp around it, and register_rule on its backward function too."
+            ) from error
+        if found := re.match(r"Found an unbound axis name: (\S+?)\.?(?:\s|$)", text):
+            raise UserError(
+                f"`{label}` has a collective over the axis `{found[1]}`, which only jax.pmap, jax.vmap or "
+                "jax.shard_map around it would bind: give the step over whole arrays without that collective (a plan "
+                "puts the sums where they are needed), or with its own jax.shard_map or jax.vmap(axis_name=...) "
+                "around it."
+            ) from error
+        raise UserError(f"`{label}` could not be traced by JAX: {type(error).__name__}: {text}.") from error
+
+
+def check_backend(error: BaseException) -> None:
+    """Raise `UserError` for an error of JAX's that a platform which it is asked for is not here."""
+    jax = sys.modules.get("jax")
+    asked = jax.config.jax_platforms if jax is not None else None
+    if asked and ("Unable to initialize backend" in reason_of(error) or _is_bare(error)):
+        raise UserError(
+            f"JAX_PLATFORMS={asked} asks for devices that JAX cannot start here: leave it unset, or set it to `cpu`, "
+            "which is enough to plan."
+        ) from error
+
+
+def _is_bare(error: BaseException) -> bool:
+    """Return True if JAX asserts, without a word, that it has a backend."""
+    import jax
+
+    if not isinstance(error, AssertionError) or error.args:
+        return False
+    try:
+        jax.devices()
+    except AssertionError:
+        return True
+    return False

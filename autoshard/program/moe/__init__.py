@@ -1,0 +1,1 @@
+"""Mixtures of experts: routing, dispatch and experts as ops that can be sharded."""

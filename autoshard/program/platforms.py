@@ -1,0 +1,67 @@
+"""Modules of one traced step for each platform, since JAX lowers some ops differently for each."""
+
+import dataclasses
+from collections.abc import Callable, Mapping
+
+from autoshard import mlir
+from autoshard.errors import UserError
+from autoshard.program.program_record import Lifted, Program
+
+
+PLATFORMS: tuple[str, ...] = ("cpu", "cuda", "tpu")
+"""XLA's names of the platforms that programs are lowered for."""
+
+
+class Lowerings:
+    """Modules by platform, lowered when they are asked for."""
+
+    def __init__(self, lower: Callable[[str], bytes], known: Mapping[str, bytes]) -> None:
+        """`lower` raises for a platform that the step has no lowering for."""
+        self._lower = lower
+        self._known: dict[str, bytes | Exception] = dict(known)
+        self.programs: dict[tuple[int, str], tuple[Program, Program]] = {}
+        """(id, platform) -> a program and the same one lowered for the platform: one record for each."""
+
+    def module(self, platform: str) -> bytes:
+        """Return the MLIR bytecode for a platform. Raises what JAX raises where there is none."""
+        if platform not in self._known:
+            try:
+                self._known[platform] = self._lower(platform)
+            except Exception as error:
+                self._known[platform] = error
+        known = self._known[platform]
+        if isinstance(known, Exception):
+            raise known
+        return known
+
+
+def lowered_for(program: Program, platform: str) -> Program:
+    """Return the program as `platform` lowers it, of the same fingerprint, or as it is where it has one lowering only.
+
+    A note says so where JAX has no lowering for the platform, as of callbacks, which run on the host that traced them.
+    """
+    if program.platform == platform or program.lowerings is None:
+        return program
+    made = program.lowerings.programs
+    key = id(program), platform
+    if key not in made:
+        made[key] = program, _lowered(program, platform)
+    return made[key][1]
+
+
+def _lowered(program: Program, platform: str) -> Program:
+    try:
+        module = program.lowerings.module(platform)
+    except UserError:
+        raise
+    except Exception as error:
+        why = (str(error).strip().splitlines() or ["no message"])[0]
+        note = (
+            f"The program is planned as JAX lowers it for {program.platform}, since it does not for {platform} here "
+            f"({why[:200]})."
+        )
+        return dataclasses.replace(program, lowerings=None, notes=(*program.notes, note))
+    if program.lifted is Lifted.ALL:
+        with mlir.new_context() as context:
+            module = mlir.to_bytes(mlir.drop_constraints(mlir.parse_module(module, context)))
+    return dataclasses.replace(program, module=module, platform=platform)

@@ -1,0 +1,1 @@
+"""Programs from torch modules: layers scanned, state named, remat marked."""

@@ -1,0 +1,362 @@
+"""A torch module as eager torch runs it, beside the JAX function that was traced of it."""
+
+import contextlib
+import copy
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from autoshard.errors import UserError, reason_of
+from autoshard.program.example_values import is_scale
+from autoshard.program.torch.module_state import preserved
+from autoshard.program.torch.torch_function import TorchFunction, host_array
+
+
+_Results = tuple[Any, dict[str, Any], dict[str, Any]]
+"""The result or the loss, gradients and buffers after the step as host arrays, by the module's own names."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class EagerCall:
+    """The call of a torch module in eager torch."""
+
+    call: Callable[[Any, Mapping[str, Any]], Any]
+    """`call(module, batch)`: the result of the module for host arrays, or the loss."""
+    prepare: Callable[[Any], Any]
+    """Put a module into the mode in which it was traced."""
+    examples: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    """Tensors that the module was traced with, by their names in the batch; none where inputs are known otherwise."""
+    rebuild: Callable[[int], Any] | None = None
+    """Make the module on the host with random weights of a seed; None: the module is the user's own."""
+    reduce: Callable[[int], "EagerTwin"] | None = None
+    """Trace a form with at most so many parameters, in float32; None: there is no other form."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class EagerTwin:
+    """The two sides of a comparison with eager torch."""
+
+    function: TorchFunction
+    """The traced module, which knows the tensors that each of its arguments stacks."""
+    step: Callable[..., Any]
+    """`step(params, batch[, buffers])` in JAX: a result, or `(loss, gradients)`; and the updated buffers."""
+    eager: EagerCall
+    make_batch: Callable[[int], Mapping[str, Any]]
+    """Plausible inputs of a seed, as host arrays."""
+    training: bool
+    microbatches: int = 1
+    groups: int = 1
+    """Parts of each microbatch; every part has a loss of its own, and the mean of them is minimised."""
+    flops: float = 0.0
+    """Model FLOPs of a step."""
+    form: str = ""
+    """The form of the program that is compared; empty for the program itself."""
+
+    @property
+    def keeps_writes(self) -> bool:
+        """True if the traced step gives back the buffers that the module writes to."""
+        return self.function.keeps_writes
+
+    @property
+    def parameters(self) -> int:
+        """Number of the module's parameters."""
+        return sum(parameter.numel() for parameter in self.function.module.parameters())
+
+    def judged(self, parameters: int, flops: float) -> "EagerTwin":
+        """The twin that is compared: this one, or a reduced form of at most so many parameters and FLOPs.
+
+        Raises `UserError` if there is none.
+        """
+        if self.eager.reduce is not None:
+            return self.eager.reduce(parameters)
+        for count, most, unit in ((self.parameters, parameters, "parameters"), (self.flops, flops, "FLOPs a step")):
+            if count > most:
+                raise UserError(f"it has {count:.2g} {unit}, and eager torch runs on the host up to {most:.2g}")
+        function, forms = self.function, list[str]()
+        tensors = [*function.module.parameters(), *function.module.buffers()]
+        if function.compute_dtype not in (None, "float32") or any(_is_narrow(tensor.dtype) for tensor in tensors):
+            forms.append("in float32")
+        if function.attention != "plain":
+            forms.append("with plain attention")
+        if function.drops_tokens:
+            forms.append("with room for every token at its experts")
+        return dataclasses.replace(self, form=", ".join(forms))
+
+    def host_module(self, seed: int) -> Any:
+        """The module with weights on the host: the user's own if it has them, else a copy with small random ones.
+
+        Raises `UserError` for a module whose computed buffers have no values.
+        """
+        if self.eager.rebuild is not None:
+            return self.eager.rebuild(seed)
+        module = self.function.module
+        tensors = [*module.parameters(), *module.buffers()]
+        if all(tensor.device.type == "cpu" for tensor in tensors):
+            return module
+        unknown = [
+            f"{prefix}.{key}" if prefix else key
+            for prefix, child in module.named_modules()
+            for key in child._non_persistent_buffers_set
+            if (buffer := child._buffers.get(key)) is not None and buffer.device.type == "meta"
+        ]
+        if unknown:
+            raise UserError(
+                f"the buffer `{unknown[0]}` is on the meta device and in no checkpoint, so it has no values"
+            )
+        try:
+            return materialised(module, seed)
+        except Exception as error:  # a deep copy runs the user's own code
+            said = reason_of(error, 5)[:200]
+            raise UserError(f"the module cannot be copied to the host ({type(error).__name__}: {said})") from error
+
+    def inputs(self, module: Any, seed: int) -> Iterator[Mapping[str, Any]]:
+        """Draw inputs to try: first whole numbers that cover their range, then plausible ones, then the examples."""
+        examples = self.eager.examples
+        batch = {key: _wide(value) for key, value in self.make_batch(seed).items()}
+        real = {key: _wide(host_array(value)) for key, value in examples.items() if value.device.type != "meta"}
+        if examples:
+            yield {key: _covering(value, real.get(key), module, seed) for key, value in batch.items()}
+        yield batch
+        if real.keys() >= batch.keys():
+            yield {key: real[key] for key in batch}
+
+    def run(self, module: Any, batch: Mapping[str, Any], double: bool = False) -> _Results:
+        """Run `module` in eager torch; the gradient of a parameter that has none is zero.
+
+        Floats that are narrower than 32 bits are widened, and with `double` all to 64.
+
+        Raises `UserError` if it does not run.
+        """
+        import torch
+
+        with unchanged(module):
+            if double:
+                module.double()
+            elif any(_is_narrow(tensor.dtype) for tensor in (*module.parameters(), *module.buffers())):
+                module.float()
+            self.eager.prepare(module)
+            if not self.training:
+                with torch.no_grad():
+                    return _arrays(self._call(module, batch)), {}, _buffers_of(module)
+            named = {name: p for name, p in module.named_parameters() if p.requires_grad}
+            mean, gradients = 0.0, dict[str, Any]()
+            parts = self.microbatches * self.groups
+            for part in self._parts(batch):
+                with torch.enable_grad():
+                    loss, found = self._call(module, part, named)
+                mean = mean + loss.detach().double() / parts
+                for name, gradient in found.items():
+                    gradients[name] = gradients.get(name, 0) + gradient / parts
+            return _arrays(mean), {name: host_array(value) for name, value in gradients.items()}, _buffers_of(module)
+
+    def _call(self, module: Any, batch: Mapping[str, Any], named: Mapping[str, Any] | None = None) -> Any:
+        """The result, or the loss and the gradients of `named`. Raises `UserError` if the user's own code fails."""
+        try:
+            out = self.eager.call(module, batch)
+            return out if named is None else (out, _gradients(out, named))
+        except Exception as error:
+            said = reason_of(error, 5)[:200]
+            raise UserError(f"it does not run on the host ({type(error).__name__}: {said})") from error
+
+    def run_traced(self, module: Any, batch: Mapping[str, Any], double: bool = False) -> _Results:
+        """Run the traced step on the weights of `module`, with plain attention, in floats of 32 bits, or of 64."""
+        import jax
+        import numpy as np
+
+        function = self.function
+        own = _tensors_of(module)
+
+        def values(names: Any) -> dict[str, Any]:
+            arrays = {name: [widened(host_array(own[key])) for key in function._members(name)] for name in names}
+            return {name: np.stack(each) if name in function.members else each[0] for name, each in arrays.items()}
+
+        def parts_of(name: str, value: Any) -> dict[str, Any]:
+            names = function._members(name)
+            return dict(zip(names, value, strict=True)) if name in function.members else {names[0]: value}
+
+        def widened(array: Any) -> Any:
+            value = _wide(array)
+            return value.astype(np.float64) if double and value.dtype == np.float32 else value
+
+        buffers = values(function.buffers)
+        with function.as_eager(double), jax.enable_x64(double):
+            given = (values(function.params), dict(batch), *([buffers] if buffers else []))
+            result, updated = jax.device_get(jax.jit(lambda *args: self.step(*args))(*given))
+        after = {name: _wide(value) for name, value in _buffers_of(module).items()}
+        given_back = {
+            k: v for name in updated.keys() - function.frozen for k, v in parts_of(name, updated[name]).items()
+        }
+        after |= {
+            alias: value for key, value in given_back.items() for alias in _aliases(module, own[key])
+        } | given_back
+        if not self.training:
+            return result, {}, after
+        first, gradients = _first_names(module), dict[str, Any]()
+        for name, value in result[1].items():
+            for key, part in parts_of(name, value).items():
+                # Two copies of one tensor are trained apart: the second keeps a name that torch does not have.
+                gradients[key if first[key] in gradients else first[key]] = part
+        return result[0], gradients, after
+
+    def _parts(self, batch: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
+        """The parts of the batch in the order of the traced step: a microbatch has every n-th row."""
+        if self.microbatches * self.groups == 1:
+            yield batch
+            return
+        for number in range(self.microbatches):
+            rows = {key: value[number :: self.microbatches] for key, value in batch.items()}
+            for group in range(self.groups):
+                size = {key: value.shape[0] // self.groups for key, value in rows.items()}
+                yield {key: value[group * size[key] : (group + 1) * size[key]] for key, value in rows.items()}
+
+
+def host_tensor(array: Any, dtype: Any) -> Any:
+    """A torch tensor with the values of a numpy array: whole numbers in `dtype`, floats in those of the array."""
+    import torch
+
+    value = torch.tensor(_wide(array))
+    return value if value.is_floating_point() else value.to(dtype)
+
+
+def _wide(array: Any) -> Any:
+    """A host array whose floats have 32 bits or more."""
+    import numpy as np
+
+    value = np.asarray(array)
+    return value.astype(np.float32) if value.dtype.name in ("bfloat16", "float16") else value
+
+
+def _is_narrow(dtype: Any) -> bool:
+    return dtype.is_floating_point and dtype.itemsize < 4
+
+
+def first_tensor(out: Any) -> Any:
+    """The first tensor of what a module gives."""
+    return named_tensors(out)[0][1]
+
+
+def named_tensors(out: Any) -> list[tuple[str, Any]]:
+    """The tensors of a result in torch or JAX, by their paths; entries that are None are left out."""
+    if isinstance(out, Mapping):
+        pairs = list(out.items())
+    elif isinstance(out, tuple | list):
+        pairs = list(enumerate(each for each in out if each is not None))
+    else:
+        return [("", out)] if hasattr(out, "shape") else []
+    return [
+        (f"{key}.{name}" if name else str(key), leaf) for key, value in pairs for name, leaf in named_tensors(value)
+    ]
+
+
+@contextlib.contextmanager
+def unchanged(module: Any) -> Iterator[None]:
+    """While inside, `module` may run in eager torch; afterwards its tensors, attributes and modes are as before."""
+    values = [(tensor, tensor.detach().clone()) for tensor in module.buffers() if tensor.device.type != "meta"]
+    parameters = [(parameter, parameter.data, parameter.grad) for parameter in module.parameters()]
+    try:
+        with preserved(module):
+            yield
+    finally:
+        for tensor, value in values:
+            tensor.detach().copy_(value)
+        for parameter, data, gradient in parameters:
+            parameter.data, parameter.grad = data, gradient
+
+
+def _arrays(out: Any) -> Any:
+    """A result of torch with host arrays for its tensors, by their paths."""
+    named = {name: host_array(leaf) for name, leaf in named_tensors(out)}
+    return named.get("", named)
+
+
+def _gradients(loss: Any, named: Mapping[str, Any]) -> dict[str, Any]:
+    """Gradients of `loss` by name, zeros for a parameter that has none."""
+    import torch
+
+    try:
+        found = torch.autograd.grad(loss, list(named.values()), allow_unused=True)
+    except RuntimeError as error:
+        # torch's checkpoint has a form that only `backward` runs.
+        if "use_reentrant" not in str(error):
+            raise
+        for parameter in named.values():
+            parameter.grad = None
+        loss.backward()
+        found = [parameter.grad for parameter in named.values()]
+    pairs = zip(named.items(), found, strict=True)
+    return {name: torch.zeros_like(p) if value is None else value.detach() for (name, p), value in pairs}
+
+
+def _buffers_of(module: Any) -> dict[str, Any]:
+    return {name: host_array(value) for name, value in module.named_buffers(remove_duplicate=False)}
+
+
+def _aliases(module: Any, buffer: Any) -> list[str]:
+    """All names of one buffer: a module may stand in several places."""
+    return [name for name, each in module.named_buffers(remove_duplicate=False) if each is buffer]
+
+
+def _tensors_of(module: Any) -> dict[str, Any]:
+    """All parameters and buffers by name, one that has two names by both."""
+    named = dict(module.named_parameters(remove_duplicate=False))
+    return named | dict(module.named_buffers(remove_duplicate=False))
+
+
+def _first_names(module: Any) -> dict[str, str]:
+    """The first name of the parameter behind each name."""
+    first = {id(parameter): name for name, parameter in module.named_parameters()}
+    return {name: first[id(each)] for name, each in module.named_parameters(remove_duplicate=False)}
+
+
+def _covering(value: Any, example: Any, module: Any, seed: int) -> Any:
+    """Whole numbers that cover their range, with both ends and a tie; those of an example that has several."""
+    import numpy as np
+    import torch
+
+    array = np.asarray(value)
+    if array.dtype.kind not in "biu":
+        return value
+    if example is not None and example.size and example.min() != example.max():
+        return example.astype(array.dtype)
+    tables = [child.num_embeddings for child in module.modules() if isinstance(child, torch.nn.Embedding)]
+    if array.dtype.kind == "b" or not tables or array.size < 3:
+        return value
+    drawn = np.random.default_rng(seed).integers(0, min(tables), array.shape).astype(array.dtype)
+    drawn.reshape(-1)[:3] = 0, min(tables) - 1, min(tables) - 1
+    return drawn
+
+
+def materialised(module: Any, seed: int) -> Any:
+    """A copy of `module` on the host, with random values for tensors on the meta device."""
+    import torch
+
+    random = torch.Generator().manual_seed(seed)
+
+    def real(name: str, tensor: Any) -> Any:
+        if tensor.device.type != "meta":
+            return tensor.detach().cpu()
+        if not tensor.is_floating_point():
+            return torch.zeros(tensor.shape, dtype=tensor.dtype)
+        noise = torch.randn(tensor.shape, generator=random, dtype=torch.float32)
+        if name.endswith("running_var"):
+            noise = 1 + 0.1 * noise.abs()
+        elif tensor.ndim >= 2:
+            noise = noise * (tensor.shape[0] / max(tensor.numel(), 1)) ** 0.5
+        else:
+            noise = 0.1 * noise + float(is_scale(name))
+        return noise.to(tensor.dtype)
+
+    # Tensors are shared as before: each is made once, however many names it has.
+    twin, made = copy.deepcopy(module), dict[int, Any]()
+    for prefix, child in list(twin.named_modules()):
+        for held in (child._parameters, child._buffers):
+            for key, tensor in held.items():
+                if tensor is None:
+                    continue
+                if id(tensor) not in made:
+                    value = real(f"{prefix}.{key}", tensor)
+                    if isinstance(tensor, torch.nn.Parameter):
+                        value = torch.nn.Parameter(value, requires_grad=tensor.requires_grad)
+                    made[id(tensor)] = (tensor, value)
+                held[key] = made[id(tensor)][1]
+    return twin

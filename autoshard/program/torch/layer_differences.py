@@ -1,0 +1,242 @@
+"""Attributes in which layers of one kind differ, and the observation that code reads one of them.
+
+A layer that reads nothing in which it differs from another computes the same; all others are compared as they trace.
+"""
+
+import contextlib
+import enum
+import functools
+import os
+import sys
+import types
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+from autoshard.program.torch.module_state import reachable
+
+
+Difference = tuple[str, str]
+"""The path of a module within its layer, and the name of one of its attributes."""
+
+_COMPARED_ELEMENTS = 1 << 16
+"""Largest tensor or array whose elements are compared."""
+
+_REGISTERED = {"_parameters", "_buffers", "_modules", "training"}
+_LOOKS = (os.path.join("torch", "nn", "modules", "module.py"), os.path.dirname(os.path.dirname(__file__)))
+"""Files, by an end or start of their path, whose looks into a module's dict are not for what it computes."""
+
+
+class LayerComparison:
+    """Compares other layers of a list with one of them, `first`, of the same structure."""
+
+    def __init__(self, first: Any) -> None:
+        self.first = first
+        self.modules = dict(first.named_modules())
+        self.own = {id(child.__dict__) for child in first.modules()}
+        self.apart: dict[int, bool] = {}
+        """Objects, by `id`, that layers share, and True for those through which no module of `first` is reached."""
+
+    def differences(self, other: Any) -> set[Difference]:
+        """Return every attribute of `first` that is not known to equal that of `other`."""
+        theirs = dict(other.named_modules())
+        pairs = {id(child): theirs[path] for path, child in self.modules.items()}
+        unlike: set[Difference] = set()
+        for path, child in self.modules.items():
+            mine, its = child.__dict__, theirs[path].__dict__
+            for key in mine.keys() | its.keys():
+                if key in _REGISTERED:
+                    continue
+                if key not in mine or key not in its:
+                    unlike.add((path, key))
+                elif not _Pair(pairs, self.is_apart).equal(_plain(key, mine), _plain(key, its)):
+                    unlike.add((path, key))
+        return unlike
+
+    def is_apart(self, value: Any) -> bool:
+        """Return True if no module of `first` can be reached from an object."""
+        if isinstance(value, _ATOMS):
+            return True
+        if id(value) not in self.apart:
+            self.apart[id(value)] = not any(id(each) in self.own for each in reachable(value))
+        return self.apart[id(value)]
+
+
+_ATOMS = (str, int, float, complex, bytes, type(None), type, types.BuiltinFunctionType, types.ModuleType)
+
+
+def _plain(key: str, held: dict[str, Any]) -> Any:
+    """Return an attribute; of a module's hooks only the functions, whose keys are numbers of the process."""
+    value = held[key]
+    return list(value.values()) if key.startswith("_") and "hooks" in key and isinstance(value, dict) else value
+
+
+class _Pair:
+    """Compares two objects by all that they hold; True only where they are known to be equal."""
+
+    def __init__(self, pairs: dict[int, Any], is_apart: Callable[[Any], bool]) -> None:
+        """`pairs` has the module that corresponds to each module of the first object, by its `id`.
+
+        An object that both hold is equal to itself if it `is_apart` from these modules.
+        """
+        self.pairs, self.is_apart = pairs, is_apart
+        self.assumed: set[tuple[int, int]] = set()
+
+    def equal(self, a: Any, b: Any) -> bool:
+        import numpy as np
+        import torch
+
+        if a is b:
+            return self.is_apart(a)
+        if type(a) is not type(b):
+            return False
+        if id(a) in self.pairs:
+            return self.pairs[id(a)] is b
+        if isinstance(a, type | types.ModuleType | types.BuiltinFunctionType | enum.Enum | torch.dtype | torch.device):
+            return isinstance(a, torch.device) and a == b
+        if isinstance(a, bool | int | float | complex | str | bytes | range | slice):
+            return repr(a) == repr(b)
+        if isinstance(a, torch.Tensor):
+            return _same_tensor(a, b)
+        if isinstance(a, np.ndarray | np.generic):
+            same = a.dtype == b.dtype and a.shape == b.shape and a.size <= _COMPARED_ELEMENTS
+            return same and a.dtype != object and a.tobytes() == b.tobytes()
+        if (id(a), id(b)) in self.assumed:
+            return True
+        self.assumed.add((id(a), id(b)))
+        return self._contents(a, b)
+
+    def _contents(self, a: Any, b: Any) -> bool:
+        if isinstance(a, types.FunctionType):
+            return a.__code__ == b.__code__ and self._all(_parts(a), _parts(b))
+        if isinstance(a, types.MethodType):
+            return self._all((a.__func__, a.__self__), (b.__func__, b.__self__))
+        if isinstance(a, functools.partial):
+            return self._all((a.func, a.args, a.keywords), (b.func, b.args, b.keywords))
+        if isinstance(a, tuple | list):
+            return len(a) == len(b) and self._all(a, b) and self._attributes(a, b)
+        if isinstance(a, dict):
+            return len(a) == len(b) and self._all((*a, *a.values()), (*b, *b.values())) and self._attributes(a, b)
+        if isinstance(a, set | frozenset):
+            return sorted(map(repr, a)) == sorted(map(repr, b)) and a == b
+        if isinstance(a, types.SimpleNamespace):
+            return self._attributes(a, b)
+        kind = type(a)
+        ways = ("__reduce_ex__", "__reduce__", "__getstate__")
+        if any(getattr(kind, way) is not getattr(object, way) for way in ways):
+            return False  # nobody knows that it tells all of its state
+        try:
+            return self.equal(a.__reduce_ex__(2)[2], b.__reduce_ex__(2)[2])
+        except TypeError:  # state that only C code sees
+            return False
+
+    def _attributes(self, a: Any, b: Any) -> bool:
+        mine, its = getattr(a, "__dict__", {}), getattr(b, "__dict__", {})
+        return mine.keys() == its.keys() and self._all(mine.values(), (its[key] for key in mine))
+
+    def _all(self, mine: Iterable[Any], its: Iterable[Any]) -> bool:
+        return all(self.equal(x, y) for x, y in zip(mine, its, strict=True))
+
+
+def _parts(function: Any) -> tuple[Any, ...]:
+    """Return all that a function holds beside its code."""
+    cells = tuple(getattr(cell, "cell_contents", None) for cell in function.__closure__ or ())
+    return function.__globals__, function.__defaults__, function.__kwdefaults__, cells, function.__dict__
+
+
+def _same_tensor(a: Any, b: Any) -> bool:
+    import torch
+
+    if (a.shape, a.dtype, a.device, a.requires_grad) != (b.shape, b.dtype, b.device, b.requires_grad):
+        return False
+    return a.device.type == "cpu" and a.numel() <= _COMPARED_ELEMENTS and torch.equal(a.detach(), b.detach())
+
+
+@contextlib.contextmanager
+def reads(layer: Any, unlike: Iterable[Difference]) -> Iterator[list[Difference]]:
+    """While inside, list which of these attributes of the layer's modules are read by code."""
+    watched: dict[int, dict[str, str]] = {}
+    for path, key in unlike:
+        watched.setdefault(id(layer.get_submodule(path)), {})[key] = path
+    kinds = {type(child) for child in layer.modules() if id(child) in watched}
+    seen: list[Difference] = []
+    before = {kind: kind.__dict__.get("__getattribute__") for kind in kinds}
+
+    def watching(kind: type) -> Any:
+        plain: Any = kind.__getattribute__
+
+        def read(self: Any, name: str) -> Any:
+            own = watched.get(id(self))
+            if own is not None:
+                if name in own:
+                    seen.append((own[name], name))
+                elif name == "__dict__" and not _looks(sys._getframe(1).f_code.co_filename):
+                    seen.extend((path, key) for key, path in own.items())
+            return plain(self, name)
+
+        return read
+
+    try:
+        for kind, function in [(kind, watching(kind)) for kind in kinds]:
+            setattr(kind, "__getattribute__", function)  # noqa: B010
+        yield seen
+    finally:
+        for kind, function in before.items():
+            if function is None:
+                del kind.__getattribute__
+            else:
+                setattr(kind, "__getattribute__", function)  # noqa: B010
+
+
+def _looks(file: str) -> bool:
+    return file.endswith(_LOOKS[0]) or file.startswith(_LOOKS[1])
+
+
+class OpaqueNumber:
+    """Stands for an attribute that is a whole number: notes every use of its value, but not that it is passed on."""
+
+    def __init__(self, value: int, used: list[int]) -> None:
+        self._value, self._used = value, used
+
+    @property
+    def __class__(self) -> type:  # which `isinstance` asks for
+        self._used.append(self._value)
+        return int
+
+    def __getattr__(self, name: str) -> Any:
+        self._used.append(self._value)
+        return getattr(self._value, name)
+
+
+def _using(name: str) -> Any:
+    def method(self: Any, *args: Any) -> Any:
+        self._used.append(self._value)
+        return getattr(self._value, name)(*args)
+
+    return method
+
+
+for _name in set(dir(int)) - set(dir(object)) | {"__eq__", "__ne__", "__lt__", "__le__", "__gt__", "__ge__"}:
+    if _name.startswith("__"):
+        setattr(OpaqueNumber, _name, _using(_name))
+for _name in ("__hash__", "__str__", "__repr__", "__format__", "__reduce_ex__"):
+    setattr(OpaqueNumber, _name, _using(_name))
+
+
+def number_of(value: Any) -> Any:
+    """Return the number that an opaque one stands for, unnoted: for uses that change no computation."""
+    return vars(value)["_value"] if type(value) is OpaqueNumber else value
+
+
+@contextlib.contextmanager
+def opaque_numbers(layer: Any, numbers: Iterable[Difference]) -> Iterator[list[int]]:
+    """While inside, whole numbers among the attributes of a layer's modules are opaque; list those that are used."""
+    used: list[int] = []
+    places = [(layer.get_submodule(path).__dict__, key) for path, key in numbers]
+    before = [held[key] for held, key in places]
+    try:
+        for (held, key), value in zip(places, before, strict=True):
+            held[key] = OpaqueNumber(value, used)
+        yield used
+    finally:
+        for (held, key), value in zip(places, before, strict=True):
+            held[key] = value

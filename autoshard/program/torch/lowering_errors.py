@@ -1,0 +1,132 @@
+"""The sentence for a torch module that does not lower: which op, which module, which line, what to change."""
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from types import FrameType, TracebackType
+from typing import Any
+
+from autoshard.errors import UserError, reason_of
+from autoshard.program.lowering import check_backend
+from autoshard.program.torch_ops.torch_gradients import TorchGradientError
+from autoshard.program.torch_ops.torch_imports import untested_torch
+from autoshard.program.torch_ops.views import SharedWriteError
+
+
+_VALUES = {
+    "ConcretizationTypeError",
+    "NonConcreteBooleanIndexError",
+    "TracerArrayConversionError",
+    "TracerBoolConversionError",
+    "TracerIntegerConversionError",
+}
+"""What JAX raises when code asks for the values of a tensor while only its shape is known."""
+
+
+_TRANSFORMS = ("torch._functorch.apis", "torch._functorch.eager_transforms")
+"""Modules of the transforms of torch.func."""
+
+
+_MACHINERY = {"_call_impl", "_wrapped_call_impl", "__call__"}
+"""Methods of every module, which only call its `forward`."""
+
+
+def asks_for_values(error: BaseException) -> bool:
+    """Whether code asked for the values of a tensor of which only the shape is known."""
+    return type(error).__name__ in _VALUES
+
+
+def lowering_error(error: BaseException, label: str, module: Any) -> UserError:
+    """The sentence for what was raised while `module`, shown as `label`, ran through torchax."""
+    check_backend(error)
+    text = reason_of(error) or "no message"
+    kind = type(error).__name__
+    place = _place(error.__traceback__, module)
+    if isinstance(error, TorchGradientError):
+        return UserError(
+            f"`{label}` could not be lowered: its code asks torch for gradients{place} (`torch.autograd.grad`, "
+            "`backward`, `jacobian`), which torch does not follow through lowered operations; "
+            "write the derivative out, or give the program as a JAX function with `jax.grad`."
+        )
+    if kind not in _VALUES and _passes(error.__traceback__, _TRANSFORMS):
+        return UserError(
+            f"`{label}` could not be lowered: its code calls a transform of torch.func"
+            f"{_place(error.__traceback__, module, _TRANSFORMS)} (`vmap`, `grad`, "
+            "`jacrev`, `jvp`) around an operation that has no lowering there; write it for the whole batch, or give "
+            "the program as a JAX function with `jax.vmap` or `jax.grad`."
+        )
+    if found := re.search(r"returned a value of type <class '([^']*)'>.*not a valid JAX type", text):
+        returned, how = found[1].rpartition(".")[2], "return tensors, in tuples, lists or dicts"
+        if returned.endswith("Cache"):
+            how = "give the keyword input `use_cache=False`, or set `use_cache` of its configuration to False"
+        return UserError(f"`{label}` returns a `{returned}`, which is no tensor: {how}.")
+    if kind == "OperatorNotFound":
+        return UserError(
+            f"`{label}` uses a torch operation that has no lowering ({text}){place}{untested_torch()}; "
+            "replace it, or give the program as a JAX function."
+        )
+    if isinstance(error, SharedWriteError):
+        return UserError(
+            f"`{label}` could not be lowered: its code writes in place{place} to a tensor that may share elements with "
+            "another, and reads that afterwards; how they share them is not known (`reshape` of what lies in another "
+            "order, `expand`, `unfold`, `as_strided` or `t_`): write to a `clone()`, or to a slice."
+        )
+    if kind in _VALUES:
+        return UserError(
+            f"`{label}` could not be lowered: its code asks for the values of a tensor{place}, and a plan is made from "
+            "shapes alone; replace the `if`, `.item()`, `nonzero`, mask index or numpy call by torch.where or a "
+            "mask of a fixed size."
+        )
+    if _passes(error.__traceback__, ("triton",)):
+        return UserError(
+            f"`{label}` could not be lowered: it calls a Triton kernel{place}, which runs on a GPU alone; "
+            "call the equal torch code instead."
+        )
+    return UserError(
+        f"`{label}` could not be lowered: {kind}: {text}{place}{untested_torch()}; "
+        "if the module takes other inputs than these, give it with such inputs through a Python file."
+    )
+
+
+def place_of(error: Exception, module: Any) -> str:
+    """Name the line of the module's code that an error is about; empty if it is about none."""
+    return _place(error.__traceback__, module)
+
+
+def _passes(trace: TracebackType | None, packages: Sequence[str]) -> bool:
+    """Return True if an error was raised in one of the packages, or in code that they called."""
+    while trace is not None:
+        if _is_of(trace.tb_frame, packages):
+            return True
+        trace = trace.tb_next
+    return False
+
+
+def _is_of(frame: FrameType, packages: Sequence[str]) -> bool:
+    return f"{frame.f_globals.get('__name__', '')}.".startswith(tuple(f"{package}." for package in packages))
+
+
+def _place(trace: TracebackType | None, module: Any, before: Sequence[str] = ()) -> str:
+    """` in layers.1 (Block.forward at model.py:12)`: the innermost frame of a method of one of the modules.
+
+    Frames of the packages in `before`, and those that they call, are left out.
+    """
+    paths = {id(child): name for name, child in module.named_modules()}
+    found: tuple[FrameType, int] | None = None
+    while trace is not None and not _is_of(trace.tb_frame, before):
+        if id(_owner(trace.tb_frame)) in paths and trace.tb_frame.f_code.co_name not in _MACHINERY:
+            found = trace.tb_frame, trace.tb_lineno
+        trace = trace.tb_next
+    if found is None:
+        return ""
+    frame, line = found
+    owner = _owner(frame)
+    where = f"{type(owner).__name__}.{frame.f_code.co_name} at {Path(frame.f_code.co_filename).name}:{line}"
+    path = paths[id(owner)]
+    return f" in `{path}` ({where})" if path else f" in {where}"
+
+
+def _owner(frame: FrameType) -> Any:
+    """The first argument of the function that a frame runs, `self` in a method."""
+    code = frame.f_code
+    return frame.f_locals.get(code.co_varnames[0]) if code.co_argcount else None

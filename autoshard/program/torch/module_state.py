@@ -1,0 +1,234 @@
+"""Torch modules called with other tensors, and hooks of torch's checkpoint."""
+
+import collections
+import contextlib
+import functools
+import operator
+import traceback
+import types
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from autoshard.errors import UserError
+
+
+_LONGEST = 10_000
+"""Largest container that is restored: larger ones are data that code reads."""
+
+
+def call_with(module: Any, state: dict[str, Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    """Call `module` with the tensors of `state` in the place of its own parameters and buffers of these names.
+
+    A tensor that the module has under several names, in its attributes too, is replaced in every place. A tensor that
+    the module assigns there is written to the one of `state`. Afterwards the module has its own back.
+
+    Raises `UserError` if it assigns a tensor of another shape or dtype.
+    """
+    own = {
+        **dict(module.named_parameters(remove_duplicate=False)),
+        **dict(module.named_buffers(remove_duplicate=False)),
+    }
+    given = {id(own[name]): value for name, value in state.items()}
+    names = {id(own[name]): name for name in state}
+    replaced: list[tuple[dict[str, Any], str, Any]] = []
+    registered: dict[str, tuple[dict[str, Any], str]] = {}
+    for child in module.modules():
+        for kind in (child._parameters, child._buffers):
+            for key, tensor in kind.items():
+                if id(tensor) in given:
+                    replaced.append((kind, key, tensor))
+                    registered.setdefault(names[id(tensor)], (kind, key))
+        held = child.__dict__
+        replaced += [(held, key, value) for key, value in held.items() if _holds(value, given)]
+    try:
+        for kind, key, value in replaced:
+            kind[key] = _with(value, given)
+        result = module(*args, **kwargs)
+        for name, (kind, key) in registered.items():
+            _write(state[name], kind.get(key), name)
+        return result
+    finally:
+        for kind, key, value in replaced:
+            kind[key] = value
+
+
+def _write(tensor: Any, assigned: Any, name: str) -> None:
+    """Write what a module assigned in the place of a torchax tensor into that tensor."""
+    from autoshard.program.torch_ops.torchax_environment import environment
+
+    if assigned is None or assigned is tensor:
+        return
+    value = environment().t2j_iso(assigned)
+    if (value.shape, value.dtype) != (tuple(tensor.shape), environment().t2j_iso(tensor).dtype):
+        raise UserError(
+            f"the module assigns {value.dtype}{list(value.shape)} to `{name}`, which is {list(tensor.shape)}: a step "
+            "gives back buffers of the shape and dtype that it takes."
+        )
+    tensor._elem = value
+
+
+def _holds(value: Any, given: Mapping[int, Any]) -> bool:
+    """Return True for a tensor that is replaced, and for a plain list or tuple with one (`_flat_weights` of an RNN)."""
+    if type(value) in (list, tuple):
+        return any(id(each) in given for each in value)
+    return id(value) in given
+
+
+def _with(value: Any, given: Mapping[int, Any]) -> Any:
+    if type(value) in (list, tuple):
+        return type(value)(given.get(id(each), each) for each in value)
+    return given[id(value)]
+
+
+@contextlib.contextmanager
+def own_forward(layer: Any, forward: Any) -> Iterator[None]:
+    """Run with the `forward` that the layer had in its `__dict__` before a stand-in, or with that of its class."""
+    stand_in = layer.__dict__["forward"]
+    replace_forward(layer, forward)
+    try:
+        yield
+    finally:
+        layer.__dict__["forward"] = stand_in
+
+
+def replace_forward(layer: Any, forward: Any) -> Any:
+    """Put `forward` into the layer's `__dict__`, or nothing if it is None; return what stood there before."""
+    before = layer.__dict__.pop("forward", None)
+    if forward is not None:
+        layer.__dict__["forward"] = forward
+    return before
+
+
+@contextlib.contextmanager
+def preserved(module: Any) -> Iterator[dict[str, None]]:
+    """Restore on exit the attributes of all modules, and the plain containers and objects that these reach.
+
+    Code of a module may assign attributes, append to lists and fill caches: traced values must not stay there. The
+    yielded dict then has the names of attributes that are numbers or tensors and were assigned others.
+    """
+    before = [Content(each) for each in reachable(module)]
+    paths = {id(child.__dict__): f"{path}." if path else "" for path, child in module.named_modules()}
+    assigned: dict[str, None] = {}
+    try:
+        yield assigned
+    finally:
+        for content in before:
+            if content.is_changed():
+                path = paths.get(id(content.holder))
+                assigned |= dict.fromkeys(f"{path}{key}" for key in content.assigned() if path is not None)
+                content.restore()
+
+
+class Content:
+    """The present content of a dict, list, set or cell."""
+
+    __slots__ = ("holder", "keys", "values")
+
+    def __init__(self, holder: Any) -> None:
+        self.holder = holder
+        self.keys, self.values = _content(holder)
+
+    def is_changed(self) -> bool:
+        """Return True if the holder has anything else now."""
+        keys, values = _content(self.holder)
+        if len(values) != len(self.values) or not all(map(operator.is_, keys, self.keys)):
+            return True
+        return not all(map(operator.is_, values, self.values)) and not all(map(_same, values, self.values))
+
+    def assigned(self) -> list[Any]:
+        """List the keys of a dict whose values are numbers or tensors and were replaced."""
+        import torch
+
+        kinds = (int, float, torch.Tensor)
+        pairs = [(key, value) for key, value in zip(self.keys, self.values, strict=False) if isinstance(value, kinds)]
+        return [
+            key
+            for key, value in pairs
+            if not isinstance(value, bool) and key in self.holder and not _same(self.holder[key], value)
+        ]
+
+    def restore(self) -> None:
+        """Give the holder its content back."""
+        if isinstance(self.holder, types.CellType):
+            self.holder.cell_contents = self.values[0]
+            return
+        self.holder.clear()
+        if isinstance(self.holder, dict):
+            self.holder.update(zip(self.keys, self.values, strict=True))
+        elif isinstance(self.holder, set):
+            self.holder.update(self.values)
+        else:
+            self.holder.extend(self.values)
+
+
+def _content(holder: Any) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+    """Return the keys of a dict, and the values of any holder."""
+    if isinstance(holder, dict):
+        return tuple(holder), tuple(holder.values())
+    return (), (_in_cell(holder),) if isinstance(holder, types.CellType) else tuple(holder)
+
+
+def _same(a: Any, b: Any) -> bool:
+    return a is b or isinstance(a, str | int | float) and type(a) is type(b) and a == b
+
+
+def reachable(module: Any) -> list[Any]:
+    """List what can hold state of a module: attribute dicts of modules and objects, containers, cells of closures."""
+    import torch
+
+    passed = (torch.Tensor, type, types.ModuleType, str, bytes, int, float, complex, torch.dtype, torch.device)
+    seen: set[int] = set()
+    holders: list[Any] = []
+    pending: list[Any] = [module]
+    while pending:
+        value = pending.pop()
+        if value is None or isinstance(value, passed) or id(value) in seen:
+            continue
+        seen.add(id(value))
+        if isinstance(value, types.FunctionType):
+            cells = value.__closure__ or ()
+            holders += cells
+            pending += [_in_cell(cell) for cell in cells]
+            pending += [value.__defaults__, value.__kwdefaults__]
+        elif isinstance(value, types.MethodType):
+            pending += [value.__self__, value.__func__]
+        elif isinstance(value, functools.partial):
+            pending += [value.func, value.args, value.keywords]
+        elif isinstance(value, dict | list | set | collections.deque | tuple | frozenset):
+            if len(value) > _LONGEST:
+                continue
+            if not isinstance(value, tuple | frozenset):
+                holders.append(value)
+            pending += value.values() if isinstance(value, dict) else value
+        with contextlib.suppress(AttributeError):  # of objects with slots alone
+            attributes = object.__getattribute__(value, "__dict__")
+            holders.append(attributes)
+            pending += attributes.values()
+    return holders
+
+
+def _in_cell(cell: Any) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:  # a name that has no value yet
+        return None
+
+
+@contextlib.contextmanager
+def without_stale_hooks() -> Iterator[None]:
+    """While inside, code may raise within a checkpoint; afterwards its hooks for saved tensors are gone.
+
+    torch installs them in a generator, which removes them once no frame of a traceback refers to it. Until then they
+    take the tensors of whatever runs in eager torch.
+    """
+    from torch._C import _autograd
+
+    before = _autograd._top_saved_tensors_default_hooks(True)
+    try:
+        yield
+    except BaseException as error:
+        raised: BaseException | None = error
+        while raised is not None and _autograd._top_saved_tensors_default_hooks(True) != before:
+            traceback.clear_frames(raised.__traceback__)
+            raised = raised.__cause__ or raised.__context__
+        raise

@@ -1,0 +1,573 @@
+"""A torch module as a pure JAX function of named arrays, repeated layers scanned."""
+
+import contextlib
+import warnings
+from collections.abc import Callable, Collection, Iterator, Mapping
+from typing import Any
+
+from autoshard.errors import ENDINGS, UserError
+from autoshard.program import model_flops
+from autoshard.program.jax.layer_stack import Pipeline
+from autoshard.program.kernels.splash_attention import attention_kernel, check_kernel
+from autoshard.program.moe.experts import ExpertForm, capacity
+from autoshard.program.remat_marks import check_names
+from autoshard.program.remat_policy import Policy
+from autoshard.program.source_choices import check_exchange_name
+from autoshard.program.torch.layer_remat import numbered_layers, parse_remat, remat_text, split_blocks
+from autoshard.program.torch.layer_scan import checkpointed_lists, scanned
+from autoshard.program.torch.lowering_errors import asks_for_values, lowering_error, place_of
+from autoshard.program.torch.module_patches import canonical_modules, drawing, lowered_environment
+from autoshard.program.torch.module_state import call_with, preserved, without_stale_hooks
+from autoshard.program.torch.repeated_layers import Block, find_blocks
+from autoshard.program.torch.scan_pass import LayerRemat, LayerWeights, NotRepeatedError
+from autoshard.program.torch.stage_scan import Firsts, find_along, staged_blocks
+from autoshard.program.torch_ops.masked_reads import media_in_place
+from autoshard.program.torch_ops.module_segments import asked_segments, watching
+from autoshard.program.torch_ops.recurrent import torchs_own_gru
+from autoshard.program.torch_ops.torch_gradients import own_gradients, sparing
+from autoshard.program.torch_ops.torchax_environment import folding
+from autoshard.program.torch_ops.views import SharedWriteError, watched
+from autoshard.program.torch_ops.wide_integers import (
+    ASSUMED,
+    WideNumberError,
+    in_64_bits,
+    narrow,
+    set_bound,
+    wide_reason,
+)
+
+
+_CONSTANT_ELEMENTS = 1 << 16
+"""Largest computed buffer that becomes a constant of the program instead of an argument."""
+
+
+_HELD_ELEMENTS = 1 << 10
+"""Largest buffer whose values may decide what a module computes: schedules of a few steps, but no statistics."""
+
+
+class TorchFunction:
+    """A torch module as a pure function of named arrays, repeated layers scanned.
+
+    `params` and `buffers` are dicts from names to `jax.ShapeDtypeStruct`; a stacked name is `model.layers.*.mlp.w`.
+    """
+
+    def __init__(
+        self,
+        module: Any,
+        *,
+        compute_dtype: str | None = None,
+        remat: str = "none",
+        scan: bool = True,
+        frozen_apart: bool = False,
+        stateful: bool = False,
+        attention: str = "plain",
+        exchange: str = "auto",
+        experts: ExpertForm | None = None,
+        capacity_factor: float | None = None,
+        imbalance: float = 1.0,
+        pipeline: Pipeline | None = None,
+        mode: Callable[[Any], Any] | None = None,
+    ) -> None:
+        """`frozen_apart` keeps parameters that need no gradient out of `params`, among the buffers; `stateful` lets
+        the module update its buffers (running statistics), which `updated_buffers` then holds after a call; repeated
+        layers are the stages of a `pipeline`; `mode` puts the module into the mode that it is traced in."""
+        self.mode = mode
+        self.module, self.compute_dtype, self.remat = module, compute_dtype, parse_remat(remat)
+        self.frozen_apart, self.stateful = frozen_apart, stateful
+        self.attention = check_kernel(attention)
+        self.exchange = check_exchange_name(exchange)
+        self.savable: dict[str, None] = {}
+        """Paths of the values of its layers that a remat policy may name, as far as it has been run."""
+        self.updated_buffers: dict[str, Any] = {}
+        self.keeps_writes = False
+        """Whether a module that writes to its buffers becomes `stateful` when it is settled."""
+        self.written: dict[str, None] = {}
+        """Names of what the module wrote to in the last call, among its parameters, buffers and constants."""
+        self.assigned: dict[str, None] = {}
+        """Names of attributes, neither parameters nor buffers, to which the module assigned others in the last call."""
+        self.changing: set[str] = set()
+        """Names of small buffers that the module writes to: they are no constants."""
+        self.cache: Any = None
+        self.staged: dict[Block, Pipeline] = {}
+        self.stacks: tuple[int, ...] = ()
+        """Layers of each block that was found, of which stages may be made."""
+        self.along: dict[Block, tuple[int, ...]] = {}
+        self.firsts: dict[Block, list[int]] = {}
+        self.computed: dict[str, str] = {}
+        """Digests of what layers trace to, by name, in lists where these differ."""
+        self.compared: set[Block] = set()
+        """Blocks whose layers are known to trace to the same computation."""
+        blocks = find_blocks(module, trained=frozen_apart) if scan and asked_segments() is None else ()
+        self.layers = numbered_layers(module, blocks)
+        self.remat.check(len(self.layers))
+        self.blocks: tuple[Block, ...] = split_blocks(blocks, self.remat, self.layers)
+        self.notes: list[str] = []
+        if not self.layers and self.remat.parts != (("none", 0),):
+            self.notes.append(
+                f"remat `{remat}` changes nothing: no layers were found in `{type(module).__name__}`. They are "
+                "looked for in a ModuleList, a ModuleDict numbered in order, and where a Sequential repeats them."
+            )
+        self.experts, self.capacity_factor, self.imbalance = experts, capacity_factor, imbalance
+        self.pipeline = pipeline
+        self.inputs: list[tuple[Any, int | None]] = []
+        """The torch dtype and the largest whole number of each tensor that the module is called with, if known."""
+        self.wide = False
+        """True if the module is computed in 64 bits where torch has 64, as 32 do not hold its numbers."""
+        self.folded = False
+        """Whether what follows from sizes alone is computed beforehand, since the module asks for its values."""
+        self.held = False
+        """Whether small buffers that nothing updates are those of a new module, since it asks for their values."""
+        self._describe()
+
+    def _describe(self) -> None:
+        """Fill `params`, `buffers` and `constants` for the blocks as they are now."""
+        import torch
+
+        self.params: dict[str, Any] = {}
+        self.frozen: set[str] = set()
+        """Names of those buffers that are parameters without a gradient."""
+        self.buffers: dict[str, Any] = {}
+        self.constants: dict[str, Any] = {}
+        self.members: dict[str, tuple[Block, int, str]] = {}
+        self.shared: dict[str, tuple[Block, int, str]] = {}
+        repeated: dict[str, tuple[Block, int, int, str]] = {}
+        modules = dict(self.module.named_modules())
+        for block in self.blocks:
+            for offset in range(block.period):
+                prefixes = [block.layer(offset, repeat) for repeat in range(block.repeats)]
+                groups = [_own_tensors(modules[prefix]) for prefix in prefixes]
+                # A tensor that all layers share is an argument of its own.
+                keys = [key for key, first in groups[0].items() if not all(group[key] is first for group in groups)]
+                for repeat, prefix in enumerate(prefixes):
+                    repeated |= {f"{prefix}.{key}": (block, offset, repeat, key) for key in keys}
+        for name, tensor in self.module.named_parameters():
+            if self.compute_dtype is None:
+                self._fitting("parameter", name, tensor)
+            if self.frozen_apart and not tensor.requires_grad:
+                self.frozen |= self._add(self.buffers, name, tensor, repeated)
+            else:
+                self._add(self.params, name, tensor, repeated)
+        transient = {
+            f"{prefix}.{key}" if prefix else key
+            for prefix, child in modules.items()
+            for key in child._non_persistent_buffers_set
+        }
+        norms = (torch.nn.modules.batchnorm._BatchNorm, torch.nn.modules.instancenorm._InstanceNorm)
+        updated = {
+            f"{prefix}.{key}" if prefix else key
+            for prefix, child in modules.items()
+            if isinstance(child, norms)
+            for key in child._buffers
+        }
+        for name, tensor in self.module.named_buffers():
+            kept = self.held and tensor.numel() <= _HELD_ELEMENTS and name not in updated
+            kept = kept and (name not in repeated or self._is_in_all(*repeated[name]))
+            if name in self.changing:
+                self._add(self.buffers, name, self._fitting("buffer", name, tensor), repeated)
+            elif (name in transient or kept) and tensor.device.type != "meta" and tensor.numel() <= _CONSTANT_ELEMENTS:
+                if name not in repeated or repeated[name][2] == 0:
+                    self.constants[name] = host_array(tensor)
+                if name in repeated:
+                    block, offset, _, key = repeated[name]
+                    self.shared[name] = (block, offset, key)
+            else:
+                self._add(self.buffers, name, self._fitting("buffer", name, tensor), repeated)
+
+    def _fitting(self, kind: str, name: str, tensor: Any) -> Any:
+        """Return a tensor that an argument of 32 bits can hold. Raises `UserError` for another."""
+        reason = wide_reason(tensor)
+        if reason:
+            raise UserError(
+                f"the {kind} `{name}` {reason}, and a planned step takes 32 bits at most: use `module.float()`, or "
+                "make it a small buffer with `persistent=False`, which is computed with in 64 bits."
+            )
+        return tensor
+
+    def _is_in_all(self, block: Block, offset: int, repeat: int, key: str) -> bool:
+        """Return True if a buffer of a layer has the same values in the layers of all groups."""
+        import torch
+
+        layers = [self.module.get_submodule(block.layer(offset, number)) for number in range(block.repeats)]
+        first, *others = (dict(layer.named_buffers())[key] for layer in layers)
+        return all(torch.equal(first, other) for other in others)
+
+    def _add(self, kind: dict[str, Any], name: str, tensor: Any, repeated: Mapping[str, Any]) -> set[str]:
+        """Add a tensor, or the stack that its layer is the first of, and return its name; of later layers nothing."""
+        import jax
+
+        shape, dtype = tuple(tensor.shape), jax_dtype(tensor.dtype)
+        if name in repeated:
+            block, offset, repeat, key = repeated[name]
+            if repeat:
+                return set()
+            name = f"{block.label(offset)}.{key}"
+            shape = (block.repeats, *shape)
+            self.members[name] = (block, offset, key)
+        kind[name] = jax.ShapeDtypeStruct(shape, dtype)
+        return {name}
+
+    @property
+    def drops_tokens(self) -> bool:
+        """True if the experts of a mixture may have no room for some tokens."""
+        form = self.experts or ExpertForm()
+        return form.limited and any(hasattr(child, "experts") for child in self.module.modules())
+
+    @contextlib.contextmanager
+    def as_eager(self, wide: bool) -> Iterator[None]:
+        """While inside, compute what eager torch does: in the weights' dtype, with scores in memory, for all tokens."""
+        names = ("compute_dtype", "attention", "experts", "capacity_factor", "wide")
+        before = {name: getattr(self, name) for name in names}
+        self.compute_dtype, self.attention, self.wide = None, "plain", wide or self.wide
+        if (self.experts or ExpertForm()).limited:
+            self.experts, self.capacity_factor = ExpertForm(all_slots=True), None
+        try:
+            yield
+        finally:
+            for name, value in before.items():
+                setattr(self, name, value)
+
+    def __call__(
+        self, params: Mapping[str, Any], args: Any, kwargs: Any, buffers: Mapping[str, Any] | None = None
+    ) -> Any:
+        """Run the module on JAX values; its output as a pytree of JAX values (a model output becomes a dict)."""
+        with model_flops.counting() as scope:
+            result = self._apply(params, args, kwargs, buffers or {}, lambda out: out)
+        model_flops.record_count(scope)
+        return result
+
+    def apply(self, params: Mapping[str, Any], args: Any, kwargs: Any, buffers: Any, then: Callable[[Any], Any]) -> Any:
+        """Run the module and then `then(output)` in torch; the result as a pytree of JAX values."""
+        return self._apply(params, args, kwargs, buffers or {}, then)
+
+    def _apply(self, params: Any, args: Any, kwargs: Any, buffers: Any, then: Callable[[Any], Any]) -> Any:
+        import jax
+        import jax.numpy as jnp
+        import numpy as np
+        from torch.utils import _pytree
+
+        env = lowered_environment()
+        dtype = self.compute_dtype
+
+        def prepare(weights: Any) -> Any:
+            if dtype is None:
+                return weights
+            return jax.tree.map(lambda w: w.astype(dtype) if jnp.issubdtype(w.dtype, jnp.floating) else w, weights)
+
+        if self.wide and jax.dtypes.canonicalize_dtype("int64") == "int32":
+            return in_64_bits(self._apply)(params, args, kwargs, buffers, then)
+        layers: dict[Block, LayerWeights] = {}
+        self.firsts = {}
+        for block in self.blocks:
+            own, state, fixed = ([{} for _ in range(block.period)] for _ in range(3))
+            pipeline, along = self.staged.get(block), self.along.get(block, ())
+            held = LayerWeights(own, state, fixed, self.stateful, self.cache, pipeline, along)
+            layers[block], self.firsts[block] = held, held.firsts
+        outer: dict[str, Any] = {}
+        for name, value in [*params.items(), *buffers.items()]:
+            if name in self.members:
+                block, offset, key = self.members[name]
+                held = layers[block].params if name in params else layers[block].buffers
+                held[offset][key] = value
+            else:
+                outer[name] = prepare(value) if name in params else value
+        for name, value in self.constants.items():
+            if not self.wide and (reason := wide_reason(value)):
+                raise WideNumberError(f"the buffer `{name}` {reason}")
+            with jax.ensure_compile_time_eval() if self.folded else contextlib.nullcontext():
+                constant = jnp.asarray(value)
+            if name in self.shared:
+                block, offset, key = self.shared[name]
+                layers[block].fixed[offset][key] = constant
+            else:
+                outer[name] = constant
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(without_stale_hooks())
+            stack.enter_context(contextlib.nullcontext() if self.wide else narrow())
+            self.assigned = stack.enter_context(preserved(self.module))
+            if self.mode is not None:
+                self.mode(self.module)
+            stack.enter_context(warnings.catch_warnings())
+            warnings.filterwarnings("ignore", message="Explicitly requested dtype .*int64")  # torch's ids are 64-bit
+            stack.enter_context(canonical_modules())
+            stack.enter_context(folding(self.folded))
+            length = _sequence_length(args, kwargs)
+            stack.enter_context(capacity(self.capacity_factor, self.notes, self.experts, self.imbalance, length))
+            stack.enter_context(attention_kernel(self.attention, self.notes, self.exchange))
+            remat = LayerRemat(self._remat_of, self.savable)
+            stack.enter_context(scanned(self.module, self.blocks, layers, prepare, remat, env, self.compared))
+            stack.enter_context(checkpointed_lists(self.module, self.blocks, remat, env))
+            stack.enter_context(watching(self.module))
+            stack.enter_context(media_in_place(self.module))
+            stack.enter_context(torchs_own_gru(self.module))
+            stack.enter_context(own_gradients(env))
+            stack.enter_context(env)
+            stack.enter_context(drawing(env))
+            with jax.ensure_compile_time_eval() if self.folded else contextlib.nullcontext():
+                given = jax.tree.map(
+                    lambda x: jnp.asarray(x) if isinstance(x, np.ndarray) else x, (outer, tuple(args), dict(kwargs))
+                )
+            if self.wide:
+                given = self._widened(given)
+            state, torch_args, torch_kwargs = env.j2t_iso(given)
+            called = [each for each in _pytree.tree_leaves((torch_args, torch_kwargs)) if hasattr(each, "_env")]
+            for (_, bound), each in zip(self.inputs, called, strict=False):
+                set_bound(each, ASSUMED if not bound else 4 * bound)
+            without_gradients = [value for name, value in state.items() if name not in params]
+            stack.enter_context(sparing([*without_gradients, torch_args, torch_kwargs] if self.frozen else None))
+            names = list(state)
+            written = watched([state[name] for name in names])
+            result = plain(then(call_with(self.module, state, torch_args, torch_kwargs)))
+            self.written = {names[k]: None for k in written()}
+            for block, held in layers.items():
+                self.written.update({f"{block.label(offset)}.{key}": None for offset, key in held.written})
+            if self.stateful:
+                self.updated_buffers = {name: self._after(name, state, layers, env) for name in buffers}
+            return result
+
+    def widen(self, reason: str, place: str = "") -> None:
+        """Compute in 64 bits from now on, and say so."""
+        self.wide = True
+        self.notes.append(
+            f"The module is computed in 64 bits where torch does so, since {reason}{place}: arguments and parameters "
+            "keep 32, and TPUs compute 64 in several steps."
+        )
+
+    def _widened(self, given: Any) -> Any:
+        """Give inputs and buffers that have 64 bits in torch as many here."""
+        import jax
+        import torch
+        from torch.utils import _pytree
+
+        state, args, kwargs = given
+        own = {**dict(self.module.named_parameters()), **dict(self.module.named_buffers())}
+        wide = {torch.int64: "int64", torch.float64: "float64", torch.complex128: "complex128"}
+        leaves, tree = _pytree.tree_flatten((args, kwargs))
+        arrays = [i for i, leaf in enumerate(leaves) if isinstance(leaf, jax.Array)]
+        known = len(self.inputs) == len(arrays)
+        for k, i in enumerate(arrays):
+            # Inputs of which nothing is known are ids, which have 64 bits in torch.
+            dtype = self.inputs[k][0] if known else torch.int64 if leaves[i].dtype == "int32" else torch.float32
+            leaves[i] = leaves[i].astype(wide.get(dtype, leaves[i].dtype))
+        state = {
+            name: value.astype(wide.get(own[name].dtype, value.dtype)) if name in own else value
+            for name, value in state.items()
+        }
+        return (state, *_pytree.tree_unflatten(leaves, tree))
+
+    def _remat_of(self, layer: str) -> Policy:
+        return self.remat.of(self.layers.get(layer, 0))
+
+    def _after(self, name: str, state: Any, layers: dict[Block, LayerWeights], env: Any) -> Any:
+        if name in self.members:
+            block, offset, key = self.members[name]
+            return layers[block].buffers[offset][key].astype(self.buffers[name].dtype)
+        return env.t2j_iso(state[name]).astype(self.buffers[name].dtype)
+
+    def settle(self, run: Callable[..., Any], batch: Any, label: str) -> None:
+        """Trace `run(params, batch[, buffers])` abstractly until the blocks that are scanned are those that can be.
+
+        Raises `UserError` if the module does not lower at all, and if its remat policy names a value that it lacks.
+        """
+        import jax
+
+        while True:
+            extra = (self.buffers,) if self.buffers else ()
+            try:
+                jax.eval_shape(run, self.params, batch, *extra)
+                check_names(remat_text(self.remat.parts), self.remat.names, self.savable, label)
+                if self._all_kept(label):
+                    break
+            except (UserError, *ENDINGS):
+                raise
+            except WideNumberError as error:
+                self.widen(str(error), place_of(error, self.module))
+            except NotRepeatedError as error:
+                if error.computed is None:
+                    self._give_up((error.block,), str(error))
+                else:
+                    self._tell_apart(error.block, error.computed)
+            except BaseException as error:  # the user's own code runs here
+                if asks_for_values(error) and not self.folded:
+                    self.folded = True
+                    continue
+                if asks_for_values(error) and not self.held and self._hold_buffers():
+                    continue
+                if not self.blocks:
+                    raise lowering_error(error, label, self.module) from error
+                writes = "a layer writes to what it is called with, which is used elsewhere"
+                reason = "the hidden state between two layers is used elsewhere"
+                self._give_up(self.blocks, writes if isinstance(error, SharedWriteError) else reason)
+        if self.assigned:
+            name, more = next(iter(self.assigned)), len(self.assigned) - 1
+            self.notes.append(
+                f"The module assigns to its attribute `{name}`{f' and {more} more' if more else ''} in a call: every "
+                "planned step computes what the first call does; a buffer would be given back."
+            )
+        self.stacks = tuple(block.repeats for block in self.blocks)
+        if self.pipeline is not None:
+            self._stage(self.pipeline, run, batch, label)
+
+    def _all_kept(self, label: str) -> bool:
+        """Whether what the module writes to in a call comes out of it; if not, it will when it is called again.
+
+        Raises `UserError` if the module writes to its own parameters, of which a step gives back others.
+        """
+        for name in self.written:
+            if name in self.params:
+                raise UserError(
+                    f"`{label}` could not be lowered: its code writes in place to its parameter `{name}`, which a "
+                    "planned step would not keep; compute with a copy, or make it a buffer."
+                )
+        labels = {name: f"{block.label(offset)}.{key}" for name, (block, offset, key) in self.shared.items()}
+        constants = [name for name in (*self.constants, *labels) if labels.get(name, name) in self.written]
+        if constants and self.keeps_writes:
+            self.changing.update(constants)
+            self._describe()
+            return False
+        lost = [name for name in self.written if not self.stateful or constants]
+        if not lost:
+            return True
+        more = f" and {len(lost) - 1} more" if len(lost) > 1 else ""
+        if self.keeps_writes:
+            self.stateful = True
+            self.notes.append(f"The module writes to its buffers (`{lost[0]}`{more}): a step gives them back.")
+            return False
+        self.notes.append(f"What the module writes to its buffers (`{lost[0]}`{more}) is not kept from call to call.")
+        return True
+
+    def _hold_buffers(self) -> bool:
+        """Take the values of small buffers for those of a new module; False if there are none."""
+        self.held = True
+        before = set(self.constants)
+        self._describe()
+        taken = sorted(set(self.constants) - before)
+        if taken:
+            more = f" and {len(taken) - 1} more" if len(taken) > 1 else ""
+            self.notes.append(
+                f"What the module computes follows from values of its buffers: `{taken[0]}`{more} has those of the "
+                "module as it is made, and is no argument of the program."
+            )
+        return bool(taken)
+
+    def _stage(self, pipeline: Pipeline, run: Callable[..., Any], batch: Any, label: str) -> None:
+        """Cut the blocks that are scanned into stages. Raises `UserError` if they cannot be, or if none is."""
+        import jax
+
+        cut = staged_blocks(self.blocks, pipeline, label, self.notes)
+        staged = tuple(parts[-1] for parts in cut.values())
+        self.blocks = tuple(part for block in self.blocks for part in cut.get(block, (block,)))
+        self._describe()
+        extra = (self.buffers,) if self.buffers else ()
+
+        def note(given: Any) -> Firsts:
+            jax.eval_shape(run, self.params, given, *extra)
+            return {block: tuple(self.firsts[block]) for block in staged}
+
+        try:
+            self.along = find_along(note, batch)
+        except (UserError, *ENDINGS):
+            raise
+        except BaseException as error:  # the user's own code runs here, on another batch than it was written for
+            raise UserError(
+                f"`{label}` cannot be cut into stages: its layers are given tensors with as many rows as the batch, "
+                "and which of them belong to it is not known, since the module does not run on a larger one."
+            ) from error
+        self.staged = dict.fromkeys(staged, pipeline)
+        jax.eval_shape(run, self.params, batch, *extra)
+
+    def _give_up(self, blocks: tuple[Block, ...], reason: str) -> None:
+        """Leave layers unscanned; lists inside of them may have layers that are scanned."""
+        for owner in dict.fromkeys(block.owner for block in blocks):
+            self.notes.append(f"The layers of `{owner}` are not scanned: {reason}.")
+        self._replace(blocks, find_blocks(self.module, blocks, self.computed, self.frozen_apart))
+
+    def _tell_apart(self, block: Block, computed: Mapping[str, str]) -> None:
+        """Look for repeated layers again in the list of a block whose layers compute different things."""
+        self.computed |= computed
+        others = find_blocks(self.module, computed=self.computed, trained=self.frozen_apart)
+        prefix = f"{block.owner}." if block.owner else ""
+        mine = [each for each in others if each.owner == block.owner or each.owner.startswith(prefix)]
+        old = [each for each in self.blocks if each.owner == block.owner or each.owner.startswith(prefix)]
+        self._replace(old, mine)
+
+    def _replace(self, old: Collection[Block], new: Collection[Block]) -> None:
+        order = {name: place for place, (name, _) in enumerate(self.module.named_modules())}
+        kept = [block for block in self.blocks if block not in old]
+        blocks = sorted((*kept, *new), key=lambda block: order[block.layer(0)])
+        if new:
+            self.layers = numbered_layers(self.module, blocks)
+        self.blocks = split_blocks(blocks, self.remat, self.layers)
+        self._describe()
+
+    def values(self, dtype: str | None = None) -> dict[str, Any]:
+        """The module's own parameters as host arrays, stacked like `params`; only for modules with real weights."""
+        own = dict(self.module.named_parameters())
+        return {name: self._value(name, own, dtype) for name in self.params}
+
+    def buffer_values(self) -> dict[str, Any]:
+        """The module's own buffers as host arrays, stacked like `buffers`."""
+        own = {**dict(self.module.named_parameters()), **dict(self.module.named_buffers())}
+        return {name: self._value(name, own, None) for name in self.buffers}
+
+    def weights(self) -> dict[str, tuple[str, ...]]:
+        """Weight -> the module's own tensors that it stacks, or the one that it is."""
+        return {name: self._members(name) for name in (*self.params, *self.frozen)}
+
+    def _members(self, name: str) -> tuple[str, ...]:
+        if name not in self.members:
+            return (name,)
+        block, offset, key = self.members[name]
+        return tuple(f"{block.layer(offset, number)}.{key}" for number in range(block.repeats))
+
+    def _value(self, name: str, own: Mapping[str, Any], dtype: str | None) -> Any:
+        import numpy as np
+
+        arrays = [host_array(own[member]) for member in self._members(name)]
+        array = np.stack(arrays) if name in self.members else arrays[0]
+        return array if dtype is None else array.astype(dtype)
+
+
+def _sequence_length(args: Any, kwargs: Any) -> int | None:
+    """The second dim of the ids [B, S] that a module is called with; None if there are none."""
+    import jax
+
+    leaves = jax.tree.leaves((kwargs, args))
+    ids = [leaf.shape for leaf in leaves if getattr(leaf, "ndim", 0) == 2 and leaf.dtype.kind in "iu"]
+    return int(ids[0][1]) if ids else None
+
+
+def plain(value: Any) -> Any:
+    """Torch outputs as pytrees of JAX values: mappings become dicts, absent entries go."""
+    import torch
+
+    if isinstance(value, torch.Tensor):
+        return lowered_environment().t2j_iso(value)
+    if isinstance(value, Mapping):
+        return {key: plain(item) for key, item in value.items() if item is not None}
+    if isinstance(value, (tuple, list)):
+        return tuple(plain(item) for item in value if item is not None)
+    return value
+
+
+def _own_tensors(layer: Any) -> dict[str, Any]:
+    return {**dict(layer.named_parameters()), **dict(layer.named_buffers())}
+
+
+def host_array(tensor: Any) -> Any:
+    """A torch tensor as a numpy array of its own; bfloat16 is that of `ml_dtypes`."""
+    import torch
+
+    value = tensor.detach().cpu().clone()
+    if value.dtype == torch.bfloat16:
+        import ml_dtypes
+
+        return value.float().numpy().astype(ml_dtypes.bfloat16)
+    return value.numpy()
+
+
+def jax_dtype(dtype: Any) -> Any:
+    import jax
+    import numpy as np
+
+    text = str(dtype).removeprefix("torch.")
+    return jax.dtypes.canonicalize_dtype(np.bool_ if text == "bool" else jax.numpy.dtype(text))

@@ -1,0 +1,539 @@
+"""Any torch module becomes a `Program`."""
+
+import contextlib
+import dataclasses
+import functools
+import inspect
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any
+
+from autoshard.base.processes import collecting_seldom
+from autoshard.errors import UserError
+from autoshard.program import example_values
+from autoshard.program import model_flops as _flops
+from autoshard.program.argument_names import input_names, leaf_name
+from autoshard.program.jax import train_step
+from autoshard.program.jax.gradient_groups import Reduced, reduction_of
+from autoshard.program.jax.layer_stack import Pipeline, in_stages, read_pipeline
+from autoshard.program.jax.trace import trace
+from autoshard.program.moe.experts import check_experts
+from autoshard.program.program_record import Program, Role
+from autoshard.program.torch.eager_twin import EagerCall, EagerTwin, first_tensor, host_tensor
+from autoshard.program.torch.layer_remat import parse_remat
+from autoshard.program.torch.module_patches import lowered_environment
+from autoshard.program.torch.torch_function import TorchFunction, jax_dtype
+from autoshard.program.torch_ops import wide_integers
+from autoshard.program.torch_ops.module_segments import one_microbatch
+from autoshard.program.torch_ops.torch_imports import require_torch
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class TrainOptions:
+    """How a forward function becomes a training step."""
+
+    optimizer: str = "adamw"
+    param_dtype: str = "float32"
+    state_dtype: str = "float32"
+    microbatches: int = 1
+    """Parts of the batch that are computed one after the other."""
+    gradient_groups: int = 1
+    """Parts of each microbatch, or of the batch of a pipeline, whose gradients are summed only after all of them."""
+    own_loss: bool = False
+    """True if the user gave the loss, which may be no mean over examples."""
+
+
+@collecting_seldom()
+def from_torch(
+    module: Any,
+    example_inputs: Any,
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    name: str | None = None,
+    train: bool = False,
+    loss: Callable[..., Any] | None = None,
+    targets: Any = None,
+    optimizer: str = "adamw",
+    dtype: str | None = None,
+    param_dtype: str | None = None,
+    state_dtype: str | None = None,
+    remat: str = "none",
+    scan: bool = True,
+    batch_statistics: bool | None = None,
+    cast_inputs: bool = True,
+    attention: str = "plain",
+    exchange: str = "auto",
+    microbatches: int | None = None,
+    experts: str | None = None,
+    capacity_factor: float | None = None,
+    imbalance: float | None = None,
+    stages: int | None = None,
+    schedule: str | None = None,
+    gradient_groups: int | None = None,
+    make_args: Callable[[int], tuple[Any, ...]] | None = None,
+) -> Program:
+    """A `Program` from any `torch.nn.Module`, on the meta device or with real weights.
+
+    `example_inputs` (a tensor or a tuple of them) and `kwargs` are what `module` is called with; meta tensors will do.
+    Inference gives `forward(params, batch[, buffers])`; `train` gives a whole step,
+    `(params, opt_state, batch[, buffers]) -> (params, opt_state, loss)`, with an optax optimizer. A module that writes
+    to its buffers (a cache of keys and values, a counter) has them among the results as well:
+    `forward(params, batch, buffers) -> (result, buffers)`, and a step as with batch norms. `loss(output)`, or
+    `loss(output, targets)` if `targets` is given, is torch code. The module runs without dropout; `batch_statistics`
+    (the default when training) lets batch norms use and update their running statistics, and then the step is
+    `(params, opt_state, batch, buffers) -> (params, opt_state, buffers, loss)`. `dtype` is the compute
+    dtype: parameters are cast to it where they are used, and so are inputs of floats, unless `cast_inputs` is False,
+    when torch promotes what they meet to their own; targets stay as they are. `param_dtype` is that of the stored
+    parameters, `state_dtype` that of the optimizer's moments. `remat` is `none`, `dots` or `full`, values beside it
+    (`full,keep=q_proj/k_proj,offload=input`: kept on the device, and sent to the host's memory), or one for the
+    first layers and one for the others, such as `full:20+none`. `attention` computes what
+    `scaled_dot_product_attention` does: `plain` (scores in memory), `splash` (jax's kernel for TPUs), `cudnn` (for
+    GPUs) or `auto` (splash wherever it can be; a note says where not). `exchange` is how queries meet keys and values
+    where a plan splits the sequence: `gather` (keys and values), `heads` (exchanged for the sequence, and back),
+    `ring` (around which keys and values go) or `auto`, as is fastest. `microbatches` parts of the batch are computed
+    one after the other when training, and their gradients averaged; summed if the loss is a sum over examples, and
+    divided by the whole batch's count if it divides by one (of targets that are not ignored). `experts`,
+    `capacity_factor` and `imbalance`: how tokens reach their experts in the blocks of transformers' Mixtral and
+    DeepSeek-V3, as in `hf:` sources. With `stages` the layers that repeat are those of a pipeline, through which
+    `microbatches` (by default as many) go by the `schedule`, as `autoshard.stack` has it. With `gradient_groups`,
+    so many parts of the batch have gradients of their own until all microbatches are done, and only then are these
+    averaged: devices that hold a part each then send gradients once a step.
+
+    Raises `UserError` if an operation has no lowering or the call fails.
+    """
+    require_torch()
+    import jax
+
+    label = name or type(module).__name__
+    parse_remat(remat)
+    for flag, text in (("dtype", dtype), ("param_dtype", param_dtype), ("state_dtype", state_dtype)):
+        _check_dtype(flag, text)
+    example_inputs, kwargs, targets = one_microbatch(example_inputs, kwargs, targets)
+    inputs = tuple(example_inputs) if isinstance(example_inputs, (tuple, list)) else (example_inputs,)
+    notes = ["Dropout is off: the module runs in evaluation mode."] if _has_dropout(module) else []
+    if asking := _asking(module) if not notes else None:
+        notes.append(f"The module runs in evaluation mode: `{asking}` asks whether it is being trained.")
+    learning = train if batch_statistics is None else batch_statistics
+    pipeline = read_pipeline(stages, microbatches, schedule)
+    function = TorchFunction(
+        module,
+        compute_dtype=dtype,
+        remat=remat,
+        scan=scan,
+        frozen_apart=train,
+        stateful=learning and bool(_batch_norms(module)),
+        mode=functools.partial(evaluation_mode, batch_statistics=learning),
+        attention=attention,
+        exchange=exchange,
+        experts=check_experts(experts, capacity_factor, module, label, imbalance),
+        capacity_factor=capacity_factor,
+        imbalance=imbalance or 1.0,
+        pipeline=pipeline,
+    )
+    function.keeps_writes = True
+    if train:
+        _check_storages(module, label)
+    kwargs = dict(kwargs or {})
+    if train and _caches(module, kwargs):
+        kwargs["use_cache"] = False
+        notes.append("`use_cache` is off: no other step reads what a step of training would keep.")
+    _note_widths(function, input_names(module, len(inputs)), inputs, kwargs)
+    batch, rebuild, examples = _split_inputs(module, inputs, kwargs, targets)
+    if train and loss is None:
+        notes.append("No loss was given: the step minimises the mean of squares of the first output.")
+    hooked = [path for path, child in module.named_modules() if child._backward_hooks or child._backward_pre_hooks]
+    if train and hooked:
+        more = f" and {len(hooked) - 1} more" if len(hooked) > 1 else ""
+        notes.append(
+            f"Backward hooks of `{hooked[0] or label}`{more} are not run: no gradient is as they would make it."
+        )
+
+    def cast(data: Mapping[str, Any]) -> Mapping[str, Any]:
+        if function.compute_dtype is None or not cast_inputs:
+            return data
+        fed = {key for key in data if targets is None or key.partition(".")[0] != "targets"}
+        return {
+            key: value.astype(function.compute_dtype)
+            if key in fed and jax.numpy.issubdtype(value.dtype, jax.numpy.floating)
+            else value
+            for key, value in data.items()
+        }
+
+    def forward(params: Any, data: Any, *buffers: Any) -> Any:
+        args, keywords, _ = rebuild(cast(data))
+        return function(params, args, keywords, buffers[0] if buffers else None)
+
+    def loss_of(params: Any, data: Any, *buffers: Any) -> Any:
+        import jax.numpy as jnp
+
+        if loss is None:
+            first = jax.tree.leaves(forward(params, data, *buffers))[0]
+            return jnp.mean(jnp.square(first.astype(jnp.float32)))
+        args, keywords, wanted = rebuild(cast(data))
+        extra = () if targets is None else (lowered_environment().j2t_iso(wanted),)
+        return function.apply(
+            params, args, keywords, buffers[0] if buffers else None, lambda out, of=loss: of(out, *extra)
+        )
+
+    def eager_call(module: Any, data: Mapping[str, Any]) -> Any:
+        args, keywords, wanted = rebuild({key: host_tensor(value, examples[key].dtype) for key, value in data.items()})
+        out = module(*args, **keywords)
+        if not train:
+            return out
+        if loss is None:
+            return first_tensor(out).float().square().mean()
+        return loss(out) if targets is None else loss(out, wanted)
+
+    function.settle(loss_of if train else forward, batch, label)
+    inner = (path for path, child in module.named_modules() if path and _caches(child, {}))
+    if scan and not function.blocks and (cached := next(inner, None)):
+        notes.append(
+            f"The layers of `{cached}` are not scanned, since each writes to a cache of its own: set `use_cache` of "
+            "its configuration to False."
+        )
+    own = function.values if _is_real(module) else None
+    return torch_program(
+        function,
+        loss_of if train else forward,
+        batch,
+        name=label,
+        train=TrainOptions(
+            optimizer,
+            param_dtype or "",
+            state_dtype or "float32",
+            in_turn(microbatches, pipeline),
+            1 if gradient_groups is None else gradient_groups,
+            own_loss=loss is not None,
+        )
+        if train
+        else None,
+        param_dtype=param_dtype,
+        make_args=make_args,
+        values=own,
+        notes=notes,
+        eager=EagerCall(
+            eager_call, lambda module: evaluation_mode(module, learning), examples if make_args is None else {}
+        ),
+    )
+
+
+def _caches(module: Any, kwargs: Mapping[str, Any]) -> bool:
+    """Return True if a model of transformers returns a cache of keys and values that it was not asked for."""
+    if any(key in kwargs for key in ("use_cache", "past_key_values")):
+        return False
+    read = getattr(getattr(module, "config", None), "get_text_config", None)
+    model = module.get_base_model() if hasattr(module, "get_base_model") else module  # PEFT hands its inputs on
+    caches = read is not None and getattr(read(), "use_cache", False)
+    return bool(caches) and "use_cache" in inspect.signature(model.forward).parameters
+
+
+def torch_program(
+    function: TorchFunction,
+    run: Callable[..., Any],
+    batch: dict[str, Any],
+    *,
+    name: str,
+    train: TrainOptions | None,
+    param_dtype: str | None,
+    id_limit: int = 2,
+    tokens: int | None = None,
+    make_args: Callable[[int], tuple[Any, ...]] | None = None,
+    values: Callable[[], dict[str, Any]] | None = None,
+    notes: Sequence[str] = (),
+    eager: EagerCall | None = None,
+) -> Program:
+    """Trace `run(params, batch[, buffers])`, a loss if `train` is given, with roles and model FLOPs."""
+    import jax
+    import jax.numpy as jnp
+
+    def stored(leaf: Any) -> Any:
+        if not param_dtype or not jnp.issubdtype(leaf.dtype, jnp.floating):
+            return leaf
+        return jax.ShapeDtypeStruct(leaf.shape, jnp.dtype(param_dtype))
+
+    params = {key: stored(leaf) for key, leaf in function.params.items()}
+    extra = (function.buffers,) if function.buffers else ()
+    flops = [0.0, 0.0]
+    updates = function.stateful and bool(function.buffers) and (train is not None or bool(function.written))
+
+    def counted(*args: Any) -> Any:
+        with _flops.counting() as scope:
+            result = run(*args)
+        flops[:] = scope
+        if train is not None and result.dtype == "float64":
+            result = result.astype("float32")
+        return (result, function.updated_buffers) if updates else result
+
+    if function.pipeline is not None:
+        _check_microbatches(
+            function.pipeline.microbatches, 1 if train is None else train.gradient_groups, batch, updates, name
+        )
+    parts = (1, 1)
+    if train is None:
+        step = counted if updates else lambda *given: (counted(*given), {})
+        counted.__name__ = "forward"
+        args: tuple[Any, ...] = (params, batch, *extra)
+        fn, names, donate = counted, ("", "batch", ""), ((2,) if updates else ())
+    else:
+        optimizer = train_step.make_optimizer(train.optimizer, train.state_dtype)
+        groups = train.gradient_groups
+        _check_microbatches(train.microbatches, groups, batch, updates, name)
+        count, reduction = train.microbatches * groups, Reduced()
+        if train.own_loss and count > 1:
+            known = not function.wide
+            reduction = reduction_of(counted, (params, batch, *extra), 1, count) if known else Reduced.unread()
+        if reduction.why:
+            notes = (
+                *notes,
+                f"Gradients are means over {count} parts of the batch, each of equal weight: the loss is no plain mean "
+                f"over examples, as it has {reduction.why}.",
+            )
+        forms: dict[str, Any] = {"aux": updates, "accumulation": train.microbatches, "gradient_groups": groups}
+        forms |= {"wide": function.wide, "reduction": reduction}
+        fn = train_step.training_step(counted, optimizer, **forms)
+        step = train_step.gradient_step(counted, **forms)
+        # A loss whose reduction is known gives what the whole batch gives.
+        parts = (train.microbatches, groups) if reduction.why or not train.own_loss else (1, 1)
+        args = (params, jax.eval_shape(optimizer.init, params), batch, *extra)
+        names, donate = ("", "optimizer", "batch", ""), ((0, 1, 3) if updates else (0, 1))
+    program = trace(
+        fn,
+        args,
+        name=name,
+        donate_argnums=donate,
+        roles=_roles_of(params, function.buffers, function.frozen),
+        training=train is not None,
+        arg_names=names[: len(args)],
+        tokens=tokens,
+        make_args=make_args,
+        notes=(*notes, *function.notes),
+    )
+    if make_args is None:
+        fill = example_values.fill(
+            args, [a.name for a in program.arguments], [a.role for a in program.arguments], lambda _: id_limit
+        )
+        make_args = fill if values is None else _with_values(fill, function, values, train is not None, params)
+    inputs, model_flops = make_args, _model_flops(flops, train)
+    twin = None
+    if eager is not None:
+        place = 1 if train is None else 2
+        given = (function, step, eager, lambda seed: inputs(seed)[place], train is not None)
+        twin = EagerTwin(*given, *parts, model_flops)
+    program = dataclasses.replace(
+        program,
+        model_flops=model_flops or None,
+        layers=len(function.layers),
+        savable=tuple(function.savable),
+        weights=function.weights(),
+        make_args=make_args,
+        exchange=function.exchange,
+        eager=twin,
+    )
+    return in_stages(program, function.stacks, function.pipeline)
+
+
+def _note_widths(function: TorchFunction, names: Sequence[str], inputs: tuple[Any, ...], kwargs: Any) -> None:
+    """Note the dtypes and bounds of the tensors that a module is called with.
+
+    Raises `UserError` for whole numbers of more than 32 bits.
+    """
+    import torch
+    from torch.utils import _pytree
+
+    flat, _ = _pytree.tree_flatten_with_path(dict(zip(names, inputs, strict=True)) | kwargs)
+    tensors = [(path, leaf) for path, leaf in flat if isinstance(leaf, torch.Tensor)]
+    function.inputs = [(leaf.dtype, wide_integers.bound_of_values(leaf)) for _, leaf in tensors]
+    for path, leaf in tensors:
+        reason = wide_integers.wide_reason(leaf)
+        if reason.startswith("is"):
+            function.widen(f"an input {reason}")
+            break
+        if reason:
+            raise UserError(
+                f"input `{leaf_name(path)}` {reason}, and a planned step takes whole numbers of 32 bits: hash or "
+                "number them anew before the step."
+            )
+
+
+def _check_storages(module: Any, label: str) -> None:
+    """Raises `UserError` for two trained parameters that share elements: a planned step would train them apart."""
+    ranges: dict[int, list[tuple[int, int, str]]] = {}
+    for name, parameter in module.named_parameters():
+        if parameter.requires_grad and parameter.numel():
+            start = parameter.storage_offset()
+            span = sum((size - 1) * stride for size, stride in zip(parameter.shape, parameter.stride(), strict=True))
+            storage = parameter.untyped_storage()._cdata
+            ranges.setdefault(storage, []).append((start, start + span, name))
+    for each in ranges.values():
+        each.sort()
+        for (_, stop, first), (start, _, second) in zip(each, each[1:], strict=False):
+            if start <= stop:
+                raise UserError(
+                    f"`{label}` has two parameters that share elements, `{first}` and `{second}`, which a planned step "
+                    "would train apart: make them one parameter, or one a view that is computed in `forward`."
+                )
+
+
+def _model_flops(count: Sequence[float], train: TrainOptions | None) -> float:
+    """Return the model FLOPs of a step, of a `count` of one forward pass on one part of the batch."""
+    forward, without = count
+    return forward if train is None else (3.0 * forward - without) * (train.microbatches * train.gradient_groups)
+
+
+def in_turn(microbatches: int | None, pipeline: Pipeline | None) -> int:
+    """Microbatches that are computed one after the other, each with its own backward pass: none of a pipeline."""
+    return 1 if microbatches is None or pipeline is not None else microbatches
+
+
+def _check_microbatches(count: int, groups: int, batch: Mapping[str, Any], updates: bool, name: str) -> None:
+    """Raises `UserError` if the batch of a training step cannot be computed in so many microbatches of such groups."""
+    if count < 1:
+        raise UserError(f"{count} microbatches cannot be; 1 is the whole batch at once.")
+    if groups < 1:
+        raise UserError(f"{groups} gradient groups cannot be; with 1, gradients are summed as they come.")
+    parts = f"{count} microbatches" if groups == 1 else f"{groups} gradient groups"
+    parts += f" of each of {count} microbatches" if groups > 1 and count > 1 else ""
+    if count * groups > 1 and updates:
+        raise UserError(
+            f"`{name}` has buffers that every call changes (batch norms learn from the whole batch, say), so {parts} "
+            "would train another model; use 1, or in Python keep statistics as they are "
+            "(`from_torch(..., batch_statistics=False)`)."
+        )
+    for key, leaf in batch.items() if count * groups > 1 else ():
+        if not leaf.shape or leaf.shape[0] % (count * groups):
+            size = leaf.shape[0] if leaf.shape else "no dim"
+            raise UserError(f"{parts} do not divide the batch: `{key}` has {size} examples.")
+
+
+def _with_values(
+    fill: Any, function: TorchFunction, values: Any, training: bool, params: Any
+) -> Callable[[int], tuple[Any, ...]]:
+    def make(seed: int) -> tuple[Any, ...]:
+        made = list(fill(seed))
+        own = values()
+        made[0] = {key: own[key].astype(leaf.dtype) for key, leaf in params.items()}
+        if function.buffers:
+            made[-1] = function.buffer_values()
+        return tuple(made)
+
+    return make
+
+
+def _roles_of(
+    params: Mapping[str, Any], buffers: Mapping[str, Any], frozen: Collection[str]
+) -> Callable[[str], Role | None]:
+    def role(name: str) -> Role | None:
+        if name in params:
+            return Role.PARAMETER
+        if name in frozen:
+            return Role.FROZEN
+        if name in buffers:
+            return Role.OTHER
+        if name.startswith("batch."):
+            return Role.BATCH
+        return Role.OPTIMIZER_STATE
+
+    return role
+
+
+def _split_inputs(
+    module: Any, inputs: tuple[Any, ...], kwargs: dict[str, Any], targets: Any
+) -> tuple[Any, Any, dict[str, Any]]:
+    """The tensors of a call as a dict of shapes, the function that puts such a dict back into a call, and they."""
+    import jax
+    import torch
+    from torch.utils import _pytree
+
+    names = input_names(module, len(inputs))
+    tree = {"in": dict(zip(names, inputs, strict=True)) | kwargs}
+    if targets is not None:
+        tree["in"]["targets"] = targets
+    flat, spec = _pytree.tree_flatten_with_path(tree["in"])
+    batch: dict[str, Any] = {}
+    examples: dict[str, Any] = {}
+    keys: list[str | None] = []
+    for path, leaf in flat:
+        if isinstance(leaf, torch.Tensor):
+            text = leaf_name(path)
+            examples[text] = leaf
+            batch[text] = jax.ShapeDtypeStruct(_static_shape(leaf, text), jax_dtype(leaf.dtype))
+            keys.append(text)
+        else:
+            keys.append(None)
+    rest = [leaf for _, leaf in flat]
+
+    def rebuild(data: Mapping[str, Any]) -> tuple[Any, Any, Any]:
+        leaves = [rest[i] if key is None else data[key] for i, key in enumerate(keys)]
+        given = _pytree.tree_unflatten(leaves, spec)
+        wanted = given.pop("targets") if targets is not None else None
+        args = tuple(given[names[i]] for i in range(len(inputs)))
+        return args, {key: given[key] for key in kwargs}, wanted
+
+    return batch, rebuild, examples
+
+
+def _static_shape(tensor: Any, name: str) -> tuple[int, ...]:
+    for size in tensor.shape:
+        if not isinstance(size, int):
+            raise UserError(
+                f"input `{name}` has the dynamic shape {tuple(tensor.shape)}; a plan is made for fixed sizes."
+            )
+    return tuple(tensor.shape)
+
+
+def evaluation_mode(module: Any, batch_statistics: bool) -> bool:
+    """Put `module` in evaluation mode, batch norms apart if they shall use batch statistics; True if any does.
+
+    Raises `UserError` for a batch norm whose statistics cannot be those of a step.
+    """
+    module.eval()
+    norms = _batch_norms(module) if batch_statistics else []
+    for norm in norms:
+        if norm.momentum is None:
+            raise UserError(
+                "a batch norm with `momentum=None` (a cumulative average) is not supported; give it a number."
+            )
+        norm.train()
+    return bool(norms)
+
+
+def _batch_norms(module: Any) -> list[Any]:
+    import torch
+
+    return [m for m in module.modules() if isinstance(m, torch.nn.modules.batchnorm._BatchNorm)]
+
+
+def _check_dtype(name: str, text: str | None) -> None:
+    import jax.numpy as jnp
+
+    try:
+        known = not text or jnp.issubdtype(jnp.dtype(text), jnp.floating)
+    except TypeError:
+        known = False
+    if not known:
+        raise UserError(f"{name} `{text}` is not supported; use bfloat16, float32 or float16.")
+
+
+def _asking(module: Any) -> str | None:
+    """The class of a module that is in training and whose own code asks for that; None if there is none."""
+    for kind in dict.fromkeys(type(child) for child in module.modules() if child.training):
+        if kind.__module__.partition(".")[0] not in ("torch", "transformers"):
+            with contextlib.suppress(OSError, TypeError):  # classes without a source
+                if "self.training" in inspect.getsource(kind.forward):
+                    return kind.__name__
+    return None
+
+
+def _has_dropout(module: Any) -> bool:
+    import torch
+
+    def share(child: Any) -> float:
+        if isinstance(child, torch.nn.modules.dropout._DropoutNd):
+            return child.p
+        return child.dropout if isinstance(child, torch.nn.RNNBase | torch.nn.MultiheadAttention) else 0.0
+
+    return module.training and any(share(child) > 0 for child in module.modules())
+
+
+def _is_real(module: Any) -> bool:
+    tensors = [*module.parameters()]
+    return bool(tensors) and all(t.device.type == "cpu" for t in tensors)

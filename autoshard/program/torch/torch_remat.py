@@ -1,0 +1,236 @@
+"""Remat in torch layers: marks on results of modules, and policies of `torch.utils.checkpoint`."""
+
+import contextlib
+import functools
+import threading
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+from autoshard.errors import UserError
+from autoshard.program.remat_marks import CONTEXT, INPUT, check_names, chosen_name, mark, mark_of, naming
+from autoshard.program.remat_policy import Policy
+from autoshard.program.torch_ops.torchax_environment import environment
+
+
+@contextlib.contextmanager
+def marking(layer: Any, names: Sequence[str], found: dict[str, None]) -> Iterator[None]:
+    """While inside, values of the torch module `layer` that `names` mean are marked; `found` notes all there are."""
+    hooks = [
+        child.register_forward_hook(_hook(path)) for path, child in layer.named_modules() if path and multiplies(child)
+    ]
+    try:
+        with naming(names, found):
+            yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def multiplies(module: Any) -> bool:
+    """Whether a torch module is a linear layer: a matrix and at most a bias, and no table of rows."""
+    import torch
+
+    weight = module._parameters.get("weight")
+    own = [value for value in module._parameters.values() if value is not None]
+    tables = (torch.nn.Embedding, torch.nn.EmbeddingBag)
+    return weight is not None and weight.ndim == 2 and len(own) <= 2 and not isinstance(module, tables)
+
+
+def _hook(path: str) -> Any:
+    def after(module: Any, args: Any, out: Any) -> Any:
+        return mark_torch(out, path)
+
+    return after
+
+
+def mark_torch(value: Any, path: str) -> Any:
+    """`mark` for a torch tensor that holds a JAX value; anything else as it is."""
+    import torch
+
+    if not isinstance(value, torch.Tensor):
+        return value
+    parts = getattr(value, "_parts", None)
+    if parts is not None:  # several results side by side, held apart
+        value._parts = mark(parts, path)  # type: ignore[attr-defined]
+        return value
+    env = environment()
+    return value if mark_of(path) is None else env.j2t_iso(mark(env.t2j_iso(value), path))
+
+
+@contextlib.contextmanager
+def hooks_outside(layer: Any) -> Iterator[None]:
+    """While inside, a call of the layer runs no hooks of its own: the call that its forward stands in for runs them.
+
+    Hooks that collect outputs (transformers' `output_hidden_states`) would have each twice, and once from a trace that
+    is over.
+    """
+    kept = layer._forward_pre_hooks, layer._forward_hooks
+    layer._forward_pre_hooks, layer._forward_hooks = type(kept[0])(), type(kept[1])()
+    try:
+        yield
+    finally:
+        layer._forward_pre_hooks, layer._forward_hooks = kept
+
+
+_PRODUCTS = ("mm.default", "addmm.default", "_scaled_mm.default", "_int_mm.default")
+_BATCHED = ("bmm.default", "baddbmm.default")
+"""Ops of matrices; the latter have a batch dim, of size 1 where an einsum has none."""
+_ATTENTION = (
+    "_scaled_dot_product_flash_attention.default",
+    "_scaled_dot_product_flash_attention_for_cpu.default",
+    "_scaled_dot_product_efficient_attention.default",
+    "_scaled_dot_product_cudnn_attention.default",
+    "_scaled_dot_product_fused_attention_overrideable.default",
+    "_flash_attention_forward.default",
+    "_efficient_attention_forward.default",
+)
+"""What `torch.nn.functional.scaled_dot_product_attention` becomes where it is fused; row sums are kept too."""
+
+
+def torch_contexts(policy: Policy, module: Any, marks: Mapping[str, Sequence[str]]) -> Callable[[], Any] | None:
+    """The `context_fn` of `torch.utils.checkpoint.checkpoint` for layers in `module`; None for `none`.
+
+    `marks` gives for a value the modules that make it, by default those called so. Raises `UserError` for a value that
+    `module` does not make, and for one that goes to the host.
+    """
+    from torch.utils import checkpoint
+
+    if policy.base == "none":
+        return None
+    if policy.offload:
+        raise UserError(
+            f"remat `{policy}` sends {', '.join(policy.offload)} to the host, which torch's checkpoints cannot; plan "
+            "with values that are kept on the device, such as `full,keep=q_proj`."
+        )
+    for name in (INPUT, CONTEXT):
+        if name in marks:
+            raise UserError(
+                f"`names` has `{name}`, which no module makes: torch is told it by the op, or always keeps it."
+            )
+    modules = _modules(policy, module, marks)
+    if policy.base == "full" and not modules and CONTEXT not in policy.keep:
+        return checkpoint.noop_context_fn  # the layer's input is kept by every checkpoint
+    keeps = _of_ops(policy.base == "dots", CONTEXT in policy.keep)
+    if not modules:
+        return functools.partial(checkpoint.create_selective_checkpoint_contexts, keeps)
+    return _Contexts(modules, keeps)
+
+
+def _modules(policy: Policy, module: Any, marks: Mapping[str, Sequence[str]]) -> dict[str, list[Any]]:
+    """Value -> the modules that make it."""
+    linear = {path: child for path, child in module.named_modules() if path and multiplies(child)}
+    named = [name for name in policy.keep if name not in (INPUT, CONTEXT)]
+    check_names(str(policy), [name for name in named if name not in marks], linear, type(module).__name__)
+    value_of = {end: name for name in named for end in marks.get(name, (name,))}
+    found: dict[str, list[Any]] = {name: [] for name in named}
+    for path, child in module.named_modules():
+        end = chosen_name(path, value_of)
+        if end is not None and (value_of[end] in marks or path in linear):
+            found[value_of[end]].append(child)
+    for name, own in found.items():
+        if not own:
+            modules = ", ".join(f"`{each}`" for each in marks[name])
+            raise UserError(
+                f"`names` gives {modules} for `{name}`, but no module of `{type(module).__name__}` is called so."
+            )
+    return found
+
+
+def _of_ops(products: bool, attention: bool) -> Callable[..., Any]:
+    """A policy for `create_selective_checkpoint_contexts` that knows ops alone."""
+
+    def policy(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> Any:
+        from torch.utils.checkpoint import CheckpointPolicy
+
+        kept = (products and _is_product(op, args)) or (attention and _name(op) in _ATTENTION)
+        return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
+
+    return policy
+
+
+class _Contexts:
+    """A `context_fn` that keeps the products of some modules."""
+
+    def __init__(self, modules: Mapping[str, Sequence[Any]], keeps: Callable[..., Any]) -> None:
+        self.modules, self.keeps = modules, keeps
+        self.unseen = set(modules)
+        """Values that may turn out to have no matmul."""
+
+    def __call__(self) -> tuple[Any, Any]:
+        from torch.utils.checkpoint import create_selective_checkpoint_contexts
+
+        layer_pass = _LayerPass(self)
+        forward, again = create_selective_checkpoint_contexts(layer_pass.policy)
+        return _Watched(layer_pass, forward), _Watched(layer_pass, again)
+
+
+class _LayerPass:
+    """Which of the named modules run now, in one layer and one of its passes."""
+
+    def __init__(self, owner: _Contexts) -> None:
+        self.owner = owner
+        self.thread = 0
+        self.running: list[str] = []
+        self.ran: set[str] = set()
+
+    def policy(self, ctx: Any, op: Any, *args: Any, **kwargs: Any) -> Any:
+        from torch.utils.checkpoint import CheckpointPolicy
+
+        if self.running and _is_product(op, args, batched=True):
+            self.owner.unseen.discard(self.running[-1])
+            return CheckpointPolicy.MUST_SAVE
+        return self.owner.keeps(ctx, op, *args, **kwargs)
+
+    def hooks(self, value: str, module: Any) -> tuple[Any, Any]:
+        def enter(*_: Any) -> None:
+            if threading.get_ident() == self.thread:
+                self.running.append(value)
+                self.ran.add(value)
+
+        def leave(*_: Any) -> None:
+            if threading.get_ident() == self.thread and self.running:
+                self.running.pop()
+
+        return module.register_forward_pre_hook(enter), module.register_forward_hook(leave, always_call=True)
+
+
+class _Watched:
+    """One of torch's contexts, beside which hooks tell which modules run; it may be entered again."""
+
+    def __init__(self, layer_pass: _LayerPass, inner: Any) -> None:
+        self.layer_pass, self.inner = layer_pass, inner
+        self.hooks: list[Any] = []
+
+    def __enter__(self) -> Any:
+        self.layer_pass.thread, self.layer_pass.running = threading.get_ident(), []
+        named = self.layer_pass.owner.modules
+        self.hooks = [
+            hook for value, own in named.items() for each in own for hook in self.layer_pass.hooks(value, each)
+        ]
+        return self.inner.__enter__()
+
+    def __exit__(self, *error: Any) -> Any:
+        for hook in self.hooks:
+            hook.remove()
+        found = self.inner.__exit__(*error)
+        without = self.layer_pass.owner.unseen & self.layer_pass.ran
+        if without and error[0] is None:
+            self.layer_pass.owner.unseen -= without
+            names = ", ".join(f"`{name}`" for name in sorted(without))
+            warnings.warn(f"No matmul ran in {names}, so nothing of it is kept.", UserWarning, stacklevel=2)
+        return found
+
+
+def _is_product(op: Any, args: Sequence[Any], batched: bool = False) -> bool:
+    """Whether an op multiplies matrices, without batch dims unless `batched`."""
+    name = _name(op)
+    if name in _BATCHED:
+        return batched or args[-1].shape[0] == 1
+    return name in _PRODUCTS
+
+
+def _name(op: Any) -> str:
+    """`mm.default` of `aten.mm.default`; empty for an op of another library."""
+    library, _, name = str(op).partition(".")
+    return name if library == "aten" else ""

@@ -1,0 +1,218 @@
+"""Writing into parts of an array, as torch does, where a mask says which and nobody knows yet what it holds."""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+from autoshard.program.torch_ops import views
+
+
+RESHAPED = frozenset(
+    {
+        "t_",
+        "transpose_",
+        "squeeze_",
+        "unsqueeze_",
+        "swapaxes_",
+        "swapdims_",
+        "resize_",
+        "as_strided_",
+        "set_",
+        "detach_",
+    }
+)
+"""Operations whose names end as those that write do, and that change what a tensor is and not what it holds."""
+
+
+def write_table() -> dict[Any, Callable[..., Any]]:
+    """torch callable -> lowering."""
+    import torch
+
+    aten = torch.ops.aten
+    scatters = (aten.masked_scatter, aten.masked_scatter.default, torch.Tensor.masked_scatter)
+    puts = (aten.index_put, aten.index_put.default, aten._unsafe_index_put)
+    own = {torch.Tensor.contiguous: contiguous} | dict.fromkeys((aten.detach, aten.detach.default), detach)
+    return dict.fromkeys(scatters, masked_scatter) | dict.fromkeys(puts, index_put) | own
+
+
+def writers() -> dict[Any, Any]:
+    """torch operation that writes, and has no other of its kind that does not -> torchax's operator of it."""
+    import torch
+
+    each: Any = torch.Tensor.fill_diagonal_  # before torch takes it apart, into a view by strides
+    detached: Any = torch.Tensor.detach_  # which torch does by itself where it follows no gradients
+    copy = torch.ops.aten.copy_
+    return {
+        each: in_place(each, fill_diagonal, of_jax=True),
+        copy: in_place(copy, copied, of_jax=True, whole=True),
+        detached: reshaping(detached, torch.detach),
+    }
+
+
+def put(x: Any, key: Any, value: Any) -> Any:
+    """`x` after `x[key] = value`; under a mask that is traced, `value` is one for all its places, or one for each."""
+    import jax.numpy as jnp
+
+    keys: Any = key if isinstance(key, (tuple, list)) else (key,)
+    mask: Any = keys[0] if keys else None
+    if not _is_traced_mask(mask) or any(each is not Ellipsis and not _is_full(each) for each in keys[1:]):
+        return x.at[key].set(value)
+    rest = x.ndim - mask.ndim
+    wide = mask.reshape(*mask.shape, *([1] * rest))
+    value = jnp.asarray(value, x.dtype)
+    if value.ndim <= rest:
+        return jnp.where(wide, value, x)
+    if value.shape[0] == 1:
+        return jnp.where(wide, value[0], x)
+    return jnp.where(wide, _in_order(mask.reshape(-1), value).reshape(x.shape), x)
+
+
+def in_place(func: Any, plain: Any, of_jax: bool = False, whole: bool = False) -> Any:
+    """torchax's operator of a torch operation that writes into its first argument what `plain` makes of it.
+
+    `plain` is one of torch's operations, or a function `of_jax` arrays. A `whole` result is what the argument holds
+    from then on; any other is copied into it.
+    """
+    from torchax.ops import op_base, ops_registry
+
+    return ops_registry.Operator(
+        func,
+        op_base.InplaceOp(plain, replace=whole, is_jax_func=of_jax),
+        is_jax_function=False,
+        is_user_defined=True,
+        needs_env=False,
+        is_view_op=True,
+    )
+
+
+def reshaping(func: Any, plain: Any) -> Any:
+    """torchax's operator of a torch operation that gives its first argument the shape or order that `plain` gives it.
+
+    Raises `NotImplementedError` for slices, whose shape is what they take of another tensor.
+    """
+    from torchax.ops import ops_registry
+    from torchax.tensor import Tensor
+
+    def run(tensor: Any, *args: Any, **kwargs: Any) -> Any:
+        if hasattr(tensor, "view_info"):
+            raise NotImplementedError(f"`{func}` of a slice; use the operation that is not in place")
+        alone = Tensor(tensor.jax(), tensor._env)  # `plain` gives a view, and nobody shall look at this tensor for it
+        views.reshape(tensor, plain(alone, *args, **kwargs).jax())
+        return tensor
+
+    return ops_registry.Operator(
+        func, run, is_jax_function=False, is_user_defined=True, needs_env=False, is_view_op=True
+    )
+
+
+def index_put(x: Any, indices: Any, values: Any, accumulate: bool = False) -> Any:
+    """`torch.Tensor.index_put`; an index that is None takes the whole dim."""
+    key = tuple(slice(None) if each is None else each for each in indices)
+    return x.at[key].add(values) if accumulate else put(x, key, values)
+
+
+def fill_diagonal(x: Any, value: Any, wrap: bool = False) -> Any:
+    """`torch.Tensor.fill_diagonal_` of two dims, [m, n], or more of one size.
+
+    With `wrap` it begins anew below n rows.
+    """
+    import jax.numpy as jnp
+
+    places = jnp.indices(x.shape, sparse=True)
+    apart = [(places[0] - place) % (x.shape[-1] + 1) if wrap else places[0] - place for place in places[1:]]
+    hit = functools.reduce(jnp.logical_and, [each == 0 for each in apart])
+    return jnp.where(hit, jnp.asarray(value, x.dtype), x)
+
+
+def copied(x: Any, source: Any, non_blocking: bool = False) -> Any:
+    """What `x` holds after `torch.Tensor.copy_`, of a source that may have fewer dims."""
+    import jax.numpy as jnp
+
+    return jnp.broadcast_to(jnp.asarray(source).astype(x.dtype), x.shape)
+
+
+def contiguous(x: Any, memory_format: Any = None) -> Any:
+    """`torch.Tensor.contiguous`: how elements lie is told apart from what they are."""
+    return x
+
+
+def detach(x: Any) -> Any:
+    """`torch.Tensor.detach`."""
+    import jax
+
+    return jax.lax.stop_gradient(x)
+
+
+def masked_scatter(x: Any, mask: Any, source: Any) -> Any:
+    """`x` with the elements of `source`, in order, where `mask` is true.
+
+    A mask that was broadcast along the last dim takes whole rows of the source.
+    """
+    import jax.numpy as jnp
+
+    width = x.shape[-1]
+    wide = jnp.broadcast_to(mask, x.shape)
+    whole = source.size % width == 0 and (mask.shape[-1:] == (1,) or _broadcast_last(mask))
+    hit = wide[..., 0].reshape(-1) if whole else wide.reshape(-1)
+    rows = source.reshape(-1, width) if whole else source.reshape(-1)
+    return jnp.where(wide, _in_order(hit, rows).reshape(x.shape).astype(x.dtype), x)
+
+
+def _in_order(hit: Any, rows: Any) -> Any:
+    """The rows that the places of `hit` [T] take, the first true one the first: found by counting those before it."""
+    import jax.numpy as jnp
+
+    return rows[jnp.clip(jnp.cumsum(hit.astype(jnp.int32)) - 1, 0, rows.shape[0] - 1)]
+
+
+_IN_ORDER = {"reshape", "squeeze", "broadcast_in_dim", "copy"}
+"""What leaves elements in their order where it leaves their number."""
+
+
+def is_same(value: Any, other: Any, depth: int = 8) -> bool:
+    """Whether two values of the same trace are known to have the same elements, one after another."""
+    from jax import core
+
+    value, other = _plain(value), _plain(other)
+    if value is other:
+        return True
+    if not isinstance(value, core.Tracer) or not isinstance(other, core.Tracer) or depth == 0:
+        return False
+    mine, theirs = getattr(value, "parent", None), getattr(other, "parent", None)
+    if mine is None or theirs is None or value.shape != other.shape or value.dtype != other.dtype:
+        return False
+    made = mine.primitive is theirs.primitive and len(mine.in_tracers) == len(theirs.in_tracers)
+    if not made or mine.primitive.multiple_results or mine.params != theirs.params:
+        return False
+    return all(is_same(*each, depth - 1) for each in zip(mine.in_tracers, theirs.in_tracers, strict=True))
+
+
+def _plain(value: Any) -> Any:
+    """What a value was before its shape was changed alone."""
+    equation = getattr(value, "parent", None)
+    while equation is not None and equation.primitive.name in _IN_ORDER:
+        operand = equation.in_tracers[0]
+        if getattr(operand, "size", None) != value.size:
+            break
+        value, equation = operand, getattr(operand, "parent", None)
+    return value
+
+
+def _is_traced_mask(value: Any) -> bool:
+    from jax import core
+
+    return isinstance(value, core.Tracer) and value.dtype == bool and value.ndim > 0
+
+
+def _is_full(value: Any) -> bool:
+    return isinstance(value, slice) and value == slice(None)
+
+
+def _broadcast_last(value: Any) -> bool:
+    """Whether a value that is being traced is known to be the same along its last dim."""
+    equation = getattr(value, "parent", None)
+    if equation is None or equation.primitive.name != "broadcast_in_dim":
+        return False
+    operand, dims = equation.in_tracers[0], equation.params["broadcast_dimensions"]
+    last = value.ndim - 1
+    return last not in dims or operand.shape[dims.index(last)] == 1 != value.shape[-1]

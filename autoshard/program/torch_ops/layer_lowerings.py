@@ -1,0 +1,360 @@
+"""JAX lowerings of torch's layers: attention, losses, norms, convolution and pooling.
+
+Like the elementary ones they keep dims apart and follow torch's dtypes.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+from autoshard.errors import UserError
+from autoshard.program import model_flops
+from autoshard.program.kernels.dot_attention import attend
+from autoshard.program.remat_marks import mark
+from autoshard.program.torch_ops.op_lowerings import linear
+from autoshard.program.torch_ops.torchax_environment import environment
+
+
+def layer_table() -> dict[Any, Callable[..., Any]]:
+    """torch callable -> lowering."""
+    import torch
+
+    functional = torch.nn.functional
+    return {
+        functional.scaled_dot_product_attention: scaled_dot_product_attention,
+        functional.multi_head_attention_forward: multi_head_attention,
+        functional.cross_entropy: cross_entropy,
+        functional.layer_norm: layer_norm,
+        torch.layer_norm: layer_norm,
+        functional.rms_norm: rms_norm,
+        torch.max_pool2d: max_pool2d,
+        functional.max_pool2d: max_pool2d,
+        torch.ops.aten._upsample_bilinear2d_aa: resizing("linear"),
+        torch.ops.aten._upsample_bicubic2d_aa: resizing("cubic"),
+    }
+
+
+def scaled_dot_product_attention(
+    query: Any,
+    key: Any,
+    value: Any,
+    attn_mask: Any = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Any:
+    """`torch.nn.functional.scaled_dot_product_attention` on [..., heads, length, dim]."""
+    import jax.numpy as jnp
+
+    lead = jnp.broadcast_shapes(query.shape[:-3], key.shape[:-3], value.shape[:-3])
+    query, key, value = (jnp.broadcast_to(x, (*lead, *x.shape[-3:])) for x in (query, key, value))
+    if len(lead) != 1:
+        query, key, value = (x.reshape(-1, *x.shape[-3:]) if lead else x[None] for x in (query, key, value))
+    square = query.shape[-2] == key.shape[-2]
+    position = None if square or not is_causal else 0  # torch's first query sees the first key alone
+    result = attend(query, key, value, causal=is_causal, scale=scale, bias=attn_mask, position=position)
+    result = jnp.swapaxes(result, 1, 2)
+    if len(lead) != 1:
+        result = result.reshape(*lead, *result.shape[1:])
+    return result
+
+
+def multi_head_attention(
+    query: Any,
+    key: Any,
+    value: Any,
+    embed_dim_to_check: int,
+    num_heads: int,
+    in_proj_weight: Any,
+    in_proj_bias: Any,
+    bias_k: Any,
+    bias_v: Any,
+    add_zero_attn: bool,
+    dropout_p: float,
+    out_proj_weight: Any,
+    out_proj_bias: Any,
+    training: bool = True,
+    key_padding_mask: Any = None,
+    need_weights: bool = True,
+    attn_mask: Any = None,
+    use_separate_proj_weight: bool = False,
+    q_proj_weight: Any = None,
+    k_proj_weight: Any = None,
+    v_proj_weight: Any = None,
+    static_k: Any = None,
+    static_v: Any = None,
+    average_attn_weights: bool = True,
+    is_causal: bool = False,
+) -> Any:
+    """`torch.nn.functional.multi_head_attention_forward` on [S, B, E] or [S, E]; attention weights are not returned."""
+    import jax.numpy as jnp
+
+    if bias_k is not None or add_zero_attn or static_k is not None or static_v is not None:
+        raise UserError("multi-head attention with `add_bias_kv`, `add_zero_attn` or static keys is not supported.")
+    width = embed_dim_to_check
+    if use_separate_proj_weight:
+        weights = (q_proj_weight, k_proj_weight, v_proj_weight)
+    else:
+        parts = in_proj_weight.reshape(3, width, width)
+        weights = (parts[0], parts[1], parts[2])
+    biases = (None, None, None) if in_proj_bias is None else tuple(in_proj_bias.reshape(3, width))
+
+    alone = query.ndim == 2
+    if alone:
+        query, key, value = (x[:, None] for x in (query, key, value))
+        key_padding_mask = None if key_padding_mask is None else key_padding_mask[None]
+
+    def heads(x: Any, weight: Any, bias: Any) -> Any:
+        projected = mark(linear(x, weight, bias), "in_proj")
+        return jnp.transpose(projected.reshape(*projected.shape[:2], num_heads, -1), (1, 2, 0, 3))
+
+    q, k, v = (heads(x, w, b) for x, w, b in zip((query, key, value), weights, biases, strict=True))
+    mask = attn_mask
+    if mask is not None and mask.ndim == 3:
+        mask = mask.reshape(-1, num_heads, *mask.shape[1:])
+    if mask is not None and mask.dtype == jnp.bool_:
+        mask = ~mask  # here true means hidden
+    padding = None
+    if key_padding_mask is not None:
+        if key_padding_mask.dtype == jnp.bool_:
+            padding = ~key_padding_mask
+        else:
+            extra = key_padding_mask[:, None, None, :]
+            if mask is not None and mask.dtype == jnp.bool_:
+                mask = jnp.where(mask, 0.0, -jnp.inf).astype(extra.dtype)
+            mask = extra if mask is None else mask + extra
+    mixed = attend(q, k, v, causal=is_causal and attn_mask is None, bias=mask, padding=padding)
+    joined = jnp.transpose(mixed.reshape(*mixed.shape[:2], width), (1, 0, 2))
+    result = mark(linear(joined, out_proj_weight, out_proj_bias), "out_proj")
+    return result[:, 0] if alone else result, None
+
+
+def cross_entropy(
+    logits: Any,
+    target: Any,
+    weight: Any = None,
+    size_average: Any = None,
+    ignore_index: int = -100,
+    reduce: Any = None,
+    reduction: str = "mean",
+    label_smoothing: float = 0.0,
+) -> Any:
+    """`torch.nn.functional.cross_entropy`; the target's logit is picked by comparing ids with an iota.
+
+    A gather over a split class dim would fetch the logits; a comparison and a sum only need a reduction.
+    """
+    import jax
+    import jax.numpy as jnp
+
+    dim = 1 if logits.ndim > 1 else 0
+    logits = logits.astype(jnp.float32)
+    log_probs = logits - jax.nn.logsumexp(logits, axis=dim, keepdims=True)
+    classes = jnp.ones((logits.shape[dim],), jnp.float32) if weight is None else weight
+    classes = classes.reshape([-1 if i == dim else 1 for i in range(logits.ndim)])
+    if jnp.issubdtype(target.dtype, jnp.floating):
+        smooth = target * (1 - label_smoothing) + label_smoothing / logits.shape[dim]
+        loss = -(smooth * log_probs * classes).sum(dim)
+        total = loss.size
+    else:
+        kept = target != ignore_index
+        hit = jax.lax.broadcasted_iota(target.dtype, logits.shape, dim) == jnp.expand_dims(target, dim)
+        loss = -jnp.where(hit, log_probs * classes, 0.0).sum(dim)
+        if label_smoothing:
+            smooth = -(log_probs * classes).mean(dim)
+            loss = loss * (1 - label_smoothing) + smooth * label_smoothing
+        loss = jnp.where(kept, loss, 0.0)
+        total = jnp.where(kept, jnp.where(hit, classes, 0.0).sum(dim), 0.0).sum()
+    if reduction == "none":
+        return loss
+    return loss.sum() / total if reduction == "mean" else loss.sum()
+
+
+def layer_norm(x: Any, normalized_shape: Any, weight: Any = None, bias: Any = None, eps: float = 1e-5, *_: Any) -> Any:
+    """`torch.nn.functional.layer_norm`, statistics in fp32."""
+    import jax
+    import jax.numpy as jnp
+
+    dims = tuple(range(x.ndim - len(tuple(normalized_shape)), x.ndim))
+    wide = x.astype(jnp.float32)
+    centred = wide - wide.mean(dims, keepdims=True)
+    result = centred * jax.lax.rsqrt(jnp.mean(centred * centred, dims, keepdims=True) + eps)
+    if weight is not None:
+        result = result * weight.astype(jnp.float32)
+    if bias is not None:
+        result = result + bias.astype(jnp.float32)
+    return result.astype(x.dtype)
+
+
+def rms_norm(x: Any, normalized_shape: Any, weight: Any = None, eps: float | None = None) -> Any:
+    """`torch.nn.functional.rms_norm`, statistics in fp32."""
+    import jax
+    import jax.numpy as jnp
+
+    dims = tuple(range(x.ndim - len(tuple(normalized_shape)), x.ndim))
+    wide = x.astype(jnp.float32)
+    small = float(jnp.finfo(x.dtype).eps) if eps is None else eps
+    result = wide * jax.lax.rsqrt(jnp.mean(wide * wide, dims, keepdims=True) + small)
+    if weight is not None:
+        result = result * weight.astype(jnp.float32)
+    return result.astype(x.dtype)
+
+
+def batch_norm(
+    x: Any,
+    running_mean: Any,
+    running_var: Any,
+    weight: Any = None,
+    bias: Any = None,
+    training: bool = False,
+    momentum: float = 0.1,
+    eps: float = 1e-5,
+) -> Any:
+    """`torch.nn.functional.batch_norm` on torch tensors; in training it updates the running statistics in place.
+
+    Statistics are plain means over batch and space in fp32, so that a split batch needs one small all-reduce.
+    """
+    import jax
+    import jax.numpy as jnp
+
+    env = environment()
+    value: Any = env.t2j_iso(x)
+    scale, shift = (None if t is None else env.t2j_iso(t) for t in (weight, bias))
+    dims = (0, *range(2, value.ndim))
+
+    def wide(vector: Any) -> Any:
+        return vector.astype(jnp.float32).reshape([-1 if i == 1 else 1 for i in range(value.ndim)])
+
+    exact = value.astype(jnp.float32)
+    if training or running_mean is None:
+        mean = exact.mean(dims)
+        var = jnp.square(exact - wide(mean)).mean(dims)
+        if training and running_mean is not None:
+            count = value.size // value.shape[1]
+            for running, now in ((running_mean, mean), (running_var, var * (count / max(count - 1, 1)))):
+                old = running._elem
+                running._elem = (old * (1 - momentum) + now * momentum).astype(old.dtype)
+    else:
+        mean, var = env.t2j_iso(running_mean), env.t2j_iso(running_var)
+    result = (exact - wide(mean)) * jax.lax.rsqrt(wide(var) + eps)
+    if scale is not None:
+        result = result * wide(scale)
+    if shift is not None:
+        result = result + wide(shift)
+    return env.j2t_iso(result.astype(value.dtype))
+
+
+def counted_convolution(convolution: Callable[..., Any]) -> Callable[..., Any]:
+    """Return torchax's own convolution, or a transposed one of this module, with its FLOPs counted."""
+
+    def run(
+        x: Any, weight: Any, bias: Any, stride: Any, padding: Any, dilation: Any, transposed: Any, *rest: Any
+    ) -> Any:
+        if transposed:
+            model_flops.record_matmul(x.shape, weight.size // weight.shape[0])
+            return transposed_convolution(x, weight, bias, stride, padding, dilation, *rest)
+        result = convolution(x, weight, bias, stride, padding, dilation, transposed, *rest)
+        model_flops.record_matmul(result.shape, weight.size // weight.shape[0])
+        return result
+
+    return run
+
+
+def transposed_convolution(
+    x: Any, weight: Any, bias: Any, stride: Any, padding: Any, dilation: Any, output_padding: Any, groups: int
+) -> Any:
+    """Compute `torch.nn.functional.conv_transpose1d` to `3d` of `x` [B, C, *sides] or [C, *sides].
+
+    `weight` is [C, D / groups, *sides], where D is the number of channels of the result.
+    """
+    import jax
+    import jax.numpy as jnp
+
+    count = weight.ndim - 2
+    spaces = tuple(range(2, weight.ndim))
+    strides, pads, gaps, more = (
+        tuple(each) * (count if len(each) == 1 else 1) for each in (stride, padding, dilation, output_padding)
+    )
+    kernel = jnp.flip(weight, spaces)
+    if groups > 1:
+        # XLA takes the channels of the result from the groups in order, and those of one group's input.
+        kernel = kernel.reshape(groups, -1, *kernel.shape[1:]).swapaxes(1, 2)
+        kernel = kernel.reshape(-1, *kernel.shape[2:])
+    edges = []
+    for width, pad, gap, extra in zip(weight.shape[2:], pads, gaps, more, strict=True):
+        front = gap * (width - 1) - pad
+        edges.append((front, front + extra))
+    batch = x.shape[: x.ndim - count - 1]
+    result = jax.lax.conv_general_dilated(
+        x if batch else x[None],
+        kernel,
+        (1,) * count,
+        edges,
+        lhs_dilation=strides,
+        rhs_dilation=gaps,
+        dimension_numbers=jax.lax.ConvDimensionNumbers(
+            (0, 1, *spaces), (0, 1, *spaces) if groups > 1 else (1, 0, *spaces), (0, 1, *spaces)
+        ),
+        feature_group_count=groups,
+    )
+    if bias is not None:
+        result = result + bias.reshape(1, -1, *(1,) * count)
+    return result.reshape(*batch, *result.shape[1:])
+
+
+def resizing(method: str) -> Callable[..., Any]:
+    """`torch.nn.functional.interpolate(..., antialias=True)` of images [B, C, H, W], corners not aligned."""
+
+    def resize(x: Any, size: Any, align_corners: bool = False, *scales: Any, **others: Any) -> Any:
+        import jax
+
+        if align_corners:
+            raise UserError("interpolate with `antialias=True` and aligned corners has no lowering; leave one out.")
+        if size is None:
+            factors = others.get("scale_factors") or scales[0]
+            size = [int(each * factor) for each, factor in zip(x.shape[-2:], factors, strict=True)]
+        return jax.image.resize(x, (*x.shape[:-2], *size), method, antialias=True)
+
+    return resize
+
+
+def max_pool2d(
+    x: Any,
+    kernel_size: Any,
+    stride: Any = None,
+    padding: Any = 0,
+    dilation: Any = 1,
+    ceil_mode: bool = False,
+    return_indices: bool = False,
+) -> Any:
+    """`torch.max_pool2d` as one window reduction, which XLA differentiates and partitions along space."""
+    import jax
+    import jax.numpy as jnp
+    import numpy as np
+
+    if return_indices:
+        raise UserError(
+            "max_pool2d with `return_indices=True` has no lowering that can be split; pool without indices."
+        )
+
+    def pair(value: Any) -> tuple[int, int]:
+        values = tuple(value) if isinstance(value, (tuple, list)) else (value, value)
+        return (values[0], values[0]) if len(values) == 1 else (values[0], values[1])
+
+    window, pads, spread = pair(kernel_size), pair(padding), pair(dilation)
+    steps = pair(stride) if stride not in (None, [], ()) else window
+    edges = []
+    for size, width, step, pad, gap in zip(x.shape[-2:], window, steps, pads, spread, strict=True):
+        reach = gap * (width - 1) + 1
+        spare = (size + 2 * pad - reach) % step
+        edges.append((pad, pad + (step - spare if ceil_mode and spare else 0)))
+    lead = (1,) * (x.ndim - 2)
+    lowest = -jnp.inf if jnp.issubdtype(x.dtype, jnp.floating) else jnp.iinfo(x.dtype).min
+    return jax.lax.reduce_window(
+        x,
+        np.asarray(lowest, x.dtype)[()],
+        jax.lax.max,
+        (*lead, *window),
+        (*lead, *steps),
+        ((0, 0),) * len(lead) + tuple(edges),
+        window_dilation=(*lead, *spread),
+    )

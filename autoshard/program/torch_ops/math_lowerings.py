@@ -1,0 +1,268 @@
+"""JAX lowerings of torch's linear algebra, and of operations with a gradient at their edges."""
+
+import functools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from autoshard.errors import UserError
+
+
+def edge_table() -> dict[Any, Callable[..., Any]]:
+    """torch callable -> lowering."""
+    import torch
+
+    aten = torch.ops.aten
+    clamps = (aten.clamp.default, aten.clamp.Tensor)
+    return {
+        aten.abs: absolute,
+        aten.linalg_vector_norm: vector_norm,
+        aten.dist: distance,
+        torch.cdist: distances,
+        aten._cdist_forward: distances,
+        aten._pdist_forward: pair_distances,
+        aten.std.correction: std,
+        aten.std_mean.correction: std_mean,
+        aten.leaky_relu: leaky_relu,
+        aten.log_sigmoid_forward: log_sigmoid,
+        aten.binary_cross_entropy: binary_cross_entropy,
+        aten.trunc: trunc,
+        aten.sgn: sgn,
+        aten.clamp_min: clamp_min,
+        aten.clamp_max: clamp_max,
+        **dict.fromkeys(clamps, clamp),
+    }
+
+
+def absolute(x: Any) -> Any:
+    """`torch.abs`, whose gradient is nought at nought."""
+    import jax.numpy as jnp
+
+    return _absolute()(x) if jnp.issubdtype(x.dtype, jnp.floating) else jnp.abs(x)
+
+
+@functools.cache
+def _absolute() -> Callable[[Any], Any]:
+    import jax
+    import jax.numpy as jnp
+
+    @jax.custom_jvp
+    def found(x: Any) -> Any:
+        return jnp.abs(x)
+
+    @found.defjvp
+    def of_sign(primals: Any, tangents: Any) -> Any:
+        return jnp.abs(primals[0]), tangents[0] * jnp.sign(primals[0])
+
+    return found
+
+
+def _root(x: Any, power: float = 0.5) -> Any:
+    """`x ** power`, whose gradient is nought at nought."""
+    import jax.numpy as jnp
+
+    none = x == 0
+    safe = jnp.where(none, 1, x)
+    return jnp.where(none, 0, jnp.sqrt(safe) if power == 0.5 else safe**power)
+
+
+def _axes(dim: Any) -> Any:
+    """`dim` as torch's reductions have it, as JAX's: no dims at all are all of them."""
+    return (tuple(dim) or None) if isinstance(dim, Sequence) else dim
+
+
+def vector_norm(x: Any, ord: Any = 2, dim: Any = None, keepdim: bool = False, dtype: Any = None) -> Any:
+    """`torch.linalg.vector_norm` of all elements, or along `dim`."""
+    import jax.numpy as jnp
+    from torchax.ops import mappings
+
+    axes = () if x.ndim == 0 else _axes(dim)
+    x = x if dtype is None else x.astype(mappings.t2j_dtype(dtype))
+    if ord == 0:
+        return (x != 0).sum(axis=axes, keepdims=keepdim).astype(jnp.abs(x).dtype)
+    sizes = absolute(x)
+    if ord == math.inf:
+        return sizes.max(axis=axes, keepdims=keepdim)
+    if ord == -math.inf:
+        return sizes.min(axis=axes, keepdims=keepdim)
+    if ord == 1:
+        return sizes.sum(axis=axes, keepdims=keepdim)
+    if ord in (2, "fro"):
+        squares = jnp.square(x) if jnp.issubdtype(x.dtype, jnp.floating) else jnp.square(sizes)
+        return _root(squares.sum(axis=axes, keepdims=keepdim))
+    total = (_root(sizes, ord) if ord < 1 else sizes**ord).sum(axis=axes, keepdims=keepdim)
+    return _root(total, 1.0 / ord) if ord > 0 else total ** (1.0 / ord)
+
+
+def distance(x: Any, y: Any, p: float = 2) -> Any:
+    """`torch.dist`."""
+    return vector_norm(x - y, p)
+
+
+def distances(x: Any, y: Any, p: float = 2.0, compute_mode: Any = None) -> Any:
+    """`torch.cdist`: [..., M, D] and [..., N, D] give [..., M, N]."""
+    return vector_norm(x[..., :, None, :] - y[..., None, :, :], p, -1)
+
+
+def pair_distances(x: Any, p: float = 2.0) -> Any:
+    """`torch.pdist`: [N, D] gives the distances of all pairs, the first with the others first."""
+    import numpy as np
+
+    one, two = np.triu_indices(x.shape[0], k=1)
+    return vector_norm(x[one] - x[two], p, -1)
+
+
+def std(x: Any, dim: Any = None, *, correction: float | None = None, keepdim: bool = False) -> Any:
+    """`torch.std`, whose gradient is nought where all elements are alike."""
+    import jax.numpy as jnp
+
+    return _root(jnp.var(x, axis=_axes(dim), ddof=int(1 if correction is None else correction), keepdims=keepdim))
+
+
+def std_mean(x: Any, dim: Any = None, *, correction: float | None = None, keepdim: bool = False) -> Any:
+    """`torch.std_mean`."""
+    import jax.numpy as jnp
+
+    return std(x, dim, correction=correction, keepdim=keepdim), jnp.mean(x, axis=_axes(dim), keepdims=keepdim)
+
+
+def leaky_relu(x: Any, negative_slope: float = 0.01) -> Any:
+    """`torch.nn.functional.leaky_relu`, which is flat at nought."""
+    import jax.numpy as jnp
+
+    return jnp.where(x > 0, x, x * negative_slope)
+
+
+def log_sigmoid(x: Any) -> Any:
+    """`torch.nn.functional.logsigmoid`, and the buffer that torch's own gradient uses."""
+    import jax
+    import jax.numpy as jnp
+
+    return jax.nn.log_sigmoid(x), jnp.zeros((0,), x.dtype)
+
+
+def binary_cross_entropy(x: Any, target: Any, weight: Any = None, reduction: int = 1) -> Any:
+    """`torch.nn.functional.binary_cross_entropy`, whose logarithms are at least -100."""
+    loss = _cross_entropy()(x, target)
+    loss = loss if weight is None else loss * weight
+    return loss if reduction == 0 else loss.mean() if reduction == 1 else loss.sum()
+
+
+@functools.cache
+def _cross_entropy() -> Callable[[Any, Any], Any]:
+    import jax
+    import jax.numpy as jnp
+
+    @jax.custom_jvp
+    def found(x: Any, target: Any) -> Any:
+        one, other = jnp.maximum(jnp.log(x), -100), jnp.maximum(jnp.log1p(-x), -100)
+        return (target - 1) * other - target * one
+
+    @found.defjvp
+    def bounded(primals: Any, tangents: Any) -> Any:
+        x, target = primals
+        slope = (x - target) / jnp.maximum(x * (1 - x), 1e-12)
+        return found(x, target), slope * tangents[0] + (jnp.log1p(-x) - jnp.log(x)) * tangents[1]
+
+    return found
+
+
+def trunc(x: Any) -> Any:
+    """`torch.trunc`."""
+    import jax.numpy as jnp
+
+    return jnp.trunc(x).astype(x.dtype)
+
+
+def sgn(x: Any) -> Any:
+    """`torch.sgn`."""
+    import jax.numpy as jnp
+
+    return jnp.sign(x)
+
+
+def clamp(x: Any, min: Any = None, max: Any = None) -> Any:
+    """`torch.clamp`, whose gradient is whole at the bounds."""
+    found = x if min is None else clamp_min(x, min)
+    return found if max is None else clamp_max(found, max)
+
+
+def clamp_min(x: Any, min: Any) -> Any:
+    """`torch.clamp_min`."""
+    import jax.numpy as jnp
+
+    return jnp.where(x < min, min, x).astype(jnp.result_type(x, min))
+
+
+def clamp_max(x: Any, max: Any) -> Any:
+    """`torch.clamp_max`."""
+    import jax.numpy as jnp
+
+    return jnp.where(x > max, max, x).astype(jnp.result_type(x, max))
+
+
+def math_table() -> dict[Any, Callable[..., Any]]:
+    """torch callable -> lowering."""
+    import torch
+
+    aten = torch.ops.aten
+    return {
+        aten._linalg_eigh: eigh,
+        aten._safe_softmax: safe_softmax,
+        aten.searchsorted.Tensor: searchsorted,
+        aten.searchsorted.Scalar: searchsorted,
+        aten.bucketize.Tensor: bucketize,
+        aten.as_strided_scatter: as_strided_scatter,
+    }
+
+
+def eigh(x: Any, uplo: str = "L", compute_v: bool = True) -> Any:
+    """`torch.linalg.eigh` of [..., n, n], of which one triangle is read; both have the gradients of the whole."""
+    import jax
+    import jax.numpy as jnp
+
+    half = jnp.tril(x) if uplo.upper() == "L" else jnp.triu(x)
+    strict = jnp.tril(x, -1) if uplo.upper() == "L" else jnp.triu(x, 1)
+    whole = half + jnp.conj(jnp.swapaxes(strict, -1, -2))
+    return tuple(jnp.linalg.eigh(x + jax.lax.stop_gradient(whole - x), symmetrize_input=False))
+
+
+def safe_softmax(x: Any, dim: int, dtype: Any = None) -> Any:
+    """A softmax that is nought where all along `dim` is -inf."""
+    import jax
+    import jax.numpy as jnp
+
+    none = jnp.all(jnp.isneginf(x), axis=dim, keepdims=True)
+    return jnp.where(none, 0, jax.nn.softmax(jnp.where(none, 0, x), axis=dim))
+
+
+def searchsorted(
+    rows: Any,
+    values: Any,
+    *,
+    out_int32: bool = False,
+    right: bool = False,
+    side: str | None = None,
+    sorter: Any = None,
+) -> Any:
+    """`torch.searchsorted` of one row for all `values`, or of as many rows [..., N] as `values` [..., M] has."""
+    import jax
+    import jax.numpy as jnp
+
+    values = jnp.asarray(values, rows.dtype)
+    order = rows if sorter is None else jnp.take_along_axis(rows, sorter, axis=-1)
+    at = "right" if right or side == "right" else "left"
+    if rows.ndim == 1:
+        return jnp.searchsorted(order, values, side=at)
+    found = jax.vmap(lambda row, each: jnp.searchsorted(row, each, side=at))
+    return found(order.reshape(-1, order.shape[-1]), values.reshape(-1, values.shape[-1])).reshape(values.shape)
+
+
+def bucketize(values: Any, boundaries: Any, *, out_int32: bool = False, right: bool = False) -> Any:
+    """`torch.bucketize`."""
+    return searchsorted(boundaries, values, right=right)
+
+
+def as_strided_scatter(*args: Any, **kwargs: Any) -> Any:
+    """Raises `UserError`: where strides overlap, torch's gradients are not those of what is computed."""
+    raise UserError("as_strided_scatter has no lowering; write to a slice instead.")

@@ -1,0 +1,396 @@
+"""JAX lowerings of torch operations, as replacements for torchax's own.
+
+Two aims: no operation merges dims that a plan may want to split apart (batch with sequence, batch with heads), and
+result dtypes follow torch, so that a bf16 program stays bf16. Every function takes and returns JAX values.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+from autoshard.errors import UserError
+from autoshard.program import model_flops
+
+
+def operation_table() -> dict[Any, Callable[..., Any]]:
+    """torch callable -> lowering."""
+    import torch
+
+    aten = torch.ops.aten
+    functional = torch.nn.functional
+    tensor = torch.Tensor
+    return {
+        functional.linear: linear,
+        aten.linear: linear,
+        aten.addmm: addmm,
+        aten.mm: matmul,
+        aten.bmm: matmul,
+        aten.matmul: matmul,
+        torch.matmul: matmul,
+        torch.bmm: matmul,
+        tensor.matmul: matmul,
+        tensor.__matmul__: matmul,
+        tensor.bmm: matmul,
+        torch.einsum: einsum,
+        aten._grouped_mm: grouped_mm,
+        functional.embedding: embedding,
+        functional.embedding_bag: embedding_bag,
+        aten.embedding: take_rows,
+        tensor.repeat_interleave: repeat_interleave,
+        torch.repeat_interleave: repeat_interleave,
+        aten.add.Tensor: add,
+        aten.add.Scalar: add,
+        aten.sub.Tensor: sub,
+        aten.sub.Scalar: sub,
+        aten.rsub.Tensor: rsub,
+        aten.rsub.Scalar: rsub,
+        aten.mul.Tensor: mul,
+        aten.mul.Scalar: mul,
+        aten.div.Tensor: div,
+        aten.div.Scalar: div,
+        aten.div.Tensor_mode: div,
+        aten.div.Scalar_mode: div,
+        aten.pow.Tensor_Scalar: power,
+        aten.pow.Tensor_Tensor: power,
+        aten.pow.Scalar: power,
+        torch.arange: arange,
+        torch.full: full,
+        torch.ones: filled(1),
+        torch.zeros: filled(0),
+        torch.empty: filled(0),
+        torch.take_along_dim: take_along_dim,
+        tensor.take_along_dim: take_along_dim,
+        aten.unfold: unfold,
+        aten.unfold.default: unfold,
+        aten.ceil: ceil,
+        aten.ceil.default: ceil,
+    }
+
+
+def linear(x: Any, weight: Any, bias: Any = None) -> Any:
+    """`x` [..., in], `weight` [out, in] or one row [in]; the leading dims stay as they are."""
+    import jax
+
+    result = jax.lax.dot_general(x, weight, (((x.ndim - 1,), (weight.ndim - 1,)), ((), ())))
+    model_flops.record_matmul(result.shape, weight.shape[-1])
+    return result if bias is None else result + bias
+
+
+def take_along_dim(x: Any, indices: Any, dim: int | None = None) -> Any:
+    """`torch.take_along_dim`, whose own code asks for indices of 64 bits."""
+    import jax.numpy as jnp
+
+    return jnp.take_along_axis(x, indices, axis=dim)
+
+
+def linear_parts(x: Any, weight: Any, bias: Any) -> Any:
+    """Several linear layers side by side: `x` [..., in], `weight` [in, parts, out], `bias` [parts, out]."""
+    import jax
+
+    result = jax.lax.dot_general(x, weight, (((x.ndim - 1,), (0,)), ((), ())))
+    model_flops.record_matmul(result.shape, weight.shape[0])
+    return result + bias
+
+
+def addmm(bias: Any, x: Any, weight: Any, *, beta: Any = 1, alpha: Any = 1) -> Any:
+    """`beta * bias + alpha * (x @ weight)`."""
+    result = matmul(x, weight)
+    if alpha != 1:
+        result = result * alpha
+    if beta == 0:
+        return result
+    return result + (bias if beta == 1 else bias * beta)
+
+
+def matmul(x: Any, y: Any) -> Any:
+    """`torch.matmul`: leading dims of both are batch dims and are broadcast, not merged."""
+    import jax.numpy as jnp
+
+    result = jnp.matmul(x, y)
+    model_flops.record_matmul(result.shape, x.shape[-1])
+    return result
+
+
+def grouped_mm(x: Any, weight: Any, offs: Any = None, bias: Any = None, out_dtype: Any = None) -> Any:
+    """`torch._grouped_mm`: groups of rows `x` [rows, in], which end at `offs` [groups], times `weight` [g, in, out].
+
+    Without `offs` both have groups: [groups, rows, in]. Rows beyond the last group give zeros.
+    """
+    import jax
+    import jax.numpy as jnp
+
+    if bias is not None or (x.ndim == 3) != (offs is None) or weight.ndim != 3:
+        raise UserError(
+            "torch._grouped_mm is lowered for rows [rows, in] and weights [groups, in, out] without a bias; add the "
+            "bias to its result, and give groups of columns as a sum of products."
+        )
+    if offs is None:
+        result = matmul(x, weight)
+    else:
+        ends = offs.astype(jnp.int32)
+        result = jax.lax.ragged_dot(x, weight, jnp.diff(ends, prepend=jnp.zeros(1, jnp.int32)))
+        model_flops.record_matmul(result.shape, x.shape[-1])
+    return result if out_dtype is None else result.astype(_jax_dtype(out_dtype))
+
+
+def einsum(equation: str, *operands: Any) -> Any:
+    """`torch.einsum`, counting a contraction of two operands as a matmul."""
+    import jax.numpy as jnp
+
+    if len(operands) == 1 and isinstance(operands[0], (list, tuple)):
+        operands = tuple(operands[0])
+    result = jnp.einsum(equation, *operands)
+    text = equation.replace(" ", "")
+    if len(operands) == 2 and "." not in text and "->" in text:
+        inputs, output = text.split("->")
+        sizes = {
+            letter: size
+            for part, operand in zip(inputs.split(","), operands, strict=True)
+            for letter, size in zip(part, operand.shape, strict=True)
+        }
+        contracted = 1
+        for letter, size in sizes.items():
+            if letter not in output:
+                contracted *= size
+        model_flops.record_matmul(result.shape, contracted)
+    return result
+
+
+def take_rows(
+    table: Any, ids: Any, padding_idx: int = -1, scale_grad_by_freq: bool = False, sparse: bool = False
+) -> Any:
+    """Rows of an embedding table as one plain gather (ids are valid, so nothing is filled or clamped).
+
+    As in torch the row `padding_idx`, if it is one, has no gradient.
+    """
+    import jax
+    import jax.numpy as jnp
+
+    if scale_grad_by_freq:
+        raise UserError("embedding with `scale_grad_by_freq` has no lowering; leave it out.")
+    rows = table.at[ids].get(mode="promise_in_bounds", wrap_negative_indices=False)
+    if padding_idx < 0:
+        return rows
+    return jnp.where((ids == padding_idx)[..., None], jax.lax.stop_gradient(rows), rows)
+
+
+def embedding(
+    ids: Any,
+    table: Any,
+    padding_idx: int | None = None,
+    max_norm: float | None = None,
+    norm_type: float = 2.0,
+    scale_grad_by_freq: bool = False,
+    sparse: bool = False,
+) -> Any:
+    """`torch.nn.functional.embedding` without renormalisation."""
+    if max_norm is not None:
+        raise UserError(
+            "embedding with `max_norm` has no lowering, since it writes to its own weights; renormalise what it gives."
+        )
+    return take_rows(table, ids, -1 if padding_idx is None else padding_idx % table.shape[0], scale_grad_by_freq)
+
+
+def embedding_bag(
+    ids: Any,
+    table: Any,
+    offsets: Any = None,
+    max_norm: float | None = None,
+    norm_type: float = 2.0,
+    scale_grad_by_freq: bool = False,
+    mode: str = "mean",
+    sparse: bool = False,
+    per_sample_weights: Any = None,
+    include_last_offset: bool = False,
+    padding_idx: int | None = None,
+) -> Any:
+    """`torch.nn.functional.embedding_bag` without renormalisation.
+
+    Bags are rows of `ids` [B, N], or begin at `offsets` [B] of `ids` [N]; ids that are `padding_idx` count for nothing.
+    """
+    import jax
+    import jax.numpy as jnp
+
+    if max_norm is not None or scale_grad_by_freq:
+        raise UserError("embedding_bag with `max_norm` or `scale_grad_by_freq` has no lowering; leave them out.")
+    count = ids.shape[0] if offsets is None else offsets.shape[0] - include_last_offset
+    bag: Any = None if offsets is None else jnp.searchsorted(offsets[:count], jnp.arange(len(ids)), side="right") - 1
+    kept = jnp.ones(ids.shape, bool) if padding_idx is None else ids != padding_idx
+    rows = take_rows(table, ids)
+    if mode == "max":
+        lowest = jnp.asarray(-jnp.inf, rows.dtype)
+        rows = jnp.where(kept[..., None], rows, lowest)
+        found = rows.max(1) if offsets is None else jax.ops.segment_max(rows, bag, count)
+        return jnp.where(jnp.isneginf(found), 0, found)
+    weights = kept.astype(rows.dtype) if per_sample_weights is None else jnp.where(kept, per_sample_weights, 0)
+
+    def summed(values: Any) -> Any:
+        return values.sum(1) if offsets is None else jax.ops.segment_sum(values, bag, count)
+
+    found = rows if per_sample_weights is None and padding_idx is None else rows * weights[..., None]
+    if mode == "sum":
+        return summed(found)
+    return summed(found) / jnp.maximum(summed(kept.astype(rows.dtype)), 1)[:, None]
+
+
+def repeat_interleave(x: Any, repeats: Any, dim: int | None = None, *, output_size: int | None = None) -> Any:
+    """`torch.repeat_interleave`; with a fixed count as a broadcast and a reshape instead of a gather."""
+    import jax.numpy as jnp
+
+    if dim is None or not isinstance(repeats, int):
+        return jnp.repeat(x, repeats, axis=dim, total_repeat_length=output_size)
+    place = dim % x.ndim
+    wide = jnp.broadcast_to(jnp.expand_dims(x, place + 1), (*x.shape[: place + 1], repeats, *x.shape[place + 1 :]))
+    return wide.reshape(*x.shape[:place], x.shape[place] * repeats, *x.shape[place + 1 :])
+
+
+def arange(
+    start: Any = 0, end: Any = None, step: Any = 1, *, dtype: Any = None, device: Any = None, **others: Any
+) -> Any:
+    """`torch.arange`, whose only bound may be called `end`; bounds may be traced where they are a fixed way apart."""
+    from jax import core
+    from torchax.ops import jaten
+
+    if end is None:
+        start, end = 0, start
+    if isinstance(start, core.Tracer) and (count := _steps_after(start, end)) is not None:
+        counted: Any = jaten._aten_arange(0, count, step, dtype=dtype)
+        return counted + start.astype(counted.dtype)
+    return jaten._aten_arange(start, end, step, dtype=dtype)
+
+
+def filled(value: int) -> Callable[..., Any]:
+    """`torch.ones`, `torch.zeros` or `torch.empty`, whose shape comes as one tuple, as whole numbers or by its name."""
+
+    def make(*sizes: Any, size: Any = None, dtype: Any = None, **others: Any) -> Any:
+        import jax.numpy as jnp
+        import torch
+
+        given = sizes if size is None else (size,)
+        shape = given[0] if len(given) == 1 and isinstance(given[0], (tuple, list)) else given
+        return jnp.full(tuple(shape), value, _jax_dtype(dtype or torch.get_default_dtype()))
+
+    return make
+
+
+def full(size: Any, fill_value: Any, *, dtype: Any = None, **others: Any) -> Any:
+    """`torch.full`, of whose own accord whole numbers and truths stay what they are."""
+    import jax.numpy as jnp
+    import torch
+
+    if dtype is None and not isinstance(fill_value, (bool, int, float, complex)):
+        return jnp.full(tuple(size), fill_value)
+    own = type(fill_value) if isinstance(fill_value, (bool, int)) else torch.get_default_dtype()
+    return jnp.full(tuple(size), fill_value, _jax_dtype(dtype or own))
+
+
+def _jax_dtype(dtype: Any) -> Any:
+    """The JAX dtype of one of torch, which may be a type of Python."""
+    import jax
+    import torch
+    from torchax.ops import mappings
+
+    python: dict[Any, Any] = {bool: torch.bool, int: torch.int64, float: torch.float64}
+    return jax.dtypes.canonicalize_dtype(mappings.t2j_dtype(python.get(dtype, dtype)))
+
+
+def _steps_after(start: Any, end: Any) -> int | None:
+    """By how much `end` was made larger than `start` while both were traced; None if that is not known."""
+    if end is start or getattr(end, "val", end) is getattr(start, "val", start):
+        return 0
+    equation = getattr(end, "parent", None)
+    if equation is None or equation.primitive.name not in ("add", "convert_element_type"):
+        return None
+    known, others = 0, []
+    for side in equation.in_tracers:
+        value = getattr(getattr(side, "val", None), "val", None)  # what a literal holds
+        if value is None:
+            others.append(side)
+        else:
+            known += int(value)
+    before = _steps_after(start, others[0]) if len(others) == 1 else None
+    return None if before is None else before + known
+
+
+def unfold(x: Any, dim: int, size: int, step: int) -> Any:
+    """`torch.Tensor.unfold`: windows of `dim` [..., count, ..., size], where neighbours may overlap."""
+    import jax.numpy as jnp
+
+    count = (x.shape[dim] - size) // step + 1
+    parts = [jnp.take(x, jnp.arange(count) * step + offset, axis=dim, mode="clip") for offset in range(size)]
+    return jnp.stack(parts, axis=-1)
+
+
+def ceil(x: Any) -> Any:
+    """`torch.ceil`."""
+    import jax.numpy as jnp
+
+    return jnp.ceil(x).astype(x.dtype)
+
+
+def add(x: Any, y: Any, *, alpha: Any = 1) -> Any:
+    """`x + alpha * y`."""
+    x, y = _promoted(x, y)
+    return x + (y if alpha == 1 else y * alpha)
+
+
+def sub(x: Any, y: Any, *, alpha: Any = 1) -> Any:
+    """`x - alpha * y`."""
+    x, y = _promoted(x, y)
+    return x - (y if alpha == 1 else y * alpha)
+
+
+def rsub(x: Any, y: Any, *, alpha: Any = 1) -> Any:
+    """`y - alpha * x`."""
+    return sub(y, x, alpha=alpha)
+
+
+def mul(x: Any, y: Any) -> Any:
+    """`x * y`."""
+    x, y = _promoted(x, y)
+    return x * y
+
+
+def div(x: Any, y: Any, *, rounding_mode: str | None = None) -> Any:
+    """`x / y`; integers divide to floats unless a rounding mode is given."""
+    import jax.numpy as jnp
+
+    x, y = _promoted(x, y)
+    if rounding_mode is None:
+        return x / y
+    if rounding_mode == "floor":
+        return jnp.floor_divide(x, y)
+    quotient = jnp.trunc(x / y)
+    return quotient.astype(jnp.result_type(x, y))
+
+
+def power(x: Any, y: Any) -> Any:
+    """`x ** y`; small whole exponents become multiplications, which differentiate and run better."""
+    import jax
+    import jax.numpy as jnp
+
+    if isinstance(y, (int, float)) and not isinstance(x, (int, float)):
+        if float(y).is_integer() and 0 < y <= 4:
+            whole = x if isinstance(y, int) or jnp.issubdtype(x.dtype, jnp.floating) else x.astype(jnp.float32)
+            return whole * whole if y == 2 else jax.lax.integer_pow(whole, int(y))
+        if y == 0.5:
+            return jnp.sqrt(x)
+    x, y = _promoted(x, y)
+    return jnp.power(x, y)
+
+
+def _promoted(x: Any, y: Any) -> tuple[Any, Any]:
+    """torch's rule that a 0-d tensor does not widen a tensor of the same kind; JAX follows it for Python numbers."""
+    import jax.numpy as jnp
+
+    def rank(value: Any) -> int:
+        return getattr(value, "ndim", -1)
+
+    def kind(value: Any) -> int:
+        dtype = value.dtype
+        return 0 if dtype == jnp.bool_ else 1 if jnp.issubdtype(dtype, jnp.integer) else 2
+
+    if rank(x) == 0 and rank(y) > 0 and kind(x) <= kind(y):
+        return x.astype(y.dtype), y
+    if rank(y) == 0 and rank(x) > 0 and kind(y) <= kind(x):
+        return x, y.astype(x.dtype)
+    return x, y

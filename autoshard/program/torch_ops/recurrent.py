@@ -1,0 +1,323 @@
+"""Recurrent layers as loops over steps, and pooling over windows as torch computes it."""
+
+import contextlib
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from autoshard.errors import UserError
+from autoshard.program import model_flops
+
+
+def recurrent_table() -> dict[Any, Callable[..., Any]]:
+    """torch callable -> lowering."""
+    import torch
+
+    return {
+        torch.lstm: lstm,
+        torch.gru: _one_state(Cell(3, _gru, own=True)),
+        torch.rnn_tanh: _one_state(Cell(1, _plain("tanh"))),
+        torch.rnn_relu: _one_state(Cell(1, _plain("relu"))),
+        torch._VF._pack_padded_sequence: _packed,
+    }
+
+
+_States = tuple[Any, ...]
+"""What goes from one step to the next, each [B, size]: the hidden state first."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Cell:
+    """One step of a kind of recurrence."""
+
+    gates: int
+    """Blocks of rows in a weight."""
+    step: Callable[[Any, Any, _States], _States]
+    """From what the inputs and what the hidden state give the gates, both [B, gates, H], and the states before."""
+    own: bool = False
+    """True if the last gate keeps the two apart: its inputs come with one part more, which is the hidden state's."""
+
+
+def _lstm(given: Any, recurrent: Any, states: _States) -> _States:
+    import jax
+    import jax.numpy as jnp
+
+    gates = given + recurrent
+    entry, forget, output = (jax.nn.sigmoid(gates[:, i]) for i in (0, 1, 3))
+    cell = forget * states[1] + entry * jnp.tanh(gates[:, 2])
+    return output * jnp.tanh(cell), cell
+
+
+def _gru(given: Any, recurrent: Any, states: _States) -> _States:
+    import jax
+    import jax.numpy as jnp
+
+    reset, update = (jax.nn.sigmoid(given[:, i] + recurrent[:, i]) for i in (0, 1))
+    new = jnp.tanh(given[:, 2] + reset * (given[:, 3] + recurrent[:, 2]))
+    return ((1 - update) * new + update * states[0],)
+
+
+def _plain(name: str) -> Callable[[Any, Any, _States], _States]:
+    def step(given: Any, recurrent: Any, states: _States) -> _States:
+        import jax
+        import jax.numpy as jnp
+
+        gates = (given + recurrent)[:, 0]
+        return (jnp.tanh(gates) if name == "tanh" else jax.nn.relu(gates),)
+
+    return step
+
+
+def lstm(x: Any, states: Any, weights: Any, *others: Any) -> tuple[Any, Any, Any]:
+    """`torch.lstm` on whole sequences: the output, and the last hidden and cell states [layers, B, size]."""
+    _check(states)
+    out, (hidden, cell) = _layers(Cell(4, _lstm), x, tuple(states), weights, *others)
+    return out, hidden, cell
+
+
+def _one_state(cell: Cell) -> Callable[..., tuple[Any, Any]]:
+    def run(x: Any, state: Any, weights: Any, *others: Any) -> tuple[Any, Any]:
+        _check(weights)
+        out, (hidden,) = _layers(cell, x, (state,), weights, *others)
+        return out, hidden
+
+    return run
+
+
+def _check(given: Any) -> None:
+    if not isinstance(given, (list, tuple)):
+        _packed()
+
+
+def _packed(*_: Any) -> Any:
+    raise UserError(
+        "a packed sequence has the lengths of its data in its shape, and a plan is made from shapes alone; give padded "
+        "sequences [B, S, ...] and mask what lies after their ends, in the loss or by torch.where."
+    )
+
+
+def _layers(
+    cell: Cell,
+    x: Any,
+    states: _States,
+    weights: Sequence[Any],
+    *others: Any,
+) -> tuple[Any, _States]:
+    """All layers in all directions; `others` are `has_biases, num_layers, dropout, train, bidirectional, batch_first`.
+
+    Dropout between layers is off, as everywhere.
+    """
+    import jax.numpy as jnp
+
+    biases, layers, _, _, both, batch_first = others
+    steps_first = jnp.swapaxes(x, 0, 1) if batch_first else x
+    ways = 2 if both else 1
+    each = len(weights) // (layers * ways)
+    last: list[_States] = []
+    for layer in range(layers):
+        outputs = []
+        for way in range(ways):
+            number = layer * ways + way
+            own = weights[number * each : (number + 1) * each]
+            out, after = _sequence(cell, steps_first, tuple(s[number] for s in states), own, biases, way == 1)
+            outputs.append(out)
+            last.append(after)
+        steps_first = jnp.concatenate(outputs, axis=-1) if both else outputs[0]
+    ends = tuple(jnp.stack(parts) for parts in zip(*last, strict=True))
+    return jnp.swapaxes(steps_first, 0, 1) if batch_first else steps_first, ends
+
+
+def _sequence(
+    cell: Cell, x: Any, states: _States, weights: Sequence[Any], biases: bool, backwards: bool
+) -> tuple[Any, _States]:
+    """One layer in one direction over `x` [S, B, in]: hidden states [S, B, size], and the last states."""
+    import jax
+    import jax.numpy as jnp
+
+    size = weights[0].shape[0] // cell.gates
+    entering, recurrent = (w.reshape(cell.gates, size, -1) for w in weights[:2])
+    projection = weights[-1] if len(weights) % 2 else None  # of the hidden state, which an LSTM may have
+    given = jax.lax.dot_general(x, entering, (((2,), (2,)), ((), ())))
+    if biases:
+        first, second = (b.reshape(cell.gates, size) for b in weights[2:4])
+        given = given + first
+        if cell.own:
+            own = jnp.broadcast_to(second[-1], (*given.shape[:2], 1, size))
+            given = jnp.concatenate([given.at[:, :, :-1].add(second[:-1]), own], axis=2)
+        else:
+            given = given + second
+    elif cell.own:
+        given = jnp.concatenate([given, jnp.zeros((*given.shape[:2], 1, size), given.dtype)], axis=2)
+    model_flops.record_matmul(given.shape[:2] + (cell.gates, size), entering.shape[-1] + recurrent.shape[-1])
+    if projection is not None:
+        model_flops.record_matmul((*given.shape[:2], projection.shape[0]), size)
+        return _loop(cell, given, states, recurrent, projection, backwards)
+    return _recurrence(cell, backwards)(given, states, recurrent)
+
+
+def _loop(
+    cell: Cell, given: Any, states: _States, weight: Any, projection: Any, backwards: bool
+) -> tuple[Any, _States]:
+    import jax
+
+    def step(before: _States, now: Any) -> tuple[_States, Any]:
+        gates = jax.lax.dot_general(before[0], weight, (((1,), (2,)), ((), ())))
+        hidden, *rest = cell.step(now, gates, before)
+        if projection is not None:
+            hidden = jax.lax.dot_general(hidden, projection, (((1,), (1,)), ((), ())))
+        after = tuple(a.astype(b.dtype) for a, b in zip((hidden, *rest), before, strict=True))
+        return after, after[0]
+
+    after, hidden = jax.lax.scan(step, states, given, reverse=backwards)
+    return hidden, after
+
+
+def _recurrence(cell: Cell, backwards: bool) -> Callable[..., tuple[Any, _States]]:
+    """The loop over what the inputs give the gates, the first states and the recurrent weights [gates, H, H]."""
+    import jax
+    import jax.numpy as jnp
+
+    @jax.custom_vjp
+    def run(given: Any, states: _States, weight: Any) -> tuple[Any, _States]:
+        return _loop(cell, given, states, weight, None, backwards)
+
+    def forward(given: Any, states: _States, weight: Any) -> Any:
+        fixed = jax.lax.stop_gradient(weight)
+        results, pull = jax.vjp(lambda g, s: _loop(cell, g, s, fixed, None, backwards), given, states)
+        return results, (pull, results[0], states[0])
+
+    def backward(kept: Any, gradients: Any) -> Any:
+        pull, hidden, first = kept
+        of_given, of_states = pull(gradients)
+        if backwards:
+            before = jnp.concatenate([hidden[1:], first[None]])
+        else:
+            before = jnp.concatenate([first[None], hidden[:-1]])
+        # The hidden state gives a gate the gradient that the inputs give it; the last has a part of its own.
+        gates = jnp.concatenate([of_given[:, :, :-2], of_given[:, :, -1:]], axis=2) if cell.own else of_given
+        of_weight = jax.lax.dot_general(gates, before, (((0, 1), (0, 1)), ((), ())))
+        return of_given, of_states, of_weight
+
+    run.defvjp(forward, backward)
+    return run
+
+
+@contextlib.contextmanager
+def torchs_own_gru(module: Any) -> Iterator[None]:
+    """While inside, GRUs run torch's own code, which is lowered here.
+
+    Importing torch_xla puts a class in the place of `torch.nn.GRU` whose loop is of its lazy tensors, and ends the
+    process in a trace.
+    """
+    from torch.nn.modules import rnn
+
+    theirs = {type(child) for child in module.modules() if type(child).__module__ == "torch_xla.experimental.gru"}
+    before = [(each, each.forward) for each in theirs]
+    for each in theirs:
+        each.forward = rnn.GRU.forward
+    try:
+        yield
+    finally:
+        for each, forward in before:
+            each.forward = forward
+
+
+def pooling_table() -> dict[Any, Callable[..., Any]]:
+    """torch callable -> lowering."""
+    import torch
+
+    aten = torch.ops.aten
+    means = (aten.avg_pool1d, aten.avg_pool2d, aten.avg_pool3d)
+    maxima = (aten.max_pool2d_with_indices, aten.max_pool3d_with_indices)
+    adaptive = (aten.adaptive_max_pool2d, aten.adaptive_max_pool3d)
+    found = dict.fromkeys(means, avg_pool) | dict.fromkeys(maxima, max_pool_with_indices)
+    return found | dict.fromkeys(adaptive, adaptive_max_pool)
+
+
+def avg_pool(
+    x: Any,
+    kernel: Sequence[int],
+    stride: Sequence[int] = (),
+    padding: Sequence[int] = (0,),
+    ceil: bool = False,
+    counted: bool = True,
+    divisor: int | None = None,
+) -> Any:
+    """`torch.nn.functional.avg_pool1d` to `3d` of [..., *sides]; `counted`: padding counts as elements of a window."""
+    import jax
+    import numpy as np
+
+    kernel = tuple(kernel)
+    strides = tuple(stride) or kernel
+    pads = tuple(padding) * (len(kernel) if len(padding) == 1 else 1)
+    lead, sides = x.ndim - len(kernel), x.shape[-len(kernel) :]
+    sizes: list[int] = []
+    around: list[tuple[int, int]] = [(0, 0)] * lead
+    shares = np.ones((1,) * len(kernel), np.float32)
+    for dim, (side, width, step, pad) in enumerate(zip(sides, kernel, strides, pads, strict=True)):
+        count = _windows(side, width, step, pad, ceil)
+        size = min(width, side + 2 * pad) if count == 1 else width  # what is outside of all padding adds nothing
+        sizes.append(size)
+        around.append((pad, (count - 1) * step + size - side - pad))
+        begin = np.arange(count) * step - pad
+        end = np.minimum(begin + width, side + pad)
+        held = end - begin if counted else np.minimum(end, side) - np.maximum(begin, 0)
+        shares = shares * held.reshape(-1, *([1] * (len(kernel) - 1 - dim)))
+    whole = ((1,) * lead, (1,) * lead)
+    zero = np.zeros((), x.dtype)  # a traced one would hide from JAX that these are sums
+    total = jax.lax.reduce_window(x, zero, jax.lax.add, whole[0] + tuple(sizes), whole[1] + strides, around)
+    return (total / (shares if divisor is None else divisor)).astype(x.dtype)
+
+
+def max_pool_with_indices(
+    x: Any,
+    kernel: Sequence[int],
+    stride: Sequence[int] = (),
+    padding: Sequence[int] | int = 0,
+    dilation: Sequence[int] | int = 1,
+    ceil: bool = False,
+) -> Any:
+    """`torch.nn.functional.max_pool2d` or `3d` of [..., *sides] with `return_indices`: maxima, and where each is."""
+    import jax
+    import jax.numpy as jnp
+    from torchax.ops import jaten
+
+    found: Any = jaten._aten_max_pool2d_with_indices
+    _, indices = found(jax.lax.stop_gradient(x), kernel, stride, padding, dilation, ceil)
+    flat = x.reshape(*x.shape[: x.ndim - len(kernel)], -1)
+    places = indices.reshape(*flat.shape[:-1], -1)
+    return jnp.take_along_axis(flat, places, axis=-1).reshape(indices.shape), indices
+
+
+def adaptive_max_pool(x: Any, sizes: Sequence[int]) -> Any:
+    """`torch.nn.functional.adaptive_max_pool2d` or `3d` of [..., *sides]: maxima, and where each is."""
+    import jax
+    import jax.numpy as jnp
+    import numpy as np
+
+    lead, sides = x.shape[: x.ndim - len(sizes)], x.shape[x.ndim - len(sizes) :]
+    places, held = np.zeros((1,) * 2 * len(sizes), np.int64), np.ones((1,) * 2 * len(sizes), bool)
+    for dim, (side, size) in enumerate(zip(sides, sizes, strict=True)):
+        begin, end = np.arange(size) * side // size, -(-(np.arange(size) + 1) * side // size)
+        within = begin[:, None] + np.arange((end - begin).max())
+        shape = [1] * 2 * len(sizes)
+        shape[dim], shape[dim + len(sizes)] = within.shape
+        places = places * side + np.minimum(within, side - 1).reshape(shape)
+        held = held & (within < end[:, None]).reshape(shape)
+    places, held = (np.broadcast_to(each, np.broadcast_shapes(places.shape, held.shape)) for each in (places, held))
+    windows, mask = places.reshape(*sizes, -1), held.reshape(*sizes, -1)
+    flat = x.reshape(*lead, -1)
+    seen = jnp.where(mask, jax.lax.stop_gradient(flat)[..., windows], -jnp.inf)
+    best = jnp.argmax(seen, axis=-1)
+    indices = jnp.take_along_axis(jnp.broadcast_to(windows, seen.shape), best[..., None], axis=-1)[..., 0]
+    found = jnp.take_along_axis(flat, indices.reshape(*lead, -1), axis=-1)
+    return found.reshape(indices.shape), indices
+
+
+def _windows(side: int, width: int, step: int, pad: int, ceil: bool) -> int:
+    """How many windows there are along a side; with `ceil` one may begin within what there is and end beyond."""
+    room = side + 2 * pad - width
+    if not ceil:
+        return room // step + 1
+    count = -(-room // step) + 1
+    return count - 1 if (count - 1) * step >= side + pad else count

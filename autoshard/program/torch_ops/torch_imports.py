@@ -1,0 +1,168 @@
+"""Imports of torch, torchax and model code, and modules built without their weights."""
+
+import contextlib
+import importlib.metadata
+import importlib.util
+import math
+import sys
+from collections.abc import Callable, Iterator
+from types import ModuleType
+from typing import Any
+
+from autoshard.base.tested_versions import known_versions, minor_of, newer_than_tested
+from autoshard.errors import UserError, reason_of
+
+
+_OLDEST = (2, 9)
+"""Minor version of torch that the lowerings need at least."""
+
+
+def require_torch(*others: str) -> None:
+    """Raise `UserError` if torch, torchax or one of the `others` is missing, or torch is too old."""
+    missing = [name for name in ("torch", "torchax", *others) if importlib.util.find_spec(name) is None]
+    if missing:
+        raise UserError(
+            f"torch modules and `hf:` models need packages that are not installed ({', '.join(missing)}): "
+            f"pip install {' '.join(missing)}."
+        )
+    version = _torch_version()
+    if minor_of(version) < _OLDEST:
+        raise UserError(
+            f"torch {version} is too old for torch modules and `hf:` models, which need torch "
+            f"{'.'.join(map(str, _OLDEST))} or newer (tested: {known_versions('torch')}): pip install --upgrade torch."
+        )
+
+
+def untested_torch() -> str:
+    """Return a clause that says that torch is newer than the tested ones; empty if it is not."""
+    version = _torch_version()
+    if not newer_than_tested("torch", version):
+        return ""
+    return f"; torch {version} is newer than the tested versions {known_versions('torch')}, which may be why"
+
+
+@contextlib.contextmanager
+def importing_torchax() -> Iterator[None]:
+    """Let torchax be imported, while inside, though its tables name overloads that this torch has removed.
+
+    Raises `UserError` if torchax does not load for another reason.
+    """
+    try:
+        with _removed_overloads():
+            yield
+    except (AttributeError, ImportError) as error:
+        version, known = _torch_version(), known_versions("torch")
+        raise UserError(
+            f"torchax {importlib.metadata.version('torchax')} cannot be loaded with torch {version} "
+            f"({type(error).__name__}: {reason_of(error)}): install a tested torch ({known}) or another torchax."
+        ) from error
+
+
+@contextlib.contextmanager
+def _removed_overloads() -> Iterator[None]:
+    """Give torchax, while inside, an object that equals no operation for each overload that this torch lacks.
+
+    torchax 0.0.13 lists overloads by attribute (`torch.ops.aten.prod.dim_Dimname`); torch 2.13 has no named tensors.
+    """
+    from torch._ops import OpOverloadPacket
+
+    packet: Any = OpOverloadPacket
+    look_up = packet.__getattr__
+
+    def lenient(self: Any, name: str) -> Any:
+        try:
+            return look_up(self, name)
+        except AttributeError:
+            # Other code asks packets for attributes to find out what they are.
+            asking = sys._getframe(1).f_globals.get("__name__", "")
+            if name.startswith("_") or asking.partition(".")[0] != "torchax":
+                raise
+            return object()
+
+    packet.__getattr__ = lenient
+    try:
+        yield
+    finally:
+        packet.__getattr__ = look_up
+
+
+def _torch_version() -> str:
+    import torch
+
+    return str(torch.__version__)
+
+
+_UNNEEDED = ("accelerate", "scipy")
+_lean = False
+
+
+def import_lean() -> None:
+    """From now on leave out of `hf:` models' imports what they do not need.
+
+    For a process that runs one command: transformers remembers for good that the packages are not there.
+    """
+    global _lean
+    _lean = True
+
+
+def import_model_code(name: str) -> ModuleType:
+    """The module of that name; lean, if `import_lean` was called."""
+    if not _lean:
+        return importlib.import_module(name)
+    try:
+        with _hidden():
+            return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if str(error.name).partition(".")[0] not in _UNNEEDED:
+            raise
+        return importlib.import_module(name)  # it cannot do without after all
+
+
+@contextlib.contextmanager
+def _hidden() -> Iterator[None]:
+    """Inside, the packages cannot be imported; one that is here already stays."""
+    hidden = [name for name in _UNNEEDED if name not in sys.modules]
+    for name in hidden:
+        sys.modules[name] = None  # type: ignore[assignment]  # says that there is no such module
+    try:
+        yield
+    finally:
+        for name in hidden:
+            del sys.modules[name]
+
+
+_LARGE = 1 << 20
+"""Elements above which a constructor with known values is not worth keeping: only weights are that large."""
+
+_ZEROS = 1 << 26
+"""The same of zeros, which take no memory until they are written: tables of positions are filled from them."""
+
+
+def build(make: Callable[[], Any]) -> Any:
+    """Run `make()` with weights on the meta device.
+
+    Uninitialised and random tensors have no values worth keeping and go to the meta device; small tensors with
+    computed values (rotary frequencies, position ids) stay real, so that they can be constants of the program.
+    """
+    import torch
+    from torch.overrides import TorchFunctionMode
+
+    shapeless = {torch.empty, torch.rand, torch.randn, torch.empty_strided, torch.normal}
+    filled = {torch.ones: _LARGE, torch.zeros: _ZEROS, torch.full: _LARGE}
+
+    class WeightsOnMeta(TorchFunctionMode):
+        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            kwargs = dict(kwargs or {})
+            if func in shapeless or (func in filled and _elements(args, kwargs) > filled[func]):
+                kwargs["device"] = "meta"
+            return func(*args, **kwargs)
+
+    with WeightsOnMeta():
+        return make()
+
+
+def _elements(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
+    size = kwargs.get("size", args[0] if args else ())
+    if not isinstance(size, (tuple, list)):  # whole numbers one after the other, or a tensor of one
+        size = tuple(int(a) for a in args) or (int(size),)
+    return math.prod(int(each) for each in size)

@@ -1,0 +1,240 @@
+"""Programs that need numbers of 64 bits: found while a module is traced in 32, and then traced in 64.
+
+torch's whole numbers have 64 bits, JAX's 32 by default. Most are ids, positions and counts, for which 32 bits do. While
+a module is traced in 32 bits, every tensor of whole numbers has a bound for its values. Inputs are bounded by four
+times the largest value of the examples, or by `ASSUMED` where these have no values. An operation whose bound passes 31
+bits, and one in float64, raises `WideNumberError`. The module is then traced again in 64 bits, inside of a program
+whose arguments have 32.
+"""
+
+import contextlib
+import contextvars
+import functools
+import math
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from autoshard.program.caller_frames import with_callers
+from autoshard.program.torch_ops.views import root_of
+
+
+ASSUMED = 1 << 16
+"""Bound of whole numbers that nothing else is known of."""
+
+LARGEST = (1 << 31) - 1
+_CAP = 1 << 80
+"""Bounds are not followed beyond it."""
+
+_narrow: contextvars.ContextVar[bool] = contextvars.ContextVar("narrow", default=False)
+
+
+class WideNumberError(Exception):
+    """Code computes what 32 bits do not hold; the message says what."""
+
+
+@contextlib.contextmanager
+def narrow() -> Iterator[None]:
+    """While inside, operations that need 64 bits raise `WideNumberError`."""
+    token = _narrow.set(True)
+    try:
+        yield
+    finally:
+        _narrow.reset(token)
+
+
+def in_64_bits(fn: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap a JAX function so that it is traced in 64 bits."""
+    import jax
+
+    @functools.wraps(fn)
+    def run(*args: Any) -> Any:
+        with jax.enable_x64(True):
+            return fn(*args)
+
+    return run
+
+
+def wide_reason(values: Any) -> str:
+    """Say why a torch tensor or an array does not fit into 32 bits; empty if it does, or if it has no values."""
+    dtype = str(values.dtype).removeprefix("torch.")
+    if dtype in ("float64", "complex128"):
+        return f"is {dtype}"
+    if dtype != "int64" or getattr(getattr(values, "device", None), "type", "cpu") != "cpu":
+        return ""
+    largest = _largest(values)
+    return f"holds {largest}" if largest > LARGEST else ""
+
+
+def _largest(values: Any) -> int:
+    """Return the largest magnitude of whole numbers or flags; torch has no `abs` of all their dtypes."""
+    import numpy as np
+
+    array = np.asarray(values)
+    return max(map(abs, (int(array.max()), int(array.min())))) if array.size else 0
+
+
+def bound_of_values(tensor: Any) -> int | None:
+    """Return the largest magnitude in a torch tensor of whole numbers; None if it has no values."""
+    if tensor.device.type != "cpu" or tensor.is_floating_point() or tensor.is_complex():
+        return None
+    return _largest(tensor.detach())
+
+
+def set_bound(tensor: Any, bound: int) -> None:
+    """Note the largest magnitude in a torchax tensor."""
+    root_of(tensor).__dict__["_bound"] = bound
+
+
+def refuse_float64(tensor: Any) -> None:
+    """Raise `WideNumberError` for a torch tensor [n, ...] of 64-bit floats, where these are not computed with."""
+    import torch
+
+    if _narrow.get() and tensor.dtype in (torch.float64, torch.complex128) and tensor.ndim:
+        raise with_callers(WideNumberError(f"a tensor is {str(tensor.dtype).removeprefix('torch.')}"))
+
+
+@contextlib.contextmanager
+def bounded(func: Any, given: Any) -> Iterator[list[Any]]:
+    """Run a torch operation on `given`, and note the bound of the results that are added to the yielded list.
+
+    Raises `WideNumberError` if the operation needs 64 bits.
+    """
+    results: list[Any] = []
+    if not _narrow.get():
+        yield results
+        return
+    bound = _bound_of(func, given)
+    yield results
+    if bound is not None:
+        import torch
+        from torch.utils import _pytree
+
+        for each in _pytree.tree_leaves(results):
+            if isinstance(each, torch.Tensor) and not each.is_floating_point():
+                set_bound(each, bound)
+
+
+def _bound_of(func: Any, given: Any) -> int | None:
+    """Return the bound of an operation's result; None if it is given no whole numbers."""
+    import numpy as np
+    import torch
+    from torch.utils import _pytree
+
+    leaves = _pytree.tree_leaves(given)
+    name = _name_of(func)
+    for leaf in leaves:
+        wide = leaf in (torch.float64, torch.complex128) if isinstance(leaf, torch.dtype) else False
+        if wide or isinstance(leaf, np.ndarray) and leaf.dtype in (np.float64, np.complex128) and leaf.ndim:
+            raise with_callers(WideNumberError("a tensor is asked for in float64"))
+    if name in ("double", "cdouble"):
+        raise with_callers(WideNumberError("a tensor is asked for in float64"))
+    tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+    numbers = [leaf for leaf in leaves if type(leaf) is int]
+    if any(each.is_floating_point() or each.is_complex() for each in tensors) or any(type(x) is float for x in leaves):
+        return ASSUMED  # of whole numbers that are made of floats
+    if not tensors:
+        return max(map(abs, numbers), default=0) if name in ("arange", "full", "tensor", "range") else None
+    bounds = [_bound(each) for each in tensors]
+    rule = _RULES.get(name)
+    if rule is None:
+        if name not in _PLACES and any(abs(number) > LARGEST for number in numbers):
+            raise with_callers(WideNumberError(f"`{name}` is given {max(numbers, key=abs)}"))
+        return max(*bounds, *(min(abs(number), LARGEST) for number in numbers), *(each.numel() for each in tensors))
+    bound = min(_CAP, rule(bounds, [abs(number) for number in numbers], tensors))
+    if bound > LARGEST:
+        raise with_callers(WideNumberError(f"whole numbers may pass 2^31 in `{name}`"))
+    return bound
+
+
+def _bound(tensor: Any) -> int:
+    """Return the largest magnitude that a torchax tensor of whole numbers may have."""
+    import numpy as np
+    import torch
+    from jax import core
+
+    small = {torch.bool: 1, torch.uint8: 255, torch.int8: 128, torch.int16: 1 << 15}
+    if tensor.dtype in small:
+        return small[tensor.dtype]
+    held = root_of(tensor).__dict__
+    if "_bound" not in held:
+        array = held.get("_held")
+        known = array is not None and not isinstance(array, core.Tracer)
+        held["_bound"] = int(abs(np.asarray(array).astype(np.int64)).max(initial=0)) if known else ASSUMED
+    return held["_bound"]
+
+
+def _name_of(func: Any) -> str:
+    """Return the plain name of an operation: `mul` for `aten.mul.Tensor`, `mul_`, `__rmul__` and `__imul__`."""
+    text = getattr(func, "__name__", str(func)).partition(".")[0]
+    name = text.strip("_")
+    return name[1:] if text.startswith("__") and name[:1] in ("r", "i") and name[1:] in _RULES else name
+
+
+_Rule = Callable[[Sequence[int], Sequence[int], Sequence[Any]], int]
+"""From bounds of the tensors, magnitudes of the plain numbers and the tensors: the bound of the result."""
+
+
+def _sum(bounds: Sequence[int], numbers: Sequence[int], tensors: Sequence[Any]) -> int:
+    return sum(bounds) + sum(numbers)
+
+
+def _product(bounds: Sequence[int], numbers: Sequence[int], tensors: Sequence[Any]) -> int:
+    return math.prod(bounds) * math.prod(numbers)
+
+
+def _power(bounds: Sequence[int], numbers: Sequence[int], tensors: Sequence[Any]) -> int:
+    base, exponent = (*bounds, *numbers)[:2]
+    base, exponent = (base, exponent) if len(bounds) > 0 else (exponent, base)
+    return max(1, base) ** min(exponent, 80)
+
+
+def _shifted(bounds: Sequence[int], numbers: Sequence[int], tensors: Sequence[Any]) -> int:
+    first, by = (*bounds, *numbers)[:2]
+    return first << min(by, 80)
+
+
+def _times_elements(bounds: Sequence[int], numbers: Sequence[int], tensors: Sequence[Any]) -> int:
+    return max(bounds) * max(1, tensors[0].numel())
+
+
+def _times_longest(bounds: Sequence[int], numbers: Sequence[int], tensors: Sequence[Any]) -> int:
+    return max(bounds) * max(tensors[0].shape, default=1)
+
+
+def _contraction(bounds: Sequence[int], numbers: Sequence[int], tensors: Sequence[Any]) -> int:
+    return math.prod(bounds) * max(size for each in tensors for size in (*each.shape, 1))
+
+
+def _to_power_of_elements(bounds: Sequence[int], numbers: Sequence[int], tensors: Sequence[Any]) -> int:
+    return max(1, *bounds) ** min(tensors[0].numel(), 80)
+
+
+def _first(bounds: Sequence[int], numbers: Sequence[int], tensors: Sequence[Any]) -> int:
+    return bounds[0]
+
+
+def _last(bounds: Sequence[int], numbers: Sequence[int], tensors: Sequence[Any]) -> int:
+    return (*bounds, *numbers)[-1]
+
+
+def _bits(bounds: Sequence[int], numbers: Sequence[int], tensors: Sequence[Any]) -> int:
+    return (1 << max(*bounds, *numbers, 0).bit_length()) - 1
+
+
+_RULES: dict[str, _Rule] = {
+    **dict.fromkeys(("add", "sub", "rsub", "subtract"), _sum),
+    **dict.fromkeys(("mul", "multiply", "square", "addcmul"), _product),
+    **dict.fromkeys(("pow", "float_power"), _power),
+    **dict.fromkeys(("lshift", "bitwise_left_shift"), _shifted),
+    **dict.fromkeys(("bitwise_and", "bitwise_or", "bitwise_xor", "bitwise_not", "and", "or", "xor", "invert"), _bits),
+    **dict.fromkeys(("sum", "nansum"), _times_elements),
+    **dict.fromkeys(("cumsum",), _times_longest),
+    **dict.fromkeys(("prod", "cumprod"), _to_power_of_elements),
+    **dict.fromkeys(("matmul", "mm", "bmm", "mv", "dot", "inner", "einsum", "tensordot", "outer"), _contraction),
+    **dict.fromkeys(("remainder", "fmod", "mod"), _last),
+    **dict.fromkeys(("floor_divide", "floordiv", "div", "divide", "true_divide", "truediv"), _first),
+}
+_RULES["square"] = lambda bounds, numbers, tensors: bounds[0] ** 2
+
+_PLACES = {"slice", "narrow", "select", "getitem", "split", "chunk", "view", "reshape", "expand", "index_select", "to"}
+"""Operations whose plain numbers are places and sizes, which may stand for the end."""

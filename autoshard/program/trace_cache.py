@@ -1,0 +1,132 @@
+"""Traced programs kept on disk by content, so that a second plan of one model begins at the pricing.
+
+An entry holds a line of JSON with the arguments and results, then the module's bytecode, and those of other platforms
+that differ. It is of an `hf:` program or of a module in a file: a Python file may depend on anything, so it is traced
+every time.
+"""
+
+import dataclasses
+import hashlib
+import json
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from autoshard.base.disk_cache import key_of, read_entry, write_entry
+from autoshard.program.config_files import read_config
+from autoshard.program.platforms import PLATFORMS, Lowerings, lowered_for
+from autoshard.program.program_record import Argument, Lifted, Program, Result, Role
+
+
+_KIND = "program"
+_PACKAGES = ("jax", "jaxlib", "torch", "torchax", "transformers", "optax")
+_SOURCES = ("program/**/*.py", "mlir/*.py", "base/call_rules.py", "base/disk_cache.py")
+
+
+def open_config(config: str, options: Mapping[str, Any], trace: Callable[[], Program]) -> Program:
+    """The program of `hf:config`: from disk if it is there, else by `trace`, and kept.
+
+    One from disk can be planned; its `fn` traces the model when it is called. Raises what `trace` raises.
+    """
+    name, fields = read_config(config)
+    return _open([name, fields, sorted(options.items())], trace)
+
+
+def open_file(path: Path, roles: Mapping[str, Any] | None, trace: Callable[[], Program]) -> Program:
+    """The same for a module in a file."""
+    try:
+        content = hashlib.sha256(path.read_bytes()).hexdigest()
+    except OSError:
+        return trace()  # which says what is wrong
+    return _open([path.name, content, sorted((name, str(role)) for name, role in (roles or {}).items())], trace)
+
+
+def _open(said: Any, trace: Callable[[], Program]) -> Program:
+    key = key_of(said, _PACKAGES, _SOURCES)
+    body = read_entry(_KIND, key)
+    if body is not None:
+        try:
+            return _decode(body, trace)
+        except (ValueError, TypeError, KeyError):
+            pass  # not what was written here, whatever its hash says
+    program = trace()
+    write_entry(_KIND, key, _encode(program))
+    return program
+
+
+def _encode(program: Program) -> bytes:
+    head = {
+        field: getattr(program, field)
+        for field in (
+            "name",
+            "donate_argnums",
+            "fingerprint",
+            "training",
+            "model_flops",
+            "tokens",
+            "layers",
+            "savable",
+            "weights",
+            "stacks",
+            "pipeline",
+            "notes",
+            "exchange",
+            "lifted",
+            "on_host",
+            "platform",
+        )
+    }
+    head |= {
+        "lifted": program.lifted,
+        "arguments": [dataclasses.asdict(argument) for argument in program.arguments],
+        "results": [dataclasses.asdict(result) for result in program.results],
+    }
+    modules = dict(_other_modules(program))
+    head["sizes"] = {platform: len(module) for platform, module in modules.items()}
+    return b"".join((json.dumps(head).encode(), b"\n", program.module, *modules.values()))
+
+
+def _other_modules(program: Program) -> Iterator[tuple[str, bytes]]:
+    """Yield platform and module of each platform whose module is not the program's own."""
+    for platform in PLATFORMS:
+        module = lowered_for(program, platform).module
+        if module != program.module:
+            yield platform, module
+
+
+def _decode(body: bytes, trace: Callable[[], Program]) -> Program:
+    text, _, rest = body.partition(b"\n")
+    head = json.loads(text)
+    module, others, end = rest[: len(rest) - sum(head["sizes"].values())], {}, len(rest)
+    for platform, size in reversed(head["sizes"].items()):
+        others[platform], end = rest[end - size : end], end - size
+    modules = dict.fromkeys(PLATFORMS, module) | others
+    return Program(
+        name=head["name"],
+        fn=lambda *args: trace().fn(*args),
+        args=(),
+        donate_argnums=tuple(head["donate_argnums"]),
+        arguments=tuple(_arguments(head["arguments"])),
+        results=tuple(Result(**{**each, "shape": tuple(each["shape"])}) for each in head["results"]),
+        module=module,
+        fingerprint=head["fingerprint"],
+        training=head["training"],
+        model_flops=head["model_flops"],
+        layers=head["layers"],
+        savable=tuple(head["savable"]),
+        weights={name: tuple(members) for name, members in head["weights"].items()},
+        stacks=tuple(head["stacks"]),
+        pipeline=head["pipeline"],
+        tokens=head["tokens"],
+        notes=tuple(head["notes"]),
+        exchange=head["exchange"],
+        lifted=Lifted(head["lifted"]),
+        on_host=head["on_host"],
+        platform=head["platform"],
+        lowerings=Lowerings(lambda platform: lowered_for(trace(), platform).module, modules),
+    )
+
+
+def _arguments(rows: list[dict[str, Any]]) -> Iterator[Argument]:
+    for row in rows:
+        yield Argument(**{**row, "shape": tuple(row["shape"]), "role": Role(row["role"])})

@@ -1,0 +1,168 @@
+"""Names that are safe to show, plots and reports written to files, and progress of long work."""
+
+import io
+import os
+import re
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from types import TracebackType
+from typing import Any, TextIO
+
+from autoshard.base.files import write_whole
+from autoshard.errors import UserError
+from autoshard.planning import pattern
+
+
+def clean(name: str, width: int | None = None) -> str:
+    """`name` without anything that could move a cursor or turn the text around, and not longer than `width`.
+
+    A name that is too long loses its middle: both its module and its last word tell it from others.
+    """
+    text = "".join(character if character.isprintable() else "\N{REPLACEMENT CHARACTER}" for character in name)
+    if width is None or len(text) <= width:
+        return text
+    head = (width - 1) // 3
+    return f"{text[:head]}…{text[len(text) - (width - 1 - head) :]}"
+
+
+class Printable:
+    """What rich shows, whatever names are in it: what could move a cursor or turn the text around is replaced.
+
+    Reports clean the names that they know; this holds for all of them, and for those of plans that others edited.
+    """
+
+    def __init__(self, shown: Any) -> None:
+        self._shown = shown
+
+    def __rich_console__(self, console: Any, options: Any) -> Iterator[Any]:
+        from rich.segment import Segment
+
+        for text, style, control in console.render(self._shown, options):
+            whole = control or text.isprintable() or text == "\n"
+            yield Segment(text if whole else "\n".join(map(clean, text.split("\n"))), style, control)
+
+
+def breakable(name: str) -> str:
+    """`name` with a place to break the line after dots, slashes and underscores (zero-width spaces)."""
+    return re.sub(r"(?<=[./_])(?=[^./_])", "\u200b", name)
+
+
+_TRACED = re.compile(r"^(transpose|jvp|vmap|jit|pjit|remat|checkpoint|custom_\w+)\((.*)\)$")
+_NOISE = {
+    "while",
+    "body",
+    "cond",
+    "closed_call",
+    "eval_jaxpr",
+    "checkpoint",
+    "rematted_computation",
+    "pjit",
+    "scan",
+    "",
+}
+
+
+def readable(cause: str) -> str:
+    """The name JAX gives an op, for people: `jit(f)/transpose(jvp())/while/body/linear/dot_general` becomes
+    `linear/dot_general (backward, in a loop)`. Other names stay as they are."""
+    start = cause.find("jit(")
+    if start < 0:
+        return cause
+    path = cause[start:].split("/")
+    kept = []
+    for index, part in enumerate(path):
+        while match := _TRACED.match(part):
+            part = "" if index == 0 else match[2]
+        if part not in _NOISE:
+            kept.append(part)
+    facts = []
+    if "rematted_computation" in path:
+        facts.append("computed again")
+    elif any(part.startswith("transpose(") for part in path):
+        facts.append("backward")
+    elif any(part.startswith("jvp(") for part in path):
+        facts.append("forward")
+    if "while" in path or "scan" in path:
+        facts.append("in a loop")
+    name = "/".join(kept) or cause[:start].strip() or cause
+    return f"{name} ({', '.join(facts)})" if facts else name
+
+
+def fold(names: Iterable[str], key: Callable[[str], Any]) -> list[tuple[str, list[str]]]:
+    """Names grouped where their patterns and `key` agree, in order of first appearance: (shown name, members)."""
+    groups: dict[tuple[str, Any], list[str]] = {}
+    for name in names:
+        groups.setdefault((pattern(name), key(name)), []).append(name)
+    return [(shown if len(members) > 1 else members[0], members) for (shown, _), members in groups.items()]
+
+
+def save_picture(figure: Any, path: str | os.PathLike[str]) -> None:
+    """Write a matplotlib figure, its kind by the suffix. Raises `UserError` for a suffix that matplotlib has not,
+    and if it cannot be written."""
+    kind = Path(path).suffix.lstrip(".").lower()
+    kinds = sorted(figure.canvas.get_supported_filetypes())
+    if kind not in kinds:
+        raise UserError(f"--plot {path}: a picture ends in one of {', '.join('.' + each for each in kinds)}.")
+    picture = io.BytesIO()
+    figure.savefig(picture, format=kind, dpi=150)
+    try:
+        write_whole(path, picture.getvalue())
+    except OSError as error:
+        raise UserError(f"cannot write {path}: {error.strerror}.") from error
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a report as UTF-8, whole or not at all. Raises `UserError` if it cannot be written."""
+    try:
+        write_whole(path, text.encode())
+    except OSError as error:
+        raise UserError(f"cannot write {path}: {error.strerror}.") from error
+
+
+class ProgressLine:
+    """Call it with one line at the start of every phase; it says how long the previous phase took.
+
+    It writes to stderr only, so that stdout stays free for the answer.
+    """
+
+    def __init__(self, quiet: bool = False, stream: TextIO | None = None):
+        self._stream = stream or sys.stderr
+        self._quiet = quiet
+        self._phase: tuple[str, float] | None = None
+        self._status = None
+        if not quiet and self._stream.isatty():
+            from rich.console import Console
+
+            self._console = Console(file=self._stream)
+            self._status = self._console.status("")
+
+    def __enter__(self) -> "ProgressLine":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None):
+        self._finish(failed=kind is not None)
+        if self._status:
+            self._status.stop()
+
+    def __call__(self, line: str) -> None:
+        if self._quiet:
+            return
+        line = clean(line)  # it may name what a plan says is run, and must not be made to hide that
+        self._finish()
+        self._phase = (line, time.perf_counter())
+        if self._status:
+            from rich.markup import escape
+
+            self._status.update(escape(line))
+            self._status.start()
+        else:
+            print(line, file=self._stream, flush=True)
+
+    def _finish(self, failed: bool = False) -> None:
+        if self._phase and self._status:
+            line, start = self._phase
+            mark, style = ("failed", "red") if failed else (f"{time.perf_counter() - start:.1f} s", "dim")
+            self._console.print(f"{line} ({mark})", style=style, markup=False, highlight=False)
+        self._phase = None

@@ -1,0 +1,1 @@
+"""A program's graph as boxes, pictures and files."""

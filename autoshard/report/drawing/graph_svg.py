@@ -1,0 +1,294 @@
+"""A program's graph as a picture: one SVG file that needs nothing else, for light and dark pages."""
+
+import dataclasses
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from autoshard.base.units import format_bytes, format_count, format_seconds
+from autoshard.planning import ProgramGraph
+from autoshard.report.display import clean, readable
+from autoshard.report.drawing.graph_boxes import Drawing, Section, draw_boxes
+from autoshard.report.page.html_report import environment
+
+
+if TYPE_CHECKING:
+    import networkx
+
+COLUMNS = 6
+"""Boxes in a row, at most."""
+WIDTH, GAP, ROW_GAP, MARGIN, LINE, TOP = 272, 24, 34, 24, 14, 130
+"""Pixels: of a box, between boxes of a row, between rows, around all, of a line of text, and above the sections."""
+LETTERS, TITLE_LETTERS = 42, 38
+"""Letters of a box's width, plain and bold."""
+LISTED = 3
+"""Arguments, and collectives, that a box lists; its tooltip has all."""
+TOLD = 60
+"""Lines of a tooltip."""
+
+Collectives = dict[tuple[str, str], list[float]]
+"""(kind, axes) -> [seconds, seconds that compute waits for, bytes on the wire, count]."""
+
+
+@dataclasses.dataclass(slots=True)
+class _Box:
+    """One box: what is in it, and where it stands."""
+
+    heavy: bool
+    texts: list[tuple[str, str]]
+    """(CSS class, line)"""
+    title: str
+    compute: float
+    exposed: float
+    x: float = 0.0
+    y: float = 0.0
+    width: float = WIDTH
+    bars: Sequence[tuple[str, float, float]] = ()
+    """(CSS class, start, length) in pixels."""
+
+    @property
+    def height(self) -> int:
+        return LINE * len(self.texts) + 18
+
+
+def graph_svg(graph: ProgramGraph, whole: bool = False) -> str:
+    """The graph as the text of an SVG file: boxes for ops, sections for loops, lines for tensors, tooltips for figures.
+
+    Heavy ops (matmuls, convolutions, gathers ...) have boxes of their own, the ops between them are put together; with
+    `whole` every op, argument and result has its own. With a plan, boxes say what they take and which collectives they
+    wait for.
+    """
+    made = graph.to_networkx()
+    drawing = draw_boxes(made, whole, COLUMNS)
+    boxes = [_box(made, members, lone=whole) for members in drawing.boxes]
+    longest = max((box.compute + box.exposed for box in boxes), default=0.0)
+    for box in boxes:
+        scale = (WIDTH - 16) / longest if longest else 0.0
+        bars = (("compute", 0.0, box.compute * scale), ("exposed", box.compute * scale, box.exposed * scale))
+        box.bars = [(mark, round(start, 1), round(length, 1)) for mark, start, length in bars if length >= 0.5]
+    sections, height = _place(made, drawing, boxes)
+    return (
+        environment()
+        .get_template("graph.svg")
+        .render(
+            width=2 * MARGIN + _inner_width(drawing),
+            height=height,
+            margin=MARGIN,
+            title=f"{graph.program.name}: ops",
+            about=list(_about(made, drawing, whole)),
+            sections=sections,
+            boxes=boxes,
+            lines=list(_lines(drawing, boxes)),
+        )
+    )
+
+
+def _about(made: "networkx.MultiDiGraph", drawing: Drawing, whole: bool) -> Iterable[str]:
+    said = made.graph
+    ops = sum(bool(op_class) for _, op_class in made.nodes(data="op_class"))
+    boxes = "every node has a box"
+    if not whole:
+        boxes = f"in {len(drawing.boxes)} boxes: heavy ops, and what is between them; constants are left out"
+    yield f"{ops} ops, {boxes}. {format_count(said['flops'], 'FLOP')} of matrix work a step."
+    if "topology" in said:
+        parts = f"{format_seconds(said['compute_s'])} compute, {format_seconds(said['exposed_comm_s'])} waiting"
+        yield f"{said['topology']}, mesh {said['mesh']}: {format_seconds(said['step_time_s'])} a step, {parts}."
+        yield "Bars: time of a step in compute (blue) and waiting for collectives (red). Coloured lines: reshards."
+    yield "Point at a box or a line for all that is known of it."
+
+
+def _inner_width(drawing: Drawing) -> int:
+    widest = max((len(row) for section in drawing.sections for row in section.rows), default=1)
+    return max(3, widest) * (WIDTH + GAP) + GAP
+
+
+def _place(made: "networkx.MultiDiGraph", drawing: Drawing, boxes: list[_Box]) -> tuple[list[dict[str, Any]], float]:
+    """Gives every box its place; the sections' frames, and the height of all."""
+    inner, y = _inner_width(drawing), float(TOP)
+    sections = []
+    for section in drawing.sections:
+        top = y
+        y += 36
+        for row in section.rows:
+            left = MARGIN + (inner - len(row) * (WIDTH + GAP) + GAP) / 2
+            for place, number in enumerate(row):
+                boxes[number].x, boxes[number].y = left + place * (WIDTH + GAP), y
+            y += max(boxes[number].height for number in row) + ROW_GAP
+        y -= ROW_GAP - 14
+        frame = {"x": MARGIN, "y": top, "width": inner, "height": y - top}
+        sections.append({**frame, "title": section.title, "about": _section_about(made, section)})
+        y += 16
+    return sections, y + MARGIN
+
+
+def _section_about(made: "networkx.MultiDiGraph", section: Section) -> str:
+    nodes = [made.nodes[node] for node in section.nodes]
+    ops = [node for node in nodes if node["op_class"]]
+    if not ops:
+        return ""
+    if "topology" not in made.graph:
+        return f"{len(ops)} ops, {format_count(sum(node['flops'] for node in ops), 'FLOP')}"
+    edges = made.in_edges(section.nodes, data="collectives")
+    collectives = [c for *_, found in edges for c in found] + [c for node in nodes for c in node["collectives"]]
+    compute = format_seconds(sum(node["seconds"] for node in nodes))
+    waiting = format_seconds(sum(c["exposed_s"] for c in collectives))
+    return f"{len(ops)} ops, {compute} compute, {waiting} waiting"
+
+
+def _box(made: "networkx.MultiDiGraph", members: tuple[str, ...], lone: bool) -> _Box:
+    """The lines and the tooltip of the box of some nodes."""
+    nodes = [made.nodes[node] for node in members]
+    main = next((node for node in nodes if node["op_class"] == "heavy"), nodes[-1])
+    heavy = main["op_class"] == "heavy"
+    entering = [(source, said) for source, _, said in made.in_edges(members, data=True)]
+    leaving = [(target, said) for _, target, said in made.out_edges(members, data=True)]
+    name, facts = _name([main] if heavy or lone else nodes)
+    kinds = Counter(node["kind"] for node in nodes)
+    head = main["kind"] if heavy or lone else _kinds(kinds)
+    texts = [("title", head + (f", {len(nodes) - 1} more" if heavy and len(nodes) > 1 else ""))]
+    texts += [("dim", text) for text in (name, facts) if text]
+    taken = _ends(made, (source for source, _ in entering), "argument")
+    given = _ends(made, (target for target, _ in leaving), "result")
+    texts += [("", f"takes {each}") for each in _some(taken)] + [("", f"gives {each}") for each in _some(given)]
+    planned = "specs" in main
+    if main["shapes"]:
+        texts.append(("spec", f"→ {_result(main)}"))
+    collectives = _collectives(
+        nodes, [said for _, said in entering], [s for t, s in leaving if _is_result(made, t) and not lone]
+    )
+    compute = sum(node.get("seconds", 0.0) for node in nodes)
+    figures = [format_seconds(compute)] if compute else []
+    if flops := sum(node["flops"] for node in nodes):
+        figures.append(format_count(flops, "FLOP"))
+    elif not planned and not lone:
+        figures.append(f"writes {format_bytes(sum(node['bytes_written'] for node in nodes))}")
+    texts += [("", " · ".join(figures))] if figures else []
+    ranked = sorted(collectives.items(), key=lambda item: (-item[1][0], item[0]))
+    texts += [(f"k-{kind}", f"{kind} {axes} {format_seconds(s[0])}") for (kind, axes), s in ranked[:LISTED]]
+    texts += [("dim", f"and {len(ranked) - LISTED} more collectives")] if len(ranked) > LISTED else []
+    exposed = sum(seconds[1] for seconds in collectives.values())
+    clipped = [(mark, clean(text, TITLE_LETTERS if mark == "title" else LETTERS)) for mark, text in texts]
+    return _Box(heavy, clipped, _tooltip(members, nodes, taken, given, ranked), compute, exposed)
+
+
+def _tooltip(
+    members: Sequence[str],
+    nodes: Sequence[dict[str, Any]],
+    taken: Sequence[str],
+    given: Sequence[str],
+    collectives: Sequence[tuple[tuple[str, str], list[float]]],
+) -> str:
+    lines = [
+        " ".join(
+            part
+            for part in (
+                f"{member}: {node['kind']}",
+                " and ".join(node["specs"] if "specs" in node else [_shape(node)]),
+                f"{node['trips']:g} times" if node["trips"] != 1 else "",
+                format_count(node["flops"], "FLOP") if node["flops"] else "",
+                format_seconds(node["seconds"]) if node.get("seconds") else "",
+                f"at {node['line']}" if node["line"] else "",
+                node["name"],
+            )
+            if part
+        )
+        for member, node in zip(members, nodes, strict=True)
+    ]
+    lines += [f"takes {name}" for name in taken] + [f"gives {name}" for name in given]
+    lines += [_collective(*key, figures) for key, figures in collectives]
+    more = [f"and {len(lines) - TOLD} more lines"] if len(lines) > TOLD else []
+    return "\n".join(clean(line) for line in (*lines[:TOLD], *more))
+
+
+def _collective(kind: str, axes: str, figures: list[float]) -> str:
+    seconds, exposed, wire, count = figures
+    return (
+        f"{kind} over {axes}: {format_seconds(seconds)}, {format_seconds(exposed)} of it waited for; "
+        f"{format_bytes(wire)} on the wire, {count:g} times"
+    )
+
+
+def _lines(drawing: Drawing, boxes: list[_Box]) -> Iterable[dict[str, str]]:
+    place = {number: k for k, section in enumerate(drawing.sections) for row in section.rows for number in row}
+    for (source, target), edges in drawing.lines.items():
+        start, end = boxes[source], boxes[target]
+        x, y = start.x + WIDTH / 2, start.y + start.height
+        bend = min(60.0, max(16.0, (end.y - y) / 2))
+        path = (
+            f"M{x:.0f} {y:.0f}C{x:.0f} {y + bend:.0f} {end.x + WIDTH / 2:.0f} {end.y - bend:.0f} "
+            f"{end.x + WIDTH / 2:.0f} {end.y:.0f}"
+        )
+        found = _collectives([], edges, [])
+        marks = ["far"] if place[source] != place[target] else []
+        if found:
+            marks = ["moves", f"k-{max(found, key=lambda key: found[key][0])[0]}"]
+        tensors = {said["tensor"]: said for said in edges}
+        lines = [
+            f"{said.get('spec') or 'x'.join(map(str, said['shape'])) or 'scalar'} {said['dtype']}, "
+            f"{format_bytes(said['bytes'])} {said['name']}".rstrip()
+            for said in tensors.values()
+        ]
+        lines += [_collective(*key, figures) for key, figures in found.items()]
+        yield {"marks": " ".join(marks), "path": path, "title": "\n".join(clean(line) for line in lines[:TOLD])}
+
+
+def _collectives(
+    nodes: Iterable[dict[str, Any]], entering: Iterable[dict[str, Any]], leaving: Iterable[dict[str, Any]]
+) -> Collectives:
+    found: Collectives = defaultdict(lambda: [0.0, 0.0, 0.0, 0.0])
+    for said in (*nodes, *entering, *leaving):
+        for each in said.get("collectives", ()):
+            figures = found[each["kind"], ", ".join(each["axes"])]
+            for place, name in enumerate(("seconds", "exposed_s", "wire_bytes", "count")):
+                figures[place] += each[name]
+    return dict(found)
+
+
+def _ends(made: "networkx.MultiDiGraph", nodes: Iterable[str], kind: str) -> list[str]:
+    """Names of the arguments or results among nodes, each once."""
+    return list(dict.fromkeys(made.nodes[n]["name"] for n in nodes if made.nodes[n]["kind"] == kind))
+
+
+def _is_result(made: "networkx.MultiDiGraph", node: str) -> bool:
+    return made.nodes[node]["kind"] == "result"
+
+
+def _some(names: Sequence[str]) -> list[str]:
+    return [*names[: LISTED - 1], f"{len(names) - LISTED + 1} more"] if len(names) > LISTED else list(names)
+
+
+def _kinds(kinds: Counter[str]) -> str:
+    """`4 ops: multiply x3, add`, the most frequent first as far as there is room; one alone by its name."""
+    said = [kind + (f" x{count}" if count > 1 else "") for kind, count in kinds.most_common()]
+    if kinds.total() == 1:
+        return said[0]
+    text = f"{kinds.total()} ops: {said[0]}"
+    for each in said[1:]:
+        if len(text) + len(each) + 6 > TITLE_LETTERS:
+            return f"{text} ..."
+        text += f", {each}"
+    return text
+
+
+def _name(nodes: Sequence[dict[str, Any]]) -> tuple[str, str]:
+    """The name for people of one node, or where most of several are; and what else JAX says, and the user's line."""
+    said = [(node, *readable(node["name"]).partition(" (")) for node in nodes if node["name"]]
+    if not said:
+        return "", next((node["line"].rpartition("/")[2] for node in nodes if node["line"]), "")
+    places = Counter(name.rpartition("/")[0] for _, name, _, _ in said)
+    place = places.most_common(1)[0][0]
+    node, name, _, facts = next(each for each in said if each[1].rpartition("/")[0] == place)
+    if len(nodes) > 1 or name.rpartition("/")[2] == node["kind"]:
+        name = place
+    facts = ", ".join(fact for fact in facts.rstrip(")").split(", ") if fact and fact != "in a loop")
+    return name, " · ".join(part for part in (facts, node["line"].rpartition("/")[2]) if part)
+
+
+def _result(node: dict[str, Any]) -> str:
+    """The first result's spec, or shape, and its dtype in few letters."""
+    dtype = node["dtypes"][0].replace("bfloat", "bf").replace("float", "f").replace("int", "i")
+    return f"{node['specs'][0] if 'specs' in node else _shape(node)} {dtype}"
+
+
+def _shape(node: dict[str, Any]) -> str:
+    return " and ".join(" x ".join(map(str, shape)) or "scalar" for shape in node["shapes"])

@@ -1,0 +1,96 @@
+"""The figures of a plan as plain values: printed by `--json`, and shown by every report."""
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from autoshard.base.units import dtype_bits
+from autoshard.planning import Plan, Prediction
+
+
+def plan_figures(plan: Plan, wall_s: Mapping[str, float] | None = None) -> dict[str, Any]:
+    """The object that `autoshard plan --json` prints. Times in seconds, sizes in bytes of one device.
+
+    `wall_s` is how long each phase of planning took; a saved plan does not know. What is unknown or unbounded is
+    `None`.
+    """
+    figures: dict[str, Any] = {
+        "program": plan.program_name,
+        "topology": plan.topology,
+        "mesh": dict(plan.mesh),
+        **prediction_figures(plan.prediction),
+        "memory_limit_bytes": plan.memory_limit_bytes,
+        "solver_gap": _finite(plan.solver_gap),
+        "plan_gap": _finite(plan.plan_gap),
+        "objective": plan.objective,
+        "lower_bound": plan.lower_bound,
+        "words": list(plan.words),
+        "fixed": list(fixed_lines(plan)),
+        "baselines": {name: prediction_figures(baseline) for name, baseline in plan.baselines.items()},
+        "recipe": plan.provenance.get("recipe"),
+        "pipeline": pipeline_figures(plan),
+        "meshes": [dataclasses.asdict(each) for each in plan.meshes],
+        "warnings": list(plan.warnings),
+        "unruled": [dataclasses.asdict(each) for each in plan.unruled],
+    }
+    if wall_s is not None:
+        figures["wall_s"] = {phase: round(seconds, 4) for phase, seconds in wall_s.items()}
+    return figures
+
+
+def pipeline_figures(plan: Plan) -> dict[str, Any] | None:
+    """The stages of a plan, with their bubble and what they hold; None if there are none."""
+    if plan.pipeline is None:
+        return None
+    drawn = plan.pipeline.timetable()
+    more = {"step_time_s": drawn.step_time_s, "bubble": plan.pipeline.bubble(drawn), "in_flight": drawn.in_flight}
+    return dataclasses.asdict(plan.pipeline) | more
+
+
+def prediction_figures(prediction: Prediction) -> dict[str, Any]:
+    return {
+        "step_time_s": _finite(prediction.step_time_s),
+        "compute_s": _finite(prediction.compute_s),
+        "hidden_comm_s": _finite(prediction.hidden_comm_s),
+        "exposed_comm_s": _finite(prediction.exposed_comm_s),
+        "tight_s": _finite(prediction.tight_s),
+        "mfu": _finite(prediction.mfu),
+        "peak_bytes": prediction.peak_bytes,
+        "fits": prediction.fits,
+        "memory": dict(prediction.memory),
+        "wire_bytes": dict(prediction.wire_bytes),
+    }
+
+
+def best_baseline(plan: Plan) -> tuple[str, Prediction] | None:
+    """The fastest baseline that fits; if none fits, none."""
+    fitting = [(name, baseline) for name, baseline in plan.baselines.items() if baseline.fits]
+    return min(fitting, key=lambda item: item[1].step_time_s, default=None)
+
+
+def tensor_bytes(shape: tuple[int, ...], dtype: str) -> int:
+    """Size of a whole tensor; `bfloat16` is 2 bytes an element, `int4` half of one, `bool` one, `key<fry>` 8."""
+    return math.ceil(math.prod(shape) * dtype_bits(dtype) / 8)
+
+
+def _finite(value: float | None) -> float | None:
+    return value if value is not None and math.isfinite(value) else None
+
+
+SHOWN = 6
+"""Lines of the program's own that are shown; the rest is counted."""
+
+
+def fixed_lines(plan: Plan) -> tuple[str, ...]:
+    """One line for each thing that was asked for, then for each spec that the program fixes."""
+    pinned: dict[str, str] = plan.provenance.get("pinned", {})
+    lines = []
+    for asked in plan.provenance.get("asked", []):
+        count = sum(asked in why for why in pinned.values())
+        lines.append(f"pinned by you: {asked}" + (f" ({count} tensor{'s' if count > 1 else ''})" if count else ""))
+    said: list[str] = plan.provenance.get("said_by_program", [])
+    lines += [f"fixed by the program: {line}" for line in said[:SHOWN]]
+    if len(said) > SHOWN:
+        lines.append(f"and {len(said) - SHOWN} more fixed by the program")
+    return tuple(lines)

@@ -1,0 +1,1 @@
+"""Plans as HTML pages, traces, schedules and notebook views."""

@@ -1,0 +1,282 @@
+"""A plan as one self-contained HTML page: no network, no other file."""
+
+import functools
+import json
+import math
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from autoshard.base.units import format_bytes, format_seconds
+from autoshard.cost import Topology, make_mesh
+from autoshard.planning import Plan, Prediction, axis_words, mesh_words
+from autoshard.report.display import breakable, clean, readable
+from autoshard.report.figures import best_baseline, fixed_lines
+from autoshard.report.page.ops_page import BOUNDS, link_loads, memory_data, ops_data, ops_summary, roofs, timeline_data
+from autoshard.report.schedule_picture import schedule_picture
+from autoshard.report.terminal.argument_tree import module_trees
+from autoshard.report.terminal.explanation_report import alternatives, chosen_per_element, what_binds, why_not
+from autoshard.report.terminal.plan_difference import difference, figure_name, figure_text, sent_text
+
+
+if TYPE_CHECKING:
+    import jinja2
+
+DRAWN_DEVICES = 8192
+"""More chips than this are not drawn; the first ones stand for them."""
+
+MEMORY_KINDS = ("parameters", "optimizer_state", "gradients", "activations", "gathered", "temporaries", "batch")
+DIFFERENCES = 200
+COLLECTIVES = 100
+"""Rows that are shown; the rest is summed up, so that the page stays quick."""
+
+
+def html_report(plan: Plan, compare: Plan | None = None, measured: Mapping[str, Any] | None = None) -> str:
+    """The page, as text.
+
+    `compare` is another plan to set beside this one; `measured` is what `autoshard measure --json` printed.
+    """
+    prediction = plan.prediction
+    slowest = max([prediction.step_time_s, *(b.step_time_s for b in plan.baselines.values())])
+    # A bar may be three times as long as the plan's, so that one hopeless baseline does not flatten the rest.
+    scale = min(slowest, 3 * prediction.step_time_s) if prediction.step_time_s > 0 else slowest
+    loads, timeline = link_loads(plan), timeline_data(plan)
+    others = [row | {"id": number} for number, row in enumerate(alternatives(plan))]
+    ordered = sorted(plan.baselines.items(), key=lambda item: (not item[1].fits, item[1].step_time_s))
+    return (
+        environment()
+        .get_template("report.html")
+        .render(
+            plan=plan,
+            devices=math.prod(plan.mesh.values()),
+            best=best_baseline(plan),
+            bars=[
+                {
+                    "name": name,
+                    "own": row is prediction,
+                    "prediction": row,
+                    "time": _time_bar(row, scale),
+                    "why": () if row is prediction else why_not(plan, name),
+                }
+                for name, row in [("this plan", prediction), *ordered]
+            ],
+            lies=_layout(plan),
+            schedule=schedule_picture(plan),
+            memory=_memory_bar(plan),
+            memory_chart=_memory_chart(plan),
+            communication=sorted(prediction.collectives, key=lambda c: -c.seconds)[:COLLECTIVES],
+            more_communication=sorted(prediction.collectives, key=lambda c: -c.seconds)[COLLECTIVES:],
+            ops=ops_summary(plan),
+            links=loads,
+            timeline=timeline is not None,
+            alternatives=others,
+            binds=what_binds(plan),
+            fixed=fixed_lines(plan),
+            compare=compare and _comparison(plan, compare),
+            measured=measured and _measurement(plan, measured),
+            provenance=_flat(plan.provenance),
+            data=script_json(
+                _page_data(plan) | {"links": loads, "timeline": timeline, "whatIf": _what_if(plan, others)}
+            ),
+        )
+    )
+
+
+@functools.cache
+def environment() -> "jinja2.Environment":
+    """Templates with everything escaped, and filters for units and names."""
+    import jinja2
+
+    made = jinja2.Environment(
+        loader=jinja2.PackageLoader(__name__.rpartition(".")[0]),
+        autoescape=True,
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    made.filters |= {
+        "bytes": format_bytes,
+        "seconds": format_seconds,
+        "axis_words": axis_words,
+        "breakable": breakable,
+        "clean": clean,
+        "file_line": lambda line: line.rpartition("/")[2],
+        "mesh_words": mesh_words,
+        "readable": readable,
+        "words": lambda kind: kind.replace("_", " "),
+        "percent": lambda share: f"{share:.1%}",
+        "css": lambda kind: kind.replace("_", "-"),
+    }
+    return made
+
+
+def _layout(plan: Plan) -> str:
+    """Which physical axes each axis of the mesh is made of; empty for a mesh that was laid by other rules."""
+    mesh = make_mesh(Topology.parse(plan.topology), plan.mesh)
+    return mesh.describe() if mesh.device_order == plan.device_order else ""
+
+
+def _time_bar(prediction: Prediction, scale: float) -> dict[str, Any]:
+    """Widths in percent of `scale` seconds; exposed communication by kind and axes, as the collectives tell it."""
+
+    def width(seconds: float) -> float:
+        return round(100 * seconds / scale, 3) if scale > 0 else 0.0
+
+    exposed: dict[tuple[str, str], float] = {}
+    for collective in prediction.collectives:
+        if collective.waited_s > 0:
+            key = (collective.kind, ", ".join(axis_words(collective.axes)))
+            exposed[key] = exposed.get(key, 0.0) + collective.waited_s
+    listed = sum(exposed.values())
+    # Plans of older versions do not say which part of a collective is hidden: there the list may add up to more.
+    shrink = min(1.0, prediction.exposed_comm_s / listed) if listed > 0 else 0.0
+    parts = [
+        {"kind": kind, "label": f"{kind} over {axes}", "seconds": seconds * shrink, "width": width(seconds * shrink)}
+        for (kind, axes), seconds in sorted(exposed.items(), key=lambda item: -item[1])
+    ]
+    rest = prediction.exposed_comm_s - sum(part["seconds"] for part in parts)
+    if rest > 1e-9 * max(prediction.step_time_s, 1e-12):
+        known = prediction.collectives and all(c.exposed_s is not None for c in prediction.collectives)
+        label = "other exposed communication" if parts else "exposed communication"
+        label = "waiting for links that are busy for longer than the compute beside them" if known else label
+        parts.append({"kind": "other", "label": label, "seconds": rest, "width": width(rest)})
+    return {
+        "compute": width(prediction.compute_s),
+        "hidden": width(min(prediction.hidden_comm_s, prediction.compute_s)),
+        "exposed": parts,
+        "cut": scale > 0 and prediction.step_time_s > scale * 1.0001,
+    }
+
+
+def _memory_bar(plan: Plan) -> dict[str, Any]:
+    memory = plan.prediction.memory
+    whole = max(plan.memory_limit_bytes, plan.prediction.peak_bytes, 1)
+    kinds = [kind for kind in MEMORY_KINDS if kind in memory] + sorted(set(memory) - set(MEMORY_KINDS))
+    return {
+        "parts": [
+            {"kind": kind, "bytes": memory[kind], "width": round(100 * memory[kind] / whole, 3)}
+            for kind in kinds
+            if memory[kind] > 0
+        ],
+        "limit": round(100 * plan.memory_limit_bytes / whole, 3),
+    }
+
+
+CHART_WIDTH, CHART_HEIGHT = 1000, 180
+"""Of the chart's own coordinates; the page scales it."""
+
+
+def _memory_chart(plan: Plan) -> dict[str, Any] | None:
+    """Memory over the program: areas by kind, one above the other, at moments in program order, equally far apart.
+
+    Not over seconds: one matmul may take as long as a thousand ops in which memory goes up and down.
+    """
+    timeline = plan.timeline
+    if timeline is None or len(timeline.moments_s) < 2:
+        return None
+    count = len(timeline.moments_s)
+    kinds = [kind for kind in MEMORY_KINDS if kind in timeline.memory]
+    kinds += sorted(set(timeline.memory) - set(kinds))
+    totals = [sum(sizes[i] for sizes in timeline.memory.values()) for i in range(count)]
+    peak = max(totals)
+    top = plan.memory_limit_bytes if peak > 0.4 * plan.memory_limit_bytes else 1.1 * peak
+    top = max(top, peak, 1)
+
+    def point(index: int, size: float) -> str:
+        return f"{index * CHART_WIDTH / (count - 1):.1f},{CHART_HEIGHT - size * CHART_HEIGHT / top:.1f}"
+
+    areas = []
+    below = [0] * count
+    for kind in kinds:
+        above = [low + size for low, size in zip(below, timeline.memory[kind], strict=True)]
+        upper = [point(i, size) for i, size in enumerate(above)]
+        lower = [point(i, size) for i, size in reversed(list(enumerate(below)))]
+        areas.append({"kind": kind, "points": " ".join(upper + lower)})
+        below = above
+    at = totals.index(peak)
+    return {
+        "areas": areas,
+        "moments": count,
+        "peak_x": round(at * CHART_WIDTH / (count - 1), 1),
+        "peak_y": round(CHART_HEIGHT - peak * CHART_HEIGHT / top, 1),
+        "limit_y": round(CHART_HEIGHT - plan.memory_limit_bytes * CHART_HEIGHT / top, 1)
+        if plan.memory_limit_bytes <= top
+        else None,
+        "top": top,
+        "peak_share": at / (count - 1),
+    }
+
+
+def _comparison(plan: Plan, other: Plan) -> dict[str, Any]:
+    found = difference(plan, other)
+    return {
+        "plan": other,
+        "rows": [(figure_name(key), figure_text(key, a), figure_text(key, b)) for key, a, b in found.figures],
+        "specs": found.specs[:DIFFERENCES],
+        "more": max(len(found.specs) - DIFFERENCES, 0),
+        "different": len(found.specs),
+        "shared": found.shared,
+        "only": [len(found.only_first), len(found.only_second)],
+        "inside": found.inside[:DIFFERENCES],
+        "more_inside": max(len(found.inside) - DIFFERENCES, 0),
+        "collectives": [(kind, axes, sent_text(a), sent_text(b)) for kind, axes, a, b in found.collectives],
+    }
+
+
+def _measurement(plan: Plan, measured: Mapping[str, Any]) -> dict[str, Any]:
+    step = measured.get("step_time_s")
+    ratio = step / plan.prediction.step_time_s if step and plan.prediction.step_time_s > 0 else None
+    collectives = measured.get("collectives") or {}
+    wire = collectives.get("wire_bytes") or {}
+    return {
+        "step_time_s": step,
+        "ratio": ratio,
+        "max_rel_diff": measured.get("max_rel_diff"),
+        "wire": [(axis, both["predicted"], both["compiled"]) for axis, both in wire.items()],
+    }
+
+
+def _flat(value: Mapping[str, Any], prefix: str = "") -> list[tuple[str, str]]:
+    rows = []
+    for key, item in value.items():
+        if isinstance(item, Mapping):
+            rows += _flat(item, f"{prefix}{key}.")
+        else:
+            rows.append((f"{prefix}{key}", item if isinstance(item, str) else json.dumps(item, default=str)))
+    return rows
+
+
+def _page_data(plan: Plan) -> dict[str, Any]:
+    """What the page's script draws from."""
+    topology = Topology.parse(plan.topology)
+    axes = [axis for axis in topology.physical_axes if axis.size > 1] or list(topology.physical_axes[-1:])
+    return {
+        "mesh": list(plan.mesh.items()),
+        "deviceOrder": plan.device_order,
+        "physical": [{"name": a.name, "size": a.size, "kind": a.kind, "wrap": a.wrap} for a in axes],
+        "drawn": DRAWN_DEVICES,
+        "trees": [tree.to_json() for tree in module_trees(plan)],
+        "step": plan.prediction.step_time_s,
+        "memory": memory_data(plan),
+        "ops": ops_data(plan),
+        "bounds": BOUNDS,
+        "roofs": roofs(plan),
+    }
+
+
+def _what_if(plan: Plan, others: list[dict[str, Any]]) -> dict[str, Any]:
+    own = plan.prediction
+    return {
+        "step": own.step_time_s,
+        "peak": own.peak_bytes,
+        "limit": plan.memory_limit_bytes,
+        "perElement": chosen_per_element(plan),
+        "alternatives": others,
+    }
+
+
+def script_json(data: Any) -> str:
+    """JSON that can stand in a script element. `<` is escaped: a name must not be able to close the element."""
+    text = json.dumps(data, separators=(",", ":"), allow_nan=False)
+    for character in "<>&\u2028\u2029":
+        text = text.replace(character, f"\\u{ord(character):04x}")
+    return text

@@ -1,0 +1,157 @@
+"""Steps as a trace for ui.perfetto.dev (Chrome's trace event format, JSON): predicted, compiled, measured.
+
+Format: "Trace Event Format", Google, 2016 (events X, C, M; times in microseconds). Each is a process of the trace.
+"""
+
+import json
+import pathlib
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from autoshard.base.files import MOST_DATA_BYTES, read_json
+from autoshard.errors import UserError
+from autoshard.planning import Plan
+from autoshard.report.display import clean, readable
+
+
+PREDICTED, COMPILED, MEASURED = 1, 2, 3
+"""Processes; a profile has one for each of its own, from `MEASURED` on."""
+
+Event = dict[str, Any]
+
+
+def perfetto_trace(
+    plan: Plan, compiled: Mapping[str, Any] | None = None, profile: Sequence[Event] | None = None
+) -> dict[str, Any]:
+    """The trace as a JSON value: compute and exposed communication on one track, each link of each block on its own,
+    memory by kind as a counter.
+
+    `compiled` is what `autoshard compile --json` printed: the estimate of the compiled program, laid out in time, is a
+    second process. `profile` has the events of a measured profile (see `read_profile`), which stand beside them.
+    `UserError` if the plan was saved without a timeline, or what was compiled without one.
+    """
+    events = [*_predicted(plan), *(_compiled(compiled) if compiled else ()), *(_measured(profile) if profile else ())]
+    return {"displayTimeUnit": "ms", "traceEvents": events}
+
+
+def perfetto_json(plan: Plan, compiled: Mapping[str, Any] | None = None, profile: Sequence[Event] | None = None) -> str:
+    """The trace as text, to be written to a file."""
+    return json.dumps(perfetto_trace(plan, compiled, profile), separators=(",", ":"), allow_nan=False)
+
+
+def read_profile(path: pathlib.Path) -> list[Event]:
+    """Events of a profile in Chrome's trace format, also gzipped: what `autoshard measure --profile` and JAX write.
+
+    Raises: UserError for a file that cannot be read or is none.
+    """
+    try:
+        value = read_json(path, MOST_DATA_BYTES)
+    except OSError as error:
+        raise UserError(f"cannot read {path}: {error.strerror or error}.") from error
+    except ValueError as error:
+        raise UserError(f"{path} is no trace ({error}); give what `autoshard measure --profile` wrote.") from error
+    events = value.get("traceEvents") if isinstance(value, dict) else value
+    if not isinstance(events, list):
+        raise UserError(f"{path} has no `traceEvents`; give what `autoshard measure --profile` wrote.")
+    return [event for event in events if isinstance(event, dict)]
+
+
+def _predicted(plan: Plan) -> list[Event]:
+    timeline = plan.timeline
+    if timeline is None:
+        raise UserError("the plan has no timeline: it was saved by an older autoshard; make it again.")
+    spans = [(span.name, span.lane, span.block, span.start_s, span.seconds) for span in timeline.spans]
+    events = _spans(PREDICTED, f"{clean(plan.program_name, 80)}, predicted", spans)
+    events += _stages(plan)
+    for index, moment in enumerate(timeline.moments_s):
+        held = {kind: sizes[index] for kind, sizes in timeline.memory.items()}
+        events.append(_event(PREDICTED, "C", "memory of one device (bytes)", moment * 1e6, held))
+    return events
+
+
+FIRST_STAGE = 1000
+"""The track of the first stage, below those of links."""
+
+
+def _stages(plan: Plan) -> list[Event]:
+    """A track for each stage of a pipeline: forward and backward work by microbatch, the bubble left blank."""
+    events: list[Event] = []
+    pipeline = plan.pipeline
+    for stage, row in enumerate(pipeline.timetable().rows if pipeline else ()):
+        track = FIRST_STAGE + stage
+        events.append(_event(PREDICTED, "M", "thread_name", 0.0, {"name": f"stage {stage}"}, track))
+        events.append(_event(PREDICTED, "M", "thread_sort_index", 0.0, {"sort_index": track}, track))
+        for work in row:
+            kind = "backward" if work.backward else "forward"
+            start, shown = (pipeline.before_s if pipeline else 0.0) + work.start_s, {"chunk": work.chunk}
+            event = _event(PREDICTED, "X", f"{kind} {work.microbatch}", start * 1e6, shown, track)
+            events.append(event | {"cat": kind, "dur": (work.end_s - work.start_s) * 1e6})
+    return events
+
+
+def _compiled(figures: Mapping[str, Any]) -> list[Event]:
+    rows = (figures.get("time") or {}).get("spans")
+    if not rows:
+        raise UserError(
+            "what was compiled has no estimate laid out in time; give what `autoshard compile --json` printed."
+        )
+    spans = [(row["name"], row["lane"], None, row["start_s"], row["seconds"]) for row in rows]
+    return _spans(COMPILED, "compiled, estimated from its schedule", spans)
+
+
+def _measured(profile: Sequence[Event]) -> list[Event]:
+    """A profile from its first event on, its processes numbered after ours."""
+    timed = [e for e in profile if e.get("ph") == "X" and isinstance(e.get("ts"), (int, float)) and "pid" in e]
+    if not timed:
+        raise UserError("the profile holds no events with a duration; record it again.")
+    start = min(event["ts"] for event in timed)
+    numbers = {pid: MEASURED + k for k, pid in enumerate(dict.fromkeys(event["pid"] for event in timed))}
+    found = []
+    for event in profile:
+        if event.get("pid") not in numbers or event.get("ph") not in ("X", "M", "C"):
+            continue
+        new = {**event, "pid": numbers[event["pid"]]}
+        if "ts" in new:
+            new["ts"] -= start
+        if new.get("name") == "process_name":
+            new["args"] = {"name": f"measured, {clean(str((event.get('args') or {}).get('name', '')), 80)}"}
+        if new.get("name") != "process_sort_index":
+            found.append(new)
+    return found
+
+
+_Row = tuple[str, str, int | None, float, float]
+"""(name, lane, block or None, start, seconds)"""
+
+
+def _spans(process: int, title: str, spans: Iterable[_Row]) -> list[Event]:
+    """A process with a track for what the device does and waits for, and one for each link (of each block)."""
+    tracks: dict[tuple[str, int | None], int] = {("", None): 1}
+    events = []
+    for name, lane, block, start, seconds in spans:
+        own = lane not in ("compute", "exposed")
+        track = tracks.setdefault((lane, block) if own else ("", None), len(tracks) + 1)
+        shown = {"name": clean(name, 1000), "lane": lane}
+        event = _event(process, "X", clean(_short(name), 200), start * 1e6, shown, track)
+        events.append(event | {"cat": lane, "dur": seconds * 1e6})
+    names = [_event(process, "M", "process_name", 0.0, {"name": title})]
+    for (lane, block), track in tracks.items():
+        link = f"link {lane}" + ("" if block is None else f", {_block(block)}")
+        words = link if lane else "compute, and communication it waits for"
+        names.append(_event(process, "M", "thread_name", 0.0, {"name": words}, track))
+        names.append(_event(process, "M", "thread_sort_index", 0.0, {"sort_index": track}, track))
+    return names + events
+
+
+def _event(process: int, phase: str, name: str, microseconds: float, arguments: Event, track: int = 0) -> Event:
+    return {"ph": phase, "name": name, "pid": process, "tid": track, "ts": microseconds, "args": arguments}
+
+
+def _short(name: str) -> str:
+    """`all-gather over data: jit(f)/...` with the part after the colon as people read it."""
+    head, colon, cause = name.partition(": ")
+    return f"{head}: {readable(cause)}" if colon else readable(name)
+
+
+def _block(block: int) -> str:
+    return "outside loops" if block < 0 else f"loop {block}"

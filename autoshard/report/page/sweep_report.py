@@ -1,0 +1,237 @@
+"""A sweep as a table, as figures, as a plot, and as one self-contained HTML page."""
+
+import os
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from rich.box import SIMPLE_HEAD
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from autoshard.base.units import GIB, format_count, format_seconds
+from autoshard.errors import UserError
+from autoshard.planning import SweepChoice, SweepRow, choose_rows
+from autoshard.report.display import clean, save_picture
+from autoshard.report.page.html_report import environment, script_json
+from autoshard.report.page.notebook import import_or_hint
+
+
+_SHORT = 4
+"""Characters of a remat policy that stands among the figures."""
+
+
+def sweep_figures(rows: Sequence[SweepRow], prices: Mapping[str, float], tokens: float | None = None) -> dict[str, Any]:
+    """The object that `autoshard sweep --json` prints; what is unknown is `None`. `tokens` are those of a whole run."""
+    choice = choose_rows(rows, prices)
+    return {
+        "best": choice.best,
+        "smallest": choice.smallest,
+        "frontier": list(choice.frontier),
+        "rows": [_figures(row, prices, tokens) for row in rows],
+    }
+
+
+def _figures(row: SweepRow, prices: Mapping[str, float], tokens: float | None) -> dict[str, Any]:
+    return {
+        "topology": row.topology,
+        "batch": row.batch,
+        "remat": row.remat,
+        "failed": row.failed or None,
+        "mesh": row.mesh or None,
+        "recipe": dict(row.recipe),
+        "step_time_s": row.step_time_s,
+        "mfu": row.mfu,
+        "peak_bytes": row.peak_bytes,
+        "headroom_bytes": row.headroom_bytes,
+        "chips": row.chips,
+        "tokens": row.tokens,
+        "seconds_per_token": row.seconds_per_token,
+        "tokens_per_s_per_chip": row.tokens_per_s_per_chip,
+        "price_per_token": row.price_per_token(prices),
+        "days": None if tokens is None else row.days(tokens),
+        "cost": None if tokens is None else row.cost(tokens, prices),
+        "plan": row.plan or None,
+        "words": list(row.words),
+    }
+
+
+def sweep_report(rows: Sequence[SweepRow], prices: Mapping[str, float], tokens: float | None = None) -> RenderableType:
+    """A line for each row, what stands out marked; then recipe and mesh of each, and why others have no plan."""
+    choice = choose_rows(rows, prices)
+    varied = [name for name in ("batch", "remat") if any(getattr(row, name) is not None for row in rows)]
+    table = _table("")
+    table.add_column("topology", no_wrap=True)
+    # What is the same in all rows, or long, stands with the mesh alone: 80 columns are few.
+    remats = {row.remat for row in rows}
+    short = len(remats) > 1 and all(len(each or "") <= _SHORT for each in remats)
+    shown = [name for name in varied if name == "batch" or short]
+    money = ["cost"] if prices and tokens else ["$/M tok"] if prices else []
+    for name in (*shown, "step", "tok/s", "/chip", "MFU", *(["days"] if tokens else []), *money, "left"):
+        table.add_column(name, justify="right", no_wrap=True)
+    notes: list[Text] = []
+    for number, row in enumerate(rows):
+        cells = [row.topology, *(str(getattr(row, name) or "") for name in shown)]
+        if row.failed:
+            said = [row.topology, *(f"{name} {getattr(row, name)}" for name in varied if getattr(row, name))]
+            notes.append(Text(f"- {', '.join(said)}: {clean(row.failed)}"))
+            table.add_row("", *cells, Text("no plan", style="yellow"))
+            continue
+        assert row.step_time_s is not None
+        cells += [format_seconds(row.step_time_s), _count(row.tokens_per_s), _count(row.tokens_per_s_per_chip)]
+        cells += ["" if row.mfu is None else f"{row.mfu:.1%}"]
+        cells += [_days(row.days(tokens))] if tokens else []
+        cells += [_money(row, prices, tokens)] if prices else []
+        style = "bold" if number == choice.best else ""
+        table.add_row(_mark(number, choice), *cells, _headroom(row), style=style)
+    planned = [row for row in rows if not row.failed]
+    after = [Text()] + _legend(rows, choice, prices) + [Text(), _meshes(planned, varied)] if planned else []
+    return Group(table, *after, *([Text()] if notes else []), *notes)
+
+
+def _table(*columns: str) -> Table:
+    table = Table(box=SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0), header_style="dim")
+    for name in columns:
+        table.add_column(name, no_wrap=True)
+    return table
+
+
+def _mark(number: int, choice: SweepChoice) -> str:
+    marks = ("*" if number == choice.best else "") + ("s" if number == choice.smallest else "")
+    return marks + ("f" if number in choice.frontier else "")
+
+
+def _legend(rows: Sequence[SweepRow], choice: SweepChoice, prices: Mapping[str, float]) -> list[Text]:
+    assert choice.best is not None and choice.smallest is not None
+    priced = all(row.price_per_token(prices) is not None for row in rows if not row.failed)
+    best = "cheapest for each token" if priced else "fastest"
+    other = "cheaper" if priced else "of fewer chips"
+    lines = [f"* {best}; f: none is both faster and {other}; s: the fewest chips that fit; left: GiB of a device"]
+    if prices and not priced:
+        missing = sorted({row.chip for row in rows if not row.failed} - set(prices))
+        lines.append(f"No price is given of {', '.join(missing)}, so that the fastest is marked, not the cheapest.")
+    return [Text(line, style="dim") for line in lines]
+
+
+def _meshes(planned: Sequence[SweepRow], varied: Sequence[str]) -> Table:
+    table = _table("topology", *varied, "mesh")
+    table.columns[-1].no_wrap = False
+    recipes = any(set(row.recipe) - {"batch", "remat"} for row in planned)
+    if recipes:
+        table.add_column("recipe")
+    for row in planned:
+        cells = [row.topology, *(clean(str(getattr(row, name) or "")) for name in varied), clean(row.mesh)]
+        others = [f"{k} {v}" for k, v in row.recipe.items() if k not in ("batch", "remat") and v is not None]
+        table.add_row(*cells, *([clean(", ".join(others))] if recipes else []))
+    if "remat" in varied:
+        table.columns[varied.index("remat") + 1].no_wrap = False
+    for column in table.columns[1:]:
+        column.overflow = "fold"
+    return table
+
+
+def _headroom(row: SweepRow) -> str:
+    return "" if row.headroom_bytes is None else f"{row.headroom_bytes / GIB:.1f}"
+
+
+def _count(value: float | None) -> str:
+    return "" if value is None else format_count(value)
+
+
+def _days(days: float | None) -> str:
+    return "" if days is None else f"{days:.3g}" if days < 1e3 else f"{days:,.0f}"
+
+
+def _money(row: SweepRow, prices: Mapping[str, float], tokens: float | None) -> str:
+    value = row.cost(tokens, prices) if tokens else row.price_per_token(prices)
+    if value is None:
+        return ""
+    return format_count(value) if tokens else f"{value * 1e6:.4g}"
+
+
+def plot_sweep(rows: Sequence[SweepRow], path: str | os.PathLike[str]) -> None:
+    """Write a picture (its kind by the suffix: `.png`, `.svg`, `.pdf`): step time, MFU and headroom over the batch.
+
+    Raises `UserError` without matplotlib, for a suffix it does not know and where nothing could be planned.
+    """
+    planned = [row for row in rows if not row.failed]
+    if not planned:
+        raise UserError("no row of the sweep could be planned: there is nothing to plot.")
+    pyplot = import_or_hint("matplotlib.pyplot")
+    series: dict[str, list[SweepRow]] = {}
+    for row in planned:
+        series.setdefault(", ".join(filter(None, (row.topology, row.remat and f"remat {row.remat}"))), []).append(row)
+    batches = sorted({row.batch for row in planned if row.batch is not None})
+    figure, panels = pyplot.subplots(1, 3, figsize=(13, 4), layout="constrained")
+    pyplot.close(figure)
+    read = (
+        ("step time in s", lambda row: row.step_time_s),
+        ("MFU in %", lambda row: None if row.mfu is None else 100 * row.mfu),
+        ("memory headroom in GiB", lambda row: None if row.headroom_bytes is None else row.headroom_bytes / 2**30),
+    )
+    for axes, (title, value) in zip(panels, read, strict=True):
+        axes.set_title(title, loc="left", fontsize=10)
+        for number, (name, mine) in enumerate(series.items()):
+            points = [(row.batch, y) for row in mine if (y := value(row)) is not None]
+            if batches:
+                axes.plot([x for x, _ in points], [y for _, y in points], marker="o", label=name)
+            else:
+                axes.bar(number, points[0][1] if points else 0.0, label=name)
+        axes.set_ylim(bottom=0)
+        if batches:
+            axes.set_xlabel("batch")
+            axes.set_xticks(batches)
+        else:
+            axes.set_xticks([])
+    panels[0].legend(fontsize=8, frameon=False)
+    save_picture(figure, path)
+
+
+TOKENS = 1e12
+"""Tokens of a run, where nobody says how many; the page can change it."""
+
+
+def sweep_page(
+    rows: Sequence[SweepRow],
+    prices: Mapping[str, float],
+    tokens: float | None = None,
+    pages: Mapping[str, str] | None = None,
+) -> str:
+    """The page, as text. `prices` (of a chip's hour, by chip) and `tokens` are what its fields begin with.
+
+    `pages` has the pages of plans, as paths seen from this one, by the names of their files (`SweepRow.plan`).
+    """
+    planned = [row for row in rows if not row.failed]
+    chips = list(dict.fromkeys(row.chip for row in planned))
+    data = {
+        "chips": {chip: prices.get(chip) for chip in chips},
+        "tokens": tokens or TOKENS,
+        "rows": [_row(row) | {"page": (pages or {}).get(row.plan)} for row in planned],
+    }
+    return (
+        environment()
+        .get_template("sweep.html")
+        .render(
+            data=script_json(data),
+            chips=chips,
+            planned=len(planned),
+            failed=[row for row in rows if row.failed],
+        )
+    )
+
+
+def _row(row: SweepRow) -> dict[str, Any]:
+    return {
+        "topology": row.topology,
+        "chip": row.chip,
+        "chips": row.chips,
+        "batch": row.batch,
+        "remat": row.remat,
+        "mesh": row.mesh,
+        "recipe": ", ".join(f"{name} {value}" for name, value in row.recipe.items() if value is not None),
+        "step": row.step_time_s,
+        "tokens": row.tokens,
+        "mfu": row.mfu,
+        "left": row.headroom_bytes,
+        "plan": row.plan,
+    }

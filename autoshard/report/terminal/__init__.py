@@ -1,0 +1,1 @@
+"""Plans, comparisons and measurements as text on a terminal."""

@@ -1,0 +1,150 @@
+"""The arguments of a plan as a tree of modules, repeated blocks folded into one."""
+
+import dataclasses
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from autoshard.planning import Plan
+from autoshard.report.display import clean
+from autoshard.report.figures import tensor_bytes
+
+
+@dataclasses.dataclass(slots=True)
+class TreeNode:
+    """A module or a tensor. Sizes in bytes, over all `repeats`; `device_bytes` is what one device holds."""
+
+    label: str
+    repeats: int = 1
+    total_bytes: int = 0
+    device_bytes: int = 0
+    comm_s: float = 0.0
+    children: list["TreeNode"] = dataclasses.field(default_factory=list)
+    name: str = ""
+    """The full name of a tensor; empty for a module."""
+    shape: tuple[int, ...] = ()
+    dtype: str = ""
+    dims: tuple[tuple[str, ...], ...] = ()
+
+    def signature(self) -> Any:
+        """Equal for blocks that are split alike."""
+        return (self.shape, self.dtype, self.dims, tuple((child.label, child.signature()) for child in self.children))
+
+    def to_json(self) -> dict[str, Any]:
+        value: dict[str, Any] = {
+            "label": self.label,
+            "repeats": self.repeats,
+            "total": self.total_bytes,
+            "device": self.device_bytes,
+            "comm": self.comm_s,
+        }
+        if self.name:
+            value |= {"name": self.name, "shape": self.shape, "dtype": self.dtype, "dims": self.dims}
+        else:
+            value["children"] = [child.to_json() for child in self.children]
+        return value
+
+
+ROLE_TITLES = {
+    "parameter": "parameters",
+    "frozen": "frozen parameters",
+    "optimizer_state": "optimizer state",
+    "batch": "batch",
+    "other": "other arguments",
+}
+
+
+def module_trees(plan: Plan) -> list[TreeNode]:
+    """One tree for each role of argument that the plan has, parameters first."""
+    trees = []
+    for role, title in ROLE_TITLES.items():
+        names = [name for name in plan.arguments if plan.roles[name] == role]
+        if names:
+            root = TreeNode(title)
+            for name in names:
+                _insert(root, name, plan)
+            _settle(root, _seconds_by_cause(plan))
+            trees.append(root)
+    return trees
+
+
+def _insert(root: TreeNode, name: str, plan: Plan) -> None:
+    node = root
+    *modules, last = name.split(".")
+    for part in modules:
+        child = next((c for c in reversed(node.children) if c.label == part and not c.name), None)
+        if child is None:
+            child = TreeNode(clean(part, 200))
+            node.children.append(child)
+        node = child
+    spec, shape, dtype = plan.arguments[name], plan.shapes[name], plan.dtypes[name]
+    leaf = TreeNode(clean(last, 200), name=name, shape=shape, dtype=dtype, dims=spec.dims)
+    leaf.total_bytes = tensor_bytes(shape, dtype)
+    leaf.device_bytes = tensor_bytes(spec.local_shape(shape, plan.mesh), dtype)
+    node.children.append(leaf)
+
+
+def _seconds_by_cause(plan: Plan) -> dict[str, float]:
+    seconds: dict[str, float] = {}
+    for collective in plan.prediction.collectives:
+        seconds[collective.cause] = seconds.get(collective.cause, 0.0) + collective.seconds
+    return seconds
+
+
+def _settle(node: TreeNode, seconds: Mapping[str, float]) -> None:
+    """Add sizes and times up from the leaves, and fold repeats."""
+    if node.name:
+        node.comm_s = seconds.get(node.name, 0.0)
+        return
+    for child in node.children:
+        _settle(child, seconds)
+    node.children = [_only_tensor(child) for child in _folded(node.children)]
+    if node.label == "*":
+        node.repeats = _stacked(node)
+    node.total_bytes = sum(child.total_bytes for child in node.children)
+    node.device_bytes = sum(child.device_bytes for child in node.children)
+    node.comm_s = sum(child.comm_s for child in node.children)
+
+
+def _only_tensor(node: TreeNode) -> TreeNode:
+    """`q_proj` with nothing but a `weight` becomes one line, `q_proj.weight`."""
+    if len(node.children) != 1 or not node.children[0].name or node.repeats > 1:
+        return node
+    (leaf,) = node.children
+    leaf.label = f"{node.label}.{leaf.label}"
+    return leaf
+
+
+def _stacked(node: TreeNode) -> int:
+    """Layers of a stacked block: the leading dim that all its tensors share."""
+    leading = {child.shape[:1] if child.name else (_stacked(child),) for child in node.children}
+    (first,) = leading if len(leading) == 1 else ((),)
+    return first[0] if first else 1
+
+
+def _folded(children: Iterable[TreeNode]) -> Iterable[TreeNode]:
+    """Neighbours with numbers for names become one where they are split alike."""
+    run: list[TreeNode] = []
+    for child in children:
+        if run and child.label.isdigit() and run[0].label.isdigit() and child.signature() == run[0].signature():
+            run.append(child)
+            continue
+        yield from _merged(run)
+        run = [child]
+    yield from _merged(run)
+
+
+def _merged(run: list[TreeNode]) -> Iterable[TreeNode]:
+    if len(run) > 1:
+        first = run[0]
+        _add_up(first, run[1:])
+        first.label = f"{first.label}–{run[-1].label}"
+        first.repeats = len(run)
+    yield from run[:1]
+
+
+def _add_up(node: TreeNode, others: list[TreeNode]) -> None:
+    node.total_bytes += sum(other.total_bytes for other in others)
+    node.device_bytes += sum(other.device_bytes for other in others)
+    node.comm_s += sum(other.comm_s for other in others)
+    for index, child in enumerate(node.children):
+        _add_up(child, [other.children[index] for other in others])

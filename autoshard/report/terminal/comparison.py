@@ -1,0 +1,184 @@
+"""The plan beside its baselines, and the plans of a portfolio beside one another."""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from rich.box import SIMPLE_HEAD
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from autoshard.base.units import format_bytes, format_seconds
+from autoshard.exec import decided, pair_error
+from autoshard.planning import Plan, PlanCandidate, Prediction, mesh_words
+from autoshard.report.display import clean
+from autoshard.report.figures import prediction_figures
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ComparisonRow:
+    """One way to split the program."""
+
+    name: str
+    """`plan`; `fsdp*` for a baseline whose intermediates our solver chose; `fsdp` for one whose arguments alone are
+    given and whose intermediates XLA's own propagation chooses."""
+    prediction: Prediction | None
+    """None where propagation chooses: what it will choose is not known before compiling."""
+    compiled: dict[str, Any] | None = None
+    """What `compile_figures` gives of the compiled plan."""
+    measured: dict[str, Any] | None = None
+    """What `measurement_figures` gives of the plan's runs."""
+    failed: str = ""
+    """Why it could not be compiled or measured."""
+
+
+def candidates(
+    plan: Plan, baselines: Mapping[str, Plan], propagated: bool, offered: Sequence[PlanCandidate] = ()
+) -> list[tuple[str, Plan, bool]]:
+    """(name, plan, whether its prediction holds) of the plan, those `offered` beside it and all baselines; with
+    `propagated`, of each baseline once more without its pins."""
+    known = {"plan", *(f"{name}*" for name in baselines)}
+    found = [("plan", plan, True)]
+    found += [(each.name, each.plan, True) for each in offered if each.name not in known]
+    for name, baseline in baselines.items():
+        found.append((f"{name}*", baseline, True))
+        if propagated:
+            found.append((name, dataclasses.replace(baseline, pins=(), module_hash=""), False))
+    return found
+
+
+def comparison_figures(rows: Sequence[ComparisonRow]) -> dict[str, Any]:
+    """The JSON object of `autoshard compare --json`."""
+    return {
+        "plans": {
+            row.name: {
+                "predicted": row.prediction and prediction_figures(row.prediction),
+                "compiled": row.compiled,
+                "measured": row.measured,
+                "failed": row.failed or None,
+                "undecided": undecided(row, rows),
+            }
+            for row in rows
+        }
+    }
+
+
+def undecided(row: ComparisonRow, rows: Sequence[ComparisonRow]) -> list[str]:
+    """Names of the other plans whose estimated step differs by less than the estimator's error for pairs."""
+    mine = _estimated(row)
+    if mine is None:
+        return []
+    close = []
+    for other in rows:
+        theirs = _estimated(other)
+        if other is not row and theirs is not None and not decided(mine, theirs, _pair_error(row, other)):
+            close.append(other.name)
+    return close
+
+
+def _estimated(row: ComparisonRow) -> float | None:
+    return row.compiled["step_time_s"]["estimated"] if row.compiled else None
+
+
+def _pair_error(row: ComparisonRow, other: ComparisonRow) -> float:
+    mine, theirs = (r.compiled["time"]["by_kind"] if r.compiled else {} for r in (row, other))
+    return pair_error(mine, theirs, max(_estimated(row) or 0.0, _estimated(other) or 0.0))
+
+
+def comparison_report(plan: Plan, rows: Sequence[ComparisonRow]) -> RenderableType:
+    """The table for a terminal, fastest first by the best evidence there is."""
+    mesh = mesh_words(plan.mesh)
+    title = Text(f"{clean(plan.program_name, 60)} on {plan.topology}, mesh {mesh}", style="bold")
+    compiled = any(row.compiled for row in rows)
+    measured = any(row.measured for row in rows)
+    table = Table(box=SIMPLE_HEAD, show_edge=False, pad_edge=False, header_style="dim")
+    table.add_column("", no_wrap=True)
+    columns = ["predicted", "exposed", "MFU", "peak", "fits"]
+    columns += ["compiled", "peak", "fits"] if compiled else []
+    columns += ["measured"] if measured else []
+    for column in columns:
+        table.add_column(column, justify="right", no_wrap=True)
+    for row in sorted(rows, key=_evidence):
+        cells = _predicted(row.prediction)
+        cells += _compiled(row.compiled) if compiled else []
+        cells += [format_seconds(row.measured["step_time_s"]) if row.measured else "-"] if measured else []
+        table.add_row(Text(clean(row.name, 28), style="bold" if row.name == "plan" else ""), *cells)
+    notes = [Text(f"{row.name}: {clean(row.failed, 300)}", style="yellow") for row in rows if row.failed]
+    notes += _close(rows)
+    meaning = "*: intermediates chosen by autoshard; without it, by XLA's propagation from the arguments"
+    return Group(title, Text(), table, *([Text(meaning, style="dim")] if len(rows) > 1 else []), *notes)
+
+
+def _close(rows: Sequence[ComparisonRow]) -> list[Text]:
+    """What the estimates cannot tell apart; nothing where a measurement does."""
+    timed = sorted((r for r in rows if _estimated(r) is not None and not r.measured), key=lambda r: _estimated(r) or 0)
+    close = undecided(timed[0], timed) if timed else []
+    if not close:
+        return []
+    error = max(_pair_error(timed[0], row) for row in timed if row.name in close)
+    among = ", ".join([timed[0].name, *close])
+    said = f"undecided among {clean(among, 300)}: the ratio of two estimates from schedules may be {error:.0%} wrong"
+    return [Text(said, style="dim")]
+
+
+def _evidence(row: ComparisonRow) -> tuple[bool, float]:
+    if row.measured:
+        return False, row.measured["step_time_s"]
+    estimated = row.compiled["step_time_s"]["estimated"] if row.compiled else None
+    if estimated:
+        return False, estimated
+    fits = row.prediction is not None and row.prediction.fits
+    return not fits, row.prediction.step_time_s if row.prediction else float("inf")
+
+
+def _predicted(prediction: Prediction | None) -> list[str]:
+    if prediction is None:
+        return ["-"] * 5
+    return [
+        format_seconds(prediction.step_time_s),
+        format_seconds(prediction.exposed_comm_s),
+        "-" if prediction.mfu is None else f"{prediction.mfu:.1%}",
+        format_bytes(prediction.peak_bytes),
+        "yes" if prediction.fits else "no",
+    ]
+
+
+def _compiled(figures: dict[str, Any] | None) -> list[str]:
+    if figures is None:
+        return ["-"] * 3
+    estimated, peak = figures["step_time_s"]["estimated"], figures["peak_bytes"]["compiled"]
+    verdict = {"fits": "yes", "does not fit": "no"}.get(figures["verdict"], "remat")
+    return ["-" if not estimated else format_seconds(estimated), "-" if not peak else format_bytes(peak), verdict]
+
+
+def candidate_figures(candidates: Sequence[PlanCandidate]) -> list[dict[str, Any]]:
+    """The list under `candidates` of `autoshard plan --json`."""
+    return [
+        {"name": each.name, "why": each.why, "mesh": dict(each.plan.mesh), **prediction_figures(each.plan.prediction)}
+        for each in candidates
+    ]
+
+
+def candidates_report(candidates: Sequence[PlanCandidate]) -> RenderableType:
+    """A table for a terminal, in the order given: ours, then by predicted time."""
+    table = Table(box=SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0), header_style="dim")
+    table.add_column("", no_wrap=True)
+    for column in ("step", "vs plan", "exposed", "peak"):
+        table.add_column(column, justify="right", no_wrap=True)
+    table.add_column("how it was found")
+    ours = candidates[0].plan
+    for each in candidates:
+        row = each.plan.prediction
+        ratio = row.step_time_s / ours.prediction.step_time_s if ours.prediction.step_time_s > 0 else 1.0
+        elsewhere = f", on mesh {mesh_words(each.plan.mesh)}" if each.plan.mesh != ours.mesh else ""
+        table.add_row(
+            Text(clean(each.name, 28), style="bold" if each.plan is ours else ""),
+            format_seconds(row.step_time_s),
+            "" if each.plan is ours else f"{ratio:.2f}x",
+            format_seconds(row.exposed_comm_s),
+            format_bytes(row.peak_bytes),
+            Text(clean(f"{each.why}{elsewhere}")),
+        )
+    alone = [Text("  no other plan was found that really differs", style="dim")] if len(candidates) == 1 else []
+    return Group(Text(), Text("Candidates that really differ", style="bold"), table, *alone)

@@ -1,0 +1,262 @@
+"""One tensor's spec explained, the limits of a plan, and what else was possible."""
+
+import math
+from typing import Any
+
+from rich.box import SIMPLE_HEAD
+from rich.console import Group, RenderableType
+from rich.padding import Padding
+from rich.table import Table
+from rich.text import Text
+
+from autoshard.base.units import format_bytes, format_seconds
+from autoshard.planning import (
+    WAITS_FOR_HOST,
+    Alternative,
+    Collective,
+    Explanation,
+    Plan,
+    Prediction,
+    axis_words,
+    spec_text,
+)
+from autoshard.report.display import clean, readable
+from autoshard.report.schedule_picture import schedule_report
+
+
+SHOWN = 10
+"""Alternatives that are shown; the rest is counted."""
+
+HOW = {
+    "solved": "everything else chosen again",
+    "held": "everything else as it is",
+    "impossible": "its neighbours exclude it",
+}
+
+
+def explanation_report(found: Explanation, plan: Plan | None = None) -> RenderableType:
+    """What the tensor has, who fixed it, and every other spec with its price; then the pipeline of its `plan`."""
+    drawn = None if plan is None else schedule_report(plan)
+    told = _explained(found)
+    return told if drawn is None else Group(told, Text(), Text("Pipeline", style="bold"), drawn)
+
+
+def _explained(found: Explanation) -> RenderableType:
+    lines: list[RenderableType] = [
+        Text.assemble(
+            (clean(found.name), "bold"), f" ({found.role}) is split ", (spec_text(found.spec, found.shape), "cyan")
+        )
+    ]
+    if found.fixed:
+        lines.append(Text(f"Fixed: {clean(found.fixed)}", style="yellow"))
+    if found.shares:
+        more = f" and {len(found.shares) - 3} more" if len(found.shares) > 3 else ""
+        lines.append(Text(f"Has one spec with {', '.join(clean(n) for n in found.shares[:3])}{more}."))
+    if not found.alternatives:
+        lines.append(Text("It is a constant or of one element: there is nothing to choose."))
+        return Group(*lines)
+    table = Table(box=SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0), header_style="dim")
+    for column, right in (("spec", 0), ("step", 1), ("against it", 1), ("peak", 1), ("what it adds, what it takes", 0)):
+        table.add_column(column, justify="right" if right else "left", no_wrap=bool(right))
+    for one in found.alternatives[: SHOWN + 1]:
+        table.add_row(
+            Text(spec_text(one.spec, found.shape), style="cyan" if one.chosen else ""),
+            "-" if one.step_time_s is None else format_seconds(one.step_time_s),
+            _delta(one),
+            "-" if one.peak_bytes is None else format_bytes(one.peak_bytes),
+            Text(_what(one)),
+        )
+    lines.append(Padding(table, (1, 0, 0, 2)))
+    if any(one.how == "held" for one in found.alternatives):
+        lines.append(Text(f"  * {HOW['held']}; without it, {HOW['solved']}", style="dim"))
+    rest = len(found.alternatives) - SHOWN - 1
+    if rest > 0:
+        lines.append(Text(f"  and {rest} more that are slower", style="dim"))
+    return Group(*lines)
+
+
+def _delta(one: Alternative) -> str:
+    if one.chosen or one.delta_s is None:
+        return "chosen" if one.chosen else "-"
+    sign = "+" if one.delta_s >= 0 else "-"
+    return f"{sign}{format_seconds(abs(one.delta_s))}{'' if one.how == 'solved' else '*'}"
+
+
+def _what(one: Alternative) -> str:
+    if one.chosen:
+        return ""
+    if one.step_time_s is None:
+        return HOW[one.how]
+    added = [f"{c.kind} over {', '.join(c.axes)}" for c in one.collectives[:1]]
+    if added and added[0] in one.wins_if:
+        added = []
+    return "; ".join([*added, one.wins_if])
+
+
+def alternatives(plan: Plan) -> list[dict[str, Any]]:
+    """Every alternative of which a time or a bound is known: its group and name, step time (or what it takes at
+    least), bytes of one device at the peak, seconds for an element of a batch, and in words why it was not chosen.
+
+    What is not known is None. Where a recipe has another batch, times compare by element.
+    """
+    found = [*_recipes(plan), *_meshes(plan)]
+    for name, row in sorted(plan.baselines.items(), key=lambda item: (not item[1].fits, item[1].step_time_s)):
+        said = " ".join(why_not(plan, name))
+        found.append(_row("baselines", name, row.step_time_s, None, row.peak_bytes, row.fits, said))
+    return [row for row in found if row["step_s"] is not None or row["bound_s"] is not None]
+
+
+def chosen_per_element(plan: Plan) -> float | None:
+    """Seconds of the chosen recipe for one element of a batch; None where recipes do not differ in their batch."""
+    return next((row.get("seconds_per_element") for row in _tried(plan) if not row.get("verdict")), None)
+
+
+def _tried(plan: Plan) -> list[dict[str, Any]]:
+    return (plan.provenance.get("recipe") or {}).get("tried", [])
+
+
+def _recipes(plan: Plan) -> list[dict[str, Any]]:
+    """Where a recipe was not planned, with what was foreseen of it if it was."""
+    found = []
+    for row in _tried(plan):
+        if not row.get("verdict"):
+            continue
+        foreseen = row.get("foreseen") if row.get("step_time_s") is None else None
+        known = foreseen or row
+        name = ", ".join(f"{name} {value}" for name, value in row["choices"].items() if value is not None)
+        times = (known.get("step_time_s"), row.get("bound_s"), known.get("peak_bytes"))
+        made = _row("recipes", name, *times, None, row["verdict"])
+        found.append(made | {"foreseen": foreseen is not None, "per_element_s": row.get("seconds_per_element")})
+    return found
+
+
+def _meshes(plan: Plan) -> list[dict[str, Any]]:
+    """All but the chosen one, which is the first."""
+    return [
+        _row("meshes", row.mesh.replace(",", ", "), row.step_time_s, row.bound_s, None, None, row.verdict)
+        for row in plan.meshes[1:]
+    ]
+
+
+def _row(
+    group: str, name: str, step: float | None, bound: float | None, peak: int | None, fits: bool | None, why: str
+) -> dict[str, Any]:
+    return {
+        "group": group,
+        "name": clean(name, 120),
+        "step_s": step if step is not None and math.isfinite(step) else None,
+        "bound_s": bound if bound is not None and math.isfinite(bound) else None,
+        "peak_bytes": peak,
+        "fits": fits,
+        "why": clean(why, 600),
+        "foreseen": False,
+        "per_element_s": None,
+    }
+
+
+def what_binds(plan: Plan) -> tuple[str, ...]:
+    """What limits the step time and memory, what other compiler flags gain, and how much room the bound leaves."""
+    return (*_time(plan), *_memory(plan), *_flag_sets(plan), *_gaps(plan))
+
+
+def _time(plan: Plan) -> list[str]:
+    prediction = plan.prediction
+    total = prediction.compute_s + prediction.exposed_comm_s
+    if total <= 0:
+        return []
+    share = prediction.exposed_comm_s / total
+    if plan.by_stage and plan.pipeline is not None:
+        bubble = plan.pipeline.bubble()
+        return [f"Of the time in the stages {bubble:.1%} is bubble; inside of them {share:.1%} is communication."]
+    if share < 0.005:
+        return ["Compute sets the step time: hardly any communication is exposed."]
+    worst = _worst_exposed(prediction)
+    costliest = f"; the costliest is {worst}" if worst else ""
+    lines = [f"Exposed communication is {share:.0%} of the step{costliest}."]
+    waits = sum(s.seconds for s in plan.timeline.spans if s.name == WAITS_FOR_HOST) if plan.timeline else 0.0
+    if waits > 0.005 * total:
+        lines.append(
+            f"Of it the step waits {format_seconds(waits)} for what comes from the hosts' memory or goes there, beyond "
+            "what is computed meanwhile."
+        )
+    return lines
+
+
+def _flag_sets(plan: Plan) -> list[str]:
+    """The set of compiler flags that gains most for this very plan, if any gains enough to be said."""
+    gains = plan.provenance.get("flag_sets")
+    if not gains:
+        return []
+    name, step = min(gains.items(), key=lambda item: (item[1], item[0]))
+    share = 1.0 - step / plan.prediction.step_time_s
+    return [
+        f"With --xla-flags {name} this plan takes {format_seconds(step)}, {share:.0%} less; one made so may take less."
+    ]
+
+
+def _worst_exposed(prediction: Prediction) -> str:
+    """The kind of collective, and the axes, that expose most communication, with the largest of its causes."""
+    groups: dict[tuple[str, tuple[str, ...]], list[Collective]] = {}
+    for collective in prediction.collectives:
+        if collective.waited_s > 0:
+            groups.setdefault((collective.kind, collective.axes), []).append(collective)
+    if not groups:
+        return ""
+    (kind, axes), members = max(groups.items(), key=lambda item: sum(c.waited_s for c in item[1]))
+    largest = max(members, key=lambda c: c.waited_s)
+    cause = f"{', chiefly' if len(members) > 1 else ''} for {readable(largest.cause)}" if largest.cause else ""
+    return f"{kind} over {' x '.join(axis_words(axes))}, {format_seconds(sum(c.waited_s for c in members))}{cause}"
+
+
+def _memory(plan: Plan) -> list[str]:
+    prediction = plan.prediction
+    if not prediction.memory:
+        return []
+    kind, size = max(prediction.memory.items(), key=lambda item: item[1])
+    where = f" at {readable(prediction.peak_at)}" if prediction.peak_at else ""
+    room = plan.memory_limit_bytes - prediction.peak_bytes
+    left = f"{format_bytes(room)} is left" if room >= 0 else f"{format_bytes(-room)} is missing"
+    words = kind.replace("_", " ") + (" hold" if kind.endswith("s") else " holds")
+    return [f"Memory peaks{where}, where {words} most ({format_bytes(size)}); {left}."]
+
+
+def _gaps(plan: Plan) -> list[str]:
+    if plan.by_stage:
+        return [
+            f"The step is within {plan.plan_gap:.1%} of a lower bound for all cuts between modules by this schedule, "
+            "under the prices of the plan inside of stages."
+        ]
+    solver = "is optimal" if plan.solver_gap <= 0 else f"is within {plan.solver_gap:.2%} of optimal (solver gap)"
+    return [
+        f"The solution of the Problem {solver}; the predicted step time is within {plan.plan_gap:.1%} of a certified "
+        "lower bound for every plan on this mesh (plan gap)."
+    ]
+
+
+def why_not(plan: Plan, name: str) -> tuple[str, ...]:
+    """Why the plan was preferred to one of its baselines."""
+    own, other = plan.prediction, plan.baselines[name]
+    sentences = []
+    if not other.fits:
+        over = other.peak_bytes - plan.memory_limit_bytes
+        kind, size = max(other.memory.items(), key=lambda item: item[1], default=("", 0))
+        most = f", of which {kind.replace('_', ' ')} take {format_bytes(size)}" if kind else ""
+        sentences.append(
+            f"It does not fit: it needs {format_bytes(other.peak_bytes)} a device{most}, {format_bytes(over)} too much."
+        )
+    slower = other.step_time_s - own.step_time_s
+    if slower <= 0.005 * own.step_time_s:
+        faster = f"it would be {format_seconds(-slower)} faster" if slower < 0 else "it is about as fast as the plan"
+        sentences.append(f"By time alone {faster}.")
+        return tuple(sentences)
+    parts = {
+        "compute": other.compute_s - own.compute_s,
+        "exposed communication": other.exposed_comm_s - own.exposed_comm_s,
+    }
+    main, amount = max(parts.items(), key=lambda item: item[1])
+    share = f"{slower / own.step_time_s:.1%} " if own.step_time_s else ""  # a program without ops takes no time
+    sentence = f"It is {share}slower, chiefly by {format_seconds(amount)} more {main}"
+    worst = _worst_exposed(other)
+    if main != "compute" and worst:
+        sentence += f"; its costliest is {worst}"
+    return (*sentences, sentence + ".")

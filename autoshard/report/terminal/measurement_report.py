@@ -1,0 +1,163 @@
+"""Measurements and refinements on a terminal."""
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from rich.box import SIMPLE_HEAD
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from autoshard.base.units import format_bytes, format_seconds
+from autoshard.exec import Judged, Refinement
+from autoshard.planning import Plan, mesh_words
+from autoshard.report.display import clean
+
+
+def measurement_report(plan: Plan, figures: Mapping[str, Any]) -> RenderableType:
+    """`figures` is the object that `autoshard measure --json` prints."""
+    mesh = mesh_words(plan.mesh)
+    title = Text(f"{clean(plan.program_name, 60)} on {figures['device']}, mesh {mesh}", style="bold")
+    predicted = plan.prediction.step_time_s
+    table = Table(box=SIMPLE_HEAD, show_edge=False, pad_edge=False, header_style="dim")
+    for index, column in enumerate(("", "predicted", "measured")):
+        table.add_column(column, justify="right" if index else "left", no_wrap=True)
+    table.add_row("step time", format_seconds(predicted), format_seconds(figures["step_time_s"]))
+    if len(figures["step_times_s"]) > 1:
+        table.add_row("between its quartiles", "", f"{figures['spread']:.0%}")
+    for axis, both in figures["collectives"]["wire_bytes"].items():
+        name = Text(f"on the wire over {clean(axis)}")
+        table.add_row(name, format_bytes(both["predicted"]), format_bytes(both["compiled"]))
+    for kind, both in figures["collectives"]["counts"].items():
+        table.add_row(Text(f"{kind} (times)"), str(both["predicted"]), str(both["compiled"]))
+    for time in figures["collectives"].get("times", ()):
+        name = Text(f"{time['kind']} over {clean(', '.join(time['axes']))} (time, waiting included)")
+        table.add_row(name, _predicted_time(plan, time), format_seconds(time["seconds"]))
+    parts: list[RenderableType] = [title, Text(), table]
+    if figures.get("profiler"):
+        parts.append(Text(f"No time of each collective: {clean(figures['profiler'], 300)}", style="dim"))
+    if figures.get("eager"):
+        parts += [Text(), _eager(figures["eager"])]
+    if figures.get("check_skipped"):
+        parts += [Text(), Text(clean(figures["check_skipped"], 400), style="yellow")]
+    if "max_rel_diff" in figures:
+        parts += [Text(), _check(figures)]
+        parts += [_edge(name, edge, figures["tolerance"]) for name, edge in figures["edges"].items()]
+    return Group(*parts)
+
+
+def _predicted_time(plan: Plan, time: Mapping[str, Any]) -> str:
+    alike = [
+        c.seconds for c in plan.prediction.collectives if c.kind == time["kind"] and set(c.axes) == set(time["axes"])
+    ]
+    return format_seconds(sum(alike)) if alike else "-"
+
+
+def _eager(figures: Mapping[str, Any]) -> Text:
+    if figures["skipped"]:
+        return Text(clean(figures["skipped"], 400), style="yellow")
+    passed, worst = figures["agrees"], figures["worst"]
+    text = Text("AGREES" if passed else "DIFFERS", style="bold green" if passed else "bold red")
+    plural = {"buffer": "buffers", "gradient": "gradients", "output": "outputs", "loss": "losses"}
+    counts = [
+        kind if kind == "loss" and count == 1 else f"{count} {kind if count == 1 else plural[kind]}"
+        for kind, count in figures["compared"].items()
+    ]
+    words = f" {'with' if passed else 'from'} eager torch: {', '.join(counts)}"
+    if worst is not None:
+        name = worst["kind"] if worst["kind"] == worst["name"] else f"{worst['kind']} {clean(worst['name'])}".strip()
+        words += f"; the largest difference is {worst['rel_diff']:.1e} of a tensor's maximum ({name})"
+    if worst is not None and not passed:
+        words += f", and {worst['allowed']:.0e} is allowed"
+    text.append(words, style="not bold default")
+    if figures["form"]:
+        text.append(f"; compared in this form: {clean(figures['form'])}", style="not bold default")
+    return text
+
+
+def _edge(name: str, figures: Mapping[str, Any] | None, tolerance: float) -> Text:
+    if figures is None:
+        why = "collectives of CPUs drop it under max and min, in plain JAX as well"
+        return Text(f"Not compared with {name} among the arguments: {why}", style="dim")
+    passed = figures["passed"]
+    text = Text("AGREES" if passed else "DIFFERS", style="bold green" if passed else "bold red")
+    words = f" with {name} among the arguments"
+    if not passed:
+        words += f": by {figures['max_rel_diff']:.1e} at {clean(figures['worst'])}; {tolerance:.0e} is allowed"
+    text.append(words, style="not bold default")
+    return text
+
+
+def _check(figures: Mapping[str, Any]) -> Text:
+    passed = figures["passed"]
+    text = Text("AGREES" if passed else "DIFFERS", style="bold green" if passed else "bold red")
+    text.append(
+        f" with the unplanned run: the largest difference is {figures['max_rel_diff']:.1e} of a tensor's maximum "
+        f"(at {clean(figures['worst'])}); {figures['tolerance']:.0e} is allowed",
+        style="not bold default",
+    )
+    if figures.get("floor"):
+        text.append(
+            f"; with its examples in another order the unplanned step itself differs by up to {figures['floor']:.1e}, "
+            "and twice that of each tensor is allowed",
+            style="not bold default",
+        )
+    if figures.get("floor_note"):
+        text.append(f"; no more, since {clean(figures['floor_note'], 200)}", style="not bold default")
+    return text
+
+
+def refinement_report(result: Refinement) -> RenderableType:
+    """The plans as they were judged, best first, the figures that moved, and the plan in words."""
+    plan = result.plan
+    title = Text(f"{clean(plan.program_name, 60)} on {plan.topology}, mesh {mesh_words(plan.mesh)}", style="bold")
+    judged = "compiled" if result.judge == "compile" else "measured"
+    table = Table(box=SIMPLE_HEAD, show_edge=False, pad_edge=False, header_style="dim")
+    table.add_column("", no_wrap=True)
+    for column in (judged, "+-", "predicted", "after", "peak", "fits"):
+        table.add_column(column, justify="right", no_wrap=True)
+    for each in result.judged:
+        table.add_row(Text(clean(each.name, 28), style="bold" if each is result.judged[0] else ""), *_cells(each))
+    times = "time" if result.rounds == 1 else "times"
+    ending = Text(f"Planned {result.rounds} {times}: {result.why}.")
+    notes = [
+        Text(f"{clean(each.name)}: dropped, {clean(each.seen.failed, 300)}", style="yellow")
+        for each in result.judged
+        if each.seen.failed
+    ]
+    words = [Text(f"  {clean(line)}") for line in plan.words]
+    meaning = Text("predicted: before these plans were judged; after: with all that was learned", style="dim")
+    return Group(title, Text(), table, meaning, *notes, Text(), ending, Text(), *_learned(result), Text(), *words)
+
+
+def _cells(each: Judged) -> list[str]:
+    seen = each.seen
+    verdict = "-" if seen.failed else "no" if not seen.fits else "remat" if "remat" in seen.verdict else "yes"
+    return [
+        "-" if seen.seconds is None else format_seconds(seen.seconds),
+        "-" if seen.seconds is None else f"{seen.error:.0%}",
+        format_seconds(each.predicted_before_s),
+        format_seconds(each.predicted_after_s),
+        "-" if seen.peak_bytes is None else format_bytes(seen.peak_bytes),
+        verdict,
+    ]
+
+
+def _learned(result: Refinement) -> list[RenderableType]:
+    fit = result.fit
+    if not fit.figures:
+        return [Text("Nothing was learned: what was seen moves no figure.")]
+    table = Table(box=SIMPLE_HEAD, show_edge=False, pad_edge=False, header_style="dim")
+    table.add_column("figure", no_wrap=True)
+    for column in ("shipped", "fitted", "+-"):
+        table.add_column(column, justify="right", no_wrap=True)
+    for each in fit.figures:
+        table.add_row(each.figure, f"{each.shipped:.3g}", f"{each.value:.3g}", f"{each.error:.2g}")
+    many = "observation" if fit.observations == 1 else "observations"
+    before, after = fit.residual_before, fit.residual
+    what = "share of hidden communication"
+    if result.judge == "measure":
+        before, after, what = math.expm1(before), math.expm1(after), "time"
+    said = f"Learned from {fit.observations} {many}: median error of the {what} {before:.0%}, now {after:.0%}"
+    return [Text(said), table]

@@ -1,0 +1,298 @@
+"""What differs between two plans."""
+
+import dataclasses
+from collections import defaultdict
+from collections.abc import Hashable, Iterator
+from typing import Any
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from autoshard.base.units import format_bytes, format_seconds
+from autoshard.errors import UserError
+from autoshard.planning import Plan, Spec, StateReshard, axis_words, mesh_words, pattern, predict_reshard, spec_text
+from autoshard.report.display import clean, readable
+
+
+FIGURES = ("step_time_s", "compute_s", "hidden_comm_s", "exposed_comm_s", "peak_bytes", "mfu", "fits")
+SHOWN = 40
+
+
+FREE = "not pinned"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Inside:
+    """A value or an op inside of the step that two plans treat differently."""
+
+    name: str
+    """What the source calls it, and which op takes it where only that one is meant."""
+    first: str
+    """Its specs in the first plan, one after the other; `not pinned` if propagation decides."""
+    second: str
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Sent:
+    """All communication of one kind over the same axes in a step."""
+
+    count: int = 0
+    wire_bytes: int = 0
+    seconds: float = 0.0
+    exposed_s: float = 0.0
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class PlanChange:
+    """Two plans side by side."""
+
+    figures: tuple[tuple[str, Any, Any], ...]
+    """(field of `Prediction`, in the first, in the second)."""
+    settings: tuple[tuple[str, str, str], ...]
+    """What was asked for differently: program, topology, mesh, memory limit."""
+    specs: tuple[tuple[str, str, str], ...]
+    """(argument, spec in the first, spec in the second), where both have the argument and the specs differ."""
+    shared: int
+    only_first: tuple[str, ...]
+    only_second: tuple[str, ...]
+    inside: tuple[Inside, ...]
+    """Pins, ops split in space and calls on shards that differ, in program order."""
+    collectives: tuple[tuple[str, str, Sent, Sent], ...]
+    """(kind, axes, in the first, in the second), where they differ; what differs most in seconds first."""
+    state: StateReshard | None = None
+    """What moving the state from the first to the second takes; None where nothing moves or none is in common."""
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether the two plans are one."""
+        figures = any(a != b for _, a, b in self.figures)
+        named = self.settings or self.specs or self.only_first or self.only_second
+        return not (figures or named or self.inside or self.collectives)
+
+
+def difference(first: Plan, second: Plan) -> PlanChange:
+    """Compare two plans; they may be of different meshes, topologies, or even programs."""
+    both = [name for name in first.arguments if name in second.arguments]
+    settings = []
+    for name, a, b in (
+        ("program", first.program_name, second.program_name),
+        ("program fingerprint", first.program_fingerprint[:12], second.program_fingerprint[:12]),
+        ("topology", first.topology, second.topology),
+        ("mesh", _mesh(first), _mesh(second)),
+        ("memory limit", format_bytes(first.memory_limit_bytes), format_bytes(second.memory_limit_bytes)),
+    ):
+        if a != b:
+            settings.append((name, a, b))
+    return PlanChange(
+        figures=tuple((key, getattr(first.prediction, key), getattr(second.prediction, key)) for key in FIGURES),
+        settings=tuple(settings),
+        specs=tuple(
+            (name, _argument(first, name), _argument(second, name))
+            for name in both
+            if first.arguments[name] != second.arguments[name]
+        ),
+        shared=len(both),
+        only_first=tuple(name for name in first.arguments if name not in second.arguments),
+        only_second=tuple(name for name in second.arguments if name not in first.arguments),
+        inside=tuple(_inside(first, second)),
+        collectives=_collectives(first, second),
+        state=_state(first, second),
+    )
+
+
+def _state(first: Plan, second: Plan) -> StateReshard | None:
+    try:
+        state = predict_reshard(first, second)
+    except UserError:
+        return None
+    return state if any(state.received_bytes) else None
+
+
+def _argument(plan: Plan, name: str) -> str:
+    return spec_text(plan.arguments[name], plan.shapes[name])
+
+
+def _inside(first: Plan, second: Plan) -> Iterator[Inside]:
+    """Values of one program are found again by their ops; of two programs, by their names."""
+    same = first.program_fingerprint == second.program_fingerprint
+    a, b = _chosen(first, same), _chosen(second, same)
+    for key in sorted({**a, **b}, key=lambda key: a[key][0] if key in a else b[key][0]):
+        one, other = (" then ".join(side[key][2]) if key in side else FREE for side in (a, b))
+        if one != other:
+            yield Inside((a.get(key) or b[key])[1], one, other)
+
+
+def _chosen(plan: Plan, by_op: bool) -> dict[Hashable, tuple[tuple[int, ...], str, list[str]]]:
+    """What a plan chooses inside of the step: place in the program, name and specs in their order."""
+    found: dict[Hashable, tuple[tuple[int, ...], str, list[str]]] = {}
+    seen: dict[str, int] = defaultdict(int)
+    numbers: dict[Hashable, str] = {}
+
+    def add(place: tuple[int, ...], name: str, spec: str) -> None:
+        if place not in numbers:
+            numbers[place] = f"{name} {seen[name]}"
+            seen[name] += 1
+        key: Hashable = place if by_op else numbers[place]
+        found.setdefault(key, (place, name, []))[2].append(spec)
+
+    for pin in plan.pins:
+        taken = "" if pin.operand is None else f" as op {pin.operand[0]} takes it"
+        place = (pin.op, pin.index, *(pin.operand or ()))
+        add(place, f"{readable(pin.name) or f'op {pin.op}'}{taken}", spec_text(pin.spec))
+    for region in plan.regions:
+        add((region.op, -1, 0), f"{readable(region.name) or f'op {region.op}'} in space", _sides(region))
+    for call in plan.calls:
+        add((call.op, -1, 1), f"call of {call.name}", _sides(call))
+    return found
+
+
+def _sides(op: Any) -> str:
+    """Specs of what an op takes and leaves on shards."""
+
+    def listed(specs: tuple[Spec, ...]) -> str:
+        return ", ".join(spec_text(spec) for spec in specs)
+
+    summed = f" summed over {', '.join(axis_words(op.summed))}" if op.summed else ""
+    return f"({listed(op.operands)}) -> ({listed(op.results)}){summed}"
+
+
+def _collectives(first: Plan, second: Plan) -> tuple[tuple[str, str, Sent, Sent], ...]:
+    a, b = _sent(first), _sent(second)
+    rows = [(*key, a.get(key, Sent()), b.get(key, Sent())) for key in dict.fromkeys([*a, *b])]
+    found = [row for row in rows if row[2] != row[3]]
+    return tuple(sorted(found, key=lambda row: (-abs(row[2].seconds - row[3].seconds), row[0], row[1])))
+
+
+def _sent(plan: Plan) -> dict[tuple[str, str], Sent]:
+    found: dict[tuple[str, str], Sent] = {}
+    for each in plan.prediction.collectives:
+        key = (each.kind, ", ".join(axis_words(each.axes)))
+        old = found.get(key, Sent())
+        found[key] = Sent(
+            old.count + each.count,
+            old.wire_bytes + each.wire_bytes,
+            old.seconds + each.seconds,
+            old.exposed_s + each.waited_s,
+        )
+    return found
+
+
+def _mesh(plan: Plan) -> str:
+    return mesh_words(plan.mesh).replace(", ", ",")
+
+
+def figure_text(key: str, value: Any) -> str:
+    """One of `FIGURES` as people read it."""
+    if value is None:
+        return "-"
+    if key == "fits":
+        return "yes" if value else "no"
+    if key == "mfu":
+        return f"{value:.1%}"
+    return format_bytes(value) if key.endswith("_bytes") else format_seconds(value)
+
+
+def figure_name(key: str) -> str:
+    return "MFU" if key == "mfu" else key.removesuffix("_s").removesuffix("_bytes").replace("_", " ")
+
+
+def difference_figures(found: PlanChange) -> dict[str, Any]:
+    """The JSON object of `autoshard diff --json`."""
+    return {
+        "figures": {key: {"first": a, "second": b} for key, a, b in found.figures},
+        "settings": {name: {"first": a, "second": b} for name, a, b in found.settings},
+        "specs": {name: {"first": a, "second": b} for name, a, b in found.specs},
+        "shared": found.shared,
+        "only_first": list(found.only_first),
+        "only_second": list(found.only_second),
+        "inside": [dataclasses.asdict(each) for each in found.inside],
+        "collectives": [
+            {"kind": kind, "axes": axes, "first": dataclasses.asdict(a), "second": dataclasses.asdict(b)}
+            for kind, axes, a, b in found.collectives
+        ],
+        "state": None if found.state is None else dataclasses.asdict(found.state),
+    }
+
+
+def difference_report(found: PlanChange) -> RenderableType:
+    """The difference for a terminal: what it costs first, then what it is."""
+    figures = Table.grid(padding=(0, 3, 0, 0))
+    for key, a, b in found.figures:
+        ratio = f"{b / a:.2f}x" if key.endswith("_s") and a and b else ""
+        figures.add_row(figure_name(key), figure_text(key, a), figure_text(key, b), Text(ratio, style="dim"))
+    for name, a, b in found.settings:
+        figures.add_row(Text(name, style="yellow"), Text(clean(a, 30)), Text(clean(b, 30)), "")
+    specs = Table.grid(padding=(0, 2, 0, 2))
+    for name, a, b in found.specs[:SHOWN]:
+        specs.add_row(Text(clean(name, 44), no_wrap=True), Text(a), Text(f"-> {b}"))
+    count = f"{len(found.specs)} of {found.shared} common arguments are split differently"
+    only = [(len(found.only_first), "first"), (len(found.only_second), "second")]
+    only_text = "".join(f"; {n} {'is' if n == 1 else 'are'} only in the {which}" for n, which in only if n)
+    parts: list[RenderableType] = [figures, Text(), Text(f"{count}{only_text}.", style="bold"), specs]
+    if len(found.specs) > SHOWN:
+        parts.append(Text(f"  and {len(found.specs) - SHOWN} more", style="dim"))
+    parts += _inside_parts(found)
+    parts += _collective_parts(found)
+    parts += _state_parts(found.state)
+    if found.is_empty:
+        parts += [Text(), Text("The two plans are the same.", style="bold")]
+    return Group(*parts)
+
+
+def _inside_parts(found: PlanChange) -> list[RenderableType]:
+    if not found.inside:
+        return []
+    rows: dict[tuple[str, str, str], int] = defaultdict(int)
+    for each in found.inside:
+        rows[pattern(each.name), each.first, each.second] += 1
+    table = Table.grid(padding=(0, 2, 0, 2))
+    for (name, a, b), count in [*rows.items()][:SHOWN]:
+        times = f"{count} of " if count > 1 else ""
+        table.add_row(Text(f"{times}{clean(name, 44)}", no_wrap=True), Text(a), Text(f"-> {b}"))
+    parts: list[RenderableType] = [
+        Text(),
+        Text(f"{len(found.inside)} values inside the step are held differently.", style="bold"),
+        table,
+    ]
+    if len(rows) > SHOWN:
+        parts.append(Text(f"  and {len(rows) - SHOWN} more", style="dim"))
+    return parts
+
+
+def _collective_parts(found: PlanChange) -> list[RenderableType]:
+    if not found.collectives:
+        return []
+    table = Table.grid(padding=(0, 2, 0, 2))
+    for kind, axes, a, b in found.collectives[:SHOWN]:
+        over, one, other = f"over {clean(axes)}", sent_text(a), f"-> {sent_text(b)}"
+        table.add_row(Text(kind, no_wrap=True), Text(over), Text(one), Text(other))
+    return [Text(), Text("Communication that differs.", style="bold"), table]
+
+
+def _state_parts(state: StateReshard | None) -> list[RenderableType]:
+    if state is None:
+        return []
+    table = Table.grid(padding=(0, 2, 0, 2))
+    largest = format_bytes(state.largest_read_bytes)
+    before, after, received = map(max, (state.before_bytes, state.after_bytes, state.received_bytes))
+    for what, value in (
+        ("a device holds at most", f"{format_bytes(before)} -> {format_bytes(after)}"),
+        ("and while it is moved tensor by tensor", format_bytes(max(state.peak_bytes))),
+        ("it receives at most", f"{format_bytes(received)}, in {format_seconds(state.link_s)} or more"),
+        ("all devices together", format_bytes(sum(state.received_bytes))),
+        ("a checkpoint takes", format_bytes(state.whole_bytes)),
+        ("a host reads of it at most", f"{format_bytes(max(state.read_bytes))}, {largest} of one tensor"),
+    ):
+        table.add_row(Text(what), Text(value))
+    count = f"Moving {len(state.names)} tensors of state from the first to the second."
+    return [Text(), Text(count, style="bold"), table]
+
+
+def sent_text(sent: Sent) -> str:
+    """`32 times, 1.5 GiB, 3.2 ms (1.1 ms exposed)`; `none` if nothing is sent."""
+    if not sent.count:
+        return "none"
+    times = f"{sent.count} time{'s' if sent.count > 1 else ''}, {format_bytes(sent.wire_bytes)}"
+    exposed = f" ({format_seconds(sent.exposed_s)} exposed)" if sent.exposed_s > 0 else " (hidden)"
+    return f"{times}, {format_seconds(sent.seconds)}{exposed}"

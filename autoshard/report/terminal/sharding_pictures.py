@@ -1,0 +1,122 @@
+"""Pictures of shardings in the terminal: which devices hold which part of a tensor."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from autoshard.errors import UserError
+from autoshard.planning import Spec, tile_devices
+
+
+Placed = dict[tuple[tuple[int, int], ...], tuple[int, ...]]
+"""For each part of a tensor, as (start, end) of every dim: the devices that hold it."""
+
+_COLOURS = ("cyan", "magenta", "green", "yellow", "blue", "red", "bright_cyan", "bright_magenta", "bright_green")
+
+
+def visualize_sharding(sharding: str, shape: Sequence[int] | None = None, **options: Any) -> Any:
+    """Draw an HLO sharding string such as `{devices=[2,2]<=[4]}` of a tensor with one or two dims that matter.
+
+    `shape` is that of the tensor; without it every tile counts as one element. Options: `console` (a
+    `rich.console.Console`; None draws nothing) and `width` in columns. Returns the `rich` table.
+
+    Raises `UserError` for a string that cannot be read, or one that splits more than two dims.
+    """
+    return _draw(parts_of_string(sharding, shape), **options)
+
+
+def visualize_spec(
+    spec: Spec, shape: Sequence[int], mesh: dict[str, int], device_order: Sequence[int] | None = None, **options: Any
+) -> Any:
+    """Draw how a spec splits a tensor of this shape over a mesh; see `visualize_sharding`."""
+    from autoshard.planning import hlo_sharding
+
+    return visualize_sharding(hlo_sharding(spec, mesh, device_order), shape, **options)
+
+
+def visualize_tensor_sharding(tensor: Any, **options: Any) -> Any:
+    """Draw how a JAX array or a PyTorch/XLA tensor is split; see `visualize_sharding`.
+
+    Raises `UserError` for anything else, and for a tensor that is held by this process only in part.
+    """
+    shape = tuple(int(size) for size in tensor.shape)
+    if hasattr(tensor, "sharding") and hasattr(tensor.sharding, "devices_indices_map"):
+        placed: dict[tuple[tuple[int, int], ...], list[int]] = {}
+        for device, index in tensor.sharding.devices_indices_map(shape).items():
+            part = tuple(
+                (s.start or 0, size if s.stop is None else s.stop) for s, size in zip(index, shape, strict=True)
+            )
+            placed.setdefault(part, []).append(device.id)
+        return _draw({part: tuple(sorted(devices)) for part, devices in placed.items()}, **options)
+    tensor = getattr(tensor, "global_tensor", tensor)
+    if getattr(getattr(tensor, "device", None), "type", None) != "xla":
+        raise UserError(
+            f"visualize_tensor_sharding draws JAX arrays and tensors on the XLA device, not a {type(tensor).__name__}."
+        )
+    from autoshard.exec.torch_xla_hook import held_spec
+
+    text = held_spec(tensor)
+    return _draw(parts_of_string(text or "{replicated}", shape, _devices_here()), **options)
+
+
+def _devices_here() -> int:
+    import torch_xla.runtime as xr
+
+    return xr.global_runtime_device_count()
+
+
+def parts_of_string(text: str, shape: Sequence[int] | None = None, devices: int | None = None) -> Placed:
+    """The parts that an HLO sharding string makes, and the devices of each; all devices (if known) if replicated."""
+    if text.strip() in ("{replicated}", "replicated"):
+        whole = tuple((0, int(size)) for size in (shape or (1,)))
+        return {whole: tuple(range(devices or 0))}
+    tiles, assigned = tile_devices(text)
+    sizes = tuple(tiles) if shape is None else tuple(int(size) for size in shape)
+    if len(sizes) != len(tiles):
+        raise UserError(f"{text!r} splits a tensor of {len(tiles)} dims, but this one has {len(sizes)}.")
+    grid: NDArray[np.int64] = assigned.reshape(*tiles, -1)
+    placed: Placed = {}
+    for place in np.ndindex(*tiles):
+        spans = []
+        for index, tile, size in zip(place, tiles, sizes, strict=True):
+            step = -(-size // tile)
+            spans.append((min(index * step, size), min((index + 1) * step, size)))
+        placed[tuple(spans)] = tuple(sorted(int(device) for device in grid[place]))
+    return placed
+
+
+def _draw(placed: Placed, console: Any = ..., width: int = 48) -> Any:
+    from rich.align import Align
+    from rich.console import Console
+    from rich.padding import Padding
+    from rich.table import Table
+
+    split = [dim for dim in range(len(next(iter(placed)))) if len({part[dim] for part in placed}) > 1]
+    if len(split) > 2:
+        raise UserError(f"a tensor that is split over {len(split)} dims cannot be drawn; two is the most.")
+    shown = split if len(split) == 2 else [*split, *(d for d in range(len(next(iter(placed)))) if d not in split)][:2]
+    shown = sorted(shown)
+    rows = sorted({part[shown[0]] for part in placed}) if shown else [(0, 1)]
+    columns = sorted({part[shown[1]] for part in placed}) if len(shown) > 1 else [(0, 1)]
+    where = {tuple(part[dim] for dim in shown): devices for part, devices in placed.items()}
+    table = Table(show_header=False, show_lines=True, padding=0, pad_edge=False)
+    for _ in columns:
+        table.add_column(justify="center")
+    cell = max(width // len(columns), 4)
+    colours: dict[tuple[int, ...], str] = {}
+    for row in rows:
+        cells = []
+        for column in columns:
+            key = (row, column)[: len(shown)]
+            devices = where[key]
+            colour = colours.setdefault(devices, _COLOURS[len(colours) % len(_COLOURS)])
+            text = ",".join(map(str, devices)) if devices else "every device"
+            cells.append(Padding(Align(text, "center", width=max(cell, len(text))), (1, 0), style=f"black on {colour}"))
+        table.add_row(*cells)
+    if console is ...:
+        console = Console()
+    if console is not None:
+        console.print(table)
+    return table

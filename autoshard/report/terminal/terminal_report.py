@@ -1,0 +1,298 @@
+"""A plan on one screen."""
+
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+
+from rich.box import SIMPLE_HEAD
+from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
+from rich.padding import Padding
+from rich.table import Table
+from rich.text import Text
+
+from autoshard.base.units import format_bytes, format_seconds
+from autoshard.planning import Collective, Plan, Prediction, Recipe, Spec, axis_words, mesh_words, spec_text
+from autoshard.report.display import clean, fold, readable
+from autoshard.report.figures import best_baseline, fixed_lines, tensor_bytes
+from autoshard.report.schedule_picture import schedule_report
+from autoshard.report.terminal.explanation_report import what_binds
+
+
+BAR = 46
+"""Characters in a full bar; with its label it stays within 80 columns."""
+
+PARAMETERS = 8
+COLLECTIVES = 6
+MESHES = RECIPES = 6
+"""Rows that are shown; the rest is summed up."""
+
+
+def terminal_report(plan: Plan, wall_s: Mapping[str, float] | None = None) -> RenderableType:
+    """The plan as a rich renderable for 80 columns and more: the verdict first, details by weight after it.
+
+    `wall_s` is how long each phase of planning took, if it is to be shown.
+    """
+    return _Report(plan, wall_s)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Report:
+    plan: Plan
+    wall_s: Mapping[str, float] | None
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        plan = self.plan
+        yield _verdict(plan)
+        yield from _section("Plan", Text("\n").join(Text(f"  {clean(line)}") for line in plan.words))
+        yield from _section("Fixed beforehand", _bullets(fixed_lines(plan)))
+        yield from _section("Priced for compiler flags", _bullets(_flag_lines(plan)))
+        yield from _section("Largest parameters", _parameters(plan, options.max_width))
+        yield from _section("Step time", _time(plan.prediction))
+        yield from _section("Pipeline", schedule_report(plan))
+        yield from _section("Memory of one device at the peak", _memory(plan))
+        yield from _section("Against plans that people write", _baselines(plan))
+        yield from _section("Other recipes", _recipes(plan))
+        yield from _section("Other meshes", _meshes(plan))
+        yield from _section("Collectives that cost most", _collectives(plan.prediction, options.max_width))
+        yield from _section("What binds", _bullets(what_binds(plan)))
+        yield from _section("Warnings", _bullets(plan.warnings, "yellow"))
+        if self.wall_s:
+            phases = ", ".join(f"{phase} {seconds:.1f} s" for phase, seconds in self.wall_s.items())
+            yield from (Text(), Text(f"Planned in: {phases}", style="dim"))
+
+
+def _flag_lines(plan: Plan) -> list[str]:
+    """What the compiler flags that the plan was made for change in its prices; empty without flags."""
+    said = plan.provenance.get("xla_flags")
+    return [] if not said else said["priced"] or [f"{', '.join(said['flags'])}: no price changes."]
+
+
+def _verdict(plan: Plan) -> RenderableType:
+    prediction = plan.prediction
+    mesh = mesh_words(plan.mesh)
+    devices = math.prod(plan.mesh.values())
+    noun = "device" if devices == 1 else "devices"
+    title = Text(f"{clean(plan.program_name, 60)} on {plan.topology} ({devices} {noun}), mesh {mesh}", style="bold")
+    used = f"{format_bytes(prediction.peak_bytes)} of {format_bytes(plan.memory_limit_bytes)} a device"
+    verdict = Text("FITS", style="bold green") if prediction.fits else Text("DOES NOT FIT", style="bold red")
+    verdict.append(f": {used}", style="not bold default")
+    if plan.memory_limit_bytes:
+        verdict.append(f" ({prediction.peak_bytes / plan.memory_limit_bytes:.0%})", style="not bold default")
+    step = Text("STEP", style="bold").append(f": {format_seconds(prediction.step_time_s)}", style="not bold")
+    if prediction.mfu is not None:
+        step.append(f", MFU {prediction.mfu:.1%}", style="not bold")
+    step.append(f"; {_against_best(plan)}", style="not bold")
+    return Group(title, Text(), verdict, step)
+
+
+def _against_best(plan: Plan) -> str:
+    best = best_baseline(plan)
+    if best is None:
+        return "no baseline fits" if plan.baselines else "no baseline to compare with"
+    name, baseline = best
+    if plan.prediction.step_time_s <= 0:
+        return f"the best baseline that fits is {name}"
+    ratio = baseline.step_time_s / plan.prediction.step_time_s
+    if abs(ratio - 1) < 5e-4:
+        return f"as fast as the best baseline that fits, {name}"
+    return f"{ratio:.2f}x the speed of the best baseline that fits, {name}"
+
+
+def _section(title: str, body: RenderableType | None) -> list[RenderableType]:
+    return [] if body is None else [Text(), Text(title, style="bold"), body]
+
+
+def _bullets(lines: Sequence[str], style: str = "") -> RenderableType | None:
+    if not lines:
+        return None
+    table = Table.grid(padding=(0, 1, 0, 1))
+    for line in lines:
+        table.add_row(Text("-"), Text(clean(line), style=style))
+    return table
+
+
+def _table(*columns: str, left: int = 1) -> Table:
+    """The first `left` columns hold names, which give way where the terminal is narrow; figures never do."""
+    table = Table(box=SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0), header_style="dim")
+    for index, column in enumerate(columns):
+        table.add_column(column, justify="left" if index < left else "right", no_wrap=index >= left)
+    return table
+
+
+def _name(text: str, width: int | None = None, style: str = "") -> Text:
+    return Text(clean(text, width), style=style, no_wrap=True, overflow="ellipsis")
+
+
+def _parameters(plan: Plan, width: int) -> RenderableType | None:
+    names = [name for name in plan.arguments if plan.is_weight(name)]
+    groups = fold(names, key=lambda name: (plan.shapes[name], plan.arguments[name], plan.dtypes[name]))
+    if not groups:
+        return None
+    rows = []
+    for shown, members in groups:
+        size = len(members) * tensor_bytes(plan.shapes[members[0]], plan.dtypes[members[0]])
+        rows.append((size, shown, members))
+    rows.sort(key=lambda row: -row[0])
+    table = _table("parameter", "split shape", "a device holds", left=2)
+    for size, shown, members in rows[:PARAMETERS]:
+        spec, shape = plan.arguments[members[0]], plan.shapes[members[0]]
+        shards = spec.shards(plan.mesh)
+        times = f"{len(members)} of " if len(members) > 1 else ""
+        table.add_row(
+            _name(shown, max(width - 52, 26)),
+            Text(times).append_text(_split_shape(shape, spec)),
+            f"{format_bytes(size / shards)}, {'all' if shards == 1 else f'1/{shards}'}",
+        )
+    body: list[RenderableType] = [Padding(table, (0, 0, 0, 2))]
+    if len(rows) > PARAMETERS:
+        body.append(Text(f"  and {len(rows) - PARAMETERS} more", style="dim"))
+    return Group(*body)
+
+
+def _split_shape(shape: tuple[int, ...], spec: Spec) -> Text:
+    """`32 x 14336/model x 4096/data`, axes in colour."""
+    text = Text(spec_text(spec, shape))
+    text.highlight_regex(r"(?<=\d)/.*?(?= x |$)", "cyan")
+    return text
+
+
+def _bar(parts: list[tuple[float, str, str]], whole: float) -> Text:
+    """Parts of (value, character, style), drawn to scale; a part too thin to draw is left out."""
+    bar = Text("  ")
+    drawn = position = 0.0
+    for value, character, style in parts:
+        position += value / whole * BAR if whole > 0 else 0
+        cells = round(position) - round(drawn)
+        bar.append(character * cells, style=style)
+        drawn = position
+    return bar
+
+
+def _time(prediction: Prediction) -> RenderableType:
+    total = prediction.compute_s + prediction.exposed_comm_s
+    bar = _bar([(prediction.compute_s, "█", "green"), (prediction.exposed_comm_s, "▒", "red")], total)
+    legend = Text("  ")
+    legend.append("█ ", style="green").append(f"compute {format_seconds(prediction.compute_s)}   ")
+    legend.append("▒ ", style="red").append(f"exposed communication {format_seconds(prediction.exposed_comm_s)}")
+    if prediction.hidden_comm_s < 1e-9:
+        return Group(bar, legend)
+    hidden = Text(f"  and {format_seconds(prediction.hidden_comm_s)} of communication hidden behind the compute")
+    return Group(bar, legend, hidden)
+
+
+_MEMORY_STYLES = ("blue", "cyan", "magenta", "green", "yellow", "red", "bright_blue", "bright_magenta")
+_SHADES = "█▓▒░"
+
+
+def _memory(plan: Plan) -> RenderableType:
+    prediction = plan.prediction
+    kinds = sorted(((size, kind) for kind, size in prediction.memory.items() if size > 0), reverse=True)
+    marks = [
+        (size, _SHADES[i % len(_SHADES)], _MEMORY_STYLES[i % len(_MEMORY_STYLES)]) for i, (size, _) in enumerate(kinds)
+    ]
+    bar = _bar([(float(size), mark, style) for size, mark, style in marks], max(plan.memory_limit_bytes, 1))
+    free = max(BAR + 2 - len(bar), 0)
+    bar.append("·" * free, style="dim").append(f" {format_bytes(plan.memory_limit_bytes)}", style="dim")
+    grid = Table.grid(padding=(0, 3, 0, 0))
+    cells = []
+    for (size, mark, style), (_, kind) in zip(marks, kinds, strict=True):
+        cells.append(
+            Text("  ").append(f"{mark} ", style=style).append(f"{kind.replace('_', ' ')} {format_bytes(size)}")
+        )
+    for start in range(0, len(cells), 2):
+        grid.add_row(*cells[start : start + 2])
+    return Group(bar, grid)
+
+
+def _baselines(plan: Plan) -> RenderableType | None:
+    if not plan.baselines:
+        return None
+    table = _table("", "step", "vs plan", "MFU", "compute", "exposed", "peak", "fits")
+    ordered = sorted(plan.baselines.items(), key=lambda item: (not item[1].fits, item[1].step_time_s))
+    for name, row in [("this plan", plan.prediction), *ordered]:
+        own = row is plan.prediction
+        ratio = row.step_time_s / plan.prediction.step_time_s if plan.prediction.step_time_s > 0 else math.nan
+        table.add_row(
+            _name(name, style="bold" if own else ""),
+            format_seconds(row.step_time_s),
+            "" if own or math.isnan(ratio) else f"{ratio:.2f}x",
+            "-" if row.mfu is None else f"{row.mfu:.1%}",
+            format_seconds(row.compute_s),
+            format_seconds(row.exposed_comm_s),
+            format_bytes(row.peak_bytes),
+            Text("yes", style="green") if row.fits else Text("no", style="red"),
+            style="" if row.fits else "dim",
+        )
+    return Padding(table, (0, 0, 0, 2))
+
+
+def _recipes(plan: Plan) -> RenderableType | None:
+    """What the planner could have chosen beside mesh and sharding, and the frontier of memory against time."""
+    tried = plan.provenance.get("recipe", {}).get("tried", [])
+    if len(tried) < 2:
+        return None
+    table = Table(box=SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0), header_style="dim")
+    table.add_column("recipe")
+    for name in ("step", "memory"):
+        table.add_column(name, justify="right", no_wrap=True)
+    table.add_column("why not")
+    for row in tried[: RECIPES + 1]:
+        mark = " *" if row["frontier"] else ""
+        table.add_row(
+            Text(clean(str(Recipe(tuple(row["choices"].items()))))),
+            "" if row["step_time_s"] is None else format_seconds(row["step_time_s"]),
+            "" if row["peak_bytes"] is None else format_bytes(row["peak_bytes"]) + mark,
+            Text(clean(row["verdict"] or "chosen")),
+        )
+    body: list[RenderableType] = [Padding(table, (0, 0, 0, 2))]
+    left = len(tried) - RECIPES - 1
+    body.append(Text(f"  {f'and {left} more; ' if left > 0 else ''}* none is both faster and smaller", style="dim"))
+    return Group(*body)
+
+
+def _meshes(plan: Plan) -> RenderableType | None:
+    """What the search for the mesh found beside the chosen one."""
+    others = plan.meshes[1:]
+    if not others:
+        return None
+    table = Table(box=SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0), header_style="dim")
+    table.add_column("mesh")
+    table.add_column("step", justify="right", no_wrap=True)
+    table.add_column("why not")
+    for tried in others[:MESHES]:
+        step = "" if tried.step_time_s is None else format_seconds(tried.step_time_s)
+        table.add_row(Text(clean(tried.mesh)), step, Text(clean(tried.verdict)))
+    body: list[RenderableType] = [Padding(table, (0, 0, 0, 2))]
+    if len(others) > MESHES:
+        body.append(Text(f"  and {len(others) - MESHES} more, none faster", style="dim"))
+    return Group(*body)
+
+
+def _collectives(prediction: Prediction, width: int) -> RenderableType | None:
+    """One row for each kind, axes, and whether it is hidden; the costliest cause stands for the rest."""
+    groups: dict[tuple[str, tuple[str, ...], bool], list[Collective]] = {}
+    for collective in sorted(prediction.collectives, key=lambda c: -c.seconds):
+        groups.setdefault((collective.kind, collective.axes, collective.hidden), []).append(collective)
+    if not groups:
+        return None
+    roomy = width >= 100
+    table = _table(
+        "kind", "over", *(["most of it for"] if roomy else []), "times", "wire", "time", "exposed", left=2 + roomy
+    )
+    ordered = sorted(groups.items(), key=lambda item: -sum(c.seconds for c in item[1]))
+    for (kind, axes, _), members in ordered[:COLLECTIVES]:
+        waited = sum(c.waited_s for c in members)
+        table.add_row(
+            _name(kind),
+            _name(", ".join(axis_words(axes))),
+            *([_name(readable(members[0].cause), width - 66)] if roomy else []),
+            str(sum(c.count for c in members)),
+            format_bytes(sum(c.wire_bytes for c in members)),
+            format_seconds(sum(c.seconds for c in members)),
+            Text(format_seconds(waited), style="red") if waited > 0 else Text("hidden", style="dim"),
+        )
+    body: list[RenderableType] = [Padding(table, (0, 0, 0, 2))]
+    if len(ordered) > COLLECTIVES:
+        rest = sum(c.seconds for _, members in ordered[COLLECTIVES:] for c in members)
+        body.append(Text(f"  and {len(ordered) - COLLECTIVES} more of {format_seconds(rest)} together", style="dim"))
+    return Group(*body)

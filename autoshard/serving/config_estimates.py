@@ -1,0 +1,163 @@
+"""First guesses of a configuration's step: by closed form for decoders, else by what its traced program must hold."""
+
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from autoshard.cost import Topology, larger_topologies, load_calibration
+from autoshard.errors import UserError
+from autoshard.planning.price.analysed_program import least_seconds, read_program
+from autoshard.program import WEIGHTS, Program, Role, config_dims, read_config
+from autoshard.serving.decoder_counts import Decoder
+from autoshard.serving.decoder_estimate import StepAsked, StepEstimate, estimate_step
+
+
+REMATS = ("none", "dots", "full")
+"""What is estimated where nothing is said: what is computed again in the backward pass."""
+_ITEMSIZES = {"bf16": 2, "bfloat16": 2, "fp16": 2, "float16": 2, "f32": 4, "fp32": 4, "float32": 4}
+_KINDS = {
+    Role.PARAMETER: "parameters",
+    Role.FROZEN: "parameters",
+    Role.OPTIMIZER_STATE: "optimizer state",
+    Role.BATCH: "batch",
+    Role.OTHER: "other",
+}
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ModelEstimate:
+    """A guess for one model on one topology."""
+
+    name: str
+    topology: Topology
+    parameters: int
+    estimate: StepEstimate
+    counted: bool
+    """Whether it comes from the model's dims; else its program was traced, and time and memory are the least there can
+    be."""
+
+
+def config_decoder(config: str) -> Decoder | None:
+    """The decoder that `hf:CONFIG` is, with its counts; None for another kind of model.
+
+    Raises `UserError` if there is no such configuration.
+    """
+    dims = config_dims(read_config(config.removeprefix("hf:"))[1])
+    if dims is None:
+        return None
+    return Decoder(**{field.name: getattr(dims, field.name) for field in dataclasses.fields(dims)})
+
+
+def estimate_config(
+    config: str,
+    topology: Topology,
+    *,
+    train: bool | None = None,
+    serve: str | None = None,
+    batch: int | None = None,
+    seq: int | None = None,
+    cache: int | None = None,
+    remat: str | None = None,
+    **dtypes: str | None,
+) -> list[ModelEstimate]:
+    """A guess for each policy of `remat` (of one if it is said, or nothing is trained) of a decoder's step.
+
+    `config` is `hf:CONFIG`, `batch` is one sequence for each device and `seq` the model's context, at most 1024, if
+    they are not said; `dtypes` may say `param_dtype` and `state_dtype`. Empty for a model that is no decoder of known
+    form. Raises `UserError` for options that cannot be.
+    """
+    decoder = config_decoder(config)
+    if decoder is None:
+        return []
+    if train and serve is not None:
+        raise UserError("--serve is for inference; leave --train out, or --serve.")
+    if remat is not None and not train:
+        raise UserError("--remat is for training steps; add --train, or leave it out.")
+    if cache is not None and serve is None:
+        raise UserError("--cache is for serving; add --serve prefill or --serve decode, or leave it out.")
+    name, fields = read_config(config.removeprefix("hf:"))
+    positions = fields.get("max_position_embeddings") or fields.get("n_positions") or 1024
+    length = seq if seq is not None else min(positions, 1024)
+    if serve == "decode" and cache is not None:
+        length = max(length, cache)
+    asked = StepAsked(
+        topology.num_devices if batch is None else batch,
+        length,
+        "train" if train else serve or "infer",
+        param_bytes=_itemsize(dtypes.get("param_dtype") or ("float32" if train else "bfloat16"), "param_dtype"),
+        state_bytes=_itemsize(dtypes.get("state_dtype") or "float32", "state_dtype"),
+    )
+    policies = (remat or "none",) if remat is not None or not train else REMATS
+    figures = load_calibration(topology.chip)
+    return [
+        ModelEstimate(
+            name,
+            topology,
+            decoder.params,
+            estimate_step(decoder, topology, dataclasses.replace(asked, remat=policy), figures),
+            True,
+        )
+        for policy in policies
+    ]
+
+
+def fewest_devices(config: str, found: Sequence[ModelEstimate], **options: Any) -> dict[str, Topology | None]:
+    """Return, by chip on which no estimate of `found` fits, the smallest topology on which one does.
+
+    `options` are those of `estimate_config`. None for a chip stands for more devices than `larger_topologies` goes
+    through. A traced program needs at least its arguments' share of each device, so its topology is a lower bound.
+    """
+    by_chip: dict[str, list[ModelEstimate]] = {}
+    for each in found:
+        by_chip.setdefault(each.topology.chip.name, []).append(each)
+    fewest: dict[str, Topology | None] = {}
+    for chip, rows in by_chip.items():
+        if any(row.estimate.fits for row in rows) or rows[0].topology.chip.traits.shares_machine:
+            continue
+        smallest = min(rows, key=lambda row: row.topology.num_devices)
+        guess = smallest.estimate
+        # Parameters and moments split over all devices; a traced program's arguments alike.
+        total = guess.peak_bytes * smallest.topology.num_devices
+        if smallest.counted:
+            moments = 2 * guess.asked.state_bytes if guess.asked.training else 0
+            total = smallest.parameters * (guess.asked.param_bytes + moments)
+        devices = math.ceil(total / guess.limit_bytes)
+        places = larger_topologies(smallest.topology, devices)
+        fewest[chip] = next((p for p in places if not smallest.counted or _fits(config, p, options)), None)
+    return fewest
+
+
+def _fits(config: str, place: Topology, options: Mapping[str, Any]) -> bool:
+    """Return True if an estimate fits on `place`; False for a batch that its devices cannot share."""
+    try:
+        return any(each.estimate.fits for each in estimate_config(config, place, **options))
+    except UserError:
+        return False
+
+
+def _itemsize(dtype: str, flag: str) -> int:
+    if dtype not in _ITEMSIZES:
+        raise UserError(f"--{flag.replace('_', '-')} {dtype} is not estimated; give {' or '.join(_ITEMSIZES)}.")
+    return _ITEMSIZES[dtype]
+
+
+def least_estimate(program: Program, topology: Topology) -> ModelEstimate:
+    """The least that any plan of a traced program needs: its arguments split over all devices, and its arithmetic."""
+    reading = read_program(program, topology.backend, kept=True)
+    seconds = least_seconds(reading.graph, topology, load_calibration(topology.chip))
+    sizes = dict.fromkeys(_KINDS.values(), 0.0)
+    count = 0
+    for argument in program.arguments:
+        elements = math.prod(argument.shape)
+        sizes[_KINDS[argument.role]] += elements * np.dtype(argument.dtype).itemsize / topology.num_devices
+        count += elements if argument.role in WEIGHTS else 0
+    kind = "train" if program.training else "infer"
+    peak = topology.peak_flops("bf16") * topology.num_devices
+    mfu = (program.model_flops or 0.0) / peak / seconds if seconds else 0.0
+    held = {name: size for name, size in sizes.items() if size}
+    asked = StepAsked(batch=0, seq=0, kind=kind)
+    estimate = StepEstimate({}, asked, seconds, seconds, 0.0, held, topology.usable_bytes, mfu)
+    return ModelEstimate(program.name, topology, count, estimate, False)

@@ -1,0 +1,202 @@
+"""A way to serve as shardings in JAX, and as commands of `vllm serve`."""
+
+import json
+import textwrap
+from collections.abc import Mapping
+from typing import Any
+
+from autoshard.cost import Topology
+from autoshard.report.display import clean
+from autoshard.serving.serving_layouts import ServingDims, ServingSpecs, serving_specs
+from autoshard.serving.serving_model import MEMORY_SHARE, ServingEngine, ServingPoint
+from autoshard.serving.serving_plan import ServingPlan
+
+
+_DTYPES = {"bf16": "jnp.bfloat16", "fp8": "jnp.float8_e4m3fn", "int8": "jnp.int8"}
+_BODY = '''
+
+def serving_mesh(sizes, devices=None):
+    """A mesh of these devices (by default all), its axes laid on their links."""
+    devices = jax.devices() if devices is None else devices
+    grid = mesh_utils.create_device_mesh(tuple(sizes.values()), devices, allow_split_physical_axes=True)
+    return Mesh(grid, tuple(sizes))
+
+
+def sharding(mesh, name, ndim):
+    """Of a weight by its name in the model, of `cache.….keys` or `cache.….values`, or of `batch.input_ids`.
+
+    What is stacked layer by layer has its layers in front, and `*` or a slice for their numbers.
+    """
+    if name.startswith("cache."):
+        spec = CACHE[name.split(".")[-1]]
+    elif name.startswith("batch."):
+        spec = INPUTS[name.removeprefix("batch.")]
+    else:
+        spec = WEIGHTS[re.sub(r"\\.(\\d+|\\[[^]]*\\])\\.", ".*.", name)]
+    return NamedSharding(mesh, P(*[None] * (ndim - len(spec)), *spec))
+'''
+
+
+def jax_shardings(plan: ServingPlan, point: ServingPoint | None = None) -> str:
+    """The text of that file for a way to serve, by default the best."""
+    point = plan.best if point is None else point
+    decoding = point.engines - point.prompt_engines
+    apart = point.prompts is not None
+    specs = serving_specs(plan.config, plan.decoder, point.engine, decoding, counted=apart)
+    prompts = specs
+    if point.prompts is not None:
+        prompts = serving_specs(plan.config, plan.decoder, point.prompts, point.prompt_engines, counted=True)
+    head = textwrap.wrap(f'"""{_head(plan, point)}', 100)
+    lines = [*head, "", "Written by `autoshard serve-plan`; step functions are yours.", '"""', ""]
+    lines += ["import re", "", "import jax", "import jax.numpy as jnp", "from jax.experimental import mesh_utils"]
+    lines += ["from jax.sharding import Mesh, NamedSharding", "from jax.sharding import PartitionSpec as P", "", ""]
+    lines += _sizes(point, specs, prompts)
+    lines += [f"WEIGHT_DTYPE = {_DTYPES[plan.asked.weights]}  # of matrices of layers"]
+    lines += [f"CACHE_DTYPE = {_DTYPES[plan.asked.cache]}", ""]
+    body = _BODY
+    lines += _tables("", specs)
+    if _split(prompts) != _split(specs):
+        lines += ["", "# The same of engines for prompts.", *_tables("PROMPT_", prompts)]
+        body = body.replace("sharding(mesh, name, ndim)", "sharding(mesh, name, ndim, prompts=False)")
+        for name in ("WEIGHTS", "CACHE", "INPUTS"):
+            body = body.replace(f"{name}[", f"(PROMPT_{name} if prompts else {name})[")
+        body = body.replace("or of `batch.input_ids`.", "or of `batch.input_ids`; on engines for `prompts` or others.")
+    return "\n".join(lines) + "\n" + body
+
+
+def _split(specs: ServingSpecs) -> tuple[object, ...]:
+    return specs.weights, specs.cache, specs.inputs
+
+
+def _tables(prefix: str, specs: ServingSpecs) -> list[str]:
+    return [
+        *_table(f"{prefix}WEIGHTS", specs.weights, specs.joined),
+        "",
+        "# Of one layer: sequences, heads, places, and what a head has.",
+        *_table(f"{prefix}CACHE", specs.cache),
+        "",
+        *_table(f"{prefix}INPUTS", specs.inputs),
+    ]
+
+
+def _head(plan: ServingPlan, point: ServingPoint) -> str:
+    text = f"Shardings to serve {clean(plan.config)} on {plan.topology}: "
+    if point.prompts is not None:
+        text += f"{_engines(point.prompt_engines, point.prompts)} compute prompts, and "
+    text += _engines(point.engines - point.prompt_engines, point.engine)
+    seats = _counted(point.batch, "sequence")
+    return f"{text}{' decode' if point.prompts else ''}; {seats} in an engine.".replace('"""', "")
+
+
+def _engines(count: int, engine: ServingEngine) -> str:
+    text = f"{_counted(count, 'engine')} of {_counted(engine.devices, 'device')}"
+    if engine.attention > 1:
+        text += f" (in each {engine.attention} groups that have their own sequences and all weights of attention)"
+    return text
+
+
+def _counted(count: int, noun: str) -> str:
+    return f"{count} {noun}{'' if count == 1 else 's'}"
+
+
+def _sizes(point: ServingPoint, specs: ServingSpecs, prompts: ServingSpecs) -> list[str]:
+    if point.prompts is None:
+        return [f"SIZES = {_dict(specs.sizes)}", '"""Axes of `serving_mesh(SIZES)`."""', ""]
+    devices = point.prompt_engines * point.prompts.devices
+    return [
+        f"PROMPT_SIZES = {_dict(prompts.sizes)}",
+        f'"""Axes of `serving_mesh(PROMPT_SIZES, jax.devices()[:{devices}])`, which computes prompts."""',
+        f"DECODE_SIZES = {_dict(specs.sizes)}",
+        f'"""Axes of `serving_mesh(DECODE_SIZES, jax.devices()[{devices}:])`, which decodes."""',
+        "",
+    ]
+
+
+def _dict(sizes: Mapping[str, int]) -> str:
+    return "{" + ", ".join(f'"{name}": {size}' for name, size in (sizes or {"engine": 1}).items()) + "}"
+
+
+def _table(name: str, specs: Mapping[str, ServingDims], joined: Mapping[str, str] | None = None) -> list[str]:
+    lines = []
+    for key, dims in specs.items():
+        parts = (joined or {}).get(key)
+        lines.append(f'    "{key}": {_spec(dims)},{f"  # {parts} in turns, not one after the other" if parts else ""}')
+    return [f"{name} = {{", *lines, "}"]
+
+
+def _spec(dims: ServingDims) -> str:
+    cells = [f'"{axes[0]}"' if len(axes) == 1 else repr(axes).replace("'", '"') if axes else "None" for axes in dims]
+    return f"P({', '.join(cells)})" if any(dims) else f"P({', '.join(['None'] * len(dims))})"
+
+
+_CONNECTORS: Mapping[str, Mapping[str, str]] = {
+    "tpu": {"kv_connector": "TPUConnector", "kv_connector_module_path": "tpu_inference.distributed.tpu_connector"},
+    "gpu": {"kv_connector": "NixlConnector"},
+}
+"""What brings keys and values from one engine to another."""
+_CACHES = {("tpu", "fp8"): "fp8", ("gpu", "fp8"): "fp8", ("gpu", "int8"): "int8_per_token_head"}
+"""vLLM's names of dtypes of keys and values."""
+
+
+def vllm_commands(plan: ServingPlan, point: ServingPoint | None = None) -> list[str]:
+    """The commands that serve so (by default as the best way does); where prompts are computed apart two, of those
+    engines and of the others. A comment says how many of each to start where one command is one engine."""
+    point = plan.best if point is None else point
+    # Limits of a scheduler are those of one group, each of which has its own.
+    seats = -(-point.batch // point.engine.attention)
+    if point.prompts is None:
+        # A step has its sequences beside a chunk of prompts.
+        return [_command(plan, point.engine, point.engines, seats, point.chunk + seats)]
+    decoding = point.engines - point.prompt_engines
+    return [
+        _command(plan, point.prompts, point.prompt_engines, None, point.chunk, "kv_producer"),
+        _command(plan, point.engine, decoding, seats, None, "kv_consumer"),
+    ]
+
+
+def _command(
+    plan: ServingPlan, engine: ServingEngine, engines: int, seats: int | None, tokens: int | None, role: str = ""
+) -> str:
+    asked, traits = plan.asked, Topology.parse(plan.topology).traits
+    groups, grouped = engine.attention, engine.attention > 1
+    sizes = [f"--max-num-seqs {seats}"] if seats is not None else []
+    sizes += [f"--max-num-batched-tokens {tokens}"] if tokens is not None else []
+    added: dict[str, Any] = {}
+    words, copies = ["vllm serve MODEL"], engines
+    if traits.serves_by_mesh:
+        words.append(f"--tensor-parallel-size {engine.devices}")
+        if grouped:
+            words.insert(0, "NEW_MODEL_DESIGN=1")
+            added["sharding"] = {"sharding_strategy": {"enable_dp_attention": True, "attn_dp_size": groups}}
+        if asked.weights != "bf16":
+            added["quantization"] = f"{asked.weights}_default.yaml"
+    else:
+        words.append(f"--tensor-parallel-size {engine.tensor}")
+        words += [f"--data-parallel-size {groups}"] if grouped else []
+        words += ["--quantization fp8"] if asked.weights == "fp8" else []
+    # On GPUs data parallel copies of a mixture share their experts.
+    if engines > 1 and (traits.serves_by_mesh or plan.decoder.experts == 1):
+        words.append(f"--data-parallel-size {engines}")
+        copies = 1
+    words += ["--enable-expert-parallel"] if engine.experts > 1 else []
+    words += [f"--max-model-len {asked.input + asked.output}", *sizes, f"--gpu-memory-utilization {MEMORY_SHARE}"]
+    cache = _CACHES.get((traits.name, asked.cache))
+    words += [f"--kv-cache-dtype {cache}"] if cache else []
+    words += [f"--additional-config {_quoted(added)}"] if added else []
+    if role:
+        words.append(f"--kv-transfer-config {_quoted({**_CONNECTORS.get(traits.name, {}), 'kv_role': role})}")
+    return " ".join([*words, f"# {copies} of these"] if copies > 1 else words)
+
+
+def _quoted(value: Mapping[str, Any]) -> str:
+    return f"'{json.dumps(value)}'"
+
+
+def vllm_notes(plan: ServingPlan) -> list[str]:
+    """What the commands cannot say."""
+    asked, traits, notes = plan.asked, Topology.parse(plan.topology).traits, []
+    if asked.weights == "int8" and not traits.serves_by_mesh:
+        notes.append("MODEL is a checkpoint with weights of int8 (w8a8): vLLM does not make them so on GPUs.")
+    if asked.cache == "int8" and traits.serves_by_mesh:
+        notes.append("vLLM has no keys and values of int8 on TPUs: fp8 takes as much memory (--cache-dtype fp8).")
+    return notes

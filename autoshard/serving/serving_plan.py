@@ -1,0 +1,108 @@
+"""How to serve a decoder within limits of latency: what serves most, and what else there is."""
+
+import dataclasses
+import math
+
+from autoshard.base.units import format_seconds
+from autoshard.cost import Topology, larger_topologies
+from autoshard.errors import UserError
+from autoshard.program import read_config
+from autoshard.serving.config_estimates import config_decoder
+from autoshard.serving.decoder_counts import Decoder
+from autoshard.serving.serving_model import (
+    MEMORY_SHARE,
+    STORED_BYTES,
+    ServingAsked,
+    ServingLimits,
+    ServingPoint,
+    serving_points,
+)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ServingPlan:
+    """The ways to serve that fit a topology."""
+
+    config: str
+    decoder: Decoder
+    topology: str
+    asked: ServingAsked
+    limits: ServingLimits
+    points: tuple[ServingPoint, ...]
+    best: ServingPoint
+    """The way within the limits that serves most tokens in a second."""
+    frontier: tuple[ServingPoint, ...]
+    """Ways that no other beats in both tokens a second and time of a token, the quickest first."""
+
+
+def plan_serving(config: str, topology: str, asked: ServingAsked, limits: ServingLimits | None = None) -> ServingPlan:
+    """The way to serve `hf:CONFIG` that gives most tokens a second within limits of latency.
+
+    Raises `UserError` for a model that is no decoder of known form, one that fits in no way, and limits that no way
+    keeps, with the best there is.
+    """
+    decoder, limits = config_decoder(config), limits or ServingLimits()
+    if decoder is None:
+        raise UserError(f"{config} is no decoder that can be counted; plan a step of it with --serve decode instead.")
+    _, fields = read_config(config.removeprefix("hf:"))
+    positions, length = fields.get("max_position_embeddings") or fields.get("n_positions"), asked.input + asked.output
+    if positions and length > positions:
+        raise UserError(
+            f"{config} has {positions} positions, and a prompt of {asked.input} tokens with its answer of "
+            f"{asked.output} needs {length}."
+        )
+    place = Topology.parse(topology)
+    points = tuple(serving_points(decoder, place, asked, limits))
+    if not points:
+        least = STORED_BYTES[asked.weights] * decoder.params / place.num_devices
+        room = MEMORY_SHARE * place.usable_bytes
+        raise UserError(
+            f"{config} cannot be served on {place.name}: weights alone are {least / 2**30:.1f} GiB of each device's "
+            f"{room / 2**30:.1f} GiB (5 % stay free) when all hold one copy; "
+            f"{_ways_out(decoder, place, asked, limits)}."
+        )
+    kept = [each for each in points if limits.keeps(each)]
+    if not kept:
+        raise UserError(
+            f"no way to serve {config} on {place.name} keeps the limits; the best there is has {_bests(points)}."
+        )
+    best = max(kept, key=lambda each: each.tokens_per_s)
+    return ServingPlan(config, decoder, place.name, asked, limits, points, best, _frontier(points))
+
+
+def _ways_out(decoder: Decoder, place: Topology, asked: ServingAsked, limits: ServingLimits) -> str:
+    """Name the fewest devices of the same chip that serve the decoder, and narrower weights if these fit."""
+
+    def serves(where: Topology, given: ServingAsked) -> bool:
+        return next(iter(serving_points(decoder, where, given, limits)), None) is not None
+
+    narrow = dataclasses.replace(asked, weights="fp8")
+    devices = math.ceil(STORED_BYTES[asked.weights] * decoder.params / (MEMORY_SHARE * place.usable_bytes))
+    fewest = next((each for each in larger_topologies(place, devices) if serves(each, asked)), None)
+    if fewest is None:
+        more = "use more devices"
+    else:
+        more = f"the fewest devices of that chip that serve it are {fewest.num_devices} ({fewest.name})"
+    return f"{more}, or use --weights fp8" if asked.weights == "bf16" and serves(place, narrow) else more
+
+
+def _bests(points: tuple[ServingPoint, ...]) -> str:
+    """The least of each time that has a limit, and where it is had."""
+    first, token, gap = (min(points, key=lambda each: getattr(each, name)) for name in ("first_s", "token_s", "gap_s"))
+
+    def said(point: ServingPoint) -> str:
+        groups = f", attention {point.engine.attention}" if point.engine.attention > 1 else ""
+        return f"(tensor {point.engine.tensor}{groups}, batch {point.batch})"
+
+    return (
+        f"a first token after {format_seconds(first.first_s)} {said(first)}, a further token each "
+        f"{format_seconds(token.token_s)} {said(token)}, or no gap above {format_seconds(gap.gap_s)} {said(gap)}"
+    )
+
+
+def _frontier(points: tuple[ServingPoint, ...]) -> tuple[ServingPoint, ...]:
+    found: list[ServingPoint] = []
+    for point in sorted(points, key=lambda each: (each.token_s, -each.tokens_per_s)):
+        if not found or point.tokens_per_s > found[-1].tokens_per_s:
+            found.append(point)
+    return tuple(found)

@@ -1,0 +1,153 @@
+"""Exact minimum without memory: eliminate one node after another, keeping a table over its neighbours.
+
+Bucket elimination (Bertelè and Brioschi, Nonserial Dynamic Programming, 1972; Dechter, AIJ 113, 1999). The order and
+shapes are planned once, so that many node costs (multipliers on memory) can be solved on one plan.
+"""
+
+import dataclasses
+import heapq
+import math
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from autoshard.solver.job_process import Due, never
+from autoshard.solver.problem import FORBIDDEN
+from autoshard.solver.residual_graph import Graph, Ints
+
+
+@dataclasses.dataclass(slots=True)
+class _Eliminated:
+    node: int
+    scope: tuple[int, ...]
+    shape: tuple[int, ...]
+    edges: list[Ints]
+    """Edge tables, shaped to broadcast against [node, *scope]."""
+    messages: list[tuple[int, tuple[int, ...], tuple[int, ...]]]
+    """(step that made it, axes order, shape to broadcast)."""
+
+
+class Elimination:
+    """A plan to minimise over some nodes of a graph; None of `plan` when some table would be too large."""
+
+    def __init__(self, steps: list[_Eliminated], work: int):
+        self._steps = steps
+        self.work = work
+        """Table entries touched by one `solve`."""
+
+    @staticmethod
+    def plan(graph: Graph, largest: int = 20_000_000, work: int = 400_000_000) -> "Elimination | None":
+        """Greedy by the size of the table made; None when one passes `largest` entries, or all together `work`."""
+        sizes = {node: len(cost) for node, cost in graph.costs.items()}
+        near = {node: set(others) for node, others in graph.edges.items()}
+
+        def weight(node: int) -> int:
+            return math.prod(sizes[other] for other in near[node]) * sizes[node]
+
+        heap = [(weight(node), node) for node in near]
+        current = {node: value for value, node in heap}
+        heapq.heapify(heap)
+        steps: list[_Eliminated] = []
+        made: dict[int, list[int]] = {node: [] for node in near}
+        position: dict[int, int] = {}
+        total = 0
+        while heap:
+            value, node = heapq.heappop(heap)
+            if current.get(node) != value:
+                continue
+            del current[node]
+            total += value
+            if value > largest or total > work:
+                return None
+            scope = tuple(sorted(near.pop(node)))
+            for other in scope:
+                near[other].discard(node)
+                near[other].update(third for third in scope if third != other)
+            axes = (node, *scope)
+            edges = []
+            for other, table in graph.edges[node].items():
+                if other not in position:
+                    edges.append(_spread(table, (node, other), axes))
+            messages = []
+            for step in made.pop(node):
+                source = steps[step].scope
+                messages.append((step, *_fit(source, axes, sizes)))
+            position[node] = len(steps)
+            steps.append(_Eliminated(node, scope, tuple(sizes[other] for other in scope), edges, messages))
+            if scope:
+                # The message belongs to whichever of its nodes goes first; every one may claim it, the first takes it.
+                for other in scope:
+                    made[other].append(position[node])
+                    updated = weight(other)
+                    if updated != current[other]:
+                        current[other] = updated
+                        heapq.heappush(heap, (updated, other))
+            for step, *_ in messages:
+                for other in steps[step].scope:
+                    if other != node:
+                        made[other].remove(step)
+        return Elimination(steps, total)
+
+    def solve(self, costs: dict[int, Ints], due: Due = never) -> tuple[int, dict[int, int]] | None:
+        """Least total of `costs` (one array per node, non-negative) plus edges, and choices that reach it.
+
+        None when it is `due` before that is known.
+        """
+        total = 0
+        made: list[Ints | None] = []
+        answers: list[NDArray[Any]] = []
+        for step in self._steps:
+            if due():
+                return None
+            unary = costs[step.node]
+            inputs = list(step.edges)
+            for source, axes, shape in step.messages:
+                message = made[source]
+                made[source] = None
+                assert message is not None
+                inputs.append(message.transpose(axes).reshape(shape))
+            best, answer = _minimum(unary, inputs, step.shape)
+            if not step.scope:
+                total += int(best)
+            made.append(best)
+            answers.append(answer)
+        choices: dict[int, int] = {}
+        for step, answer in zip(reversed(self._steps), reversed(answers), strict=True):
+            choices[step.node] = int(answer[tuple(choices[other] for other in step.scope)])
+        return total, choices
+
+
+def _minimum(unary: Ints, inputs: list[Ints], shape: tuple[int, ...]) -> tuple[Ints, NDArray[Any]]:
+    if math.prod(shape) * len(unary) <= 4096:
+        table = np.broadcast_to(unary.reshape((-1,) + (1,) * len(shape)), (len(unary), *shape))
+        for values in inputs:
+            table = np.minimum(table + values, FORBIDDEN)
+        answer = np.argmin(table, axis=0)
+        return np.min(table, axis=0), answer
+    best = np.full(shape, FORBIDDEN, dtype=np.int64)
+    answer: NDArray[Any] = np.zeros(shape, dtype=np.int16 if len(unary) < 2**15 else np.int32)
+    for alternative, cost in enumerate(unary.tolist()):
+        row = np.full(shape, cost, dtype=np.int64)
+        for count, values in enumerate(inputs):
+            row += values[alternative if len(values) > 1 else 0]
+            if count % 6 == 5:
+                np.minimum(row, FORBIDDEN, out=row)
+        better = row < best
+        np.copyto(best, row, where=better)
+        answer[better] = alternative
+    return best, answer
+
+
+def _fit(
+    source: tuple[int, ...], axes: tuple[int, ...], sizes: dict[int, int]
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    order = tuple(sorted(range(len(source)), key=lambda k: axes.index(source[k])))
+    shape = tuple(sizes[axis] if axis in source else 1 for axis in axes)
+    return order, shape
+
+
+def _spread(table: Ints, source: tuple[int, int], axes: tuple[int, ...]) -> Ints:
+    return np.ascontiguousarray(table).reshape(
+        tuple(table.shape[source.index(axis)] if axis in source else 1 for axis in axes)
+    )

@@ -1,0 +1,121 @@
+"""A graph as flat arrays, the form that the compiled kernels take."""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from autoshard.solver.residual_graph import Graph, Ints
+
+
+Floats = NDArray[np.float64]
+
+
+class Flat(NamedTuple):
+    """Nodes are numbered 0.. in the order of the problem. Costs are float64: exact below 2**53, only used to search."""
+
+    node_at: Ints
+    """[N + 1] offsets of a node's alternatives in `cost`."""
+    cost: Floats
+    near_at: Ints
+    """[N + 1] offsets of a node's directed edges."""
+    near: Ints
+    """Directed edge -> the node it leads to."""
+    table_at: Ints
+    """Directed edge -> offset of its table in `tables`; the kernels of block moves need every alternative to have a
+    row of its own, in order."""
+    back: Ints
+    """Directed edge -> the same edge from the other end."""
+    tables: Floats
+    class_at: Ints
+    """Directed edge -> offset in `classes` of the table row of each of its node's alternatives."""
+    classes: NDArray[np.int32]
+    height: Ints
+    """Directed edge -> rows of its table."""
+    flipped: NDArray[np.bool_]
+    """Directed edge -> whether its table is stored with the other node's rows first."""
+    scale: Floats
+    """Directed edge -> what its table is multiplied by."""
+    message_at: Ints
+    """Directed edge -> offset of a message over the alternatives of the node it leads to; last: their total."""
+    term_at: Ints
+    """[N + 1] offsets of a node's memory terms."""
+    start: Ints
+    stop: Ints
+    usage_at: Ints
+    """Term -> offset of its bytes per alternative in `usages`."""
+    usages: Ints
+    most: Ints
+    """Term -> the largest of its usages."""
+    capacity: Ints
+    """[times]"""
+
+
+def flatten(graph: Graph) -> tuple[list[int], Flat]:
+    """The alive nodes in order, and their arrays."""
+    names = sorted(graph.costs)
+    index = {name: place for place, name in enumerate(names)}
+    sizes = [len(graph.costs[name]) for name in names]
+    near, table_at, tables, back, near_at = [], [], [], [], [0]
+    place: dict[tuple[int, int], int] = {}
+    filled = 0
+    for name in names:
+        for other in sorted(graph.edges[name]):
+            table = graph.edges[name][other]
+            place[name, other] = len(near)
+            near.append(index[other])
+            table_at.append(filled)
+            tables.append(np.ascontiguousarray(table).ravel())
+            filled += table.size
+        near_at.append(len(near))
+    for name in names:
+        back += [place[other, name] for other in sorted(graph.edges[name])]
+    start, stop, usage_at, usages, term_at = [], [], [], [], [0]
+    used = 0
+    for name in names:
+        for (first, last), usage in sorted(graph.terms.get(name, {}).items(), key=lambda item: item[0]):
+            start.append(first)
+            stop.append(last)
+            usage_at.append(used)
+            usages.append(usage)
+            used += len(usage)
+        term_at.append(len(start))
+
+    def ints(values: list[int]) -> Ints:
+        return np.array(values, dtype=np.int64)
+
+    flat = Flat(
+        node_at=ints([0, *np.cumsum(sizes).tolist()]),
+        cost=np.concatenate([graph.costs[name] for name in names]).astype(np.float64),
+        near_at=ints(near_at),
+        near=ints(near),
+        table_at=ints(table_at),
+        back=ints(back),
+        tables=np.concatenate(tables).astype(np.float64) if tables else np.zeros(0),
+        class_at=ints([0] * len(near)),
+        classes=np.arange(max(sizes, default=0), dtype=np.int32),
+        height=ints([size for name, size in zip(names, sizes, strict=True) for _ in graph.edges[name]]),
+        flipped=np.zeros(len(near), dtype=bool),
+        scale=np.ones(len(near)),
+        message_at=ints([0, *np.cumsum([sizes[other] for other in near]).tolist()]),
+        term_at=ints(term_at),
+        start=ints(start),
+        stop=ints(stop),
+        usage_at=ints(usage_at),
+        usages=np.concatenate(usages).astype(np.int64) if usages else ints([]),
+        most=ints([int(usage.max()) for usage in usages]),
+        capacity=graph.capacity.copy(),
+    )
+    return names, flat
+
+
+def offsets(counts: Sequence[int] | Ints) -> Ints:
+    """Where each of some parts begins that lie one after the other; last: their total."""
+    return np.concatenate([np.zeros(1, dtype=np.int64), np.cumsum(np.asarray(counts, dtype=np.int64))])
+
+
+def ragged(starts: Ints, counts: Ints) -> Ints:
+    """`counts` numbers from each of `starts` on, one part after the other."""
+    at = offsets(counts)
+    return np.arange(at[-1]) + np.repeat(starts - at[:-1], counts)

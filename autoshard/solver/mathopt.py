@@ -1,0 +1,187 @@
+"""A mixed integer program in arrays, minimised through OR-Tools' MathOpt by HiGHS.
+
+HiGHS does not hear MathOpt's interrupters and knows no clock but the one on the wall: a run that is stopped goes on in
+the background until its process ends. What it had found by then is read from its file of solutions and from its log.
+"""
+
+import ctypes
+import dataclasses
+import datetime
+import math
+import os
+import re
+import tempfile
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from autoshard.solver.job_process import Due, OnThread
+
+
+if TYPE_CHECKING:
+    from ortools.math_opt.python import mathopt
+
+
+_LONG_S = 1e9
+"""Seconds that are no limit."""
+_BOUND = re.compile(r"^ [A-Za-z ](?: +\d+){3} +[\d.]+% +([-+.\de]+) ")
+"""The bound in a line of HiGHS' table of progress."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Minimum:
+    values: np.ndarray | None
+    """[variables] the best that was found."""
+    bound: float
+    """No values cost less; minus infinity when nothing is known."""
+    infeasible: bool
+    finished: bool
+    """Whether the bound met the best values."""
+    stopped: bool
+    """Whether the run goes on in the background, so that its process should be ended."""
+
+
+class IntegerProgram:
+    """Variables from 0 to 1, the first `binaries` of them whole numbers, and rows, which may be added at any time."""
+
+    def __init__(self, costs: np.ndarray, binaries: int):
+        from ortools.math_opt import model_pb2
+
+        self.size = len(costs)
+        self._proto = model_pb2.ModelProto()
+        variables = self._proto.variables
+        variables.ids.extend(range(self.size))
+        variables.lower_bounds.extend([0.0] * self.size)
+        variables.upper_bounds.extend([1.0] * self.size)
+        variables.integers.extend([True] * binaries + [False] * (self.size - binaries))
+        priced = np.flatnonzero(costs)
+        self._proto.objective.linear_coefficients.ids.extend(priced.tolist())
+        self._proto.objective.linear_coefficients.values.extend(costs[priced].tolist())
+
+    def add(
+        self, lower: np.ndarray, upper: np.ndarray, rows: np.ndarray, columns: np.ndarray, values: np.ndarray
+    ) -> None:
+        """Rows between `lower` and `upper`; [entries] `rows` (from 0), `columns` and `values`, in any order."""
+        below, entries = self._proto.linear_constraints, self._proto.linear_constraint_matrix
+        first = len(below.ids)
+        below.ids.extend(range(first, first + len(lower)))
+        below.lower_bounds.extend(lower.tolist())
+        below.upper_bounds.extend(upper.tolist())
+        order = np.lexsort((columns, rows))
+        entries.row_ids.extend((first + rows[order]).tolist())
+        entries.column_ids.extend(columns[order].tolist())
+        entries.coefficients.extend(values[order].astype(np.float64).tolist())
+
+    def minimise(
+        self,
+        *,
+        seed: int,
+        seconds: float,
+        cutoff: float | None,
+        nodes: int | None,
+        start: np.ndarray | None,
+        due: Due,
+    ) -> Minimum:
+        """Until proven, `seconds` on the wall (infinite for no limit), `nodes` branchings, or `due`.
+
+        Values that cost `cutoff` or more are of no use; `start` ([variables]) is feasible.
+        """
+        from ortools.math_opt.python import errors, mathopt
+
+        model = mathopt.Model.from_model_proto(self._proto)
+        hints = []
+        if start is not None:
+            hints = [mathopt.SolutionHint(dict(zip(model.variables(), start.tolist(), strict=True)))]
+        # What is not told is zero.
+        told = mathopt.VariableFilter(skip_zero_values=True)
+        asked = mathopt.ModelSolveParameters(variable_values_filter=told, solution_hints=hints)
+        log = _Log()
+        # A file without a name vanishes with the process, however that ends.
+        with tempfile.TemporaryFile() as file:
+            options = _options(seed, seconds, cutoff, nodes, f"/dev/fd/{file.fileno()}")
+            run = OnThread(
+                lambda: mathopt.solve(model, mathopt.SolverType.HIGHS, params=options, model_params=asked, msg_cb=log)
+            )
+            stopped = False
+            try:
+                result = run.result(due)
+                stopped = result is None
+            except errors.InternalMathOptError:
+                # HiGHS gave up: on numbers that it cannot tell apart, say.
+                result = None
+            if result is None:
+                return Minimum(_last(file.fileno(), self.size), log.bound, False, False, stopped)
+        return self._read(result)
+
+    def _read(self, result: "mathopt.SolveResult") -> Minimum:
+        from ortools.math_opt.python.mathopt import TerminationReason
+
+        ended = result.termination
+        # Nothing here is unbounded.
+        if ended.reason in (TerminationReason.INFEASIBLE, TerminationReason.INFEASIBLE_OR_UNBOUNDED):
+            return Minimum(None, math.inf, True, True, False)
+        values = None
+        if result.has_primal_feasible_solution():
+            values = np.zeros(self.size)
+            for variable, value in result.variable_values().items():
+                values[variable.id] = value
+        finished = ended.reason is TerminationReason.OPTIMAL
+        return Minimum(values, ended.objective_bounds.dual_bound, False, finished, False)
+
+
+def _options(
+    seed: int, seconds: float, cutoff: float | None, nodes: int | None, solutions: str
+) -> "mathopt.SolveParameters":
+    from ortools.math_opt.python import mathopt
+    from ortools.math_opt.solvers import highs_pb2
+
+    doubles = {
+        "mip_feasibility_tolerance": 1e-7,
+        "primal_feasibility_tolerance": 1e-8,
+        "mip_min_logging_interval": 0.2,
+    }
+    if cutoff is not None:
+        doubles["objective_bound"] = cutoff
+    return mathopt.SolveParameters(
+        random_seed=seed % 2**31,
+        relative_gap_tolerance=0.0,
+        absolute_gap_tolerance=1e-7,
+        node_limit=nodes,
+        time_limit=datetime.timedelta(seconds=seconds) if seconds < _LONG_S else None,
+        highs=highs_pb2.HighsOptionsProto(
+            int_options={"threads": 1},
+            double_options=doubles,
+            bool_options={"mip_improving_solution_report_sparse": True},
+            string_options={"mip_improving_solution_file": solutions},
+        ),
+    )
+
+
+def _last(file: int, size: int) -> np.ndarray | None:
+    """[size] the last whole solution of the file that HiGHS writes; None when there is none yet."""
+    ctypes.CDLL(None).fflush(None)
+    text = os.pread(file, os.fstat(file).st_size, 0).decode()
+    found = None
+    # The end may be cut off anywhere.
+    for part in text[: text.rfind("\n") + 1].split("# Columns -")[1:]:
+        count, *lines = part.splitlines()
+        pairs = [line.split() for line in lines[: int(count)]]
+        if len(pairs) == int(count):
+            found = np.zeros(size)
+            found[[int(pair[-1]) for pair in pairs]] = [float(pair[-2]) for pair in pairs]
+    return found
+
+
+class _Log:
+    """Takes HiGHS' log, and keeps the last bound of it."""
+
+    def __init__(self) -> None:
+        self.bound = -math.inf
+
+    def __call__(self, lines: Sequence[str]) -> None:
+        for line in lines:
+            if said := _BOUND.match(line):
+                bound = float(said[1])
+                # Nine digits at least are printed.
+                self.bound = max(self.bound, bound - 1e-8 * abs(bound))

@@ -1,0 +1,276 @@
+"""A problem that can be taken apart: nodes, merged edges, memory terms on compressed time, and the way back."""
+
+import dataclasses
+import itertools as it
+
+import numpy as np
+from numpy.typing import NDArray
+
+from autoshard.errors import OutOfRangeError
+from autoshard.solver.problem import FORBIDDEN, Problem
+
+
+Ints = NDArray[np.int64]
+EXACT = 2**62
+"""Bytes below which sums, and differences of sums, stay within 64 bits."""
+Terms = dict[tuple[int, int], Ints]
+"""Memory of a node: half-open interval in compressed time -> bytes per alternative."""
+
+
+class InfeasibleGraph(Exception):
+    """Some node has no alternative left; no choices avoid every forbidden combination."""
+
+
+class OverLimit(Exception):
+    """At some time even the least that every node can use is past the limit."""
+
+    def __init__(self, time: int, excess: int):
+        super().__init__(time, excess)
+        self.time = time
+        self.excess = excess
+
+
+@dataclasses.dataclass(slots=True)
+class Graph:
+    """The undecided part of a problem. Costs saturate at `FORBIDDEN`: a sum that reaches it is not allowed."""
+
+    costs: dict[int, Ints]
+    """Alive node -> [alternatives], least 0 after tidying."""
+    edges: dict[int, dict[int, Ints]]
+    """node -> neighbour -> [alternatives of node, alternatives of neighbour]; both directions share one memory."""
+    terms: dict[int, Terms]
+    """Alive node -> its memory terms; nodes without any are absent."""
+    capacity: Ints
+    """[compressed times] bytes that the terms together may use."""
+    times: Ints
+    """[compressed times] the time in the problem that each stands for."""
+    offset: int
+    """The cost of what is decided already."""
+    undo: list[tuple]
+    """Steps to go back, newest last; see `restore`."""
+    size: int
+    """Number of nodes of the problem."""
+
+    def restore(self, choices: dict[int, int], after: int = 0) -> Ints:
+        """Choices for every node of the problem from choices for the alive nodes; only back to step `after`."""
+        chosen = np.zeros(self.size, dtype=np.int64)
+        for node, value in choices.items():
+            chosen[node] = value
+        for step in reversed(self.undo[after:]):
+            if step[0] == "keep":
+                _, node, kept, _ = step
+                chosen[node] = kept[chosen[node]]
+            else:
+                _, node, scope, table = step
+                chosen[node] = table[tuple(chosen[other] for other in scope)]
+        return chosen
+
+    def project(self, choices: Ints, after: int = 0) -> dict[int, int] | None:
+        """Choices for the alive nodes, no dearer than `choices` ([problem nodes], as they were at step `after`).
+
+        None when they use an alternative that cannot be part of any feasible choices.
+        """
+        chosen = choices.copy()
+        for step in self.undo[after:]:
+            if step[0] == "keep":
+                _, node, _, forward = step
+                chosen[node] = forward[chosen[node]]
+                if chosen[node] < 0:
+                    return None
+        return {node: int(chosen[node]) for node in self.costs}
+
+    def connect(self, first: int, second: int, table: Ints) -> None:
+        """Adds `table` [alternatives of first, of second] to the edge between two nodes."""
+        known = self.edges[first].get(second)
+        if known is None:
+            table = np.ascontiguousarray(table)
+            self.edges[first][second] = table
+            self.edges[second][first] = table.T
+        else:
+            known += table
+            np.minimum(known, FORBIDDEN, out=known)
+
+    def add_term(self, node: int, start: int, stop: int, usage: Ints) -> None:
+        mine = self.terms.setdefault(node, {})
+        known = mine.get((start, stop))
+        mine[start, stop] = usage if known is None else known + usage
+
+    def disconnect(self, first: int, second: int) -> None:
+        del self.edges[first][second]
+        del self.edges[second][first]
+
+    def forget(self, node: int) -> None:
+        """Removes a node whose cost, edges and terms were moved elsewhere."""
+        for other in self.edges.pop(node):
+            del self.edges[other][node]
+        del self.costs[node]
+        self.terms.pop(node, None)
+
+
+def build(problem: Problem) -> Graph:
+    """The whole problem as a graph: parallel edges merged, self edges folded in, costs made non-negative."""
+    offset = 0
+    costs: dict[int, Ints] = {}
+    bounds = problem.node_offsets.tolist()
+    flat = problem.node_costs
+    for node in range(problem.num_nodes):
+        costs[node], least = _above_least(flat[bounds[node] : bounds[node + 1]])
+        offset += least
+    edges: dict[int, dict[int, Ints]] = {node: {} for node in costs}
+    graph = Graph(costs, edges, {}, np.zeros(0, np.int64), np.zeros(0, np.int64), 0, [], problem.num_nodes)
+    shapes = np.diff(problem.node_offsets).tolist()
+    bounds = problem.edge_offsets.tolist()
+    flat = problem.edge_costs
+    for edge, (first, second) in enumerate(problem.edge_nodes.tolist()):
+        table, least = _above_least(flat[bounds[edge] : bounds[edge + 1]])
+        offset += least
+        table = table.reshape(shapes[first], shapes[second])
+        if first == second:
+            costs[first] = np.minimum(costs[first] + np.diagonal(table), FORBIDDEN)
+        else:
+            graph.connect(first, second, table)
+    graph.offset = offset
+    _add_terms(graph, problem)
+    return graph
+
+
+def _above_least(costs: Ints) -> tuple[Ints, int]:
+    """Costs above the least of them, and that least: from 0 to `FORBIDDEN`, whatever 64 bits held."""
+    least = int(costs.min())
+    if least == 0:
+        return np.minimum(costs, FORBIDDEN), 0
+    if least >= FORBIDDEN:
+        return np.full(len(costs), FORBIDDEN), 0
+    # From here up it is forbidden, or too far above the least to be told from it; no difference passes 64 bits.
+    top = FORBIDDEN + min(least, 0)
+    return np.where(costs >= top, FORBIDDEN, np.minimum(costs, top) - least), least
+
+
+def spread(problem: Problem) -> int:
+    """How far the dearest choices that are not forbidden lie above the cheapest, node by node and edge by edge."""
+    total = 0
+    for costs, offsets in ((problem.node_costs, problem.node_offsets), (problem.edge_costs, problem.edge_offsets)):
+        if len(costs):
+            low = np.minimum.reduceat(costs, offsets[:-1])
+            high = np.maximum.reduceat(np.where(costs >= FORBIDDEN, np.iinfo(np.int64).min, costs), offsets[:-1])
+            allowed = low < FORBIDDEN
+            total += sum(high[allowed].tolist()) - sum(low[allowed].tolist())
+    return total
+
+
+def most_usage(problem: Problem) -> int:
+    """Bytes at the worst time if every node used the most that it can; a single use past the limit counts as one byte
+    past it, since it is as bad."""
+    limit = problem.usage_limit
+    if limit is None or not len(problem.term_nodes):
+        return 0
+    most = np.maximum.reduceat(problem.term_usages, problem.term_offsets[:-1])
+    most = [min(value, limit + 1) for value in most.tolist()]
+    if sum(most) < EXACT:
+        return sum(most)
+    change: dict[int, int] = {}
+    for value, (start, stop) in zip(most, problem.term_intervals.tolist(), strict=True):
+        if start < stop:
+            change[start] = change.get(start, 0) + value
+            change[stop] = change.get(stop, 0) - value
+    return max(it.accumulate(change[when] for when in sorted(change)), default=0)
+
+
+def _add_terms(graph: Graph, problem: Problem) -> None:
+    if problem.usage_limit is None or (most := most_usage(problem)) <= problem.usage_limit:
+        return
+    if most >= EXACT:
+        raise OutOfRangeError(
+            f"the usages of the problem add up to {most} at some time; up to {EXACT - 1} they are reckoned exactly: "
+            "give them and the limit in larger units"
+        )
+    bounds = problem.term_offsets.tolist()
+    points = {0}
+    raw: list[tuple[int, int, int, Ints]] = []
+    for term, node in enumerate(problem.term_nodes.tolist()):
+        start, stop = problem.term_intervals[term].tolist()
+        usage = problem.term_usages[bounds[term] : bounds[term + 1]]
+        if start < stop and usage.any():
+            points.add(start)
+            # A single use past the limit is as bad as one just past it; this keeps sums within 64 bits.
+            raw.append((node, start, stop, np.minimum(usage, problem.usage_limit + 1)))
+    graph.times = np.array(sorted(points), dtype=np.int64)
+    graph.capacity = np.full(len(graph.times), problem.usage_limit, dtype=np.int64)
+    places = np.searchsorted(graph.times, np.array([term[1:3] for term in raw]).reshape(-1, 2)).tolist()
+    for (start, stop), (node, _, _, usage) in zip(places, raw, strict=True):
+        graph.add_term(node, start, stop, usage)
+
+
+def compress(graph: Graph) -> None:
+    """Drops what memory cannot decide: constant parts of usages, times that cannot be exceeded or that others imply.
+
+    Raises `OverLimit` when the least use at some time is past the limit, with the worst such time.
+    """
+    if not graph.terms:
+        graph.capacity, graph.times = np.zeros(0, np.int64), np.zeros(0, np.int64)
+        return
+    count = len(graph.capacity)
+    high = np.zeros(count + 1)
+    fixed = np.zeros(count + 1, dtype=np.int64)
+    for node, node_terms in graph.terms.items():
+        rests: Terms = {}
+        for (start, stop), usage in node_terms.items():
+            least = int(usage.min())
+            fixed[start] += least
+            fixed[stop] -= least
+            rest = usage - least
+            most = int(rest.max())
+            if most:
+                rests[start, stop] = rest
+                high[start] += most
+                high[stop] -= most
+        graph.terms[node] = rests
+    graph.capacity = graph.capacity - np.cumsum(fixed)[:-1]
+    worst = int(np.argmin(graph.capacity))
+    if graph.capacity[worst] < 0:
+        raise OverLimit(int(graph.times[worst]), -int(graph.capacity[worst]))
+    # float64 sums may round; a time is dropped only with room to spare.
+    binding = np.cumsum(high)[:-1] * (1 + 1e-9) + 1 > graph.capacity
+    kept = np.flatnonzero(binding)
+    rename = np.concatenate([[0], np.cumsum(binding)])
+    _rename_times(graph, rename.tolist())
+    graph.capacity, graph.times = graph.capacity[kept], graph.times[kept]
+    _merge_times(graph)
+
+
+def _merge_times(graph: Graph) -> None:
+    """Drops each time whose live set and capacity another time covers (its set no larger, its capacity no less)."""
+    count = len(graph.capacity)
+    starts, stops = [False] * (count + 1), [False] * (count + 1)
+    for node_terms in graph.terms.values():
+        for start, stop in node_terms:
+            starts[start] = stops[stop] = True
+    capacity = graph.capacity.tolist()
+    kept: list[tuple[int, bool, bool]] = []
+    began = ended = False
+    for time in range(count):
+        began, ended = began or starts[time], ended or stops[time]
+        while kept and not ended and capacity[time] <= capacity[kept[-1][0]]:
+            _, earlier_began, earlier_ended = kept.pop()
+            began, ended = began or earlier_began, ended or earlier_ended
+        if kept and not began and capacity[kept[-1][0]] <= capacity[time]:
+            continue
+        kept.append((time, began, ended))
+        began = ended = False
+    places = np.array([time for time, _, _ in kept], dtype=np.int64)
+    rename = np.searchsorted(places, np.arange(count + 1)).tolist()
+    _rename_times(graph, rename)
+    graph.capacity, graph.times = graph.capacity[places], graph.times[places]
+
+
+def _rename_times(graph: Graph, rename: list[int]) -> None:
+    old, graph.terms = graph.terms, {}
+    for node, node_terms in old.items():
+        for (start, stop), usage in node_terms.items():
+            if rename[start] < rename[stop]:
+                graph.add_term(node, rename[start], rename[stop], usage)
+
+
+def table_entries(graph: Graph) -> int:
+    """Entries of all edge tables."""
+    return sum(table.size for near in graph.edges.values() for table in near.values()) // 2

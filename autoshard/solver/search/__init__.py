@@ -1,0 +1,1 @@
+"""Local search, message passing and pruning for problems that exact reductions leave too large."""

@@ -1,0 +1,141 @@
+"""Local search: block moves on all alternatives, or on those that a bound leaves."""
+
+import dataclasses
+import time
+
+import numpy as np
+
+from autoshard.solver.flat_graph import Flat, flatten
+from autoshard.solver.job_process import Due
+from autoshard.solver.residual_graph import Graph, Ints
+from autoshard.solver.search.block_kernels import workspace
+from autoshard.solver.search.pruning import restricted
+from autoshard.solver.search.search_kernels import improve, profile
+
+
+_LARGEST = 200
+_STEPS = 12
+_MOVES = 50
+"""Block moves between two looks at the price of memory."""
+_HIGHEST = 1e30
+"""Largest price of a byte for one time, where no choices keep memory however long the search goes on."""
+_PAUSE_S = 0.2
+"""Seconds after which a timed run wants to be asked whether it is due: fewer moves are then made at a time."""
+
+
+class Climber:
+    """Local search on one flat graph; used by one thread at a time."""
+
+    def __init__(self, flat: Flat, seed: int):
+        self.flat = flat
+        self._work = workspace(flat, min(_LARGEST, len(flat.node_at) - 1))
+        self._largest = min(_LARGEST, len(flat.node_at) - 1)
+        self._used = np.zeros(len(flat.capacity), dtype=np.int64)
+        self._random = np.random.default_rng(seed)
+        self._state = np.array([np.inf, 0.0, np.inf, np.inf])
+        self.chosen = np.zeros(len(flat.node_at) - 1, dtype=np.int64)
+        self.best = self.chosen.copy()
+        self.penalty = 1.0
+        self.moves = 0
+        self._at_once = _MOVES
+
+    @property
+    def cost(self) -> float:
+        """Cost of `best`; infinite when no choices met so far keep memory."""
+        return float(self._state[2])
+
+    @property
+    def merit(self) -> float:
+        """Cost plus penalty of the present choices."""
+        return float(self._state[0] + self.penalty * self._state[1])
+
+    def start(self, chosen: Ints) -> None:
+        """Goes on from `chosen`."""
+        self.chosen = chosen.copy()
+        cost, excess = profile(self.flat, self.chosen, self._used)
+        self._state[0], self._state[1] = cost, excess
+        if excess == 0 and cost < self._state[2]:
+            self._state[2] = cost
+            self.best = self.chosen.copy()
+        self._state[3] = self.merit
+
+    def run(self, prices: np.ndarray, chunks: int, slack: float = 0.0) -> None:
+        """So many chunks of block moves; `slack` is how far (in cost) the search may leave the best behind."""
+        for _ in range(chunks):
+            self._chunk(prices, _MOVES, slack)
+
+    def run_until(self, due: Due, prices: np.ndarray, slack: float = 0.0) -> None:
+        """At least one chunk of block moves, and more until `due`."""
+        while True:
+            tick = time.monotonic()
+            self._chunk(prices, self._at_once, slack)
+            spent = time.monotonic() - tick
+            if spent > _PAUSE_S:
+                self._at_once = max(1, self._at_once // 2)
+            elif spent < 0.2 * _PAUSE_S:
+                self._at_once = min(_MOVES, 2 * self._at_once)
+            if due():
+                return
+
+    def _chunk(self, prices: np.ndarray, moves: int, slack: float) -> None:
+        self._state[3] = min(self.merit, self._state[2])
+        seed = int(self._random.integers(2**31))
+        improve(
+            self.flat, self._work, prices, self.chosen, self._used, seed, moves, self.penalty,
+            self._largest, _STEPS, slack, self.best, self._state,
+        )  # fmt: skip
+        self.moves += moves
+        self.penalty = min(self.penalty * (1.15 if self._state[1] > 0 else 0.98), _HIGHEST)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Stage:
+    climber: Climber
+    prices: np.ndarray
+    """[times of the smaller graph]"""
+    offset: float
+    """What a cost of the smaller graph lacks to be one of the larger."""
+    _graph: Graph
+    _names: list[int]
+    _after: int
+    _outer: list[int]
+
+    def whole(self, chosen: Ints) -> Ints:
+        """Flat choices of the larger graph from those of the smaller."""
+        full = self._graph.restore(dict(zip(self._names, chosen.tolist(), strict=True)), self._after)
+        return full[self._outer]
+
+
+def make_stage(
+    graph: Graph,
+    names: list[int],
+    flat: Flat,
+    slack: np.ndarray,
+    limit: float,
+    start: Ints,
+    prices: np.ndarray,
+    seed: int,
+    due: Due,
+) -> Stage | None:
+    """A searcher on `graph` with only alternatives up to the slack `limit` and those of `start`, beginning there.
+
+    None when the reductions leave nothing to search, or `start` uses what no feasible choices can.
+    """
+    small = restricted(graph, names, flat, slack, limit, np.inf, start, due).graph
+    if small is None or len(small.costs) < 2:
+        return None
+    after = len(graph.undo)
+    full = np.zeros(graph.size, dtype=np.int64)
+    full[names] = start
+    choices = small.project(full, after)
+    if choices is None:
+        return None
+    inner, arrays = flatten(small)
+    merged = np.zeros(len(small.times))
+    if len(small.times):
+        # A time that is gone is covered by one nearby.
+        places = np.searchsorted(small.times, graph.times).clip(0, len(small.times) - 1)
+        np.add.at(merged, places, prices)
+    climber = Climber(arrays, seed)
+    climber.start(np.array([choices[name] for name in inner], dtype=np.int64))
+    return Stage(climber, merged, float(small.offset - graph.offset), small, inner, after, names)

@@ -1,0 +1,153 @@
+"""Compiled message passing: a lower bound by sequential tree-reweighted messages, memory priced by multipliers.
+
+TRW-S: Kolmogorov, PAMI 28, 2006. Nodes are taken in order; each shares its reparametrised cost out among the edges that
+lead onward. After a sweep, costs are split into one function per node and one per edge, whatever the messages are, so
+the sum of their minima is a lower bound; multipliers on memory only change the node costs (Lagrangian).
+"""
+
+import numpy as np
+
+from autoshard.base.numba_jit import njit
+
+
+@njit(cache=True, nogil=True)
+def entry(f, edge, a, b):
+    """Cost of a directed edge between alternative `a` of its node and `b` of the other."""
+    back = f.back[edge]
+    row, column = f.classes[f.class_at[edge] + a], f.classes[f.class_at[back] + b]
+    if f.flipped[edge]:
+        return f.scale[edge] * f.tables[f.table_at[edge] + column * f.height[edge] + row]
+    return f.scale[edge] * f.tables[f.table_at[edge] + row * f.height[back] + column]
+
+
+@njit(cache=True, nogil=True, fastmath={"nnan", "nsz"})
+def _least_rows(f, edge, values, out):
+    """Fills `out` [classes of the other node] with the least of `values` [classes of this one] plus the table."""
+    rows, columns = f.height[edge], f.height[f.back[edge]]
+    at, scale = f.table_at[edge], f.scale[edge]
+    if f.flipped[edge]:
+        for c in range(columns):
+            line = f.tables[at : at + rows]
+            least = np.inf
+            for r in range(len(line)):
+                total = values[r] + scale * line[r]
+                least = total if total < least else least
+            out[c] = least
+            at += rows
+        return
+    for c in range(columns):
+        out[c] = np.inf
+    for r in range(rows):
+        add = values[r]
+        line = f.tables[at : at + columns]
+        for c in range(len(line)):
+            total = add + scale * line[c]
+            out[c] = total if total < out[c] else out[c]
+        at += columns
+
+
+@njit(cache=True, nogil=True)
+def sweep(f, messages, unary, forward, decode, chosen, keep_slack, slack):
+    """One sweep over all nodes, ascending when `forward`; returns the lower bound.
+
+    `messages` [directed edge -> alternatives of the node it leads to]; `unary` [alternatives] node costs with memory
+    priced in. With `decode`, `chosen` [nodes] is filled with choices made on the way. With `keep_slack`, `slack`
+    [alternatives] is filled with a bound on what an alternative costs above the lower bound.
+    """
+    count = len(f.node_at) - 1
+    widest = 0
+    for node in range(count):
+        widest = max(widest, f.node_at[node + 1] - f.node_at[node])
+    own, guess = np.zeros(widest), np.zeros(widest)
+    value, out, left = np.zeros(widest), np.zeros(widest), np.zeros(widest)
+    bound = 0.0
+    if keep_slack:
+        slack[:] = 0.0
+    for turn in range(count):
+        node = turn if forward else count - 1 - turn
+        low = f.node_at[node]
+        width = f.node_at[node + 1] - low
+        ahead, behind = 0, 0
+        for a in range(width):
+            own[a] = unary[low + a]
+            guess[a] = unary[low + a]
+        for edge in range(f.near_at[node], f.near_at[node + 1]):
+            other = f.near[edge]
+            at = f.message_at[f.back[edge]]
+            for a in range(width):
+                own[a] += messages[at + a]
+            if (other > node) == forward:
+                ahead += 1
+                for a in range(width):
+                    guess[a] += messages[at + a]
+            else:
+                behind += 1
+                if decode:
+                    for a in range(width):
+                        guess[a] += entry(f, f.back[edge], chosen[other], a)
+        least = own[0]
+        for a in range(1, width):
+            least = min(least, own[a])
+        if decode:
+            pick = 0
+            for a in range(1, width):
+                if guess[a] < guess[pick]:
+                    pick = a
+            chosen[node] = pick
+        parts = max(ahead, behind, 1)
+        share = 1.0 / parts
+        rest = (parts - ahead) * share
+        bound += rest * least
+        if keep_slack:
+            for a in range(width):
+                slack[low + a] += rest * (own[a] - least)
+        for edge in range(f.near_at[node], f.near_at[node + 1]):
+            other, back = f.near[edge], f.back[edge]
+            if (other > node) != forward:
+                continue
+            mine, here, there = f.message_at[back], f.class_at[edge], f.class_at[back]
+            for r in range(f.height[edge]):
+                value[r] = np.inf
+            for a in range(width):
+                r = f.classes[here + a]
+                value[r] = min(value[r], share * own[a] - messages[mine + a])
+            _least_rows(f, edge, value, out)
+            small = np.inf
+            for c in range(f.height[back]):
+                small = min(small, out[c])
+            bound += small
+            to = f.message_at[edge]
+            for b in range(f.node_at[other + 1] - f.node_at[other]):
+                messages[to + b] = out[f.classes[there + b]] - small
+            if keep_slack:
+                # With its new message every column of the edge has least 0; what a row has left over is slack of its
+                # alternative. A column is 0 at its least, so the far end gets nothing from this edge.
+                for c in range(f.height[back]):
+                    out[c] = -out[c]
+                _least_rows(f, back, out, left)
+                for a in range(width):
+                    row = share * own[a] - messages[mine + a] + left[f.classes[here + a]]
+                    slack[low + a] += max(row, 0.0)
+    return bound
+
+
+@njit(cache=True, nogil=True)
+def price_memory(f, prices, unary):
+    """Fills `unary` with node costs plus memory at `prices` [times]; returns what the prices pay for the capacity."""
+    times = len(f.capacity)
+    sums = np.zeros(times + 1)
+    paid = 0.0
+    for time in range(times):
+        sums[time + 1] = sums[time] + prices[time]
+        paid += prices[time] * f.capacity[time]
+    for node in range(len(f.node_at) - 1):
+        low, high = f.node_at[node], f.node_at[node + 1]
+        for a in range(low, high):
+            unary[a] = f.cost[a]
+        for term in range(f.term_at[node], f.term_at[node + 1]):
+            rate = sums[f.stop[term]] - sums[f.start[term]]
+            if rate > 0:
+                at = f.usage_at[term]
+                for a in range(high - low):
+                    unary[low + a] += rate * f.usages[at + a]
+    return paid

@@ -1,0 +1,36 @@
+"""The cost model beside worked questions, published runs and measured plans of others."""
+
+from autoshard.validation.compiled_pairs import compile_pairs as compile_pairs
+from autoshard.validation.gpu_pair_tables import gpu_pair_figures as gpu_pair_figures
+from autoshard.validation.gpu_pair_tables import gpu_pair_report as gpu_pair_report
+from autoshard.validation.gpu_pairs import GpuPairs as GpuPairs
+from autoshard.validation.gpu_pairs import GpuProblem as GpuProblem
+from autoshard.validation.gpu_pairs import PricedGpuRow as PricedGpuRow
+from autoshard.validation.gpu_pairs import geometric_mean as geometric_mean
+from autoshard.validation.gpu_pairs import validate_gpu_pairs as validate_gpu_pairs
+from autoshard.validation.gpu_rows import names_gpu_rows as names_gpu_rows
+from autoshard.validation.measured_pairs import PairGroup as PairGroup
+from autoshard.validation.measured_pairs import PairRow as PairRow
+from autoshard.validation.measured_pairs import PairSummary as PairSummary
+from autoshard.validation.measured_pairs import summarise_pairs as summarise_pairs
+from autoshard.validation.measured_pairs import validate_pairs as validate_pairs
+from autoshard.validation.pair_rows import MeasuredGroup as MeasuredGroup
+from autoshard.validation.pair_rows import MeasuredPlan as MeasuredPlan
+from autoshard.validation.pair_rows import read_groups as read_groups
+from autoshard.validation.pair_tables import pair_figures as pair_figures
+from autoshard.validation.pair_tables import pair_report as pair_report
+from autoshard.validation.pair_tables import plot_pairs as plot_pairs
+from autoshard.validation.pair_tables import write_pair_page as write_pair_page
+from autoshard.validation.published_runs import IncompleteError as IncompleteError
+from autoshard.validation.published_runs import Run as Run
+from autoshard.validation.published_runs import is_published as is_published
+from autoshard.validation.rebuilt_runs import PublishedRow as PublishedRow
+from autoshard.validation.rebuilt_runs import stated_plan as stated_plan
+from autoshard.validation.rebuilt_runs import validate_published as validate_published
+from autoshard.validation.validation_run import Validation as Validation
+from autoshard.validation.validation_run import passes as passes
+from autoshard.validation.validation_run import validate as validate
+from autoshard.validation.validation_run import validation_figures as validation_figures
+from autoshard.validation.validation_run import validation_report as validation_report
+from autoshard.validation.worked_questions import QuestionRow as QuestionRow
+from autoshard.validation.worked_questions import validate_questions as validate_questions

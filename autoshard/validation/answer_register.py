@@ -1,0 +1,76 @@
+"""What the answers to worked questions share: the register, and machines with the rates that a setting states.
+
+Textbook answers assume peak rates, so they use `Calibration.ideal`.
+"""
+
+import dataclasses
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from autoshard.cost.calibration import Calibration
+from autoshard.cost.chip import Chip, load_chip
+from autoshard.cost.collectives import Collectives
+from autoshard.cost.compute import Compute
+from autoshard.cost.device_mesh import make_mesh
+from autoshard.cost.topology import Topology
+from autoshard.serving.decoder_counts import Decoder
+
+
+Setting = Mapping[str, Any]
+ANSWERS: dict[str, Callable[[Setting], float]] = {}
+
+LLAMA2_13B = Decoder(40, 5120, 13824, 40, 40, 128, 32000)
+LLAMA3_70B = Decoder(80, 8192, 28672, 64, 8, 128, 128256)
+
+
+def answers(name: str) -> Callable[[Callable[[Setting], float]], Callable[[Setting], float]]:
+    def register(function: Callable[[Setting], float]) -> Callable[[Setting], float]:
+        ANSWERS[name] = function
+        return function
+
+    return register
+
+
+def chip_of(setting: Setting, default: str = "v5p") -> Chip:
+    """The chip of a setting with the rates that the setting itself states."""
+    chip = load_chip(setting.get("chip", default))
+    peaks = dict(chip.peak_flops_per_s)
+    peaks["bf16"] = setting.get("flops", setting.get("C", peaks["bf16"]))
+    peaks["int8"] = setting.get("int8_ops", peaks["int8"])
+    memory = setting.get("hbm_bw", chip.memory_bytes_per_s)
+    return dataclasses.replace(
+        chip,
+        peak_flops_per_s=peaks,
+        memory_bytes_per_s=memory,
+        hbm_bytes=int(setting.get("hbm", chip.hbm_bytes)),
+        link_oneway_bytes_per_s=setting.get("link_oneway", setting.get("W_bidi", 2 * chip.link_oneway_bytes_per_s) / 2),
+        network_bytes_per_s_per_chip=setting.get("W_dcn", chip.network_bytes_per_s_per_chip),
+        pcie_bytes_per_s_per_chip=setting.get("pcie", chip.pcie_bytes_per_s_per_chip),
+        vmem_over_hbm_bandwidth=setting["vmem_bw"] / memory if "vmem_bw" in setting else chip.vmem_over_hbm_bandwidth,
+    )
+
+
+def machine(chip: Chip, shape: str) -> Topology:
+    return dataclasses.replace(Topology.parse(f"{chip.name}:{shape}"), chip=chip)
+
+
+def compute_of(setting: Setting, shape: str = "", default: str = "v5p") -> Compute:
+    chip = chip_of(setting, default)
+    return Compute(machine(chip, shape or ("2x2x1" if chip.torus_dims == 3 else "1x1")), Calibration.ideal(chip))
+
+
+def collectives(chip: Chip, shape: str, **sizes: int) -> Collectives:
+    return Collectives(make_mesh(machine(chip, shape), sizes), Calibration.ideal(chip))
+
+
+def crossing(rising: Callable[[float], float], level: Callable[[float], float]) -> float:
+    """Where `rising` overtakes `level`, by bisection on a log scale between 1e-3 and 1e12."""
+    low, high = math.log(1e-3), math.log(1e12)
+    for _ in range(200):
+        middle = (low + high) / 2
+        if rising(math.exp(middle)) < level(math.exp(middle)):
+            low = middle
+        else:
+            high = middle
+    return math.exp(high)

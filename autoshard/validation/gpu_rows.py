@@ -1,0 +1,250 @@
+"""Measured runs on GPUs: the forms of their files, and what each states."""
+
+import dataclasses
+import pathlib
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from autoshard.base.files import read_json
+from autoshard.cost import Topology
+from autoshard.degrees.gpu_run import GpuDecoder, GpuRun, gpu_topology
+from autoshard.errors import UserError
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class GpuRow:
+    """One measured run, and what it is a run of. `run` is None where it cannot be rebuilt: `skipped` says why."""
+
+    table: str
+    """What rows are summed up with."""
+    problem: str
+    """What is compared with one another: the model, and on how many GPUs."""
+    source: str
+    label: str
+    run: GpuRun | None
+    measured_s: float | None
+    """Seconds of a step; None where it did not run."""
+    measured_bytes: float | None
+    fits: bool | None
+    """Whether it ran; None where nobody says."""
+    skipped: str = ""
+
+
+def read_gpu_rows(path: str | pathlib.Path) -> tuple[GpuRow, ...]:
+    """Rows of a file in one of the known forms. Raises: UserError for a file that is none of them."""
+    file = pathlib.Path(path)
+    try:
+        document = read_json(file)
+    except OSError as error:
+        raise UserError(f"{file} cannot be read: {error.strerror}") from error
+    except ValueError as error:
+        raise UserError(f"{file} is not JSON: {error}") from error
+    rows = rows_of_document(document, str(file))
+    if rows is None:
+        raise UserError(f"{file} holds no measured runs on GPUs: {_FORMS}")
+    return rows
+
+
+_FORMS = (
+    "expected `models` and `rows` (a sweep), `single` and `multi` with `columns` and `rows`, or lists such as "
+    "`llm_foundry` and `megatron_sc21`"
+)
+
+
+def is_gpu_document(document: Any) -> bool:
+    """Whether a document has one of the forms that `rows_of_document` reads."""
+    return isinstance(document, dict) and bool(
+        {"models", "rows"} <= document.keys()
+        or {"single", "multi"} & document.keys()
+        or {"llm_foundry", "megatron_sc21"} & document.keys()
+    )
+
+
+def names_gpu_rows(name: str) -> bool:
+    """Whether what `--pairs` was given is a shipped table of runs on GPUs, or a file of such runs."""
+    if name in ("ultrascale", "vtrain"):
+        return True
+    try:
+        return is_gpu_document(read_json(name))
+    except (OSError, ValueError):
+        return False  # whoever reads it as pairs says what is wrong
+
+
+def rows_of_document(document: Any, origin: str) -> tuple[GpuRow, ...] | None:
+    """Rows of a document of a known form; None for another. Raises: UserError for a row that lacks what it needs."""
+    if not is_gpu_document(document):
+        return None
+    try:
+        if "models" in document:
+            return tuple(_sweep(document))
+        if "single" in document or "multi" in document:
+            return tuple(_validation_rows(document))
+        return (*_fsdp_rows(document), *_megatron_rows(document))
+    except (KeyError, TypeError, ValueError) as error:
+        raise UserError(f"{origin} has a row that cannot be read: {type(error).__name__} {error}") from error
+
+
+def _made(names: tuple[str, str, str, str], measured: Mapping[str, Any], **stated: Any) -> GpuRow:
+    """A row whose run is made of what is stated, or that says why it cannot be made.
+
+    `names` are its table, problem, source and label.
+    """
+    try:
+        run, skipped = GpuRun(**stated), ""
+    except UserError as error:
+        run, skipped = None, str(error)
+    return GpuRow(*names, run, skipped=skipped, **measured)
+
+
+def _dicts(table: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
+    """Rows by the names of their columns, where they stand in columns."""
+    for row in table.get("rows", ()):
+        yield row if isinstance(row, Mapping) else dict(zip(table["columns"], row, strict=True))
+
+
+def _sweep(document: Mapping[str, Any]) -> Iterator[GpuRow]:
+    """nanotron on H100, sequences of 4096 and a vocabulary of 131072; a table is tied where there is no pipeline."""
+    for row in _dicts(document):
+        dims = document["models"][row["model"]]
+        decoder = GpuDecoder(
+            dims["layers"],
+            dims["d_model"],
+            dims["heads"],
+            dims["kv"],
+            dims["mlp"],
+            dims.get("vocab", 131072),
+            tied=row["model"] in ("1B", "3B"),
+            gated=True,
+        )
+        keys = {"dp": row["dp"], "tp": row["tp"], "pp": row["pp"], "zero": row["zero"]}
+        label = f"dp{row['dp']} tp{row['tp']} pp{row['pp']} zero{row['zero']} micro {row['micro_batch']}"
+        memory, rate = row.get("mem_GB"), row.get("tok_s")
+        tokens = row["dp"] * row["micro_batch"] * row["grad_accum"] * dims.get("seq", 4096)
+        problem = f"{row['model']} on {row['nodes']} x 8 H100"
+        yield _made(
+            (f"{row['nodes']} node{'s' if row['nodes'] > 1 else ''}", problem, str(document.get("source", "")), label),
+            {
+                "measured_s": tokens / rate if row["fits"] and rate else None,
+                "measured_bytes": memory * 2.0**30 if memory else None,
+                "fits": bool(row["fits"]),
+            },
+            decoder=decoder,
+            topology=gpu_topology("h100", 8 * row["nodes"]),
+            framework="nanotron",
+            seq=dims.get("seq", 4096),
+            **keys,
+            micro_batch=row["micro_batch"],
+            accumulation=row["grad_accum"],
+            recompute="none",
+            stated_batch=row.get("global_batch", 0),
+        )
+
+
+def _with_cards(topology: Topology, bytes_per_s: float) -> Topology:
+    """The same GPUs with other network cards."""
+    return dataclasses.replace(
+        topology, chip=dataclasses.replace(topology.chip, network_bytes_per_s_per_chip=bytes_per_s)
+    )
+
+
+def _validation_rows(document: Mapping[str, Any]) -> Iterator[GpuRow]:
+    """Megatron-DeepSpeed on A100, four 200 Gb/s cards a node of eight, everything recomputed."""
+    for table in ("single", "multi"):
+        nodes = "one node" if table == "single" else "several nodes"
+        for row in _dicts(document.get(table, {})):
+            width, micro = row["hidden size"], row["micro batch"]
+            keys = {
+                "dp": row["data parallelism"],
+                "tp": row["tensor parallelism"],
+                "pp": row["pipeline parallelism"],
+            }
+            gpus, layers = row["# GPUs"], row["# layers"]
+            problem = f"{layers} layers of {width} on {gpus} A100, {row['global batch']} x {row['sequence length']}"
+            label = f"dp{keys['dp']} tp{keys['tp']} pp{keys['pp']} micro {micro}"
+            yield _made(
+                (nodes, problem, str(document.get("source", "")), label),
+                {"measured_s": row["iteration time (ms)"] / 1e3, "measured_bytes": None, "fits": True},
+                decoder=GpuDecoder(
+                    layers, width, row["attention heads"], row["attention heads"], 4 * width, 51200, True, False
+                ),
+                topology=_with_cards(gpu_topology("a100", gpus), 12.5e9),
+                framework="megatron-deepspeed",
+                seq=row["sequence length"],
+                **keys,
+                micro_batch=micro,
+                accumulation=max(1, row["global batch"] // (keys["dp"] * micro)),
+                stated_batch=row["global batch"],
+                zero=0,
+                recompute="full",
+                dtype="f16",
+            )
+
+
+_LENT = {"h100_80gb": "h100", "a100_80gb": "a100"}
+
+
+def _fsdp_rows(document: Mapping[str, Any]) -> Iterator[GpuRow]:
+    """llm-foundry's MPT models under FSDP."""
+    for row in document.get("llm_foundry", ()):
+        label = f"{row['model']} {row['seq']} micro {row['micro_batch']} {row['sharding']} remat {row['remat']}"
+        names = (
+            f"llm-foundry, {row['chip']}",
+            f"{row['model']} of {row['seq']} on {row['chips']} {row['chip']}",
+            row["source"],
+            label,
+        )
+        measured = {"measured_s": row["step_s"], "measured_bytes": None, "fits": True}
+        if row["chip"] not in _LENT or row["dtype"] == "amp_fp8":
+            why = "8-bit floats" if row["dtype"] == "amp_fp8" else f"no chip file for {row['chip']}"
+            yield GpuRow(*names, None, skipped=why, **measured)
+            continue
+        width = row["d_model"]
+        yield _made(
+            names,
+            measured,
+            decoder=GpuDecoder(
+                row["layers"], width, row["heads"], row["heads"], row["ffn_mult"] * width, row["vocab"], True, False
+            ),
+            topology=gpu_topology(_LENT[row["chip"]], row["chips"]),
+            framework="fsdp",
+            seq=row["seq"],
+            dp=row["chips"],
+            tp=1,
+            pp=1,
+            micro_batch=row["micro_batch"],
+            accumulation=row["grad_accum"],
+            zero={"FULL_SHARD": 3, "SHARD_GRAD_OP": 2}[row["sharding"]],
+            recompute=row["remat"],
+            reduced_bytes=2 if row["mp_mode"] == "PURE" else 4,
+        )
+
+
+def _megatron_rows(document: Mapping[str, Any]) -> Iterator[GpuRow]:
+    """Megatron on A100 (arXiv 2104.04473): those rows that state their microbatch."""
+    for row in document.get("megatron_sc21", ()):
+        label = f"{row['params_b']}B {row.get('scheme', 'PTD-P')} micro {row.get('micro_batch', '?')}"
+        names = (row.get("scheme", "PTD-P"), f"{row['params_b']}B on {row['chips']} A100", row["source"], label)
+        measured = {"measured_s": row["step_s"], "measured_bytes": None, "fits": True}
+        if "micro_batch" not in row:
+            yield GpuRow(*names, None, skipped="states no microbatch", **measured)
+            continue
+        width, sharded = row["d_model"], row["scheme"] == "ZeRO-3"
+        heads, tp = {12288: 96, 20480: 128}[width], 1 if sharded else 8
+        pp = 1 if sharded else row["model_parallel"] // 8
+        dp = row["chips"] // (tp * pp)
+        yield _made(
+            names,
+            measured,
+            decoder=GpuDecoder(row["layers"], width, heads, heads, 4 * width, 51200, True, False),
+            topology=gpu_topology("a100", row["chips"]),
+            framework="megatron",
+            seq=row["seq"],
+            dp=dp,
+            tp=tp,
+            pp=pp,
+            micro_batch=row["micro_batch"],
+            accumulation=max(1, row["global_batch"] // (dp * row["micro_batch"])),
+            zero=3 if sharded else 0,
+            recompute="full",
+            dtype="f16",
+        )

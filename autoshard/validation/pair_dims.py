@@ -1,0 +1,104 @@
+"""The decoder that a measured group names by its dims, of which a row may change some."""
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from autoshard.program import LatentDims
+from autoshard.serving import Decoder
+from autoshard.validation.published_runs import LOCAL_WINDOWS, IncompleteError
+
+
+_FAMILIES = ("llama", "mistral", "mixtral", "qwen", "gemma", "deepseek", "hunyuan", "gpt3", "fuji", "palm", "grug")
+DIMS = {
+    "layers": "layers",
+    "emb": "width",
+    "mlp": "mlp_width",
+    "heads": "heads",
+    "kv_heads": "kv_heads",
+    "head_dim": "head_size",
+    "vocab": "vocabulary",
+}
+_LATENT = {
+    "key_rank": ("kv_lora_rank", "kv_lora"),
+    "plain": ("qk_nope", "nope"),
+    "turned": ("qk_rope", "rope"),
+    "value": ("v_head", "v"),
+    "query_rank": ("q_lora_rank", "q_lora"),
+}
+"""Sizes of latent attention -> a row's key for it, and the word before it in a row's `attention`."""
+
+
+def stated_decoder(model: Any, said: Mapping[str, Any]) -> Decoder:
+    if not isinstance(model, dict):
+        raise IncompleteError("the model's dims are not stated")
+    dims = {**model, **{key: said[key] for key in DIMS if key in said}}
+    family = str(dims.get("family", "llama")).lower()
+    if not family.startswith(_FAMILIES):
+        raise IncompleteError(f"the model family {dims['family']!r} is not known ({', '.join(_FAMILIES)} are)")
+    if dims.get("parallel_block"):
+        raise IncompleteError("attention and MLP side by side are not rebuilt")
+    sizes: dict[str, Any] = {}
+    latent = _latent(dims)
+    if latent is not None:
+        dims = {"kv_heads": dims.get("heads"), "head_dim": latent.head_size} | dims
+    for key, name in DIMS.items():
+        value = dims.get(key)
+        if key == "mlp" and value is None:
+            value = dims.get("moe_mlp")  # no layer is dense
+        if key == "head_dim" and value is None and {"emb", "heads"} <= dims.keys():
+            value = dims["emb"] // dims["heads"]
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            raise IncompleteError(f"the model's {key} is not stated ({value})")
+        sizes[name] = value
+    if "emb" in said and "emb" in model and said["emb"] > model["emb"] and "mlp" not in said:
+        raise IncompleteError(f"the MLP's width at emb {said['emb']} is not stated")
+    name = next((each for each in LOCAL_WINDOWS if family.startswith(each)), None)
+    window, every = LOCAL_WINDOWS[name] if name else (None, 1)
+    if "pair" in str(model.get("note", "")) or model.get("layers_a_block") == 2:
+        sizes["layers"] *= 2  # a block of a local and a global layer counts as one there
+    if sizes["layers"] % every:
+        raise IncompleteError(f"{sizes['layers']} layers are not whole groups of {every}")
+    tied = bool(dims.get("tied_head", family.startswith("gemma")))
+    return Decoder(**sizes, **_experts(dims), tied=tied, window=window, global_every=every, latent=latent)
+
+
+def _experts(dims: Mapping[str, Any]) -> dict[str, Any]:
+    """Dims of a mixture of experts; empty for a dense model."""
+    if whole_number(dims, "experts", 1) == 1:
+        return {}
+    if not dims.get("top_k"):
+        raise IncompleteError("how many experts see a token is not stated")
+    counts = {key: whole_number(dims, key) if dims.get(key) else 0 for key in ("shared_experts", "first_dense_layers")}
+    return {
+        "experts": whole_number(dims, "experts"),
+        "active_experts": whole_number(dims, "top_k"),
+        "expert_width": whole_number(dims, "moe_mlp" if dims.get("moe_mlp") else "mlp"),
+        "shared_experts": counts["shared_experts"],
+        "dense_layers": counts["first_dense_layers"],
+        "qk_norm": bool(dims.get("qk_norm")),
+    }
+
+
+def _latent(dims: Mapping[str, Any]) -> LatentDims | None:
+    """Sizes of latent attention, stated each by itself or in a text; None for plain attention."""
+    text = str(dims.get("attention", ""))
+    if "MLA" not in text:
+        return None
+    found: dict[str, int] = {}
+    for name, (key, word) in _LATENT.items():
+        listed = re.search(rf"\b{word} (\d+)", text)
+        if dims.get(key) or listed:
+            found[name] = whole_number(dims, key) if dims.get(key) else int(listed[1])  # type: ignore[index]
+        elif name != "query_rank":
+            raise IncompleteError(f"the {key} of latent attention is not stated")
+    return LatentDims(**found)
+
+
+def whole_number(said: Mapping[str, Any], key: str, default: int | None = None) -> int:
+    value = said.get(key, default)
+    if isinstance(value, str) and value.isdigit():
+        value = int(value)
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise IncompleteError(f"{key} is not stated ({value})" if key not in said else f"{key} is {value!r}")
+    return value

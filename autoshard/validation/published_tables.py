@@ -1,0 +1,156 @@
+"""Our step times of published runs, beside theirs."""
+
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from rich.box import SIMPLE_HEAD
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from autoshard.report.display import clean
+from autoshard.validation.rebuilt_runs import PublishedRow
+
+
+MEDIAN_PERCENT = 10.0
+"""What the median error over all rebuilt TPU runs must not exceed."""
+P90_PERCENT = 22.0
+"""The same for the 90th percentile."""
+
+
+def published_figures(rows: Sequence[PublishedRow]) -> list[dict[str, Any]]:
+    """The rows in the JSON object of `autoshard validate --json`; times in seconds."""
+    return [
+        {"id": row.id, "kind": "step time", "unit": "s", "chip": row.chip, "source": row.source}
+        | (
+            {"skipped": row.skipped}
+            if row.ours is None
+            else {
+                "ours": row.ours,
+                "theirs": row.theirs,
+                "delta_percent": row.delta_percent,
+                "unseen": row.unseen,
+                "unseen_delta_percent": row.percent(row.unseen),
+                "by_mfu": row.by_mfu,
+                "by_mfu_delta_percent": row.percent(row.by_mfu),
+                "by_other_rows": row.by_other_rows,
+                "by_other_rows_delta_percent": row.percent(row.by_other_rows),
+                "xla_flags": list(row.flags),
+                "ours_mfu_percent": _percent(row.our_mfu),
+                "theirs_mfu_percent": _percent(row.their_mfu),
+                "assumed": list(row.assumed),
+                "complete": row.complete,
+            }
+        )
+        for row in rows
+    ]
+
+
+def _percent(share: float | None) -> float | None:
+    return None if share is None else 100.0 * share
+
+
+PREDICTORS: dict[str, Callable[[PublishedRow], float | None]] = {
+    "unseen": lambda row: row.unseen,
+    "by_mfu": lambda row: row.by_mfu,
+    "by_other_rows": lambda row: row.by_other_rows,
+}
+"""What else predicts a run: ours fitted without its source, and two medians of the MFU of other runs."""
+
+
+def error_groups(rows: Sequence[PublishedRow], of: Callable[[PublishedRow], str]) -> dict[str, dict[str, Any]]:
+    """Rows, complete rows that were rebuilt, median, 90th percentile and worst error of each group that `of` names.
+
+    Under `training` the same of complete training runs alone, by predictor: `ours` and those of `PREDICTORS`.
+    """
+    groups: dict[str, list[PublishedRow]] = {}
+    for row in rows:
+        groups.setdefault(of(row), []).append(row)
+    found = {}
+    for name, members in groups.items():
+        counted = [row for row in members if row.complete]
+        # A matmul alone has no MFU of other runs to go by.
+        trained = [row for row in counted if row.by_mfu is not None]
+        predictors = {"ours": lambda row: row.ours} | PREDICTORS
+        found[name] = {"rows": len(members)} | _errors(counted, lambda row: row.ours)
+        found[name]["training"] = {key: _errors(trained, of) for key, of in predictors.items()}
+    return found
+
+
+def _errors(rows: Sequence[PublishedRow], predicted: Callable[[PublishedRow], float | None]) -> dict[str, Any]:
+    found = (row.percent(predicted(row)) for row in rows)
+    deltas = sorted(abs(delta) for delta in found if delta is not None)
+    return {
+        "answered": len(deltas),
+        "median_percent": statistics.median(deltas) if deltas else None,
+        "p90_percent": float(np.quantile(deltas, 0.9)) if deltas else None,
+        "worst_percent": deltas[-1] if deltas else None,
+    }
+
+
+def published_pass(rows: Sequence[PublishedRow]) -> bool:
+    """Whether the errors over all rebuilt runs are within bounds; true if there are none."""
+    (total,) = error_groups(rows, lambda row: "all").values() if rows else ({"answered": 0},)
+    return not total["answered"] or (total["median_percent"] <= MEDIAN_PERCENT and total["p90_percent"] <= P90_PERCENT)
+
+
+def published_report(rows: Sequence[PublishedRow]) -> RenderableType:
+    """Every rebuilt run, errors by generation and by source beside the simplest predictors', and why others are out."""
+    table = Table(box=SIMPLE_HEAD, show_edge=False, pad_edge=False, header_style="dim")
+    table.add_column("", overflow="fold")
+    for column in ("ours, s", "theirs, s", "delta", "unseen", "by MFU", "MFU"):
+        table.add_column(column, justify="right", no_wrap=True)
+    notes: list[RenderableType] = []
+    for row in rows:
+        if row.ours is None or row.theirs is None or row.delta_percent is None:
+            continue
+        delta = Text(f"{row.delta_percent:+.1f} %", style="yellow" if abs(row.delta_percent) > P90_PERCENT else "")
+        mfu = f"{100 * row.their_mfu:.1f} %" if row.their_mfu is not None else "-"
+        other = [_signed(row.percent(value)) for value in (row.unseen, row.by_mfu)]
+        table.add_row(clean(row.id), f"{row.ours:.4g}", f"{row.theirs:.4g}", delta, *other, mfu)
+        mark = "assumed" if row.complete else "not counted; assumed:"
+        notes += [Text(f"{clean(row.id)}: {mark} {clean(what)}", style="dim") for what in row.assumed]
+    summary = Table(box=SIMPLE_HEAD, show_edge=False, pad_edge=False, header_style="dim")
+    for column in ("step times of", "rows", "rebuilt", "median", "90th", "worst"):
+        summary.add_column(column, justify="left" if column == "step times of" else "right")
+    groups = error_groups(rows, lambda row: "all") | error_groups(rows, lambda row: row.chip or "no chip named")
+    for name, group in (groups | error_groups(rows, lambda row: row.group)).items():
+        if not group["answered"]:
+            continue
+        errors = [f"{group[key]:.1f} %" for key in ("median_percent", "p90_percent", "worst_percent")]
+        summary.add_row(clean(name), str(group["rows"]), str(group["answered"]), *errors)
+    beside = _beside(groups | error_groups(rows, lambda row: row.group))
+    left = [row for row in rows if row.skipped]
+    skipped = [Text(f"{clean(row.id)}: {clean(row.skipped)}", style="dim") for row in left]
+    heading = [Text(f"{len(left)} incomplete rows, not rebuilt:")] if left else []
+    return Group(table, *notes, Text(), summary, *beside, *heading, *skipped)
+
+
+def _beside(groups: Mapping[str, dict[str, Any]]) -> list[RenderableType]:
+    """Training runs by predictor: median and 90th percentile of the errors."""
+    table = Table(box=SIMPLE_HEAD, show_edge=False, pad_edge=False, header_style="dim")
+    for column in ("training runs of", "runs", "ours", "unseen", "by MFU", "by other runs"):
+        table.add_column(column, justify="left" if column == "training runs of" else "right")
+    for name, group in groups.items():
+        errors = group["training"]
+        if not errors["ours"]["answered"]:
+            continue
+        cells = [
+            "-" if each["median_percent"] is None else f"{each['median_percent']:.1f}, {each['p90_percent']:.1f} %"
+            for each in errors.values()
+        ]
+        table.add_row(clean(name), str(errors["ours"]["answered"]), *cells)
+    if not table.row_count:
+        return []
+    meaning = (
+        "Median and 90th percentile of the errors. unseen: figures fitted without the run's source; by MFU: the chip's "
+        "median MFU of other sources (of all chips where there are none); by other runs: of all other runs on it, "
+        "its own source's too."
+    )
+    return [Text(), table, Text(meaning, style="dim")]
+
+
+def _signed(delta: float | None) -> str:
+    return "-" if delta is None else f"{delta:+.1f} %"

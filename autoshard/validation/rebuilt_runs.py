@@ -1,0 +1,299 @@
+"""Published runs rebuilt: the stated model on the stated machine, sharded as stated, and how long a step takes."""
+
+import dataclasses
+import json
+import pathlib
+import re
+import statistics
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from autoshard.cost import Calibration, Compute, chip_names, load_calibration, load_chip, make_mesh, with_flags
+from autoshard.errors import UserError
+from autoshard.graph import made_late
+from autoshard.planning.explain.write_plan import Writer
+from autoshard.planning.mesh.portfolio import Contender
+from autoshard.planning.price.analysed_program import Reading, build_model, read_program
+from autoshard.planning.price.evaluate import evaluate
+from autoshard.planning.record.plan_record import Plan
+from autoshard.planning.solve.mesh_solve import Solved, Terms, solve_within
+from autoshard.planning.solve.time_weights import even_weights, normalise
+from autoshard.planning.space.decision_model import Model
+from autoshard.planning.space.derived_axes import STAGE
+from autoshard.planning.space.dim_groups import Groups, find_groups
+from autoshard.planning.space.named_layouts import Uses, stated, with_stages_held, without_axis
+from autoshard.program import Program, decoder_program
+from autoshard.validation.published_runs import IncompleteError, MatmulRun, Run, parse_run, read_rows
+from autoshard.validation.serving_rows import ServingRun
+
+
+LEFT_OUT = pathlib.Path(__file__).with_name("left_out.json")
+"""Figures fitted without each source in turn: source, chip, figure."""
+
+SOLVE_S = 20.0
+"""Limit for completing one stated sharding; a scanned decoder takes a small part of a second."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class PublishedRow:
+    """One published run: our step time beside theirs, in seconds. `skipped` says why there is none of ours."""
+
+    id: str
+    model: str
+    chip: str
+    source: str
+    theirs: float | None = None
+    ours: float | None = None
+    compute_s: float = 0.0
+    exposed_s: float = 0.0
+    their_mfu: float | None = None
+    our_mfu: float | None = None
+    unseen: float | None = None
+    """Ours with figures that were fitted without the row's source."""
+    by_mfu: float | None = None
+    """The simplest prediction: the median MFU of complete runs of other sources on the same chip, or on all chips if
+    there are none."""
+    by_other_rows: float | None = None
+    """The median MFU of all other runs on the same chip, those of the row's own source too."""
+    flags: tuple[str, ...] = ()
+    """Compiler flags with which the step was priced."""
+    assumed: tuple[str, ...] = ()
+    complete: bool = True
+    """False if what its author left open had to be assumed: shown, but not counted."""
+    skipped: str = ""
+
+    @property
+    def delta_percent(self) -> float | None:
+        """How far ours is from theirs, in percent of theirs."""
+        return self.percent(self.ours)
+
+    def percent(self, predicted: float | None) -> float | None:
+        """How far a predicted step time is from theirs, in percent of theirs."""
+        return None if predicted is None or self.theirs is None else 100.0 * (predicted - self.theirs) / self.theirs
+
+    @property
+    def group(self) -> str:
+        """The document that the row comes from: its repository and the folder of the chip's generation."""
+        return source_group(self.source)
+
+
+def source_group(source: str) -> str:
+    """`owner/name: folder` of a source such as `owner/name@commit:folder/.../README.md`; rows of one table share it."""
+    repository, _, path = source.partition(":")
+    if not path or "/" not in repository:
+        return source
+    generations = {alias for name in chip_names() for alias in (name, *load_chip(name).aliases)}
+    parts = re.split(r" \+ | ", path)[0].split("/")
+    last = next((k for k, part in enumerate(parts) if part in generations), len(parts) - 2)
+    return f"{repository.partition('@')[0]}: {'/'.join(parts[: last + 1])}"
+
+
+def validate_published(
+    path: str | pathlib.Path | None = None,
+    progress: Callable[[str], None] | None = None,
+    bad: list[str] | None = None,
+) -> tuple[PublishedRow, ...]:
+    """Every row of a file (default: the shipped one), rebuilt where it is complete.
+
+    Rows of unknown form are left out if there is a list `bad` for what is wrong. Raises: UserError for a file that
+    cannot be read, and without `bad` for a row of unknown form.
+    """
+    rows = read_rows(path, bad)
+    known = {row["id"]: row for row in (*read_rows(), *rows)}
+    return tuple(_rebuilt(rows, _reached(known.values()), progress or (lambda line: None)))
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Reached:
+    """The MFU of one complete run."""
+
+    id: str
+    chip: str
+    source: str
+    mfu: float
+
+
+def _reached(rows: Iterable[dict[str, Any]]) -> list[_Reached]:
+    found = []
+    for row in rows:
+        try:
+            run = parse_run(row)
+        except IncompleteError:
+            continue
+        if isinstance(run, Run) and "assume" not in row:
+            source = source_group(row["source"])
+            found.append(_Reached(row["id"], run.topology.chip.name, source, run.peak_s / run.step_s))
+    return found
+
+
+def _rebuilt(
+    rows: list[dict[str, Any]], reached: list[_Reached], progress: Callable[[str], None]
+) -> Iterator[PublishedRow]:
+    for number, row in enumerate(rows):
+        chip = str(row.get("tpu") or row.get("gpu") or "").split(" ")[0]
+        bare = PublishedRow(row["id"], row["model"], chip, row["source"], complete="assume" not in row)
+        try:
+            run = parse_run(row)
+            progress(f"{number + 1}/{len(rows)} {row['id']}")
+            yield _matmul(bare, run) if isinstance(run, MatmulRun) else _by_mfu(_step(bare, run), run, reached)
+        except (IncompleteError, UserError) as error:
+            yield dataclasses.replace(bare, skipped=str(error))
+
+
+def _by_mfu(row: PublishedRow, run: Run, reached: list[_Reached]) -> PublishedRow:
+    """The row with the simplest predictions beside ours."""
+    chip = run.topology.chip.name
+    others = [each for each in reached if each.source != row.group]
+    others = [each for each in others if each.chip == chip] or others
+    rows = [each for each in reached if each.chip == chip and each.id != row.id]
+    means = [statistics.median(each.mfu for each in found) if found else None for found in (others, rows)]
+    by_mfu, by_other_rows = (run.peak_s / mfu if mfu else None for mfu in means)
+    return dataclasses.replace(row, by_mfu=by_mfu, by_other_rows=by_other_rows)
+
+
+def _matmul(bare: PublishedRow, run: MatmulRun) -> PublishedRow:
+    n = run.size
+    figures = load_calibration(run.topology.chip), without_source(run.topology.chip.name, bare.group)
+    ours, unseen = (float(Compute(run.topology, each).dot_seconds(n, n, n)) for each in figures)
+    busy = 2.0 * n**3 / run.topology.peak_flops("bf16")
+    return dataclasses.replace(
+        bare,
+        theirs=run.step_s,
+        ours=ours,
+        unseen=unseen,
+        compute_s=ours,
+        their_mfu=busy / run.step_s,
+        our_mfu=busy / ours,
+    )
+
+
+def _step(bare: PublishedRow, run: Run) -> PublishedRow:
+    model, choices = rebuild(run)
+    outcome = evaluate(model, choices)
+    ours = outcome.step_time_s
+    return dataclasses.replace(
+        bare,
+        theirs=run.step_s,
+        ours=ours,
+        unseen=unseen_seconds(model, choices, run, bare.group),
+        compute_s=outcome.compute_s,
+        exposed_s=ours - outcome.compute_s,
+        their_mfu=run.peak_s / run.step_s,
+        our_mfu=run.peak_s / ours,
+        flags=run.flags,
+        assumed=run.assumed,
+    )
+
+
+def unseen_seconds(model: Model, choices: NDArray[np.int64], run: Run | ServingRun, source: str) -> float:
+    """Seconds of a run's step, priced with figures that were fitted without the runs of one source."""
+    figures = with_flags(without_source(run.topology.chip.name, source), run.flags).calibration
+    reading = Reading(
+        model.graph, model.structure, model.liveness, find_groups(model.program, model.graph, model.structure)
+    )
+    staged = isinstance(run, Run) and run.pipeline is not None
+    again = build_model(model.program, reading, model.mesh, run.topology.usable_bytes, figures, staged=staged)
+    return evaluate(again, choices).step_time_s
+
+
+def without_source(chip: str, source: str) -> Calibration:
+    """The figures of a chip, those that were fitted to published runs fitted without the runs of one source.
+
+    They are the shipped ones for a source that nothing was fitted to. `experiments/validate_sources.py` writes them.
+    """
+    document = json.loads(LEFT_OUT.read_text())
+    return dataclasses.replace(load_calibration(chip), **document["sources"].get(source, {}).get(chip, {}))
+
+
+def mesh_sizes(run: Run) -> dict[str, int]:
+    """Mesh axes of a run, major first: copies, stages, FSDP, experts, sequences (context parallelism), tensor
+    parallelism."""
+    return {
+        "data": run.copies,
+        STAGE: 1 if run.pipeline is None else run.pipeline.stages,
+        "fsdp": run.spread,
+        "expert": run.experts,
+        "context": run.context,
+        "model": run.tensor,
+    }
+
+
+def rebuild(run: Run) -> tuple[Model, NDArray[np.int64]]:
+    """A run's priced program, and its stated sharding as choices; what that leaves open is chosen by the solver.
+
+    Raises `IncompleteError` if the model's sizes do not allow the sharding.
+    """
+    _, model, _, solved = _stated(run, "flash" if run.flash else "plain")
+    return model, solved.choices
+
+
+def stated_plan(run: Run) -> tuple[Program, Plan]:
+    """A run as a program that compiles for TPUs, attention by jax's splash kernel, and its stated sharding as a plan.
+
+    The plan names the run's compiler flags, and is compiled with them. Raises `IncompleteError` as `rebuild` does.
+    """
+    program, model, groups, solved = _stated(run, "splash" if run.flash else "plain")
+    outcome = evaluate(model, solved.choices)
+    chosen = Contender(
+        "stated", "as its source says", solved.choices, outcome, tight_s=0.0, model=lambda: model,
+        solution=solved.solution, bound_s=0.0, weightings=0,
+    )  # fmt: skip
+    plan = Writer(program, groups, run.topology.usable_bytes, 0, [], {}).write(chosen)
+    if run.pipeline is not None:
+        plan = dataclasses.replace(plan, provenance=plan.provenance | {"stage_axis": STAGE})
+    if run.flags:
+        said = with_flags(load_calibration(run.topology.chip), run.flags).said(run.flags)
+        plan = dataclasses.replace(plan, provenance=plan.provenance | {"xla_flags": said})
+    return program, plan
+
+
+def _makes_late(chip: str, figures: Calibration) -> bool:
+    """Whether the compiler was seen to make the head's gradient after the backward pass (`made_late`): that for tpu7x
+    with any flags, that for v5p where sums are synchronous. Others were not seen to, or nobody looked."""
+    return chip == "tpu7x" or (chip == "v5p" and figures.reduction_overlap == 0.0)
+
+
+def _stated(run: Run, attention: str) -> tuple[Program, Model, Groups, Solved]:
+    from jax.sharding import AbstractMesh, AxisType
+
+    sizes = {name: size for name, size in mesh_sizes(run).items() if size > 1} or {"data": 1}
+    mesh = make_mesh(run.topology, sizes, dict(run.network) or None)
+    abstract = AbstractMesh(tuple(sizes.values()), tuple(sizes), axis_types=(AxisType.Auto,) * len(sizes))
+    kernels = None if attention == "splash" else run.kernels  # what is compiled has slots in their place
+    program = decoder_program(
+        run.decoder, batch=run.batch, seq=run.seq, remat=run.remat, saves=run.saves, attention=attention,
+        exchange=run.exchange, balanced=run.balanced,
+        blocks=run.blocks, optimizer=run.optimizer, compute_dtype=run.compute, weights=run.weights, moments=run.state,
+        gradients=run.gradients, accumulation=run.accumulation, offloads=run.offloads,
+        routing="kernels" if kernels else "capacity", expert_kernels=kernels, capacity_factor=run.capacity,
+        stack_axis=run.stack_axis, scanned=run.scanned, gradient_groups=run.copies if run.sums_late else 1,
+        gathered_on=abstract if run.keeps_gathered else None, whole_on=abstract if run.sums_late else None,
+        pipeline=run.pipeline,
+    )  # fmt: skip
+    reading = read_program(program, mesh.topology.backend)
+    figures = with_flags(load_calibration(run.topology.chip), run.flags).calibration
+    if run.topology.num_devices > 1 and _makes_late(run.topology.chip.name, figures):
+        reading = dataclasses.replace(reading, liveness=made_late(reading.graph, reading.liveness))
+    staged = run.pipeline is not None
+    model = build_model(program, reading, mesh, run.topology.usable_bytes, figures, staged=staged)
+    axes = {name: [k] for k, name in enumerate(sizes)}
+    uses = Uses(
+        *(axes.get(use, []) for use in ("data", "fsdp", "model", "expert", "context")),
+        exchange=run.exchange,
+        expert_count=run.decoder.experts,
+        spreads_state=run.spreads_state,
+        on_width=run.stream_on_width,
+        holds_head=run.head_on_width or run.spread == 1,
+    )
+    stage = list(sizes).index(STAGE) if staged else None
+    wanted = stated(model if stage is None else without_axis(model, stage), reading.groups, "stated", uses)
+    if wanted is not None and stage is not None:
+        wanted = with_stages_held(model, wanted, stage, run.stack_axis)
+    if wanted is None:
+        listed = ", ".join(f"{name}={size}" for name, size in sizes.items())
+        raise IncompleteError(f"the model's sizes do not allow the stated sharding ({listed})")
+    solved = solve_within(model, normalise(even_weights(model)), Terms(None, SOLVE_S, 0, allowed=wanted.allowed))
+    return program, model, reading.groups, solved

@@ -1,0 +1,107 @@
+"""Worked questions with known answers, each answered by calls of this room.
+
+Every row of `questions.json` gives a setting and an answer from a book; the function registered under its id turns
+the setting, never the answer, into ours.
+"""
+
+import dataclasses
+import pathlib
+from typing import Any
+
+from autoshard.base.files import read_json
+from autoshard.errors import UserError
+from autoshard.validation import machine_answers, model_answers
+from autoshard.validation.answer_register import ANSWERS
+
+
+_FILE = pathlib.Path(__file__).with_name("questions.json")
+_KEYS = {"id", "kind", "setting", "answer", "unit", "tolerance", "trust", "source"}
+_REGISTERED = (machine_answers, model_answers)
+"""Imported so that their answers are in the register."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class QuestionRow:
+    """One worked question: our answer beside the book's. `skipped` says why there is none of ours."""
+
+    id: str
+    kind: str
+    question: str
+    ours: float | None
+    theirs: float
+    unit: str
+    tolerance: float
+    trust: str
+    source: str
+    skipped: str = ""
+
+    @property
+    def delta_percent(self) -> float | None:
+        """How far ours is from theirs, in percent of theirs."""
+        return None if self.ours is None else 100.0 * (self.ours - self.theirs) / self.theirs
+
+    @property
+    def within(self) -> bool:
+        """Whether ours is within the row's tolerance; a tolerance of zero allows rounding errors."""
+        if self.ours is None:
+            return False
+        return abs(self.ours - self.theirs) <= max(self.tolerance, 1e-9) * abs(self.theirs)
+
+
+def validate_questions(path: str | pathlib.Path | None = None, bad: list[str] | None = None) -> tuple[QuestionRow, ...]:
+    """Answers every question of a file (default: the shipped one) and puts our answers beside its answers.
+
+    Rows of unknown form are left out if there is a list `bad` for what is wrong. Raises: UserError for a file that
+    cannot be read, and without `bad` for a row of unknown form.
+    """
+    file = _FILE if path is None else pathlib.Path(path)
+    try:
+        document = read_json(file)
+    except OSError as error:
+        raise UserError(f"question file {file} cannot be read: {error.strerror}") from error
+    except ValueError as error:
+        raise UserError(f"question file {file} is not JSON: {error}") from error
+    rows = document.get("rows") if isinstance(document, dict) else document
+    if not isinstance(rows, list):
+        raise UserError(f"question file {file} holds no list of rows")
+    found = []
+    for number, row in enumerate(rows):
+        try:
+            found.append(_answer(row, f"{file}, row {number}"))
+        except UserError as error:
+            if bad is None:
+                raise
+            bad.append(str(error))
+    return tuple(found)
+
+
+def _answer(row: Any, origin: str) -> QuestionRow:
+    missing = sorted(_KEYS - row.keys()) if isinstance(row, dict) else sorted(_KEYS)
+    if missing:
+        raise UserError(f"{origin} of the worked questions misses {', '.join(missing)}")
+    if not isinstance(row["setting"], dict):
+        raise UserError(f"{origin} ({row['id']}): setting is {row['setting']!r}, expected an object")
+    for key in ("answer", "tolerance"):
+        if isinstance(row[key], bool) or not isinstance(row[key], int | float):
+            raise UserError(f"{origin} ({row['id']}): {key} is {row[key]!r}, expected a number")
+    known = ANSWERS.get(row["id"])
+    ours: float | None = None
+    question, skipped = "", f"no call is mapped to the id {row['id']}"
+    if known is not None:
+        question, skipped = (known.__doc__ or "").strip(), ""
+        try:
+            ours = known(row["setting"])
+        except KeyError as error:
+            skipped = f"its setting does not say {error.args[0]}"
+    return QuestionRow(
+        row["id"],
+        row["kind"],
+        question,
+        ours,
+        row["answer"],
+        row["unit"],
+        row["tolerance"],
+        row["trust"],
+        row["source"],
+        skipped,
+    )

@@ -1,0 +1,139 @@
+"""Why a tensor has its spec: alternatives with prices that can be checked, from the plan file alone."""
+
+import dataclasses
+import functools
+import json
+from pathlib import Path
+
+import pytest
+
+from autoshard.cli import main
+from autoshard.errors import UserError
+from autoshard.exports import export_plan
+from autoshard.planning import Options, Plan, Spec, explain_plan, load_plan, make_plan, read_asked, save_plan
+from autoshard.program import Program, open_source
+from autoshard.report.terminal.explanation_report import what_binds
+from tests.planning.programs import wide_mlp
+
+
+SOURCE = """
+import jax, jax.numpy as jnp
+
+def step(w, x):
+    hidden = jnp.tanh(x @ w["up"])
+    return (hidden @ w["down"]).sum()
+
+def program():
+    f = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.float32)
+    return step, ({"up": f(512, 2048), "down": f(2048, 512)}, f(64, 512))
+"""
+
+
+@functools.cache
+def wide() -> tuple[Program, Plan]:
+    program = wide_mlp(batch=512, dim=1024, ffn=4096, layers=1)
+    return program, make_plan(program, Options(topology="v5e:2x4", mesh="data=4,model=2")).plan
+
+
+def test_the_choice_comes_first_and_the_rest_by_time() -> None:
+    program, plan = wide()
+    found = explain_plan(plan, "params.0.up", program)
+    first, *others = found.alternatives
+    assert first.chosen and first.spec == found.spec == plan.arguments["params.0.up"]
+    assert first.step_time_s == pytest.approx(plan.prediction.step_time_s)
+    assert len({one.spec for one in found.alternatives}) == len(found.alternatives) == 1 + len(others)
+    times = [one.step_time_s for one in others if one.step_time_s is not None]
+    assert times == sorted(times) and len(times) > 4
+    gap = plan.plan_gap * plan.prediction.step_time_s
+    for one in others:
+        if one.delta_s is not None:
+            assert one.delta_s >= -gap - 1e-12, "nothing is better than the certified bound"
+
+
+def test_an_alternative_costs_what_a_plan_pinned_to_it_costs() -> None:
+    program, plan = wide()
+    found = explain_plan(plan, "params.0.up", program)
+    one = next(a for a in found.alternatives if not a.chosen and a.how == "solved" and a.delta_s and a.delta_s > 1e-7)
+    entries = ["+".join(axes) or "None" for axes in one.spec.dims]
+    pinned = make_plan(
+        program,
+        Options(topology="v5e:2x4", mesh="data=4,model=2", asked=read_asked({"params.0.up": ",".join(entries)})),
+    ).plan
+    assert pinned.prediction.step_time_s <= one.step_time_s * (1 + 1e-9), "more weightings, never worse"
+    assert pinned.prediction.step_time_s == pytest.approx(one.step_time_s, rel=0.15)
+    assert one.wins_if.startswith("wins if")
+
+
+def test_pins_are_said_and_kept() -> None:
+    program, _ = wide()
+    asked = read_asked({"params.0.down": "None,model"}, replicate=["params.0.up"])
+    plan = make_plan(program, Options(topology="v5e:2x4", mesh="data=4,model=2", asked=asked)).plan
+    found = explain_plan(plan, "up", program)
+    assert found.name == "params.0.up" and found.fixed == "--replicate params.0.up"
+    assert found.spec == Spec.replicated(2)
+
+
+def test_the_file_alone_is_enough(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "model.py").write_text(SOURCE)
+    made = make_plan(open_source(str(tmp_path / "model.py")), Options(topology="cpu:8", mesh="data=4,model=2")).plan
+    save_plan(made, tmp_path / "plan.json")
+    assert load_plan(tmp_path / "plan.json") == made
+    assert main(["explain", str(tmp_path / "plan.json"), "w.up", "--json", "--quiet"]) == 0
+    figures = json.loads(capsys.readouterr().out)
+    assert figures["spec"] == made.arguments["w.up"].to_json() and figures["alternatives"][0]["chosen"]
+    assert main(["explain", str(tmp_path / "plan.json"), "up", "--quiet"]) == 0
+    assert "w.up (parameter) is split 512" in " ".join(capsys.readouterr().out.split())
+    (tmp_path / "moved.py").write_text(SOURCE)
+    (tmp_path / "model.py").unlink()
+    moved = ["--program", str(tmp_path / "moved.py")]
+    assert main(["explain", str(tmp_path / "plan.json"), "w.up", "--quiet", *moved]) == 0
+    capsys.readouterr()
+    assert main(["explain", str(tmp_path / "plan.json"), "w.upp", "--quiet", *moved]) == 2
+    assert "the plan has no argument or result w.upp; did you mean w.up?" in capsys.readouterr().err
+    (tmp_path / "moved.py").write_text(SOURCE.replace("tanh", "sin"))
+    assert main(["explain", str(tmp_path / "plan.json"), "w.up", "--quiet", *moved]) == 2
+    assert "it has changed; plan it again" in capsys.readouterr().err
+
+
+def test_a_plan_made_for_compiler_flags_is_priced_with_them_again() -> None:
+    program, _ = wide()
+    flags = "--xla_tpu_enable_async_collective_fusion_fuse_all_gather=true --xla_made_up=1"
+    machine = {"topology": "v6e:2x4", "mesh": "data=8", "calibration": False}
+    plain = make_plan(program, Options(**machine)).plan
+    plan = make_plan(program, Options(**machine, xla_flags=flags)).plan
+    assert plan.provenance["calibration"] != plain.provenance["calibration"]
+    assert plan.provenance["xla_flags"]["flags"] == flags.split() and "xla_flags" not in plain.provenance
+    assert "not in the price, whatever it does: --xla_made_up." in plan.warnings
+    assert explain_plan(plan, "params.0.up", program).alternatives[0].step_time_s == plan.prediction.step_time_s
+
+
+def test_a_set_of_flags_is_named_proposed_and_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    program = wide_mlp(batch=16384, dim=1024, ffn=4096, layers=2)
+    machine = {"topology": "v6e:2x4", "mesh": "data=4,model=2", "calibration": False}
+    plain = make_plan(program, Options(**machine)).plan
+    gains = plain.provenance["flag_sets"]
+    assert gains["sparsecore"] < 0.98 * plain.prediction.step_time_s
+    (said,) = [line for line in what_binds(plain) if "--xla-flags" in line]
+    assert said.startswith("With --xla-flags sparsecore this plan takes")
+    named = make_plan(program, Options(**machine, xla_flags="sparsecore")).plan
+    assert named.prediction.step_time_s <= gains["sparsecore"]  # at least what the same plan gains
+    assert named.provenance["xla_flags"]["from"] == "sparsecore" and "sparsecore" not in named.provenance.get(
+        "flag_sets", {}
+    )
+    flags = " ".join(named.provenance["xla_flags"]["flags"])
+    assert f'LIBTPU_INIT_ARGS="{flags}"' in export_plan(named, "jax", program)
+    monkeypatch.setenv("LIBTPU_INIT_ARGS", flags)
+    heard = make_plan(program, Options(**machine)).plan
+    assert heard.provenance["xla_flags"]["from"] == "LIBTPU_INIT_ARGS"
+    assert heard.prediction == named.prediction
+
+
+def test_what_cannot_be_explained_is_said() -> None:
+    program, plan = wide()
+    with pytest.raises(UserError, match="does not say where its program is: name it with --program"):
+        plan.explain("params.0.up")
+    with pytest.raises(UserError, match="does not hold the choices that explain it; plan it again"):
+        dataclasses.replace(plan, choices="").explain("params.0.up", program)
+    slower = dataclasses.replace(plan.prediction, step_time_s=1.0)
+    with pytest.raises(UserError, match="predicts 1 s a step, but its choices are priced at"):
+        dataclasses.replace(plan, prediction=slower).explain("params.0.up", program)

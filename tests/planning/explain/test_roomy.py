@@ -1,0 +1,69 @@
+"""Recipes that compute more again where memory is not short: not planned, and no faster if they are."""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from autoshard.cost import Topology
+from autoshard.planning import Options, PlanResult, make_plan, plan_recipes
+from autoshard.planning.recipes.recipe import UNMOVED, Recipe, RecipeTried
+from autoshard.planning.recipes.recipe_follow_ups import Roomy
+from autoshard.program import Program, trace
+from tests.graph.programs import f32
+from tests.planning.recipes import tried
+
+
+TOPOLOGY = "v5e:2x4"
+
+
+@functools.cache
+def stack(remat: str) -> Program:
+    """Layers that compute nothing again, or everything."""
+
+    def layer(x: Any, w: Any) -> tuple[Any, None]:
+        return jnp.tanh(x @ w["up"]) @ w["down"], None
+
+    body = layer if remat == "none" else jax.checkpoint(layer)
+
+    def step(params: Any, x: Any) -> Any:
+        grads = jax.grad(lambda p: (jax.lax.scan(body, x, p)[0] ** 2).mean())(params)
+        return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads)
+
+    weights = {"up": f32(4, 4096, 8192), "down": f32(4, 8192, 4096)}
+    return trace(step, (weights, f32(4096, 4096)), name=f"remat {remat}")
+
+
+def test_nothing_is_computed_again_where_memory_gains_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    options = Options(topology=TOPOLOGY, mesh="data=4,model=2")
+    planned: list[str] = []
+
+    def recorded(program: Program, *given: Any, **more: Any) -> PlanResult:
+        planned.append(program.name)
+        return make_plan(program, *given, **more)
+
+    monkeypatch.setattr("autoshard.planning.recipes.recipe_search.make_plan", recorded)
+    recipe, result = plan_recipes(stack, {"remat": ("none", "dots")}, options, of_source=True)
+    assert recipe.arguments == {"remat": "none"} and len(planned) == 1
+    assert 0 < result.free_s <= result.plan.prediction.expected_s * (1 + 1e-9)
+    row = tried(result)["remat dots"]
+    assert row["verdict"] == "not planned: more memory gains less with remat none than this computes"
+    again = make_plan(stack("dots"), options).plan.prediction
+    assert row["bound_s"] <= again.step_time_s and again.expected_s > result.plan.prediction.expected_s
+
+
+def test_where_memory_is_short_more_is_computed() -> None:
+    options = Options(topology=TOPOLOGY, mesh="data=8")
+    peaks = {remat: make_plan(stack(remat), options).plan.prediction.peak_bytes for remat in ("none", "dots")}
+    assert peaks["dots"] < peaks["none"]
+    short = Options(topology=TOPOLOGY, mesh="data=8", memory_limit=(peaks["dots"] + peaks["none"]) // 2)
+    recipe, _ = plan_recipes(stack, {"remat": ("none", "dots")}, short, of_source=True)
+    assert recipe.arguments == {"remat": "dots"}
+
+
+@pytest.mark.parametrize(("remat", "known"), [("full", False), ("none", False)])
+def test_only_what_is_known_to_compute_longer_is_left_out(remat: str, known: bool) -> None:
+    rows = [RecipeTried(Recipe((("remat", "dots"), ("stages", 2))), UNMOVED)]
+    assert bool(Roomy(Topology.parse(TOPOLOGY)).slower(Recipe((("remat", remat), ("stages", 2))), rows)) is known

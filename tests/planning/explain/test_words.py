@@ -1,0 +1,82 @@
+"""A plan in words."""
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+from tests.plan import programs as made
+
+from autoshard.planning.explain.write_plan import describe
+from autoshard.planning.space.decision_model import Model
+from autoshard.program import Role
+
+
+def choose(model: Model, everywhere: dict[str, str], stored: dict[str, str]) -> NDArray[np.int64]:
+    """Splits the dims of the named groups over the named axes, in all clusters and in those of state only."""
+    groups = made.groups(model)
+    of_state = {
+        model.structure.cluster_of[t]
+        for t, a in zip(model.graph.arguments, model.program.arguments, strict=True)
+        if a.role in (Role.PARAMETER, Role.OPTIMIZER_STATE)
+    } | {model.structure.cluster_of[r] for r, _ in model.structure.ties}
+    choices = np.zeros(len(model.nodes), dtype=np.int64)
+    for cluster in model.structure.clusters:
+        wanted = everywhere | (stored if cluster.id in of_state else {})
+        node = model.nodes[model.cluster_node[cluster.id]]
+        names = [groups.names.get(groups.of_factor[(cluster.id, f)], "") for f in range(len(cluster.sizes))]
+        state = []
+        for axis in model.axis_names:
+            found = [f for f, name in enumerate(names) if wanted.get(axis) == name and f not in cluster.blocked]
+            state.append(found[0] if found else -1)
+        match = np.flatnonzero((node.states == state).all(axis=1))
+        choices[model.cluster_node[cluster.id]] = match[0] if len(match) else 0
+    return choices
+
+
+@pytest.mark.parametrize(
+    ("everywhere", "stored", "words"),
+    [
+        ({}, {}, ("nothing over data and model: its devices repeat the same work",)),
+        ({"data": "batch"}, {}, ("batch over data", "nothing over model: its devices repeat the same work")),
+        ({"data": "batch", "model": "batch"}, {}, ("batch over data and model",)),
+        ({"data": "batch", "model": "ffn"}, {}, ("ffn over model", "batch over data")),
+        (
+            {"data": "batch", "model": "ffn"},
+            {"data": "hidden"},
+            ("ffn over model", "batch over data", "parameters also over data"),
+        ),
+        (
+            {"data": "batch"},
+            {"model": "hidden"},
+            ("batch over data", "parameters also over model"),
+        ),
+    ],
+)
+def test_an_mlp_in_words(everywhere: dict[str, str], stored: dict[str, str], words: tuple[str, ...]) -> None:
+    model = made.model("wide mlp", "v5e:4x4", "data=4,model=4")
+    found = describe(model, made.groups(model), choose(model, everywhere, stored))
+    assert sorted(found) == sorted(words)
+
+
+def test_a_decoder_in_words() -> None:
+    model = made.model("decoder")
+    groups = made.groups(model)
+    found = describe(model, groups, choose(model, {"data": "batch", "model": "sequence"}, {"model": "hidden"}))
+    assert set(found) == {"batch over data", "sequence over model", "parameters also over model"}
+
+
+def test_state_split_further_than_its_parameters_is_said() -> None:
+    model = made.model("wide mlp", "v5e:4x4", "data=4,model=4")
+    choices = choose(model, {"data": "batch"}, {})
+    groups = made.groups(model)
+    for t, a in zip(model.graph.arguments, model.program.arguments, strict=True):
+        cluster = model.structure.cluster_of[t]
+        if a.role is Role.OPTIMIZER_STATE and cluster >= 0:
+            states = model.nodes[model.cluster_node[cluster]].states
+            choices[model.cluster_node[cluster]] = np.flatnonzero((states == [0, -1]).all(axis=1))[0]
+    assert "optimizer state also over data" in describe(model, groups, choices)
+
+
+def test_dims_without_a_name_are_called_after_a_parameter() -> None:
+    groups = made.groups(made.model("mixed"))
+    assert {"batch", "vocabulary"} & set(groups.names.values())
+    assert any(name.startswith("dim of params.") for name in groups.names.values())

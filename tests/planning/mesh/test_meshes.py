@@ -1,0 +1,240 @@
+"""Looking for the mesh: bounds that hold, the best one found, and what is said of the others."""
+
+import functools
+import math
+import os
+import signal
+from typing import Any
+
+import pytest
+from tests.plan import programs as made
+
+import autoshard
+from autoshard.base.workers import Crew
+from autoshard.cost import Topology, candidate_meshes, load_calibration
+from autoshard.errors import InfeasibleError, UserError
+from autoshard.planning import Options, Plan, PlanResult, make_plan, read_asked
+from autoshard.planning.mesh.mesh_attempt import Trials
+from autoshard.planning.mesh.mesh_search import MeshSearch
+from autoshard.planning.price.analysed_program import Task, read_program
+from autoshard.planning.record.plan_files import plan_to_json
+from autoshard.planning.solve.weight_search import Climb
+from autoshard.planning.space.derived_axes import LEAST_GAIN
+from autoshard.planning.space.user_constraints import Asked
+from autoshard.program import trace
+from tests.base.test_crew import nap, wait_for_helpers
+from tests.graph.programs import f32
+
+
+WIDE = ("wide mlp", "v5e:4x4")
+CASES = [
+    ("mlp", "cpu:8"),
+    WIDE,
+    pytest.param("decoder", "v5e:2x4", marks=pytest.mark.full),
+    ("mlp", "v5p:2x2x2*2"),
+]
+
+
+@pytest.fixture(autouse=True)
+def _no_variable(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("XLA_AUTO_SPMD_MESH", raising=False)
+
+
+@functools.cache
+def searched(name: str, topology: str) -> Plan:
+    program = made.program(name)
+    return make_plan(program, Options(topology=topology, mesh="auto", refine_axes=False, time_limit=math.inf)).plan
+
+
+@functools.cache
+def on(name: str, topology: str, mesh: str) -> PlanResult:
+    return make_plan(made.program(name), Options(topology=topology, mesh=mesh, refine_axes=False))
+
+
+@pytest.mark.parametrize(
+    ("name", "topology"), [pytest.param(*each, marks=pytest.mark.full) if each == WIDE else each for each in CASES]
+)
+def test_no_mesh_is_better_and_every_bound_holds(name: str, topology: str) -> None:
+    plan = searched(name, topology)
+    every = {",".join(f"{k}={v}" for k, v in m.axes.items()): m for m in candidate_meshes(Topology.parse(topology))}
+    assert {m.mesh for m in plan.meshes} == set(every), "all are accounted for"
+    mine = plan.prediction.step_time_s
+    for tried in plan.meshes:
+        if tried.step_time_s is None and tried.bound_s is None:
+            continue  # left out for its sizes
+        alone = on(name, topology, tried.mesh).plan
+        there, rounding = alone.prediction, 0.5e-12 * (alone.provenance["nodes"] + alone.provenance["edges"])
+        least = there.step_time_s if there.fits else float("inf")
+        assert mine <= least / (1 - LEAST_GAIN) * (1 + 3e-3), tried.mesh
+        assert tried.bound_s is None or tried.bound_s <= least + rounding, tried.mesh
+
+
+@pytest.mark.parametrize(("name", "topology"), CASES)
+def test_the_chosen_one_comes_first_and_the_rest_say_why_they_lost(name: str, topology: str) -> None:
+    plan = searched(name, topology)
+    chosen, *others = plan.meshes
+    assert chosen.verdict == "chosen"
+    assert chosen.mesh == ",".join(f"{axis}={size}" for axis, size in plan.mesh.items())
+    assert chosen.layout == plan.provenance["layout"]
+    assert all(other.verdict not in ("", "chosen") for other in others)
+    steps = [other.step_time_s for other in others if other.step_time_s is not None]
+    assert steps == sorted(steps)
+
+
+def test_a_mesh_looked_at_ahead_leaves_the_same_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("autoshard.planning.mesh.mesh_search.SCOUTED", 2)
+    lines: list[str] = []
+    options = Options(topology="v5e:4x4", mesh="auto", refine_axes=False, time_limit=math.inf)
+    plan = make_plan(made.program("wide mlp"), options, progress=lines.append).plan
+    in_order = searched("wide mlp", "v5e:4x4")
+    assert sum(line.endswith("to hold others against") for line in lines) == 1
+    # Axes of equal sizes may have changed places.
+    assert plan.mesh == in_order.mesh and plan.prediction.peak_bytes == in_order.prediction.peak_bytes
+    assert plan.prediction.step_time_s == pytest.approx(in_order.prediction.step_time_s, rel=1e-9)
+    assert {each.mesh for each in plan.meshes} == {each.mesh for each in in_order.meshes}
+
+
+def test_the_chosen_mesh_given_by_hand_is_the_same_plan() -> None:
+    found, given = (
+        searched("wide mlp", "v5e:4x4"),
+        on("wide mlp", "v5e:4x4", searched("wide mlp", "v5e:4x4").meshes[0].mesh),
+    )
+    assert found.prediction.step_time_s <= given.plan.prediction.step_time_s * (1 + 1e-9)
+    assert set(found.baselines) == set(given.plan.baselines)
+
+
+def test_equal_input_gives_equal_bytes() -> None:
+    """Where no clock cuts the search: on a slow machine one may."""
+    again = make_plan(
+        made.program("wide mlp"), Options(topology="v5e:4x4", refine_axes=False, time_limit=math.inf)
+    ).plan
+    assert plan_to_json(again) == plan_to_json(searched("wide mlp", "v5e:4x4"))
+
+
+@pytest.mark.parametrize(
+    ("name", "topology", "helpers"),
+    [
+        ("wide mlp", "v5e:4x4", 2),
+        pytest.param("decoder", "v5e:2x4", 1, marks=pytest.mark.full),
+        pytest.param("decoder", "v5e:2x4", 2, marks=pytest.mark.full),
+    ],
+)
+def test_helpers_do_not_change_the_plan(name: str, topology: str, helpers: int) -> None:
+    options: dict[str, Any] = {"topology": topology, "mesh": "auto", "refine_axes": False, "time_limit": math.inf}
+    lines: list[str] = []
+    with Crew(helpers, "autoshard.planning.warm_planner:ready") as crew:
+        wait_for_helpers(crew)
+        before = crew.jobs_helped
+        helped = make_plan(made.program(name), Options(**options), crew=crew, progress=lines.append)
+    assert crew.jobs_helped > before and not any("helper" in line for line in lines)
+    assert plan_to_json(helped.plan) == plan_to_json(searched(name, topology))
+
+
+def test_a_helper_that_dies_does_not_change_the_plan() -> None:
+    options: dict[str, Any] = {"topology": "v5e:4x4", "mesh": "auto", "refine_axes": False, "time_limit": math.inf}
+    lines: list[str] = []
+    with Crew(1, "autoshard.planning.warm_planner:ready") as crew:
+        wait_for_helpers(crew)
+        (helper,) = set(crew.map(nap, [0.1] * 4, lambda seconds: (seconds,))) - {os.getpid()}
+        os.kill(helper, signal.SIGSTOP)  # it takes a job, and is killed with it
+
+        def said(line: str) -> None:
+            if line.startswith("mesh ") and not any(earlier.startswith("mesh ") for earlier in lines):
+                os.kill(helper, signal.SIGKILL)  # jobs are handed out by now, and more are to come
+            lines.append(line)
+
+        made_without = make_plan(made.program("wide mlp"), Options(**options), crew=crew, progress=said)
+    assert "a helper process failed (it was ended by signal 9); its work is done here" in lines
+    assert plan_to_json(made_without.plan) == plan_to_json(searched("wide mlp", "v5e:4x4"))
+
+
+def test_auto_looks_whatever_the_variable_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XLA_AUTO_SPMD_MESH", "8")
+    assert autoshard.plan(made.program("mlp"), topology="cpu:8").meshes == ()
+    assert autoshard.plan(made.program("mlp"), topology="cpu:8", mesh="auto").meshes
+    monkeypatch.setenv("XLA_AUTO_SPMD_MESH", "auto")
+    assert autoshard.plan(made.program("mlp"), topology="cpu:8").meshes
+
+
+def test_meshes_without_an_axis_that_is_asked_for_are_excluded() -> None:
+    asked = read_asked({"w1": "None,model"}) if "w1" in names("mlp") else read_asked({names("mlp")[0]: "None,model"})
+    plan = make_plan(made.program("mlp"), Options(topology="cpu:8", asked=asked)).plan
+    assert "model" in plan.mesh
+    (alone,) = [m for m in plan.meshes if m.mesh == "data=8"]
+    assert alone.verdict.startswith("excluded: ") and "names the axis `model`" in alone.verdict
+
+
+def names(program: str) -> list[str]:
+    return [a.name for a in made.program(program).arguments if len(a.shape) == 2 and a.role == "parameter"]
+
+
+def test_what_no_mesh_can_keep_is_the_usual_sentence() -> None:
+    for pins, said in (({"nowhere": "None"}, "matches no argument"), ({names("mlp")[0]: "None,fsdp"}, "`fsdp`")):
+        with pytest.raises(UserError, match=said):
+            make_plan(made.program("mlp"), Options(topology="cpu:8", asked=read_asked(pins)))
+
+
+def test_a_topology_without_a_usable_mesh_is_refused_in_one_sentence() -> None:
+    with pytest.raises(UserError) as caught:
+        make_plan(made.program("matmul"), Options(topology="cpu:7"))
+    assert str(caught.value) == (
+        "no mesh of 1 to 4 axes over the 7 devices of cpu:7 serves this program, which has dims of 8, 16: "
+        "no dim of the program divides by data=7; use a batch that is a multiple of 7, other devices, or a mesh of "
+        "your own with --mesh."
+    )
+    odd = trace(lambda params, x: x @ params, (f32(16, 8), f32(7, 16)), name="odd")
+    plan = make_plan(odd, Options(topology="cpu:8")).plan
+    assert plan.arguments["x"].dims[0] == (), "its features can be split, its batch cannot"
+
+
+def test_when_nothing_fits_the_nearest_mesh_is_explained() -> None:
+    with pytest.raises(InfeasibleError) as caught:
+        make_plan(made.program("mlp"), Options(topology="cpu:8", memory_limit=4000, time_limit=10))
+    assert str(caught.value).startswith("no plan fits into 3.91 KiB per device: the least found is ")
+
+
+def test_a_limit_that_no_choice_can_keep_is_seen_before_anything_is_solved(monkeypatch: pytest.MonkeyPatch) -> None:
+    program = made.program("mlp")
+    topology = Topology.parse("cpu:8")
+    reading, figures = read_program(program, topology.backend), load_calibration(topology.chip)
+    trials = Trials(Task(program, reading, Asked(), 4000, 0, figures), 10.0)
+    monkeypatch.setattr(Climb, "run", lambda *_: pytest.fail("solved"))
+    chosen = MeshSearch(trials, lambda line: None).run(topology, Crew())
+    assert chosen.choices is None and all(tried.step_time_s is None for tried in chosen.tried)
+    assert {t.verdict for t in chosen.tried} == {"chosen", "no plan on it fits"}
+
+
+def test_meshes_that_are_not_solved_have_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+    full = {tried.mesh: tried for tried in searched("wide mlp", "v5e:4x4").meshes}
+    monkeypatch.setattr("autoshard.planning.mesh.mesh_attempt.MOST_PAIRS", 6000)
+    plan = make_plan(made.program("wide mlp"), Options(topology="v5e:4x4", mesh="auto", refine_axes=False)).plan
+    unsolved = [tried for tried in plan.meshes if tried.step_time_s is None and tried.verdict != "chosen"]
+    open_ones = [tried for tried in unsolved if tried.verdict.startswith("not solved: ")]
+    assert open_ones and len(unsolved) < len(plan.meshes)
+    for tried in unsolved:
+        assert tried.bound_s is not None and "no plan on it takes less than" in tried.verdict
+        there = full[tried.mesh].step_time_s or full[tried.mesh].bound_s
+        assert there is not None and 0 < tried.bound_s <= there * (1 + 1e-9)
+        if tried not in open_ones:
+            assert tried.bound_s >= plan.prediction.step_time_s * (1 - LEAST_GAIN)
+
+
+def test_one_device_needs_no_search() -> None:
+    plan = make_plan(made.program("nothing"), Options(topology="cpu:1")).plan
+    assert plan.mesh == {"data": 1} and [m.verdict for m in plan.meshes] == ["chosen"]
+
+
+def test_a_program_with_a_mesh_of_its_own_keeps_it() -> None:
+    import jax
+    from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
+
+    own = NamedSharding(
+        AbstractMesh((2, 4), ("rows", "columns"), axis_types=(AxisType.Auto,) * 2), PartitionSpec("rows", "columns")
+    )
+
+    def fn(params: Any, x: Any) -> Any:
+        return jax.lax.with_sharding_constraint(x @ params, own)
+
+    program = trace(fn, (f32(16, 8), f32(8, 16)), name="own")
+    plan = make_plan(program, Options(topology="cpu:8")).plan
+    assert plan.mesh == {"rows": 2, "columns": 4} and plan.meshes == ()

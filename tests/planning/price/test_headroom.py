@@ -1,0 +1,113 @@
+"""What nearly full memory is charged, and what it changes."""
+
+import functools
+import json
+from statistics import NormalDist
+from typing import Any
+
+import jax
+import pytest
+
+from autoshard.cost import Topology
+from autoshard.planning import Options, Plan, make_plan
+from autoshard.planning.price.device_memory import FORWARD, load_headroom, roomy_bytes, tight_seconds
+from autoshard.program import Program, trace
+
+
+V5E = Topology.parse("v5e:2x4")
+ON: dict[str, Any] = {"topology": "v5e:2x4", "mesh": "data=8", "time_limit": 60}
+
+
+def charged(share: float, compute_s: float = 1.0, hidden_s: float = 0.0) -> float:
+    """With such a share of the memory predicted."""
+    return tight_seconds(V5E, int(share * V5E.usable_bytes), compute_s, hidden_s)
+
+
+def test_room_to_spare_costs_nothing():
+    assert charged(0.0, 1.0, 1.0) == charged(0.5, 1.0, 1.0) == charged(0.8, 1.0, 1.0) == 0.0
+
+
+def test_only_a_tpu_compiler_is_known_to_recompute():
+    for name in ("cpu:8", "h100:8"):
+        topology = Topology.parse(name)
+        assert tight_seconds(topology, topology.usable_bytes, 1.0, 1.0) == 0.0
+
+
+def test_the_charge_grows_with_the_peak_up_to_the_forward_pass():
+    charges = [charged(share / 100) for share in range(80, 140)]
+    assert charges == pytest.approx(sorted(charges), rel=1e-9)
+    assert 0 <= charges[0] < 1e-3 < charged(0.95) < charged(0.97) < charged(1.0) < FORWARD
+    assert charges[-1] == pytest.approx(FORWARD)
+
+
+def test_it_is_the_mean_over_the_errors_of_our_memory_model():
+    headroom = load_headroom()
+    errors = NormalDist(headroom.error_mean, headroom.error_deviation).samples(200_000, seed=1)
+    begins = headroom.recompute_from
+    for share in (0.92, 0.96, 1.0):
+        needed = [share + error for error in errors]
+        again = [min(1.0, max(0.0, (n - begins) / (1 - begins))) for n in needed]
+        assert charged(share) == pytest.approx(FORWARD * sum(again) / len(again), rel=0.05)
+        chance = sum(n > begins for n in needed) / len(needed)
+        assert charged(share, 0.0, 1.0) == pytest.approx(headroom.unhidden * chance, rel=0.05)
+
+
+def test_the_constants_are_those_of_the_data():
+    from experiments.fidelity.headroom import CONSTANTS, RESULTS, constants
+
+    assert constants(json.loads(RESULTS.read_text())) == json.loads(CONSTANTS.read_text())
+
+
+@functools.cache
+def layers() -> Program:
+    """Matmuls whose weights are best whole on every device, and a little slower gathered one after the other."""
+
+    def forward(weights: Any, x: Any) -> Any:
+        for w in weights:
+            x = jax.nn.relu(x @ w)
+        return x
+
+    half = [jax.ShapeDtypeStruct((2048, 2048), jax.numpy.bfloat16)] * 6
+    return trace(forward, (half, jax.ShapeDtypeStruct((8 * 512, 2048), jax.numpy.bfloat16)), name="layers")
+
+
+def plan_with(memory: int, monkeypatch: pytest.MonkeyPatch) -> Plan:
+    """A plan where a chip has so much memory, and no other limit holds."""
+    with monkeypatch.context() as patch:
+        patch.setattr(Topology, "usable_bytes", property(lambda self: memory))
+        return make_plan(layers(), Options(**ON, memory_limit=1 << 30)).plan
+
+
+def blind(memory: int, monkeypatch: pytest.MonkeyPatch) -> Plan:
+    """The same, chosen by step time alone."""
+    with monkeypatch.context() as patch:
+        patch.setattr("autoshard.planning.solve.weight_search.tight_seconds", lambda *_: 0.0)
+        return plan_with(memory, patch)
+
+
+def test_a_plan_that_needs_less_is_taken_where_full_memory_costs_more(monkeypatch: pytest.MonkeyPatch):
+    memory = blind(1 << 30, monkeypatch).prediction.peak_bytes
+    full, plan = blind(memory, monkeypatch), plan_with(memory, monkeypatch)
+    assert full.prediction.peak_bytes == memory > plan.prediction.peak_bytes
+    assert full.prediction.step_time_s <= plan.prediction.step_time_s
+    assert plan.prediction.expected_s < full.prediction.expected_s
+    assert plan.provenance["bound_s"] <= plan.prediction.step_time_s * (1 + 1e-9)
+
+
+def test_a_full_plan_says_what_it_is_charged(monkeypatch: pytest.MonkeyPatch):
+    full = blind(blind(1 << 30, monkeypatch).prediction.peak_bytes, monkeypatch)
+    (line,) = [line for line in full.warnings if line.startswith("memory is tight: ")]
+    assert line.endswith(f"({full.prediction.tight_s / full.prediction.step_time_s:.1%}) more a step.")
+
+
+def test_nothing_changes_with_room_to_spare(monkeypatch: pytest.MonkeyPatch):
+    plan = plan_with(1 << 30, monkeypatch)
+    assert plan.prediction.tight_s == 0.0 and plan.prediction.expected_s == plan.prediction.step_time_s
+    assert blind(1 << 30, monkeypatch) == plan
+    assert not any(line.startswith("memory is tight") for line in plan.warnings)
+
+
+def test_peaks_to_look_below_are_where_the_charge_falls():
+    even, roomy = roomy_bytes(V5E)
+    assert roomy < even < V5E.usable_bytes
+    assert tight_seconds(V5E, roomy, 1.0, 1.0) < 0.1 * tight_seconds(V5E, even, 1.0, 1.0)

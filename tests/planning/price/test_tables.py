@@ -1,0 +1,36 @@
+"""Tables of paths that recipes share: the same prices, and no more memory than is allowed."""
+
+import pickle
+
+import numpy as np
+from tests.plan import programs as made
+
+from autoshard.cost import Topology, make_mesh
+from autoshard.planning.price.analysed_program import build_model, read_program
+from autoshard.planning.price.reshard_paths import PathTables
+
+
+def test_prices_are_the_same_with_tables_of_another_program() -> None:
+    topology = Topology.parse("v5e:2x4")
+    mesh, tables = make_mesh(topology, {"data": 2, "model": 4}), PathTables(1 << 30)
+    for name in ("mlp", "wide mlp", "mlp"):
+        program = made.program(name)
+        reading = read_program(program, topology.backend)
+        plain = build_model(program, reading, mesh, topology.usable_bytes)
+        shared = build_model(program, reading, mesh, topology.usable_bytes, tables=tables)
+        assert len(plain.reshards) == len(shared.reshards)
+        for mine, theirs in zip(shared.reshards, plain.reshards, strict=True):
+            assert list(mine.costs) == list(theirs.costs)
+            for channel, table in mine.costs.items():
+                np.testing.assert_array_equal(table, theirs.costs[channel])
+    assert tables.of(mesh) and not pickle.loads(pickle.dumps(tables)).of(mesh)
+
+
+def test_the_oldest_tables_go_first() -> None:
+    topology = Topology.parse("v5e:2x4")
+    first, second = (make_mesh(topology, {"data": data, "model": 8 // data}) for data in (2, 4))
+    tables = PathTables(100)
+    tables.of(first)["path",] = {"ici": np.zeros(10)}
+    tables.of(second)["path",] = {"ici": np.zeros(10)}
+    tables.trim()
+    assert not tables.of(first) and tables.of(second)

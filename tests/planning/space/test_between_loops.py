@@ -1,0 +1,69 @@
+"""Ops that stand alone between loops have nothing to hide what they send behind."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from autoshard.cost import Topology, make_mesh
+from autoshard.planning.price.analysed_program import build_model, read_program
+from autoshard.planning.space.overlap import Overlap
+from autoshard.program import trace
+
+
+WIDTH, LAYERS, VOCABULARY = 256, 4, 1024
+
+
+def scanned(x: Any, weights: Any) -> Any:
+    return jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, weights)[0]
+
+
+def head_alone(params: Any, x: Any) -> Any:
+    return (scanned(x, params["layers"]) @ params["head"]).sum()
+
+
+def two_beside_it(params: Any, x: Any) -> Any:
+    return (jnp.tanh(scanned(x, params["layers"]) @ params["last"]) @ params["head"]).sum()
+
+
+def no_loop(params: Any, x: Any) -> Any:
+    return (jnp.tanh(x @ params["last"]) @ params["head"]).sum()
+
+
+def overlaps(loss: Callable[[Any, Any], Any]) -> dict[str, set[Overlap]]:
+    """For each stored weight, what moves of it to matmuls, and of its gradient from them, may hide behind."""
+
+    def step(params: Any, x: Any) -> Any:
+        return jax.tree.map(lambda p, g: p - 0.1 * g, params, jax.grad(loss)(params, x))
+
+    shapes = {"layers": (LAYERS, WIDTH, WIDTH), "last": (WIDTH, WIDTH), "head": (WIDTH, VOCABULARY)}
+    params = {name: jax.ShapeDtypeStruct(shape, jnp.float32) for name, shape in shapes.items()}
+    program = trace(step, (params, jax.ShapeDtypeStruct((64, WIDTH), jnp.float32)), donate_argnums=0)
+    topology = Topology.parse("tpu7x:2x2x1")
+    model = build_model(program, read_program(program, "tpu"), make_mesh(topology, {"data": 8}), topology.usable_bytes)
+    names = {a.name: t for a, t in zip(program.arguments, model.graph.arguments, strict=True)}
+    found: dict[str, set[Overlap]] = {}
+    for name in shapes:
+        (tensor,) = (t for given, t in names.items() if name in given)
+        node = model.cluster_node[model.structure.cluster_of[tensor]]
+        moves = [each for each in model.reshards if node in (each.source, each.target) and each.op >= 0]
+        found[name] = {Overlap(m.overlap) for m in moves if model.graph.ops[m.op].kind == "dot_general"}
+    return found
+
+
+@pytest.mark.parametrize(("loss", "alone"), [(head_alone, True), (two_beside_it, False), (no_loop, False)])
+def test_a_head_waits_for_its_weight_where_no_other_matmul_is_beside_it(
+    loss: Callable[[Any, Any], Any], alone: bool
+) -> None:
+    found = overlaps(loss)
+    assert (Overlap.PARAMETERS in found["head"]) is not alone
+    assert (Overlap.NETWORK in found["head"]) is alone
+    assert not found["head"] & ({Overlap.GRADIENTS, Overlap.GRADIENTS_AT_MATMUL} if alone else {Overlap.NETWORK})
+
+
+def test_layers_in_a_loop_hide_theirs() -> None:
+    found = overlaps(head_alone)["layers"]
+    assert Overlap.PARAMETERS in found
+    assert not found & {Overlap.NETWORK, Overlap.NETWORK_AT_MATMUL}

@@ -1,0 +1,117 @@
+"""What single heavy ops cost: sorts, gathers, matmuls of narrow types."""
+
+import functools
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from autoshard.cost import Compute, Topology, make_mesh
+from autoshard.planning.price.analysed_program import build_model, read_program
+from autoshard.program import trace
+
+
+def shape(*sizes: int, dtype: str = "float32") -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(sizes, dtype)
+
+
+def seconds(fn: Callable, *args: jax.ShapeDtypeStruct, topology: str = "v5e:2x2", kind: str) -> np.ndarray:
+    """Compute time of the one op of that kind in all of its strategies, the whole op first."""
+    program = trace(fn, args, name="heavy")
+    parsed = Topology.parse(topology)
+    model = build_model(
+        program, read_program(program, parsed.backend), make_mesh(parsed, {"data": parsed.num_devices}), 1 << 40
+    )
+    (found,) = (node for node in model.nodes if node.kind == "op" and model.graph.ops[node.ref].kind == kind)
+    return next(iter(found.time.values()))
+
+
+@pytest.mark.parametrize("topology", ["v5e:2x2", "h100:4", "cpu:4"])
+def test_a_sort_costs_more_than_one_pass_and_is_split_along_other_dims(topology: str) -> None:
+    rows, length = 1024, 65536
+    times = seconds(lambda x: jnp.sort(x, axis=1), shape(rows, length), topology=topology, kind="sort")
+    compute = Compute(Topology.parse(topology))
+    assert times[0] > 1.9 * float(compute.memory_seconds(2 * 4 * rows * length))
+    assert times.min() == pytest.approx(times[0] / 4, rel=0.1)
+
+
+def test_long_runs_take_more_steps_and_those_beyond_the_chip_more_passes() -> None:
+    compute = Compute(Topology.parse("v5e:1x1"))
+    elements, size = 1 << 30, 8 << 30
+    runs = [float(compute.sort_seconds(elements, length, 1, size)) for length in (1 << 10, 1 << 20)]
+    assert runs[1] / runs[0] == pytest.approx((20 * 21) / (10 * 11), rel=0.01)
+    # 2^24 elements of 4 bytes fill half of the 128 MiB; 2^28 need four more levels, in 10 more passes.
+    far = float(compute.memory_seconds(size * 11.0))
+    assert float(compute.sort_seconds(elements, 1 << 28, 1, size)) >= far
+    assert compute.sort_seconds(elements, 1024, 3, size) == pytest.approx(2 * runs[0], rel=0.01)
+
+
+def test_a_sort_of_pairs_moves_both() -> None:
+    keys = seconds(lambda x: jnp.sort(x), shape(1 << 20), kind="sort")
+    pairs = seconds(lambda x: jnp.argsort(x), shape(1 << 20), kind="sort")
+    assert pairs[0] == pytest.approx(1.5 * keys[0], rel=0.01)
+
+
+def test_a_gather_of_rows_reads_them_and_one_of_elements_whole_bursts() -> None:
+    compute = Compute(Topology.parse("v5e:2x2"))
+    count = 1 << 16
+    rows = seconds(lambda t, i: t[i], shape(4096, 256), shape(count, dtype="int32"), kind="gather")
+    assert rows[0] == pytest.approx(float(compute.op_seconds(0, 2 * 4 * 256 * count)), rel=1e-6)
+    single = seconds(lambda t, i: t[i], shape(1 << 20), shape(count, dtype="int32"), kind="gather")
+    assert single[0] == pytest.approx(float(compute.op_seconds(0, (512 + 4) * count)), rel=1e-6)
+
+
+@pytest.mark.parametrize("topology", ["v5e:2x2", "h100:4"])
+def test_a_dot_of_tensors_with_the_same_dims_is_a_product_and_a_sum(topology: str) -> None:
+    """As of attention's results and their gradients: no matrix unit takes part."""
+    rows, inner = 1 << 16, 128
+    args = shape(32, rows, inner), shape(32, rows, inner)
+    times = seconds(lambda a, b: jnp.einsum("hsd,hsd->hs", a, b), *args, topology=topology, kind="dot_general")
+    moved = 4 * 32 * rows * (2 * inner + 1)
+    assert times[0] == pytest.approx(float(Compute(Topology.parse(topology)).op_seconds(0, moved)), rel=0.02)
+    assert times.min() == pytest.approx(times[0] / 4, rel=0.1)
+
+
+@pytest.mark.parametrize(("topology", "longer"), [("v5e:2x2", 6.0), ("h100:4", 1.0)])
+def test_a_matmul_of_the_highest_precision_runs_the_matrix_unit_six_times(topology: str, longer: float) -> None:
+    size = 8192
+    plain, precise = (
+        float(
+            seconds(
+                functools.partial(jnp.dot, precision=precision),
+                *[shape(size, size)] * 2,
+                topology=topology,
+                kind="dot_general",
+            )[0]
+        )
+        for precision in (None, "highest")
+    )
+    assert precise / plain == pytest.approx(longer, rel=0.06)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "topology", "faster"),
+    [
+        ("int8", "v5e:2x2", 2.0),
+        ("int8", "v4:2x2x1", 1.0),
+        ("float8_e4m3fn", "tpu7x:2x2x1", 2.0),
+        ("float8_e4m3fn", "v5p:2x2x1", 1.0),
+        ("int8", "h100:4", 2.0),
+        ("float8_e5m2", "h200:4", 2.0),
+    ],
+)
+def test_narrow_matmuls_run_at_the_rate_of_their_type(dtype: str, topology: str, faster: float) -> None:
+    def multiply(a, b):
+        return jax.lax.dot(a, b, preferred_element_type=jnp.int32 if a.dtype == jnp.int8 else jnp.float32)
+
+    size = 16384
+    narrow, usual = (
+        float(seconds(multiply, *[shape(size, size, dtype=d)] * 2, topology=topology, kind="dot_general")[0])
+        for d in (dtype, "bfloat16")
+    )
+    peak = Compute(Topology.parse(topology)).topology.peak_flops
+    assert peak(dtype) == pytest.approx(faster * peak("bfloat16"), rel=0.01)
+    assert 2 * size**3 / peak(dtype) <= narrow <= usual
+    assert usual / narrow <= 1.05 * faster

@@ -1,0 +1,136 @@
+"""Values that fit on the chip are priced at on-chip bandwidth where compilers keep them there."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from autoshard.cost import Topology, make_mesh
+from autoshard.planning.price.analysed_program import build_model, read_program
+from autoshard.planning.space.decision_model import RESERVED, Model, Residency
+from autoshard.planning.space.op_strategies import heavy_seconds
+from autoshard.program import Program, trace
+
+
+WIDTH = 1024
+
+
+def half(*shape: int) -> Any:
+    return jax.ShapeDtypeStruct(shape, jnp.bfloat16)
+
+
+def chain(rows: int) -> Program:
+    """Two matmuls; what is between them is written and read once."""
+
+    def run(x: Any, w: Any, v: Any) -> Any:
+        return jnp.tanh(x @ w) @ v
+
+    return trace(run, (half(rows, WIDTH), half(WIDTH, WIDTH), half(WIDTH, WIDTH)), name="chain")
+
+
+def scanned(rows: int, layers: int = 4) -> Program:
+    """Layers in a loop that carries a value."""
+
+    def run(x: Any, w: Any) -> Any:
+        return jax.lax.scan(lambda x, w: (x + jnp.tanh(x @ w[0]) @ w[1], None), x, w)[0]
+
+    return trace(run, (half(rows, WIDTH), half(layers, 2, WIDTH, WIDTH)), name="scanned")
+
+
+def built(program: Program, topology: str = "v5e:4x4") -> Model:
+    parsed = Topology.parse(topology)
+    mesh = make_mesh(parsed, {"data": parsed.num_devices})
+    return build_model(program, read_program(program, parsed.backend), mesh, parsed.usable_bytes)
+
+
+def between(model: Model) -> int:
+    """The value that the first matmul makes."""
+    return next(op.results[0] for op in model.graph.ops if op.kind == "dot_general")
+
+
+def test_a_value_stays_if_its_share_fits() -> None:
+    model = built(chain(1 << 20))
+    tensor, chip = between(model), model.mesh.topology.chip
+    whole = model.graph.tensors[tensor].bytes
+    room = chip.vmem_bytes - RESERVED
+    assert whole > room
+    fits, too_large = room / 2, 2 * room
+    assert model.residency.streamed(tensor, [fits, too_large]).tolist() == [
+        pytest.approx(fits / chip.vmem_over_hbm_bandwidth),
+        too_large,
+    ]
+
+
+def test_what_enters_or_leaves_is_in_main_memory() -> None:
+    model = built(chain(1 << 10))
+    for tensor in (*model.graph.arguments, *model.graph.results):
+        assert model.residency.streamed(tensor, 1000.0) == 1000.0
+
+
+def test_what_a_loop_carries_is_in_main_memory_and_what_it_makes_is_not() -> None:
+    model = built(scanned(1 << 12))
+    (loop,) = model.graph.loops
+    for carry in loop.carries:
+        for tensor in (carry.init, carry.body, carry.update, carry.result):
+            assert model.residency.share[tensor] == 0
+    assert model.graph.tensors[between(model)].loop == loop.id
+    assert model.residency.share[between(model)] > 0
+
+
+def test_what_is_written_during_a_value_s_life_has_to_fit_beside_it() -> None:
+    def run(x: Any, w: Any, v: Any) -> Any:
+        first, second = x @ w[:, :WIDTH], x @ w
+        return (second @ v) @ (first.T @ first)
+
+    program = trace(run, (half(1 << 16, WIDTH), half(WIDTH, 4 * WIDTH), half(4 * WIDTH, WIDTH)), name="together")
+    model = built(program)
+    made = [op.results[0] for op in model.graph.ops if op.kind == "dot_general"]
+    sizes = [model.graph.tensors[t].bytes for t in made]
+    room = model.mesh.topology.chip.vmem_bytes - RESERVED
+    assert sizes[1] == 4 * sizes[0]
+    # The second lives until the third is made of it, the first until the fourth is.
+    assert model.residency.share[made[1]] == pytest.approx(room / sum(sizes[1:3]))
+    assert model.residency.share[made[0]] == pytest.approx(room / sum(sizes[:4]))
+
+
+def test_layers_that_repeat_are_alike_and_what_they_save_is_in_main_memory() -> None:
+    """Without a loop, every layer's values have shares of their own lives; the last ones live shortest."""
+
+    def loss(w: Any, x: Any) -> Any:
+        for layer in w:
+            x = x + jnp.tanh(x @ layer[0]) @ layer[1]
+        return jnp.sum(x.astype(jnp.float32) ** 2)
+
+    program = trace(jax.grad(loss), ([half(2, WIDTH, WIDTH)] * 12, half(1 << 12, WIDTH)), name="layers")
+    model = built(program)
+    products = [model.graph.tensors[op.results[0]] for op in model.graph.ops if op.kind == "dot_general"]
+    shares = [float(model.residency.share[t.id]) for t in products if t.shape == (1 << 12, WIDTH)]
+    # One product of every layer and none of its gradients is saved; at the ends of the program some differ.
+    assert len(shares) >= 4 * 12 - 1 and shares.count(0.0) >= 12
+    assert len(set(shares)) < 6
+
+
+@pytest.mark.parametrize("topology", ["h100:8", "cpu:8", "v4:2x2x2"])
+def test_chips_without_room_read_everything_from_main_memory(topology: str) -> None:
+    model = built(chain(1 << 10), topology)
+    assert not model.residency.share.any()
+    assert model.residency.streamed(between(model), np.array([64.0])).tolist() == [64.0]
+
+
+def test_a_matmul_of_what_is_there_takes_less_time() -> None:
+    """Rows in plenty for the matrix unit, few columns: memory bound where values are in main memory."""
+
+    def run(x: Any, w: Any, v: Any) -> Any:
+        return jnp.sum((x @ w) @ v)
+
+    model = built(trace(run, (half(1 << 16, 64), half(64, 64), half(64, 64)), name="thin"))
+    nowhere = Residency(model.graph, model.liveness, Topology.parse("h100:8").chip)
+    op = [op for op in model.graph.ops if op.kind == "dot_general"][1]
+    states = np.full((1, 1), -1)
+    there, away = (
+        heavy_seconds(model.graph, op, states, model.axis_sizes, model.compute, where, model.padding)
+        for where in (model.residency, nowhere)
+    )
+    assert there[0] < 0.8 * away[0]

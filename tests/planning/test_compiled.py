@@ -1,0 +1,107 @@
+"""Whole plans against what XLA compiles of them for eight CPU devices: bytes on the wire by mesh axis."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from tests.plan import programs as made
+
+from autoshard.exec import plan_mesh, read_collectives, wire_by_axis
+from autoshard.planning import Options, Plan, make_plan
+from autoshard.planning.explain.plan_pins import make_pins, make_regions
+from autoshard.planning.price.evaluate import evaluate, tensor_spec
+from autoshard.planning.price.prediction import predict
+from autoshard.planning.space.user_constraints import read_asked
+from autoshard.program import Program, trace
+
+
+SCALARS = 64
+"""Bytes by which a plan may be off: sums of scalars are not decisions."""
+
+
+def on_the_wire(program: Program, plan: Plan) -> dict[str, int]:
+    compiled = plan.lower(program.fn, *program.args, donate_argnums=program.donate_argnums).compile()
+    return wire_by_axis(read_collectives(compiled.as_text(), plan_mesh(plan)))
+
+
+@pytest.mark.parametrize(
+    ("name", "mesh", "which"),
+    [
+        ("mlp", "data=4,model=2", "tensor_parallel"),
+        ("mlp", "data=8", "fsdp"),
+        ("two matmuls", "data=4,model=2", "fsdp_tp"),
+        ("decoder", "data=4,model=2", "plan"),
+        pytest.param("decoder", "data=4,model=2", "tensor_parallel_sp", marks=pytest.mark.full),
+        pytest.param("decoder", "data=4,model=2", "fsdp_tp_sp", marks=pytest.mark.full),
+        ("convolutions", "data=8", "data_parallel"),
+        ("decoding", "data=4,model=2", "tensor_parallel"),
+        ("mixed", "data=4,model=2", "tensor_parallel"),
+        ("views", "data=4,model=2", "data_parallel"),
+        ("spectrum", "data=4,model=2", "data_parallel"),
+    ],
+)
+def test_predicted_bytes_are_those_on_the_wire(name: str, mesh: str, which: str) -> None:
+    program, result = made.program(name), made.planned(name, "cpu:8", mesh)
+    plan = result.plan if which == "plan" else result.baseline_plans[which]
+    found = on_the_wire(program, plan)
+    for axis, size in plan.prediction.wire_bytes.items():
+        assert found.get(axis, 0) == pytest.approx(size, rel=0.01, abs=SCALARS)
+
+
+def random_plan(name: str, rng: np.random.Generator) -> Plan:
+    """Most of them make no sense: every value is wanted in another spec than it is in, and pinned there."""
+    program, model, plan = made.program(name), made.model(name), made.planned(name).plan
+    choices = made.random_choices(model, rng)
+    specs = {
+        a.name: tensor_spec(model, choices, t) for a, t in zip(program.arguments, model.graph.arguments, strict=True)
+    }
+    results = {
+        r.name: specs[program.arguments[r.argument].name] if r.argument is not None else tensor_spec(model, choices, t)
+        for r, t in zip(program.results, model.graph.results, strict=True)
+    }
+    predicted = predict(model, evaluate(model, choices), plan.memory_limit_bytes)
+    return dataclasses.replace(
+        plan,
+        arguments=specs,
+        results=results,
+        pins=make_pins(model, choices),
+        regions=make_regions(model, choices),
+        prediction=predicted,
+    )
+
+
+@pytest.mark.parametrize("name", ["two matmuls", pytest.param("decoding", marks=pytest.mark.full)])
+def test_plans_chosen_at_random_are_predicted_too(name: str) -> None:
+    rng = np.random.default_rng(0)
+    ratios = []
+    for _ in range(4):
+        plan = random_plan(name, rng)
+        found = on_the_wire(made.program(name), plan)
+        ratios.append((sum(plan.prediction.wire_bytes.values()) + 1) / (sum(found.values()) + 1))
+    assert all(0.8 < ratio < 1.25 for ratio in ratios), ratios
+    assert 0.93 < np.median(ratios) < 1.08, ratios
+
+
+@pytest.mark.parametrize("name", [pytest.param("mlp", marks=pytest.mark.full), "convolutions", "views"])
+def test_plans_chosen_at_random_compute_the_same(name: str) -> None:
+    program, rng = made.program(name), np.random.default_rng(0)
+    assert program.make_args is not None
+    arguments = program.make_args(0)
+    wanted = jax.tree.leaves(jax.jit(program.fn)(*arguments))
+    for _ in range(2):
+        found = jax.tree.leaves(random_plan(name, rng).jit(program.fn)(*arguments))
+        for ours, theirs in zip(found, wanted, strict=True):
+            largest = np.max(np.abs(np.asarray(theirs, dtype=np.float64)))
+            assert np.max(np.abs(np.asarray(ours) - np.asarray(theirs))) <= 1e-5 * largest + 1e-9
+
+
+def test_sums_of_halves_go_over_the_wire_as_the_compiler_sends_them() -> None:
+    """Where bfloat16 is summed in 4 bytes, these are on the wire."""
+    half = [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((64, 512), (512, 256))]
+    program = trace(lambda x, w: x @ w, tuple(half), name="halves")
+    asked = read_asked({"x": "None,data", "w": "data,None"})
+    plan = make_plan(program, Options(topology="cpu:8", mesh="data=8", asked=asked)).plan
+    assert plan.prediction.wire_bytes["data"] > 0
+    assert on_the_wire(program, plan) == pytest.approx(plan.prediction.wire_bytes, rel=0.01)

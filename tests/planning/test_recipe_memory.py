@@ -1,0 +1,176 @@
+"""Recipes that hold less on the devices: layers that compute again, values and state that wait on the hosts."""
+
+import dataclasses
+import functools
+import json
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+
+import autoshard
+from autoshard.errors import InfeasibleError
+from autoshard.planning import Options, make_plan, plan_recipes, source_choices
+from autoshard.planning.recipes.recipe import Recipe, needs_no_less
+from autoshard.planning.space.plan_options import REMATS
+from autoshard.program import Program, open_source, trace
+from tests.graph.programs import f32
+from tests.planning.recipes import ON, tried
+
+
+LAYERS = 8
+
+
+def chain(again: int) -> Program:
+    """A training step of layers whose first `again` ones are computed again in the backward pass."""
+
+    def step(params: Any, x: Any) -> Any:
+        def loss(p: Any) -> Any:
+            h = x
+            for number, w in enumerate(p):
+                layer = functools.partial(lambda w, h: jnp.tanh(h @ w["up"]) @ w["down"], w)
+                h = (jax.checkpoint(layer) if number < again else layer)(h)
+            return (h * h).mean()
+
+        return jax.tree.map(lambda p, g: p - g, params, jax.grad(loss)(params))
+
+    layer = {"up": f32(256, 2048), "down": f32(2048, 256)}
+    program = trace(step, ([layer] * LAYERS, f32(16384, 256)), name=f"chain {again}")
+    return dataclasses.replace(program, layers=LAYERS)
+
+
+@pytest.mark.full
+def test_a_mixture_that_fits_is_faster_than_what_computes_everything_again() -> None:
+    def make(remat: str) -> Program:
+        first, _, _ = remat.partition("+")
+        return chain({"none": 0, "full": LAYERS}.get(first) or int(first.partition(":")[2] or 0))
+
+    choices = {"remat": ("none", "full")}
+    peaks = {name: make_plan(make(name), Options(**ON)).plan.prediction.peak_bytes for name in choices["remat"]}
+    limit = int(1.4 * peaks["full"])
+    plain = plan_recipes(make, choices, Options(**ON, memory_limit=limit))
+    recipe, mixed = plan_recipes(make, choices, Options(**ON, memory_limit=limit), of_source=True)
+    name = recipe.arguments["remat"]
+    assert plain[0].arguments == {"remat": "full"} and name not in choices["remat"]
+    assert mixed.plan.prediction.peak_bytes <= limit
+    assert mixed.plan.prediction.step_time_s < plain[1].plan.prediction.step_time_s
+    assert mixed.plan.words[-1].startswith(f"remat {name} (instead: ")
+    count = int(name.removeprefix("full:").removesuffix("+none"))
+    less = tried(mixed).get(f"remat full:{count - 1}+none", {"step_time_s": None})["step_time_s"]
+    assert less is None or less > mixed.plan.prediction.step_time_s
+
+
+LLAMA: dict[str, Any] = {
+    "model_type": "llama",
+    "architectures": ["LlamaForCausalLM"],
+    "hidden_size": 512,
+    "intermediate_size": 1408,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 2048,
+}
+FULLY: dict[str, Any] = {"topology": "v5e:2x4", "mesh": "data=8", "time_limit": 20, "refine_axes": False}
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Program]:
+    """Steps of a small decoder, by what its layers compute again."""
+    file = tmp_path_factory.mktemp("model") / "config.json"
+    file.write_text(json.dumps(LLAMA))
+
+    @functools.cache
+    def make(remat: str) -> Program:
+        return open_source(f"hf:{file}", train=True, batch=32, seq=512, remat=remat, attention="splash")
+
+    return make
+
+
+def test_values_are_kept_and_offloaded_as_memory_allows(llama: Callable[..., Program]) -> None:
+    full = make_plan(llama("full"), Options(**FULLY)).plan.prediction
+    limit = int(1.1 * full.peak_bytes)
+    recipe, result = plan_recipes(llama, {"remat": REMATS}, Options(**FULLY, memory_limit=limit), of_source=True)
+    remat = recipe.arguments["remat"]
+    assert remat.startswith("full,"), remat
+    rows = tried(result)
+    assert len(rows) <= 5 and rows["remat none"]["verdict"] == "does not fit"
+    row, plain = rows[str(recipe)], rows["remat full"]
+    assert row["step_time_s"] < plain["step_time_s"] == full.step_time_s
+    assert row["peak_bytes"] <= limit
+    assert row["foreseen"]["step_time_s"] == pytest.approx(row["step_time_s"], rel=0.03)
+    assert row["foreseen"]["peak_bytes"] == pytest.approx(row["peak_bytes"], rel=0.05)
+    assert "foreseen" not in plain
+    assert make_plan(llama(remat), Options(**FULLY, memory_limit=limit)).plan.prediction == result.plan.prediction
+
+
+@pytest.mark.full
+def test_nothing_goes_to_the_host_where_everything_fits(llama: Callable[..., Program]) -> None:
+    recipe, result = plan_recipes(llama, {"remat": REMATS}, Options(**FULLY), of_source=True)
+    rows = tried(result)
+    assert "offload" not in str(recipe) and len(rows) <= 4
+    assert all(row["step_time_s"] >= result.plan.prediction.step_time_s for row in rows.values())
+
+
+def test_inputs_of_layers_go_to_the_host_where_nothing_fits_otherwise(llama: Callable[..., Program]) -> None:
+    away = make_plan(llama("full,offload=input"), Options(**FULLY)).plan.prediction
+    assert away.host_bytes > 0
+    options = Options(**FULLY, memory_limit=away.peak_bytes)
+    recipe, result = plan_recipes(llama, {"remat": ("full",)}, options, of_source=True)
+    assert "offload=" in recipe.arguments["remat"] and result.plan.prediction.peak_bytes <= away.peak_bytes
+    assert tried(result)["remat full"]["verdict"] == "does not fit"
+    with pytest.raises(InfeasibleError):
+        plan_recipes(llama, {"remat": ("full",)}, Options(**FULLY, memory_limit=away.peak_bytes // 4), of_source=True)
+
+
+@functools.cache
+def hosted(host: str) -> Program:
+    """A step of layers with AdamW, by where its state waits."""
+    rule = optax.adamw(1e-3)
+
+    def step(params: Any, state: Any, x: Any) -> Any:
+        def loss(params: Any) -> Any:
+            return jnp.mean(jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, params)[0] ** 2)
+
+        updates, state = rule.update(jax.grad(loss)(params), state, params)
+        return optax.apply_updates(params, updates), state
+
+    args = jax.eval_shape(lambda: (w := jnp.zeros((8, 512, 512)), rule.init(w), jnp.zeros((256, 512))))
+    return trace(step, args, donate_argnums=(0, 1), host=host, name="layers")
+
+
+def test_state_goes_to_the_hosts_where_memory_binds() -> None:
+    choices = {"host": source_choices({"host": "auto"}, "v5e:2x4")["host"]}
+    recipe, result = plan_recipes(hosted, choices, Options(**FULLY), of_source=True)
+    assert str(recipe) == "host none"
+    assert tried(result)["host optimizer"]["verdict"] == "not planned: memory does not bind with host none"
+    plain = result.plan.prediction
+    limit = 5 << 20  # 4 are parameters, gradients and state split over all devices, of which 2 are state
+    recipe, result = plan_recipes(hosted, choices, Options(**FULLY, memory_limit=limit), of_source=True)
+    assert str(recipe) == "host optimizer" and result.plan.prediction.host_bytes > 0
+    assert tried(result)["host none"]["verdict"] == "does not fit"
+    assert result.plan.prediction.step_time_s > plain.step_time_s
+    assert result.plan.words[-1] == "host optimizer (instead: none does not fit)"
+
+
+def test_state_on_the_hosts_needs_less_memory() -> None:
+    none, away = (Recipe((("remat", "full"), ("host", host))) for host in ("none", "optimizer"))
+    assert needs_no_less(none, away) and not needs_no_less(away, none)
+    assert needs_no_less(none.but(remat="dots"), away) and not needs_no_less(away.but(remat="dots"), none)
+
+
+def test_gradients_of_microbatches_are_summed_once_where_that_is_faster() -> None:
+    options = {"train": True, "batch": 64, "seq": 256, "attention": "plain", "microbatches": 4}
+    running: dict[str, Any] = {"topology": "v5e:2x4", "mesh": "data=8"}
+    each = autoshard.plan("hf:llama-tiny", program_options=options, **running)
+    once = autoshard.plan("hf:llama-tiny", program_options=options | {"gradient_groups": "auto"}, **running)
+    assert once.provenance["recipe"]["chosen"] == {"gradient_groups": 8}
+    assert once.words[-1].startswith("gradient groups 8 (instead: 1 ")
+    assert once.prediction.step_time_s < 0.9 * each.prediction.step_time_s
+    gradients = sum(4 * math.prod(shape) for name, shape in each.shapes.items() if each.roles[name] == "parameter")
+    # A ring sends and takes in 7/8 of what is summed, and again where every device gets the parameters.
+    assert once.prediction.wire_bytes["data"] == pytest.approx(2 * 7 / 8 * gradients, rel=0.02)
+    assert each.prediction.wire_bytes["data"] > 4 * gradients

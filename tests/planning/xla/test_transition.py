@@ -1,0 +1,321 @@
+"""Moves between specs, against what XLA's partitioner emits when each is compiled alone."""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding, PartitionSpec
+
+from autoshard.cost import Collectives, Mesh, Topology, make_mesh
+from autoshard.exec import read_collectives, wire_by_axis
+from autoshard.planning.explain.plan_pins import stages
+from autoshard.planning.xla.axis_assignments import PARTIAL, WHOLE, Step, enumerate_states, transition
+
+
+SHAPE = (16, 32, 64)
+SIZES = {"a": 4, "b": 2}
+State = tuple[int, ...]
+Wire = dict[str, int]
+"""Bytes that one device puts on the wire, by mesh axis."""
+
+Measured = dict[tuple[State, State], tuple[Wire, Wire]]
+"""Pair of states -> what is predicted and what is compiled."""
+
+
+@functools.cache
+def cpu(**sizes: int) -> Mesh:
+    return make_mesh(Topology.parse("cpu:8"), sizes)
+
+
+def jax_sharding(state: State, rank: int, mesh: Mesh) -> NamedSharding:
+    devices = jax.make_mesh(
+        tuple(mesh.axes.values()), tuple(mesh.axes), axis_types=(jax.sharding.AxisType.Auto,) * len(mesh.axes)
+    )
+    dims: list[list[str]] = [[] for _ in range(rank)]
+    for axis, dim in zip(mesh.axes, state, strict=True):
+        if dim >= 0:
+            dims[dim].append(axis)
+    return NamedSharding(devices, PartitionSpec(*(tuple(d) or None for d in dims)))
+
+
+def wire(steps: list[Step], mesh: Mesh) -> Wire:
+    """Bytes on the wire of the first pair of states."""
+    names, prices = list(mesh.axes), Collectives(mesh)
+    found: Wire = {}
+    for step in steps:
+        size = float(step.size[0, 0])
+        for axis, share in prices.wire_bytes(step.kind, tuple(names[a] for a in step.axes), size).items():
+            if share:
+                found[axis] = found.get(axis, 0) + round(float(share))
+    return found
+
+
+def predicted(source: State, target: State, shape: tuple[int, ...], mesh: Mesh) -> Wire:
+    one, other = np.array([source]), np.array([target])
+    return wire(transition(one, other, shape, 4, 4, Collectives(mesh)), mesh)
+
+
+def compiled(fn: Any, mesh: Mesh, into: list[Any], out: Any, *args: Any) -> Wire:
+    text = jax.jit(fn, in_shardings=into, out_shardings=out).lower(*args).compile().as_text()
+    assert text is not None
+    return wire_by_axis(read_collectives(text, mesh))
+
+
+def moved(source: State, target: State, shape: tuple[int, ...], mesh: Mesh) -> Wire:
+    into, out = jax_sharding(source, len(shape), mesh), jax_sharding(target, len(shape), mesh)
+    return compiled(lambda x: x, mesh, [into], out, jax.ShapeDtypeStruct(shape, jnp.float32))
+
+
+def renamed(pair: tuple[State, State]) -> tuple[State, State]:
+    """The same pair with dims numbered in the order in which they appear."""
+    names: dict[int, int] = {WHOLE: WHOLE}
+    for dim in (*pair[0], *pair[1]):
+        names.setdefault(dim, len(names) - 1)
+    return tuple(names[d] for d in pair[0]), tuple(names[d] for d in pair[1])
+
+
+def pairs() -> list[tuple[State, State]]:
+    """Pairs of states of a tensor of three dims on two axes: all, up to the order of the dims, forwards and back."""
+    states = [tuple(map(int, s)) for s in enumerate_states(SHAPE, list(SIZES.values()))]
+    forwards = {renamed((s, t)) for s in states for t in states if s != t}
+    back = {WHOLE: WHOLE, 0: 2, 1: 1, 2: 0}
+    mirrored = {(tuple(back[d] for d in s), tuple(back[d] for d in t)) for s, t in forwards}
+    return sorted(forwards | mirrored)
+
+
+def changes_alone(source: State, target: State) -> bool:
+    """Exactly one axis changes, and the other is on none of the dims that it leaves or takes."""
+    changed = [axis for axis in range(2) if source[axis] != target[axis]]
+    if len(changed) != 1:
+        return False
+    (axis,) = changed
+    return source[1 - axis] < 0 or source[1 - axis] not in (source[axis], target[axis])
+
+
+@pytest.fixture(scope="module")
+def measured() -> Measured:
+    mesh = cpu(**SIZES)
+    return {(s, t): (predicted(s, t, SHAPE, mesh), moved(s, t, SHAPE, mesh)) for s, t in pairs()}
+
+
+def test_one_axis_that_changes_alone_is_exact(measured: Measured) -> None:
+    alone = {pair: found for pair, found in measured.items() if changes_alone(*pair)}
+    assert len(alone) >= 20
+    assert {pair: found for pair, found in alone.items() if found[0] != found[1]} == {}
+
+
+def test_gathers_are_exact_whatever_they_gather(measured: Measured) -> None:
+    """Several axes of one dim in one gather, several dims one after the other, and what stays stays."""
+    gathers = {
+        (s, t): found
+        for (s, t), found in measured.items()
+        if all(b in (a, WHOLE) for a, b in zip(s, t, strict=True))
+        and not any(a == b != WHOLE and s.count(a) > 1 for a, b in zip(s, t, strict=True))
+    }
+    assert len(gathers) >= 10
+    assert {pair: found for pair, found in gathers.items() if found[0] != found[1]} == {}
+
+
+def test_most_pairs_are_near_what_is_compiled(measured: Measured) -> None:
+    ratios = {pair: (sum(p.values()) + 1) / (sum(c.values()) + 1) for pair, (p, c) in measured.items()}
+    far = {pair: ratio for pair, ratio in ratios.items() if not 0.75 <= ratio <= 1 / 0.75}
+    assert len(far) <= 0.15 * len(measured), far
+    assert min(ratios.values()) > 1 / 3, far
+
+
+def test_what_moves_to_a_dim_that_is_sliced_over_a_minor_axis_is_put_in_order_there(measured: Measured) -> None:
+    """It arrives inside of the slices. What is compiled counts a permute by the devices that send in it."""
+    whole_below = {(s, t): found for (s, t), found in measured.items() if s[0] >= 0 and s[1] == WHOLE}
+    below = [found for (s, t), found in whole_below.items() if WHOLE != t[0] == t[1] != s[0]]
+    assert len(below) >= 2
+    for predicted_wire, compiled_wire in below:
+        assert predicted_wire == pytest.approx(compiled_wire, rel=0.4)
+        assert set(predicted_wire) == set(compiled_wire) == set(SIZES)
+
+
+def test_free_moves_are_those_that_are_free(measured: Measured) -> None:
+    assert {pair for pair, (p, _) in measured.items() if not p} == {pair for pair, (_, c) in measured.items() if not c}
+
+
+# Sums
+
+
+def contracted(source: State, target: State, mesh: Mesh, dtype: Any = jnp.float32) -> tuple[Wire, Wire]:
+    """Bytes predicted and compiled for a matmul [16, 64] x [64, 32] whose contracted dim the axes of `source` split.
+
+    `source` is over the result's dims, an axis that splits the contracted dim is `PARTIAL`.
+    """
+    names = list(mesh.axes)
+    left = tuple(1 if d == PARTIAL else d if d == 0 else WHOLE for d in source)
+    right = tuple(0 if d == PARTIAL else d if d == 1 else WHOLE for d in source)
+    into = [jax_sharding(left, 2, mesh), jax_sharding(right, 2, mesh)]
+    inner = NamedSharding(into[0].mesh, PartitionSpec(*_dims(source, names)))
+    steps = transition(
+        np.array([source]), np.array([target]), (16, 32), jnp.dtype(dtype).itemsize, 4, Collectives(mesh)
+    )
+
+    def product(a: Any, b: Any) -> Any:
+        return jax.lax.with_sharding_constraint(a @ b, inner)
+
+    arguments = jax.ShapeDtypeStruct((16, 64), dtype), jax.ShapeDtypeStruct((64, 32), dtype)
+    return wire(steps, mesh), compiled(product, mesh, into, jax_sharding(target, 2, mesh), *arguments)
+
+
+def _dims(state: State, names: list[str]) -> list[Any]:
+    return [tuple(n for n, d in zip(names, state, strict=True) if d == dim) or None for dim in range(2)]
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize(
+    ("source", "target"),
+    [
+        ((PARTIAL, WHOLE), (WHOLE, WHOLE)),
+        ((WHOLE, PARTIAL), (WHOLE, WHOLE)),
+        ((PARTIAL, PARTIAL), (WHOLE, WHOLE)),
+        ((0, PARTIAL), (0, WHOLE)),
+        ((PARTIAL, 1), (WHOLE, 1)),
+        ((PARTIAL, WHOLE), (0, WHOLE)),
+        ((PARTIAL, PARTIAL), (0, 1)),
+        ((0, PARTIAL), (0, 0)),
+        ((0, PARTIAL), (0, 1)),
+        ((PARTIAL, 1), (0, 1)),
+    ],
+)
+def test_sums_are_exact(source: State, target: State, dtype: Any) -> None:
+    found, wanted = contracted(source, target, cpu(**SIZES), dtype)
+    assert found == wanted != {}
+
+
+def test_tpus_scatter_sums_where_they_end_split() -> None:
+    mesh = make_mesh(Topology.parse("v5e:2x4"), SIZES)
+    steps = transition(
+        np.array([[0, PARTIAL], [0, PARTIAL], [0, 1]]),
+        np.array([[0, WHOLE], [0, 1]]),
+        (16, 32),
+        4,
+        4,
+        Collectives(mesh),
+    )
+    sizes = {(step.kind, step.axes): step.size.tolist() for step in steps if step.size.any()}
+    local = 16 // 4 * 32 * 4
+    assert sizes.pop(("reduce-scatter", (1,))) == [[0, local], [0, local], [0, 0]]
+    assert sizes.pop(("all-reduce", (1,))) == [[local, 0], [local, 0], [0, 0]]
+    assert sizes.pop(("all-gather", (1,))) == [[0, 0], [0, 0], [local, 0]]
+    assert sizes == {}
+
+
+@pytest.mark.parametrize("topology", ["v5e:4x4", "v5p:4x4x4", "v6e:4x4"])
+def test_tpus_sum_whole_what_would_leave_an_odd_number_of_registers(topology: str) -> None:
+    parsed = Topology.parse(topology)
+    mesh = make_mesh(parsed, {"a": 4, "b": parsed.num_devices // 4})
+
+    def kinds(target: State, shape: tuple[int, ...]) -> list[tuple[str, tuple[int, ...], float]]:
+        ends = np.array([(PARTIAL, WHOLE)]), np.array([target])
+        return [(s.kind, s.axes, s.size[0, 0]) for s in transition(*ends, shape, 2, 2, Collectives(mesh))]
+
+    whole = 2.0 * 64 * 5632
+    assert kinds((1, WHOLE), (64, 5632)) == [("all-reduce", (0,), whole)]  # 11 registers on each device
+    assert kinds((0, WHOLE), (5632, 64)) == [("reduce-scatter", (0,), whole)]
+    for columns in (4096, 5120, 5632 + 128):  # 8, 10 and 11.25
+        assert kinds((1, WHOLE), (64, columns)) == [("reduce-scatter", (0,), 2.0 * 64 * columns)]
+
+
+def test_what_is_summed_whole_is_sliced_for_the_sums_that_follow() -> None:
+    mesh = make_mesh(Topology.parse("v5e:4x4"), {"a": 4, "b": 4})
+    ends = np.array([(PARTIAL, PARTIAL)]), np.array([(1, 1)])
+    steps = transition(*ends, (64, 5632), 2, 2, Collectives(mesh))
+    assert [(s.kind, s.axes, s.size[0, 0]) for s in steps] == [
+        ("all-reduce", (0,), 2.0 * 64 * 5632),
+        ("reduce-scatter", (1,), 2.0 * 64 * 1408),
+    ]
+
+
+def test_tpus_gather_several_dims_at_once() -> None:
+    ends = np.array([[0, 1]]), np.array([[WHOLE, WHOLE]])
+    for topology, groups in (("v5e:2x4", [(0, 1)]), ("cpu:8", [(1,), (0,)])):
+        steps = transition(*ends, (16, 32), 4, 4, Collectives(make_mesh(Topology.parse(topology), SIZES)))
+        assert [step.axes for step in steps] == groups
+        assert {step.kind for step in steps} == {"all-gather"}
+
+
+def test_tpus_sum_once_after_what_they_scatter() -> None:
+    """Over two axes of which one ends split, whether they split one summed factor or two."""
+    mesh = make_mesh(Topology.parse("v5e:2x4"), SIZES)
+    size = 16 * 32 * 4
+    for source in ((PARTIAL, PARTIAL), (PARTIAL, PARTIAL - 1)):
+        ends = np.array([source]), np.array([(WHOLE, 0), (WHOLE, WHOLE)])
+        steps = transition(*ends, (16, 32), 4, 4, Collectives(mesh))
+        found = [(step.kind, step.axes, step.size[0].tolist()) for step in steps]
+        assert sorted(found) == [
+            ("all-reduce", (0,), [size / 2, 0]),
+            ("all-reduce", (0, 1), [0, size]),
+            ("reduce-scatter", (1,), [size, 0]),
+        ]
+
+
+def test_what_a_sum_scatters_is_said_at_once() -> None:
+    """A stage that is whole would make one sum over both axes and a slice of it."""
+    tpu = Collectives(make_mesh(Topology.parse("v5e:4x4"), {"a": 4, "b": 4}))
+    assert list(stages((PARTIAL, PARTIAL), (WHOLE, 0), tpu)) == []
+    assert list(stages((PARTIAL, WHOLE), (0, WHOLE), tpu)) == [(WHOLE, WHOLE)]
+    assert list(stages((PARTIAL, PARTIAL), (0, 1), tpu)) == [(0, WHOLE)]
+    assert list(stages((PARTIAL, PARTIAL), (WHOLE, 0), Collectives(cpu(**SIZES)))) == [(WHOLE, WHOLE)]
+
+
+def test_what_a_sum_scatters_is_said_before_what_is_gathered() -> None:
+    """Told both ends only, GSPMD gathers the whole sum; on one dim slices and gathers are one exchange."""
+    collectives = Collectives(cpu(**SIZES))
+    assert list(stages((PARTIAL, 0), (1, WHOLE), collectives)) == [(WHOLE, 0), (1, 0)]
+    assert list(stages((PARTIAL, 0), (0, WHOLE), collectives)) == [(WHOLE, 0)]
+    assert list(stages((PARTIAL, 0), (1, 0), collectives)) == [(WHOLE, 0)]
+
+
+# Other meshes and shapes
+
+
+@pytest.mark.parametrize(
+    ("sizes", "shape", "source", "target"),
+    [
+        ({"a": 8}, (16, 32), (0,), (1,)),
+        ({"a": 8}, (16, 32), (1,), (WHOLE,)),
+        ({"a": 2, "b": 2, "c": 2}, (8, 16, 32), (0, 1, 2), (0, WHOLE, 2)),
+        ({"a": 2, "b": 2, "c": 2}, (8, 16, 32), (0, WHOLE, WHOLE), (0, 1, 2)),
+        ({"a": 2, "b": 2, "c": 2}, (8, 16, 32), (0, 1, WHOLE), (0, 2, WHOLE)),
+        ({"a": 2, "b": 2, "c": 2}, (8, 16, 32), (0, 0, 0), (WHOLE, WHOLE, WHOLE)),
+        ({"a": 2, "b": 2, "c": 2}, (8, 16, 32), (0, 0, WHOLE), (1, 1, WHOLE)),
+    ],
+)
+def test_meshes_of_one_and_three_axes(sizes: dict[str, int], shape: tuple, source: State, target: State) -> None:
+    mesh = cpu(**sizes)
+    assert predicted(source, target, shape, mesh) == moved(source, target, shape, mesh)
+
+
+def test_every_pair_is_what_it_is_alone() -> None:
+    """All pairs at once give the same collectives as each pair by itself."""
+    mesh, names = cpu(**SIZES), list(SIZES)
+    prices = Collectives(mesh)
+    states = np.array([[PARTIAL, 0], [PARTIAL, PARTIAL], *enumerate_states(SHAPE, list(SIZES.values())).tolist()])
+    whole = states[2:]
+    total = np.zeros((len(states), len(whole)))
+    for step in transition(states, whole, SHAPE, 4, 4, prices):
+        shares = prices.wire_bytes(step.kind, tuple(names[a] for a in step.axes), step.size).values()
+        total += sum(np.asarray(share) for share in shares)
+    for i, source in enumerate(states):
+        for j, target in enumerate(whole):
+            alone = sum(predicted(tuple(source), tuple(target), SHAPE, mesh).values())
+            assert total[i, j] == pytest.approx(alone, abs=2)
+            assert (total[i, j] == 0) == (alone == 0)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "kinds"),
+    [({"a": 4, "b": 2}, ["reduce-scatter"] * 2), ({"a": 8}, ["all-reduce"]), ({"a": 8, "b": 1}, ["all-reduce"])],
+)
+def test_sums_over_a_whole_slice_are_split_axis_by_axis(sizes: dict[str, int], kinds: list[str]) -> None:
+    """TPU compilers have no other reduce-scatter over all devices of a slice of several hosts."""
+    mesh = make_mesh(Topology.parse("v5p:2x2x2"), sizes)
+    one, other = np.array([[PARTIAL] * len(sizes)]), np.array([[0] * len(sizes)])
+    assert [step.kind for step in transition(one, other, SHAPE, 4, 4, Collectives(mesh))] == kinds

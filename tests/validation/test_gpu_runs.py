@@ -1,0 +1,206 @@
+"""Runs on GPUs as they are stated: what holds of any, and cases by hand."""
+
+import dataclasses
+import json
+import math
+import pathlib
+
+import pytest
+
+from autoshard.cost import Topology
+from autoshard.degrees.gpu_run import GpuDecoder, GpuRun, eager_framework, gpu_stages, gpu_topology, waiting
+from autoshard.degrees.gpu_stage import GpuPrices, host_figures
+from autoshard.degrees.gpu_step import GpuStep, price_step
+from autoshard.degrees.node_waits import waits
+from autoshard.errors import UserError
+from autoshard.validation import validate_gpu_pairs
+from autoshard.validation.gpu_pairs import SHIPPED, GpuPairs, GpuProblem, PricedGpuRow
+from autoshard.validation.gpu_rows import GpuRow, names_gpu_rows, read_gpu_rows
+
+
+SMALL = GpuDecoder(16, 2048, 32, 32, 8192, 131072, tied=True, gated=True)
+LARGE = GpuDecoder(32, 4096, 32, 32, 14336, 131072, tied=False, gated=True)
+
+
+def run(dp: int = 8, tp: int = 1, pp: int = 1, decoder: GpuDecoder = SMALL, **other) -> GpuRun:
+    values = {"framework": "nanotron", "seq": 4096, "micro_batch": 1, "accumulation": 8, "zero": 0, "recompute": "none"}
+    return GpuRun(decoder, gpu_topology("h100", dp * tp * pp), dp=dp, tp=tp, pp=pp, **values | other)
+
+
+def test_a_step_has_its_parts_and_they_add_up():
+    step = price_step(run(2, 2, 2))
+    assert step.runs and step.seconds == pytest.approx(sum(step.parts.values()))
+    assert set(step.parts) == {"microbatches", "bubble", "gradients", "optimizer"}
+    assert price_step(run(8)).parts["bubble"] == 0.0
+
+
+def test_matmuls_bind_a_step_from_below():
+    """6 flops a parameter and token, at no more than the best rate that was measured."""
+    for decoder, dp, tp in ((SMALL, 8, 1), (LARGE, 1, 8)):
+        each = run(dp, tp, decoder=decoder)
+        parameters = decoder.layers * decoder.layer_parameters + decoder.table_parameters
+        least = 6.0 * parameters * each.tokens / (each.topology.num_devices * 789e12)
+        assert least < price_step(each).seconds < 4.0 * least
+
+
+def test_more_microbatches_hide_the_bubble():
+    few, many = (price_step(run(2, 1, 4, accumulation=count)) for count in (4, 64))
+    assert few.parts["bubble"] == pytest.approx(many.parts["bubble"])
+    assert many.parts["bubble"] / many.seconds < 0.1 < few.parts["bubble"] / few.seconds
+
+
+def test_hosts_bind_small_microbatches_under_tensor_parallelism():
+    prices = GpuPrices(run(1, 8))
+    layer = prices.layer_forward()
+    assert layer.seconds == layer.host > layer.device
+    large = GpuPrices(run(1, 8, micro_batch=16)).layer_forward()
+    assert large.seconds == large.device > large.host
+
+
+def test_zero_splits_what_it_says():
+    peaks = [price_step(run(8, framework="fsdp", zero=zero)).peak_bytes for zero in range(4)]
+    assert peaks == sorted(peaks, reverse=True)
+    parameters = SMALL.layers * SMALL.layer_parameters + SMALL.table_parameters
+    assert peaks[0] - peaks[1] == pytest.approx(12 * parameters * 7 / 8)
+    assert peaks[1] - peaks[2] == pytest.approx(4 * parameters * 7 / 8)
+    assert peaks[2] - peaks[3] == pytest.approx(2 * parameters * 7 / 8)
+
+
+def test_recomputation_takes_time_and_saves_memory():
+    plain, again = (price_step(run(micro_batch=4, recompute=how)) for how in ("none", "full"))
+    assert 1.1 * plain.seconds < again.seconds < 1.34 * plain.seconds
+    assert again.peak_bytes < 0.75 * plain.peak_bytes
+
+
+def test_first_stages_hold_more_microbatches():
+    each = run(1, 1, 8, decoder=LARGE)
+    assert [waiting(each, place) for place in range(8)] == [8, 7, 6, 5, 4, 3, 2, 1]
+    assert waiting(run(1, 1, 8, accumulation=2), 0) == 2
+
+
+def test_stages_by_parameters():
+    """A head of 131072 x 2048 weighs four layers of 67M: 20 in all, so the first of two stages has eleven."""
+    two = gpu_stages(run(4, 1, 2))
+    assert two is not None
+    first, last = two
+    assert (first.layers, first.embedding, first.head) == (11, True, False)
+    assert (last.layers, last.embedding, last.head) == (5, False, True)
+    assert sum(stage.layers for stage in gpu_stages(run(1, 1, 8)) or ()) == 16
+    assert gpu_stages(run(1, 1, 16)) is None and gpu_stages(run(1, 1, 32)) is None
+    assert not price_step(run(1, 1, 16)).runs
+    equal = gpu_stages(run(1, 1, 8, framework="megatron"))
+    assert equal is not None and {stage.layers for stage in equal} == {2}
+
+
+def test_sums_in_buckets_wait_for_every_ring():
+    """As many gradients over more islands: more steps of each bucket's ring, so longer, although cards carry less."""
+    two, sixteen = (price_step(run(8 * nodes, zero=1, accumulation=1)).parts["gradients"] for nodes in (2, 16))
+    assert 2.0 * two < sixteen < 8.0 * two
+    # Replicas that hold all state sum beside the last backward pass.
+    assert price_step(run(128, zero=0, accumulation=1)).parts["gradients"] < 0.6 * sixteen
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"dp": 3}, "dp 3 x tp 1 x pp 1 = 3, but h100:8 has 8 GPUs"),
+        ({"zero": 4}, "ZeRO stage 4 does not exist; stages are 0, 1, 2 and 3"),
+        ({"recompute": "some"}, "recomputation 'some' is not priced; known are none and full"),
+        ({"stated_batch": 256}, "dp 8 x microbatch 1 x accumulation 8 = 64 sequences, but a step has 256"),
+    ],
+)
+def test_what_does_not_multiply_is_refused(change: dict, message: str):
+    with pytest.raises(UserError, match=message):
+        dataclasses.replace(run(8), **change)
+
+
+def test_unknown_framework():
+    with pytest.raises(UserError, match="unknown framework 'jax'; known are nanotron, megatron-deepspeed"):
+        eager_framework("jax")
+
+
+def test_islands_of_a_count():
+    assert [gpu_topology("h100", n).name for n in (4, 8, 64, 12)] == ["h100:4", "h100:8", "h100:8*8", "h100:4*3"]
+    assert gpu_topology("gb200", 288) == Topology.parse("gb200:72*4")
+
+
+def test_every_figure_has_its_source():
+    path = pathlib.Path(price_step.__code__.co_filename).with_name("gpu_figures.json")
+    assert all(entry["source"] for entry in json.loads(path.read_text()).values())
+    assert 0.5 < host_figures().usable_share < 1.0
+
+
+def test_shipped_tables_are_read_whole():
+    rows = read_gpu_rows(SHIPPED["ultrascale"])
+    assert len(rows) == 2180 and sum(row.run is None for row in rows) == 20
+    assert sum(row.fits is True for row in rows) == 1110
+    rows = read_gpu_rows(SHIPPED["vtrain"])
+    assert len(rows) == 734 and all(row.run is not None for row in rows)
+
+
+def test_columns_and_dicts_are_one(tmp_path: pathlib.Path):
+    document = json.loads(SHIPPED["ultrascale"].read_text())
+    document["rows"] = document["rows"][:40]
+    (tmp_path / "columns.json").write_text(json.dumps(document))
+    columns = document.pop("columns")
+    document["rows"] = [dict(zip(columns, row, strict=True)) for row in document["rows"]]
+    (tmp_path / "dicts.json").write_text(json.dumps(document))
+    assert read_gpu_rows(tmp_path / "columns.json") == read_gpu_rows(tmp_path / "dicts.json")
+    assert names_gpu_rows(str(tmp_path / "dicts.json")) and not names_gpu_rows(str(tmp_path / "none.json"))
+
+
+def test_runs_on_one_node_are_priced_as_measured():
+    """H100, nothing fitted to the table: 1B and 8B on one node within 20 %, those two apart whose steps thrash."""
+    found = validate_gpu_pairs("ultrascale", only=["on 1 x 8 H100"])
+    errors = sorted(abs(each.error) for each in found.rows if each.ran)
+    assert len(errors) == 43 and errors[-3] < 0.35 and errors[len(errors) // 2] < 0.12
+    (one,) = (problem for problem in found.problems if problem.name == "8B on 1 x 8 H100")
+    assert one.regret(one.chosen) == pytest.approx(1.0)
+
+
+def priced(seconds: float, measured: float | None, tp: int = 1, fits: bool = True) -> PricedGpuRow:
+    row = GpuRow("t", "p", "s", f"{seconds}", run(8 // tp, tp), measured, None, measured is not None)
+    return PricedGpuRow(row, GpuStep(seconds, 1e9 if fits else 1e12, True, {}))
+
+
+def test_choices_and_regrets_by_hand():
+    problem = GpuProblem(
+        "p", (priced(1.0, 3.0, tp=8), priced(1.05, 2.0, tp=2), priced(2.0, 1.0), priced(0.5, None, 1, False))
+    )
+    assert problem.chosen is problem.rows[0] is problem.fastest and problem.regret(problem.chosen) == 3.0
+    assert problem.least_parallel() is problem.rows[2]
+    crashed = GpuProblem("p", (*problem.rows, priced(0.4, None)))
+    assert crashed.regret(crashed.chosen) == math.inf
+    assert GpuProblem("p", problem.rows[:1]).regret(problem.rows[0]) is None
+
+
+def test_of_plans_that_cannot_be_told_apart_the_one_that_waits_least_is_taken():
+    def one(seconds: float, dp: int, tp: int, pp: int, **other) -> PricedGpuRow:
+        row = GpuRow("t", "p", "s", f"{seconds}", run(dp, tp, pp, **other), seconds, None, True)
+        return PricedGpuRow(row, GpuStep(seconds, 1e9, True, {}))
+
+    pipeline, wide, slow = one(1.0, 4, 1, 4, accumulation=8), one(1.2, 4, 4, 1), one(1.22, 16, 1, 1)
+    # 8 microbatches through 4 stages hand on 11 times and back; replicas on other nodes sum and share once.
+    assert [waits(each.row.run) for each in (pipeline, wide)] == [22, 2]
+    assert waits(run(2, 1, 4, accumulation=8)) == 0, "one node"
+    assert waits(run(1, 16, 1)) > 100, "tensor parallelism between nodes waits in every layer"
+    problem = GpuProblem("p", (pipeline, wide, slow))
+    assert problem.fastest is pipeline and problem.chosen is wide
+    assert GpuProblem("p", (pipeline, slow)).chosen is pipeline, "22 % slower is told apart"
+
+
+def test_what_failed_beside_a_run_that_holds_as_much_did_not_fail_for_memory():
+    def row(fits: bool, *degrees: int, **other) -> PricedGpuRow:
+        stated = run(*degrees, **other)
+        taken = GpuRow("t", "p", "s", "l", stated, 1.0 if fits else None, None, fits)
+        return PricedGpuRow(taken, price_step(stated))
+
+    failed = row(False, 4, 1, 2, micro_batch=1, zero=1)
+    assert GpuPairs((GpuProblem("p", (failed,)),)).not_for_memory() == 0
+    more = {"micro_batch": 2}, {"zero": 0}, {"accumulation": 64}
+    for change in more:
+        other = row(True, 2, 1, 2, **{"zero": 1} | change)
+        assert GpuPairs((GpuProblem("p", (failed, other)),)).not_for_memory() == 1
+        assert other.step is not None and failed.step is not None and other.step.peak_bytes >= failed.step.peak_bytes
+    for less in (row(True, 8, 1, 2, zero=1), row(True, 4, 2, 2, zero=1), row(True, 4, 1, 2, zero=1, accumulation=1)):
+        assert GpuPairs((GpuProblem("p", (failed, less)),)).not_for_memory() == 0
