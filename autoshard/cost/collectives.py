@@ -60,9 +60,9 @@ _COPIES: dict[str, float] = {
     "all-to-all": 4.0,
     "all-reduce": 1.5,
 }
-"""Times that XLA's in-process collectives read and write the size, as `experiments/calibrate_cpu.py` measures each on
-data that no cache holds, to halves: an all-reduce sums a share on every device and then spreads it, an all-to-all cuts
-its operand into one array for each device and joins them again."""
+"""Times that XLA's in-process collectives read and write the size, as `experiments/fidelity/calibrate_cpu.py` measures
+each on data that no cache holds, to halves: an all-reduce sums a share on every device and then spreads it, an
+all-to-all cuts its operand into one array for each device and joins them again."""
 
 
 GroupRates = tuple[NDArray[np.float64], list[tuple[NDArray[np.float64], NDArray[np.float64]]]]

@@ -1,15 +1,15 @@
 """What a program does: ops, tensors, loops, sharding rules. Knows no meshes and no chips."""
 
-from autoshard.graph.build.attention_ops import Attention as Attention
-from autoshard.graph.build.attention_ops import find_attentions as find_attentions
-from autoshard.graph.build.opaque_rules import COLLECTIVES as COLLECTIVES
-from autoshard.graph.build.opaque_rules import IN as IN
-from autoshard.graph.build.opaque_rules import OUT as OUT
-from autoshard.graph.build.rolls import ROTATE as ROTATE
 from autoshard.graph.clusters import Cluster as Cluster
 from autoshard.graph.clusters import Edge as Edge
 from autoshard.graph.clusters import Structure as Structure
 from autoshard.graph.clusters import build_structure as build_structure
+from autoshard.graph.extraction.attention_ops import Attention as Attention
+from autoshard.graph.extraction.attention_ops import find_attentions as find_attentions
+from autoshard.graph.extraction.opaque_rules import COLLECTIVES as COLLECTIVES
+from autoshard.graph.extraction.opaque_rules import IN as IN
+from autoshard.graph.extraction.opaque_rules import OUT as OUT
+from autoshard.graph.extraction.rolls import ROTATE as ROTATE
 from autoshard.graph.flops import GROUPED as GROUPED
 from autoshard.graph.flops import GROUPED_GRADIENT as GROUPED_GRADIENT
 from autoshard.graph.flops import MATMULS as MATMULS

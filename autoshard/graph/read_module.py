@@ -9,13 +9,19 @@ import re
 from typing import Any
 
 from autoshard import mlir
-from autoshard.graph.build.graph_builder import UseReading
-from autoshard.graph.build.loops import BRANCHING, read_branches, read_while
-from autoshard.graph.build.mlir_attributes import gathering_rule, parse_mesh, parse_rule, parse_shardings, updating_rule
-from autoshard.graph.build.opaque_rules import COLLECTIVES, read_opaque, same_rule
-from autoshard.graph.build.program_constraints import CONSTRAINTS, called, read_constraint, read_manual
-from autoshard.graph.build.rolls import strided_dims
-from autoshard.graph.build.windowed_rules import offsets, windowed_rule
+from autoshard.graph.extraction.graph_builder import UseReading
+from autoshard.graph.extraction.loops import BRANCHING, read_branches, read_while
+from autoshard.graph.extraction.mlir_attributes import (
+    gathering_rule,
+    parse_mesh,
+    parse_rule,
+    parse_shardings,
+    updating_rule,
+)
+from autoshard.graph.extraction.opaque_rules import COLLECTIVES, read_opaque, same_rule
+from autoshard.graph.extraction.program_constraints import CONSTRAINTS, called, read_constraint, read_manual
+from autoshard.graph.extraction.rolls import strided_dims
+from autoshard.graph.extraction.windowed_rules import offsets, windowed_rule
 from autoshard.graph.flops import known_call, op_flops
 from autoshard.graph.memory.host_transfers import placement_kind
 from autoshard.graph.memory.operand_rounding import ROUNDING

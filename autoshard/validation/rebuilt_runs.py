@@ -202,7 +202,8 @@ def unseen_seconds(model: Model, choices: NDArray[np.int64], run: Run | ServingR
 def without_source(chip: str, source: str) -> Calibration:
     """The figures of a chip, those that were fitted to published runs fitted without the runs of one source.
 
-    They are the shipped ones for a source that nothing was fitted to. `experiments/validate_sources.py` writes them.
+    They are the shipped ones for a source that nothing was fitted to. `experiments/fidelity/validate_sources.py`
+    writes them.
     """
     document = json.loads(LEFT_OUT.read_text())
     return dataclasses.replace(load_calibration(chip), **document["sources"].get(source, {}).get(chip, {}))

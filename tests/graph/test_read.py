@@ -8,7 +8,7 @@ import pytest
 from jax import lax
 
 from autoshard.graph import FactorKind, OpClass, analyse, build_structure, read_graph, replace_names
-from autoshard.graph.build.mlir_attributes import parse_shardings, parse_type
+from autoshard.graph.extraction.mlir_attributes import parse_shardings, parse_type
 from tests.graph import programs as made
 from tests.graph.programs import f32, graph_of, ops
 

@@ -3,7 +3,7 @@
 import pytest
 
 from autoshard.graph import FactorKind, Rule
-from autoshard.graph.build.mlir_attributes import parse_rule, updating_rule
+from autoshard.graph.extraction.mlir_attributes import parse_rule, updating_rule
 
 
 PARALLEL, REDUCTION = FactorKind.PARALLEL, FactorKind.REDUCTION

@@ -49,7 +49,7 @@ class EstimatorError:
 def estimator_error() -> EstimatorError:
     """The estimator's error, as it was measured on published runs and on plans of one model.
 
-    `experiments/published_runs.py` and `experiments/pair_estimates.py` measure it.
+    `experiments/fidelity/published_runs.py` and `experiments/fidelity/pair_estimates.py` measure it.
     """
     return EstimatorError(**json.loads(_ERROR_FILE.read_text()))
 

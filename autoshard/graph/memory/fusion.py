@@ -11,7 +11,7 @@ attention's scores there depends on the spec: `_softmax`.
 import dataclasses
 from collections.abc import Collection, Mapping, Sequence
 
-from autoshard.graph.build.opaque_rules import IN, OUT
+from autoshard.graph.extraction.opaque_rules import IN, OUT
 from autoshard.graph.memory.buffer_dtypes import stored, widened
 from autoshard.graph.memory.epilogue_fusion import continued, latest_makers, meetings, with_epilogues
 from autoshard.graph.memory.host_transfers import copied_stacks, hosted, in_transit

@@ -1,6 +1,6 @@
 """Buffers of loops: materialised loop inputs, and matmuls of pipeline stages."""
 
-from autoshard.graph.build.rolls import ROTATE
+from autoshard.graph.extraction.rolls import ROTATE
 from autoshard.graph.records import Op, OpClass, OpGraph
 
 

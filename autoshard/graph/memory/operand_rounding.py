@@ -9,7 +9,7 @@ import dataclasses
 from collections import defaultdict
 from collections.abc import Iterator
 
-from autoshard.graph.build.opaque_rules import same_rule
+from autoshard.graph.extraction.opaque_rules import same_rule
 from autoshard.graph.flops import is_sum
 from autoshard.graph.records import Op, OpClass, OpGraph, Tensor, made_by, renumbered
 

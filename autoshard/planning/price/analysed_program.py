@@ -37,7 +37,8 @@ from autoshard.program import WEIGHTS, Lifted, Program, lift_constraints, lowere
 
 LATE_IN_STAGES = frozenset({"v6e"})
 """Chips whose compiler was seen to make the gradient of the head after the backward pass of a pipeline every time: all
-three that were compiled (`experiments/pipeline_fidelity.py`, libtpu 0.0.51). That for v5p did so in two of five."""
+three that were compiled (`experiments/fidelity/pipeline_fidelity.py`, libtpu 0.0.51). That for v5p did so in two of
+five."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

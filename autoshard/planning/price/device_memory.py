@@ -58,7 +58,7 @@ class Headroom:
 
 @functools.cache
 def load_headroom() -> Headroom:
-    """The constants that `experiments/headroom.py` measured."""
+    """The constants that `experiments/fidelity/headroom.py` measured."""
     return Headroom(**json.loads(_FILE.read_text()))
 
 

@@ -1,0 +1,1 @@
+"""Reading a module into an `OpGraph`: ops, loops, constraints and sharding rules."""

@@ -1,0 +1,219 @@
+"""Attention that one op computes: its factors, its values, and the rules of cuDNN's calls."""
+
+import dataclasses
+import json
+import re
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from autoshard.base.call_rules import CallRule, bind, parse_call_rule
+from autoshard.errors import UserError
+from autoshard.graph.flops import ATTENTION, MATMULS, RING, RING_ATTENTION
+from autoshard.graph.records import FactorKind, Op, OpGraph, Tensor
+
+
+_FORWARD = re.compile(rf"_fwd|^_flash_attention_kernel|^{RING}_(causal|full)$")
+"""Names of kernels that compute the forward pass."""
+_PASSED = frozenset(
+    {
+        "add", "broadcast_in_dim", "concatenate", "convert", "divide", "multiply", "negate", "pad", "reshape", "rotate",
+        "select", "slice", "subtract", "transpose",
+    }
+)  # fmt: skip
+"""Ops that stand between a projection and its attention: layouts, rotary embedding, norms' scales."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Attention:
+    """One op that computes attention, forward or backward."""
+
+    op: int
+    forward: bool
+    ring: bool
+    queries: frozenset[int]
+    """Factors of the op along the sequence of queries."""
+    keys: frozenset[int]
+    """The factors along the sequence of keys and values; in a ring they are those of the queries."""
+    leading: frozenset[int]
+    """The factors of batch, heads and groups of heads."""
+    heads: tuple[int, int]
+    """Heads of keys and values, and query heads that share one (1 where the kernel does not keep them apart)."""
+    of_heads: int
+    """The factor of the heads of keys and values."""
+    of_sequence: int
+    """The factor of the queries' sequence that may be split: of blocks, where a kernel has some."""
+    splits: bool
+    """Whether a device may take a part of the queries; splash attention's kernel of the gradients of keys looks its
+    queries up in a table, and takes the whole of them."""
+    operand: int
+    """The tensor of its queries."""
+    values: Mapping[int, int]
+    """Tensors from the projections to the op, and from it to the next one -> the dim that is their sequence."""
+    of_queries: frozenset[int]
+    """The members of `values` whose sequence is the queries', with their heads: no tables of positions."""
+
+    @property
+    def sequence(self) -> frozenset[int]:
+        """Factors along either sequence."""
+        return self.queries | self.keys
+
+
+def find_attentions(graph: OpGraph) -> tuple[Attention, ...]:
+    """Every attention of a graph that one op computes, in program order."""
+    uses: dict[int, list[int]] = defaultdict(list)
+    for op in graph.ops:
+        for tensor in op.operands:
+            uses[tensor].append(op.id)
+    return tuple(found for op in graph.ops if (found := _attention(graph, op, uses)) is not None)
+
+
+def _attention(graph: OpGraph, op: Op, uses: Mapping[int, list[int]]) -> Attention | None:
+    known = op.kind in MATMULS or (op.opaque is not None and (op.opaque.head or op.opaque.target.startswith(RING)))
+    if op.rule is None or not known:
+        return None
+    floats = [k for k, t in enumerate(op.operands) if _is_float(graph.tensors[t])]
+    if len(floats) < 3:
+        return None
+    query, key = floats[:2]
+    rank = len(op.rule.operands[query])
+    queries, keys = (frozenset(op.rule.operands[k][-2]) for k in (query, key))
+    leading = frozenset(f for dims in op.rule.operands[query][:-2] for f in dims)
+    shared = len(op.rule.operands[key]) == rank - 1  # [B, K, G, S, D] over [B, K, T, D]
+    shape = graph.tensors[op.operands[query]].shape
+    heads = shape[-4:-2] if shared and rank > 3 else (graph.tensors[op.operands[key]].shape[-3], 1)
+    sequence = queries | keys
+    of_heads, of_sequence = op.rule.operands[key][-3][0], op.rule.operands[query][-2][0]
+    splits = op.rule.kinds[of_sequence] is not FactorKind.NEED_REPLICATION
+    values: dict[int, int] = {}
+    of_queries: set[int] = set()
+    for tensor, dims in op.sides:
+        record = graph.tensors[tensor]
+        along = [d for d, factors in enumerate(dims) if sequence & set(factors)]
+        if along and _is_float(record):
+            found = _between(graph, tensor, along[0], uses)
+            values |= found
+            if splits and queries & set(dims[along[0]]):
+                of_queries |= {t for t in found if 2 * graph.tensors[t].elements >= record.elements}
+    target = op.opaque.target if op.opaque is not None else ""
+    forward = op.kind in (ATTENTION, RING_ATTENTION) or bool(_FORWARD.search(target))
+    ring = target.startswith(RING) or op.kind.startswith(RING)
+    return Attention(
+        op.id, forward, ring, queries, keys, leading, heads, of_heads, of_sequence, splits,  # type: ignore[arg-type]
+        op.operands[query], values, frozenset(of_queries),
+    )  # fmt: skip
+
+
+def _is_float(tensor: Tensor) -> bool:
+    return len(tensor.shape) > 2 and tensor.dtype.startswith(("float", "bfloat"))
+
+
+def _between(graph: OpGraph, tensor: int, dim: int, uses: Mapping[int, list[int]]) -> dict[int, int]:
+    """A tensor, and those that lead to it or that it leads to without a matmul between -> the dim of the sequence."""
+    found = {tensor: dim}
+    waiting = [tensor]
+    while waiting:
+        at = waiting.pop()
+        producer = graph.tensors[at].producer
+        for number in ((producer,) if producer >= 0 else ()) + tuple(uses.get(at, ())):
+            for other, where in _along(graph.ops[number], at, found[at]):
+                if other not in found and graph.tensors[other].elements > 1:
+                    found[other] = where
+                    waiting.append(other)
+    return found
+
+
+def _along(op: Op, tensor: int, dim: int) -> Iterator[tuple[int, int]]:
+    """Other tensors of an op that is passed, and the dim of each that is the dim of `tensor`."""
+    if op.rule is None or op.kind not in _PASSED:
+        return
+    factors = {f for t, dims in op.sides if t == tensor for f in dims[dim]}
+    for other, dims in op.sides:
+        along = [d for d, own in enumerate(dims) if factors & set(own)]
+        if other != tensor and along:
+            yield other, along[0]
+
+
+_PREFIX, _BACKWARD, _BIAS, _EIGHT_BITS = "__cudnn$fmha", "Backward", "Bias", "F8"
+
+
+def is_cudnn_attention(target: str) -> bool:
+    return target.startswith(_PREFIX)
+
+
+def cudnn_rule(target: str, config: str, operands: Sequence[Tensor], results: Sequence[Tensor]) -> CallRule | None:
+    """Batch `b`, heads of keys `k` and heads of queries for each of these `g` are split, all else stays whole.
+
+    Flops are those of two matmuls over the scores forward and of five backward; scores never reach memory. None where
+    shards would not mean the same: packed sequences, whose offsets count over batch and heads; paged keys and values,
+    which the batch shares; eight-bit floats, whose largest values are results. None too for a call of another form.
+    """
+    fmha = _read(config)
+    heads = _dim_of_heads(fmha)
+    packed = int(fmha.get("max_seg_per_batch") or 1) > 1
+    if heads is None or packed or fmha.get("is_paged_attention") or _EIGHT_BITS in target:
+        return None
+    if len(operands) < 3 or any(len(t.shape) != 4 for t in operands[:3]):
+        return None
+
+    def laid(head: str, row: str, channel: str) -> str:
+        return f"b {head} {row} {channel}" if heads == 1 else f"b {row} {head} {channel}"
+
+    queries, keys, values = laid("(k g)", "s", "h"), laid("k", "t", "h"), laid("k", "t", "v")
+    mixed, sums = "b (k g) s v", "b (k g) s"
+    takes = [queries, keys, values]
+    bias: list[str] = []
+    if target.endswith(_BACKWARD):
+        takes += [sums, laid("(k g)", "s", "v")]
+        if _BIAS in target and len(operands) > 5:
+            bias = [_bias(operands[5].shape)]
+        takes += [*bias, laid("(k g)", "s", "v")]
+        gives = ["b (k g) s h", "b k t h", "b k t v"]
+        gives += bias if len(results) == 5 else []
+        flops = "6 b k g s t h + 4 b k g s t v"
+    else:
+        if _BIAS in target and len(operands) > 3:
+            bias = [_bias(operands[3].shape)]
+        takes += bias
+        gives = [mixed, sums] if len(results) == 3 else [mixed]
+        flops = "2 b k g s t h + 2 b k g s t v"
+    takes += ["b"] * (len(operands) - len(takes))  # lengths of sequences
+    gives += ["workspace"] * (len(results) - len(gives))
+    text = ", ".join(takes) + " -> " + ", ".join(gives)
+    whole = ["s", "t", "h", "v", "workspace"]
+    if bias and len(gives) == 5:  # the bias's gradient is summed over what the bias lacks
+        whole += [factor for factor in ("b", "k", "g") if factor not in bias[0]]
+    shared = operands[0].shape[heads] // max(1, operands[1].shape[heads])
+    words = set(text.replace("(", " ").replace(")", " ").replace(",", " ").split())
+    rule = parse_call_rule(
+        target, text, need_replication=[w for w in whole if w in words], sizes={"g": shared}, flops=flops
+    )
+    try:
+        bind(rule, [t.shape for t in operands], [t.shape for t in results])
+    except UserError:
+        return None
+    return rule
+
+
+def _read(config: str) -> dict[str, Any]:
+    try:
+        read = json.loads(config)
+    except json.JSONDecodeError:
+        return {}
+    return read.get("cudnn_fmha_backend_config", {}) if isinstance(read, dict) else {}
+
+
+def _dim_of_heads(fmha: dict[str, Any]) -> int | None:
+    """The dim of heads in queries and keys: the second that the first matmul with one on its right side loops over."""
+    for matmul in ("bmm1", "bmm1_grad_gemm1"):
+        dims = fmha.get(f"{matmul}_dot_dimension_numbers", {}).get("rhs_batch_dimensions", ())
+        if [str(d) for d in dims] in (["0", "1"], ["0", "2"]):
+            return int(dims[1])
+    return None
+
+
+def _bias(shape: Sequence[int]) -> str:
+    """`[b n s t]`, with batch and heads that may be one for all."""
+    if len(shape) != 4:
+        return "b (k g) s t"
+    return " ".join(["b" if shape[0] > 1 else "alike", "(k g)" if shape[1] > 1 else "common", "s", "t"])

@@ -1,0 +1,117 @@
+"""What has been read of a module so far: tensors, ops, loops, and which tensor each value is."""
+
+import math
+import re
+from collections.abc import Callable
+from typing import Any
+
+from autoshard import mlir
+from autoshard.errors import UserError
+from autoshard.graph.extraction.mlir_attributes import parse_type
+from autoshard.graph.extraction.rolls import Cut, join_rolls
+from autoshard.graph.records import Constraint, Loop, Manual, Op, OpClass, OpGraph, Rule, Tensor
+
+
+MOST_TENSOR_BYTES = 1 << 53
+"""Up to this every number of bytes is exact in floating point, and sums over a step stay within 64 bits."""
+
+
+class UseReading:
+    """Grows op by op; `graph` is the result."""
+
+    def __init__(self) -> None:
+        self.tensors: list[Tensor] = []
+        self.ops: list[Op] = []
+        self.loops: list[Loop | None] = []
+        self.constraints: list[Constraint] = []
+        self.without_rule: list[int] = []
+        self.arguments: list[int] = []
+        self.results: list[int] = []
+        self.ids: dict[Any, int] = {}
+        self.free: set[int] = set()
+        self.constants: dict[int, int] = {}
+        self.number = -1
+        self.hash = ""
+        self.cuts: dict[int, Cut] = {}
+        self.meshes: dict[str, tuple[tuple[str, int], ...]] = {}
+        self.manual: tuple[str, ...] = ()
+        self.regions: list[Manual] = []
+
+    def graph(self) -> OpGraph:
+        loops = tuple(loop for loop in self.loops if loop is not None)
+        returned = set(self.results) | {t for loop in loops for c in loop.carries for t in (c.init, c.update)}
+        ops = join_rolls(self.ops, self.tensors, self.cuts, returned)
+        return OpGraph(
+            tuple(self.tensors), tuple(ops), loops, tuple(self.arguments), tuple(self.results),
+            tuple(self.constraints), tuple(self.without_rule), self.hash, tuple(self.regions),
+        )  # fmt: skip
+
+    def new_tensor(self, value: Any, producer: int, loop: int, where: tuple[int, int], name: str = "") -> int:
+        shape, dtype, size = parse_type(str(value.type))
+        size *= math.prod(shape)
+        if size > MOST_TENSOR_BYTES:
+            named = f"the tensor {name or mlir.location_name(value.location)}".rstrip()
+            raise UserError(
+                f"{named} has the shape {list(shape)}, more than {MOST_TENSOR_BYTES >> 50} PiB; "
+                "times and sizes of such a program cannot be counted: make it smaller."
+            )
+        tensor = Tensor(len(self.tensors), shape, dtype, size, producer, loop, where, name, self.manual)
+        self.tensors.append(tensor)
+        self.ids[value] = tensor.id
+        return tensor.id
+
+    def alias(self, op: Any) -> None:
+        for operand, result in zip(op.operands, op.results, strict=True):
+            self.ids[result] = self.ids[operand]
+
+    def passing(
+        self,
+        op: Any,
+        kind: str,
+        source: int,
+        value: Any,
+        where: tuple[int, int],
+        loop: int,
+        rule: Rule | None,
+        operand: int = 0,
+        fixed: tuple[tuple[int, tuple[str, ...]], ...] = (),
+        manual: tuple[str, ...] = (),
+    ) -> None:
+        """An op that only says how its operand is split: a constraint, or one value at an end of a region."""
+        op_class = OpClass.VIEW if kind == "sharding_constraint" else OpClass.HEAVY
+        op_id, name = len(self.ops), mlir.location_name(op.location)
+        result = self.new_tensor(value, op_id, loop, where, name)
+        if source in self.free:
+            self.free.add(result)
+            op_class = OpClass.FREE
+        self.ops.append(
+            Op(
+                op_id,
+                where[0],
+                kind,
+                op_class,
+                (source,),
+                (result,),
+                rule,
+                loop,
+                0,
+                name,
+                (operand,),
+                (),
+                manual,
+                fixed,
+                line=mlir.code_line(op),
+            )
+        )
+
+    def note_constant(self, op: Any, tensor: int) -> None:
+        """Remembers a whole number; nobody asks for others, and the bindings cannot read complex ones at all."""
+        if not self.tensors[tensor].dtype.startswith(("int", "uint")):
+            return
+        match = re.search(r"dense<(-?\d+)>", str(op.attributes["value"]))
+        if match:
+            self.constants[tensor] = int(match[1])
+
+
+ReadBlock = Callable[[Any, int], list[int]]
+"""Reads the ops of a block in a loop (-1 for none); gives the tensors that its terminator returns."""

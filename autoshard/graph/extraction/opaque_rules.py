@@ -1,0 +1,166 @@
+"""Sharding rules of custom calls and of the ends of regions that a program splits by hand."""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+from autoshard import mlir
+from autoshard.base.call_rules import bind, registered
+from autoshard.graph.extraction.attention_ops import cudnn_rule, is_cudnn_attention
+from autoshard.graph.extraction.mlir_attributes import parse_rule
+from autoshard.graph.flops import CUDNN, RING, call_flops
+from autoshard.graph.records import FactorKind, Opaque, Rule, Sharding, Tensor
+
+
+_KERNELS = {
+    "_flash_attention_kernel": 4,
+    "_flash_attention_dkv_kernel": 8,
+    "_flash_attention_dq_kernel": 6,
+    "splash_mha_fwd": 4,
+    "splash_mqa_fwd": 4,
+    "splash_mha_dkv": 8,
+    "splash_mqa_dkv": 8,
+    "splash_mha_dq": 6,
+    "splash_mqa_dq": 6,
+}
+"""Beginnings of names of jax's own TPU attention kernels, and flops for each pair of positions and head channel: two
+matmuls forward; for the gradients of keys and values four, of queries three."""
+
+
+def read_opaque(op: Any, operands: Sequence[Tensor], results: Sequence[Tensor], where: str) -> Opaque:
+    """What is known of a custom call; a rule the user registered comes first. Raises `UserError` if it does not fit."""
+    target, own = mlir.call_target(op), bool(mlir.call_key(op))
+    work = mlir.call_work(op)
+    if not own and not work.flops:
+        work = dataclasses.replace(work, flops=call_flops(target, operands))
+    head = _head(target, operands)
+    fixed = mlir.has_fixed_shapes(op)
+    given = registered(target)
+    if given is None and is_cudnn_attention(target):
+        given = cudnn_rule(target, mlir.backend_config(op), operands, results)
+    if given is not None:
+        shapes = [t.shape for t in operands], [t.shape for t in results]
+        bound = bind(given, *shapes, f"of `{target}`" + (f" at {where}" if where else ""))
+        kinds = tuple(FactorKind(kind) for kind in bound.kinds)
+        rule = Rule(bound.sizes, kinds, bound.operands, bound.results)
+        # Sums over devices are added to a function that is run on shards, not to a call that is passed shards.
+        rule = whole_where_untied(rule if own else _without_sums(rule))
+        return Opaque(target, rule, bound.flops or work.flops, work.traffic, True, fixed, work.dtype, head)
+    text = str(op.attributes["sdy.sharding_rule"]) if "sdy.sharding_rule" in op.attributes else ""
+    if text:
+        rule, sloping = whole_where_untied(parse_rule(text)), tuple(work.sloping.items())
+        uneven = tuple(work.uneven.items())
+        said = Opaque(target, rule, work.flops, work.traffic, own, fixed, work.dtype, head, sloping, work.steps, uneven)
+        return dataclasses.replace(said, sent=work.sent)
+    for beginning, each in _KERNELS.items():
+        if target.startswith(beginning):
+            rule, count = _attention(operands, results, each)
+            return Opaque(target, rule, count, 0, True, fixed, head=head)
+    return Opaque(target, None, work.flops, work.traffic, own, fixed, work.dtype, head)
+
+
+def _head(target: str, operands: Sequence[Tensor]) -> int:
+    """Head dim of one of jax's attention kernels; 0 for any other call."""
+    floats = _floats(operands)
+    return floats[0].shape[-1] if floats and target.startswith((*_KERNELS, RING, CUDNN)) else 0
+
+
+def _floats(operands: Sequence[Tensor]) -> list[Tensor]:
+    """Queries, keys and values come first of them."""
+    return [t for t in operands if len(t.shape) > 2 and t.dtype.startswith(("float", "bfloat"))]
+
+
+def whole_where_untied(rule: Rule) -> Rule:
+    """An opaque call's factors of one side only: the call needs, or makes, the whole of them."""
+    inputs, outputs = ({f for dims in side for dim in dims for f in dim} for side in (rule.operands, rule.results))
+    kinds = tuple(
+        FactorKind.NEED_REPLICATION if kind is FactorKind.PARALLEL and (f in inputs) != (f in outputs) else kind
+        for f, kind in enumerate(rule.kinds)
+    )
+    return dataclasses.replace(rule, kinds=kinds)
+
+
+def _without_sums(rule: Rule) -> Rule:
+    kinds = tuple(FactorKind.NEED_REPLICATION if k is FactorKind.REDUCTION else k for k in rule.kinds)
+    return dataclasses.replace(rule, kinds=kinds)
+
+
+def _attention(operands: Sequence[Tensor], results: Sequence[Tensor], each: int) -> tuple[Rule | None, int]:
+    """Batch and heads, which lead the queries' dims, split wherever they lead; and the flops."""
+    floats = _floats(operands)
+    if len(floats) < 2:
+        return None, 0
+    queries, keys = floats[:2]
+    lead = queries.shape[:-2]
+    sizes, kinds = list(lead), [FactorKind.PARALLEL] * len(lead)
+    maps = []
+    for tensor in (*operands, *results):
+        dims = []
+        for d, size in enumerate(tensor.shape):
+            tied = d < min(len(lead), len(tensor.shape) - 2) and size == lead[d]
+            tied = tied and all(dims[i] == (i,) for i in range(d))
+            if not tied:
+                sizes.append(size)
+                kinds.append(FactorKind.NEED_REPLICATION)
+            dims.append((d,) if tied else (len(sizes) - 1,))
+        maps.append(tuple(dims))
+    rule = Rule(tuple(sizes), tuple(kinds), tuple(maps[: len(operands)]), tuple(maps[len(operands) :]))
+    return rule, each * queries.elements * keys.shape[-2]
+
+
+IN, OUT = "shard_map_in", "shard_map_out"
+"""Kinds of the ops that stand for the ends of a region: one for every operand, one for every result."""
+
+COLLECTIVES = frozenset(
+    {
+        "all_reduce", "all_gather", "reduce_scatter", "all_to_all", "collective_permute", "collective_broadcast",
+    }
+)  # fmt: skip
+
+Fixed = tuple[tuple[int, tuple[str, ...]], ...]
+
+
+def end_rule(outside: Sequence[int], inside: Sequence[int], sharding: Sharding, kind: str) -> tuple[Rule, Fixed]:
+    """The rule of one end of a region, and which axes split which of its factors, from both shapes."""
+    sizes: list[int] = []
+    kinds: list[FactorKind] = []
+    outer: list[tuple[int, ...]] = []
+    inner: list[tuple[int, ...]] = []
+    fixed = []
+    for large, small, axes in zip(outside, inside, sharding.dims, strict=True):
+        outer.append((len(sizes),))
+        if axes:
+            fixed.append((len(sizes), tuple(axis.name for axis in axes)))
+            sizes += [large, small]
+            kinds += [FactorKind.PARALLEL, FactorKind.NEED_REPLICATION]
+        else:
+            sizes.append(large)
+            kinds.append(FactorKind.PARALLEL)
+        inner.append((len(sizes) - 1,))
+    sides = (outer, inner) if kind == IN else (inner, outer)
+    return Rule(tuple(sizes), tuple(kinds), (tuple(sides[0]),), (tuple(sides[1]),)), tuple(fixed)
+
+
+def same_rule(operands: Sequence[Sequence[int]], results: Sequence[Sequence[int]]) -> Rule | None:
+    """The rule of a collective, or of a constraint: dims keep their place, those that change size stay whole.
+
+    None where operands and results have different ranks.
+    """
+    rank = len(operands[0])
+    if any(len(shape) != rank for shape in (*operands, *results)):
+        return None
+    sizes, kinds = list(operands[0]), [FactorKind.PARALLEL] * rank
+    sides = []
+    for shape in (*operands, *results):
+        dims = []
+        for dim, size in enumerate(shape):
+            if size == operands[0][dim]:
+                dims.append((dim,))
+                continue
+            kinds[dim] = FactorKind.NEED_REPLICATION
+            dims.append((len(sizes),))
+            sizes.append(size)
+            kinds.append(FactorKind.NEED_REPLICATION)
+        sides.append(tuple(dims))
+    count = len(operands)
+    return Rule(tuple(sizes), tuple(kinds), tuple(sides[:count]), tuple(sides[count:]))

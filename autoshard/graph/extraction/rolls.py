@@ -1,0 +1,114 @@
+"""Rolls: written as slices put together again, they are one op, which the partitioner knows.
+
+`jnp.roll` lowers to two slices and a concatenation, its gradient to two slices, padded and added. Each alone would be
+gathered along a dim that is split; together XLA makes a collective-permute of what crosses from one shard to the next.
+Programs that are written as a pipeline shift their stages in this way.
+"""
+
+import dataclasses
+from collections.abc import Mapping
+
+from autoshard.graph.records import FactorKind, Op, OpClass, Rule, Tensor
+
+
+ROTATE = "rotate"
+
+Cut = tuple[tuple[int, ...], ...]
+"""Numbers of a slice (starts, limits, strides), a pad (low, high, interior) or a concatenation (dim)."""
+
+
+def join_rolls(ops: list[Op], tensors: list[Tensor], cuts: Mapping[int, Cut], results: set[int]) -> list[Op]:
+    """The same ops with every roll as one op of kind `rotate`; its parts become free, and keep their places."""
+    users: dict[int, list[int]] = {}
+    for op in ops:
+        for tensor in op.operands:
+            users.setdefault(tensor, []).append(op.id)
+    found = list(ops)
+
+    def made(tensor: int, kind: str, user: int) -> Op | None:
+        producer = tensors[tensor].producer
+        if producer < 0 or users.get(tensor) != [user] or tensor in results:
+            return None
+        return ops[producer] if ops[producer].kind == kind and producer in cuts else None
+
+    for op in ops:
+        if op.kind == "concatenate" and len(op.operands) == 2 and op.id in cuts:
+            slices = [made(t, "slice", op.id) for t in op.operands]
+            pads: list[Op] = []
+        elif op.kind == "add":
+            padded = [made(t, "pad", op.id) for t in op.operands]
+            if any(pad is None for pad in padded):
+                continue
+            pads = [pad for pad in padded if pad is not None]
+            slices = [made(pad.operands[0], "slice", pad.id) for pad in pads]
+        else:
+            continue
+        parts = [part for part in slices if part is not None]
+        if len(parts) < 2 or parts[0].operands[0] != parts[1].operands[0]:
+            continue
+        shift = _shift(tensors, op, parts, pads, cuts)
+        if shift is None:
+            continue
+        dim, amount = shift
+        found[op.id] = _rotation(op, tensors, parts, dim, amount)
+        for part in (*parts, *pads):
+            found[part.id] = dataclasses.replace(
+                part, op_class=OpClass.FREE, operands=(), operand_numbers=(), rule=None
+            )
+    return found
+
+
+def strided_dims(kind: str, cut: Cut) -> tuple[int, ...]:
+    """Dims in which a slice steps by more than one, or a pad puts places between elements."""
+    least = {"slice": 1, "pad": 0}.get(kind)
+    if least is None or not cut:
+        return ()
+    return tuple(dim for dim, step in enumerate(cut[2]) if step > least)
+
+
+def _shift(
+    tensors: list[Tensor], op: Op, slices: list[Op], pads: list[Op], cuts: Mapping[int, Cut]
+) -> tuple[int, int] | None:
+    """(dim, places it is shifted up) if the slices are the two ends of one dim, put together the other way round."""
+    shape = tensors[slices[0].operands[0]].shape
+    if tensors[op.results[0]].shape != shape:
+        return None
+    spans = [cuts[part.id] for part in slices]
+    dims = [d for d, size in enumerate(shape) if any((s[0][d], s[1][d]) != (0, size) for s in spans)]
+    if len(dims) != 1 or any(set(s[2]) - {1} for s in spans):
+        return None
+    (dim,) = dims
+    order = sorted(range(2), key=lambda k: spans[k][0][dim])
+    low, high = (spans[k] for k in order)
+    amount = shape[dim] - high[0][dim]
+    if low[0][dim] or low[1][dim] != high[0][dim] or high[1][dim] != shape[dim]:
+        return None
+    if not pads:
+        return (dim, amount) if cuts[op.id] == ((dim,),) and order == [1, 0] else None
+    # The upper part goes to the bottom and the lower part to the top.
+    rest = shape[dim] - amount
+    wanted = {order[1]: (0, rest), order[0]: (amount, 0)}
+    for k, pad in enumerate(pads):
+        below, above, between = cuts[pad.id]
+        if any(between) or (below[dim], above[dim]) != wanted[k]:
+            return None
+        if any(n for d in range(len(shape)) if d != dim for n in (below[d], above[d])):
+            return None
+    return dim, amount
+
+
+def _rotation(op: Op, tensors: list[Tensor], slices: list[Op], dim: int, amount: int) -> Op:
+    shape = tensors[op.results[0]].shape
+    kinds = tuple(FactorKind.PERMUTATION if d == dim else FactorKind.PARALLEL for d in range(len(shape)))
+    same = (tuple((d,) for d in range(len(shape))),)
+    seats = tuple((part.number, 0) for part in slices)
+    return dataclasses.replace(
+        op,
+        kind=ROTATE,
+        op_class=OpClass.HEAVY,
+        operands=(slices[0].operands[0],),
+        operand_numbers=(0,),
+        rule=Rule(shape, kinds, same, same),
+        seats=seats,
+        shift=amount,
+    )
