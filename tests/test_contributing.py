@@ -6,13 +6,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from tests.plan import programs as made
 
 import autoshard
 from autoshard.base import call_rules
 from autoshard.cost import Topology, calibration, chip_of_kind, load_chip
 from autoshard.cost import chip as _chip
 from autoshard.planning import FORMS
+from tests.planning import programs as made
 from tests.test_rooms import ROOMS, SHELVES
 
 

@@ -26,7 +26,7 @@ WINDOWED = "xla_jf_spmd_threshold_for_windowed_einsum_mib"
 
 SPARSE_GATHER_SHARE, SPARSE_SUM_SHARE = 0.7, 0.95
 """Hidden shares of gathers and of sums on SparseCores in schedules of libtpu 0.0.51, 0 without the flags: 64 and 100 %
-of an MLP with FSDP on v5p:2x2x2 (experiments/fidelity/overlap_by_compiler_flags.py), 78 and 94 % of a decoder of 12 layers on
+of an MLP with FSDP on v5p:2x2x2 (`overlap_by_compiler_flags.py`), 78 and 94 % of a decoder of 12 layers on
 v5p:2x2x1. Fitted to no published run."""
 FUSED_AS = "v5e"
 """The generation that fuses gathers with compute by itself: the only measure of it, since libtpu 0.0.51 refuses the

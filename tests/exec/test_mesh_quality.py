@@ -6,13 +6,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.plan import programs
 
 from autoshard.cost import Topology, make_mesh
 from autoshard.exec import estimate
 from experiments.fidelity import overlap
 from experiments.quality import mesh_quality
 from experiments.quality.plan_quality import TOPOLOGIES, Row
+from tests.planning import programs
 
 
 def compiled(seconds: float) -> dict[str, Any]:

@@ -6,7 +6,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from tests.plan import programs as made
 
 from autoshard.exec import plan_mesh, read_collectives, wire_by_axis
 from autoshard.planning import Options, Plan, make_plan
@@ -15,6 +14,7 @@ from autoshard.planning.price.evaluate import evaluate, tensor_spec
 from autoshard.planning.price.prediction import predict
 from autoshard.planning.space.user_constraints import read_asked
 from autoshard.program import Program, trace
+from tests.planning import programs as made
 
 
 SCALARS = 64

@@ -8,11 +8,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import pytest
-from tests.plan import programs as made
 
 from autoshard.exec import measure
 from autoshard.planning import Options, Plan, make_plan
 from autoshard.program import Program, open_source, trace
+from tests.planning import programs as made
 
 
 def f32(*shape: int) -> jax.ShapeDtypeStruct:

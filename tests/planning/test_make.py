@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 import scipy.optimize
 import scipy.sparse
-from tests.plan import programs as made
 
 import autoshard
 from autoshard import mlir
@@ -24,6 +23,7 @@ from autoshard.planning.solve.time_weights import even_weights
 from autoshard.program import from_torch, trace
 from autoshard.solver import FORBIDDEN, solve
 from tests.graph.programs import f32
+from tests.planning import programs as made
 
 
 PLANS = [

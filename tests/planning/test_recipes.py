@@ -10,7 +10,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from tests.plan import programs as made
 
 import autoshard
 from autoshard.cost import Topology, load_calibration
@@ -20,6 +19,7 @@ from autoshard.planning.price.analysed_program import least_seconds, read_progra
 from autoshard.planning.recipes.recipe import Recipe, needs_no_less
 from autoshard.program import DecoderDims, Program, decoder_program, open_source, read_choices, trace
 from tests.graph.programs import f32
+from tests.planning import programs as made
 from tests.planning.recipes import ON, tried
 
 

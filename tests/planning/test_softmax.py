@@ -7,7 +7,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from tests.plan import programs as made
 
 from autoshard.cost import Topology, make_mesh
 from autoshard.planning import Options, make_plan
@@ -16,6 +15,7 @@ from autoshard.planning.price.evaluate import evaluate, spec_of
 from autoshard.planning.price.op_prices import price_ops
 from autoshard.planning.space.decision_model import Model
 from autoshard.program import Program, trace
+from tests.planning import programs as made
 
 
 def attention(q: Any, k: Any, v: Any) -> Any:

@@ -13,7 +13,6 @@ import jax.numpy as jnp
 import networkx
 import pytest
 from rich.console import Console
-from tests.plan import programs
 
 from autoshard.errors import UserError
 from autoshard.planning import Plan, ProgramGraph
@@ -22,6 +21,7 @@ from autoshard.report import graph_figures, graph_form, graph_report, graph_svg,
 from autoshard.report.drawing.graph_boxes import draw_boxes
 from autoshard.report.drawing.graph_svg import COLUMNS, _box
 from tests.graph.programs import f32
+from tests.planning import programs
 
 
 SVG = "{http://www.w3.org/2000/svg}"

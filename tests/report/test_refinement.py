@@ -2,13 +2,13 @@
 
 import pytest
 from rich.console import Console
-from tests.plan import programs
 
 from autoshard.cost import load_calibration
 from autoshard.exec import Seen, refine
 from autoshard.exec.learn import refinement
 from autoshard.report import refinement_report
 from tests.exec.learn.refine_checks import MadeUpJudge
+from tests.planning import programs
 
 
 def shown(result) -> str:

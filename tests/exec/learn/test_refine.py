@@ -10,7 +10,6 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from tests.plan import programs
 
 import autoshard
 from autoshard.cost import Bill, Database, Topology, compiler_version, load_calibration
@@ -20,6 +19,7 @@ from autoshard.exec.learn import judges, refinement
 from autoshard.exec.learn.judges import CompileJudge, MeasureJudge, judge_of
 from autoshard.planning import Options, make_plan, plan_bills, plan_digest
 from tests.exec.learn.refine_checks import MadeUpJudge
+from tests.planning import programs
 
 
 ROOT = Path(__file__).parents[3]

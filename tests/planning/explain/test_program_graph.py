@@ -10,7 +10,6 @@ import jax.numpy as jnp
 import networkx
 import numpy as np
 import pytest
-from tests.plan import programs
 
 import autoshard
 from autoshard.errors import UserError
@@ -20,6 +19,7 @@ from autoshard.planning.price.op_prices import price_ops
 from autoshard.planning.space.decision_model import HOST, Model
 from autoshard.program import Program, trace
 from tests.graph.programs import f32
+from tests.planning import programs
 
 
 CASES = [

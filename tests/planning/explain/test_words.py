@@ -3,11 +3,11 @@
 import numpy as np
 import pytest
 from numpy.typing import NDArray
-from tests.plan import programs as made
 
 from autoshard.planning.explain.write_plan import describe
 from autoshard.planning.space.decision_model import Model
 from autoshard.program import Role
+from tests.planning import programs as made
 
 
 def choose(model: Model, everywhere: dict[str, str], stored: dict[str, str]) -> NDArray[np.int64]:

@@ -6,7 +6,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from tests.plan import programs
 
 import autoshard
 from autoshard import InfeasibleError, UserError
@@ -21,6 +20,7 @@ from autoshard.planning.space.plan_options import Limits
 from autoshard.planning.space.user_constraints import Required
 from autoshard.program import Program, trace
 from tests.graph.programs import f32
+from tests.planning import programs
 
 
 MESH = {"data": 4, "model": 2}

@@ -7,7 +7,6 @@ import signal
 from typing import Any
 
 import pytest
-from tests.plan import programs as made
 
 import autoshard
 from autoshard.base.workers import Crew
@@ -24,6 +23,7 @@ from autoshard.planning.space.user_constraints import Asked
 from autoshard.program import trace
 from tests.base.test_crew import nap, wait_for_helpers
 from tests.graph.programs import f32
+from tests.planning import programs as made
 
 
 WIDE = ("wide mlp", "v5e:4x4")

@@ -6,7 +6,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tests.plan import programs as made
 
 from autoshard.cost import Topology, make_mesh
 from autoshard.errors import UserError
@@ -16,6 +15,7 @@ from autoshard.planning.price.analysed_program import build_model, read_program
 from autoshard.planning.price.evaluate import Outcome, evaluate
 from autoshard.planning.record.plan_files import plan_to_json
 from autoshard.planning.record.plan_parts import Collective
+from tests.planning import programs as made
 
 
 ON: dict[str, Any] = {"topology": "v5e:4x4", "mesh": "data=4,model=4", "time_limit": math.inf}

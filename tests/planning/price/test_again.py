@@ -9,17 +9,17 @@ import time
 from pathlib import Path
 
 import pytest
-from tests.plan import programs as made
 
 import autoshard
 from autoshard.planning import Options, make_plan
 from autoshard.planning.record.plan_files import plan_to_json
 from autoshard.solver.search import engine as _engine
+from tests.planning import programs as made
 
 
 SCRIPT = """
 import sys
-from tests.plan import programs as made
+from tests.planning import programs as made
 folder, *meshes = sys.argv[1:]
 for mesh in meshes:
     made.planned("wide mlp", "v5e:4x4", mesh).plan.save(f"{folder}/{mesh}.json")

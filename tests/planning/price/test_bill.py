@@ -5,7 +5,6 @@ import json
 
 import numpy as np
 import pytest
-from tests.plan import programs
 
 from autoshard.cost import STEP, Bill, Database, Observation, Topology, compiler_version, load_calibration
 from autoshard.errors import UserError
@@ -14,6 +13,7 @@ from autoshard.planning.price.analysed_program import build_model, read_program
 from autoshard.planning.price.evaluate import evaluate
 from autoshard.planning.price.prediction import bill_of
 from autoshard.planning.record.plan_files import plan_to_json
+from tests.planning import programs
 
 
 @pytest.mark.parametrize(("name", "topology", "mesh"), programs.CASES)

@@ -3,7 +3,6 @@
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from tests.plan import programs
 
 from autoshard.graph import OpClass
 from autoshard.planning import Plan
@@ -14,6 +13,7 @@ from autoshard.planning.record.plan_files import plan_from_json, plan_to_json
 from autoshard.planning.space.decision_model import HOST
 from autoshard.program import trace
 from tests.graph.programs import f32
+from tests.planning import programs
 
 
 @pytest.mark.parametrize(("name", "topology", "mesh"), programs.CASES)

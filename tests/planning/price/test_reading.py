@@ -5,12 +5,12 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
-from tests.plan import programs
 
 from autoshard.planning.price.evaluate import evaluate
 from autoshard.planning.space.overlap import Overlap
 from autoshard.program import trace
 from tests.graph.programs import f32
+from tests.planning import programs
 
 
 def step(state: Any, x: Any) -> Any:

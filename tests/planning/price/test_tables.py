@@ -3,11 +3,11 @@
 import pickle
 
 import numpy as np
-from tests.plan import programs as made
 
 from autoshard.cost import Topology, make_mesh
 from autoshard.planning.price.analysed_program import build_model, read_program
 from autoshard.planning.price.reshard_paths import PathTables
+from tests.planning import programs as made
 
 
 def test_prices_are_the_same_with_tables_of_another_program() -> None:

@@ -7,13 +7,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from tests.plan import programs
 
 import autoshard
 from autoshard.planning import WAITS_FOR_HOST, Plan, Span, Timeline
 from autoshard.planning.price.evaluate import evaluate
 from autoshard.planning.price.step_timeline import make_timeline
 from tests.graph.programs import f32
+from tests.planning import programs
 
 
 def decoder(params, batch):

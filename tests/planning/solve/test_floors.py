@@ -2,12 +2,12 @@
 
 import numpy as np
 import pytest
-from tests.plan import programs as made
 
 from autoshard.cost import Topology, make_mesh
 from autoshard.planning.price.analysed_program import read_program
 from autoshard.planning.price.evaluate import evaluate
 from autoshard.planning.solve.problem_builder import kept_of, least_bytes, least_seconds
+from tests.planning import programs as made
 
 
 CASES = [

@@ -7,7 +7,6 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
-from tests.plan import programs as made
 
 import autoshard
 from autoshard.errors import OutOfRangeError
@@ -15,6 +14,7 @@ from autoshard.planning.solve.mesh_solve import LONG, Terms, solve_within
 from autoshard.planning.solve.problem_builder import DEAREST, build_network, build_problem, kept_of
 from autoshard.planning.solve.time_weights import even_weights
 from autoshard.solver import FORBIDDEN, evaluate, narrow
+from tests.planning import programs as made
 
 
 def slower(model: Any, factor: float) -> Any:

@@ -6,7 +6,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tests.plan import programs as made
 
 from autoshard.planning import Options, make_plan, read_asked
 from autoshard.planning.solve import repeats as _repeats
@@ -19,6 +18,7 @@ from autoshard.planning.space.decision_model import Model
 from autoshard.solver import evaluate, narrow
 from experiments.lib.programs.jax_case import train_program
 from experiments.lib.programs.jax_layers import layered
+from tests.planning import programs as made
 
 
 LIMIT = 1 << 34

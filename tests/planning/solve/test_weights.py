@@ -1,12 +1,12 @@
 """Weights of what competes in a block: raised towards the bound by cuts."""
 
 import pytest
-from tests.plan import programs as made
 
 from autoshard.planning.price.evaluate import Outcome
 from autoshard.planning.solve.time_weights import FLOOR, Weighing
 from autoshard.planning.solve.weight_search import search
 from autoshard.planning.space.plan_options import Limits
+from tests.planning import programs as made
 
 
 EVEN = {(-1, "compute"): 0.5, (-1, "x"): 0.25, (-1, "y"): 0.25, (0, "compute"): 0.5, (0, "x"): 0.5}

@@ -7,7 +7,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from tests.plan import programs as made
 
 import autoshard
 from autoshard.graph import FactorKind
@@ -24,6 +23,7 @@ from autoshard.planning.space.decision_model import Model
 from autoshard.planning.xla.axis_assignments import WHOLE
 from autoshard.program import LatentDims, decoder_program
 from autoshard.serving import Decoder
+from tests.planning import programs as made
 
 
 ALL = ["data_parallel", "fsdp", "tensor_parallel", "tensor_parallel_sp", "fsdp_tp", "fsdp_tp_sp"]

@@ -8,7 +8,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
-from tests.plan import programs as made
 
 from autoshard.planning.price.evaluate import evaluate, tensor_spec
 from autoshard.planning.solve.problem_builder import build_problem
@@ -21,6 +20,7 @@ from autoshard.program import Role, trace
 from autoshard.solver import FORBIDDEN
 from autoshard.solver import evaluate as evaluate_problem
 from tests.graph.programs import f32
+from tests.planning import programs as made
 
 
 CASES = [

@@ -7,12 +7,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from tests.plan import programs
 
 import autoshard
 from autoshard.cli import inputs, parser
 from autoshard.errors import UserError
 from autoshard.planning import Options, PlanOptions, make_plan, plan_remat, read_asked, read_options
+from tests.planning import programs
 
 
 def test_what_is_left_out_has_its_default():
