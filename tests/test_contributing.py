@@ -10,7 +10,7 @@ import pytest
 import autoshard
 from autoshard.base import call_rules
 from autoshard.cost import Topology, calibration, chip_of_kind, load_chip
-from autoshard.cost import chip as _chip
+from autoshard.cost import chip as chips
 from autoshard.planning import FORMS
 from tests.planning import programs as made
 from tests.test_rooms import ROOMS, SHELVES
@@ -48,8 +48,9 @@ def test_the_table_has_every_room_and_shelf_in_its_order():
     assert rows[0] == "base"
     assert list(dict.fromkeys(row.partition("/")[0] for row in rows[1:])) == list(ROOMS)
     for room, levels in SHELVES.items():
-        shelves = [name for level in levels for name in level if not name.startswith("_")]
-        assert [row.partition("/")[2] for row in rows if row.startswith(f"{room}/")] == shelves
+        places = [ROOT / "autoshard" / room / name for level in levels for name in level]
+        folders = [place.name for place in places if (place / "__init__.py").is_file()]
+        assert [row.partition("/")[2] for row in rows if row.startswith(f"{room}/")] == folders
 
 
 @pytest.fixture
@@ -57,22 +58,22 @@ def checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """A copy of the chips and their calibration, which is read in place of the shipped ones; the working directory."""
     cost = tmp_path / "autoshard" / "cost"
     (cost / "chips").mkdir(parents=True)
-    for path in (calibration._FILE, *_chip._FOLDER.glob("*.json")):
+    for path in (calibration._FILE, *chips._FOLDER.glob("*.json")):
         (cost / path.relative_to(calibration._FILE.parent)).write_bytes(path.read_bytes())
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(_chip, "_FOLDER", cost / "chips")
+    monkeypatch.setattr(chips, "_FOLDER", cost / "chips")
     monkeypatch.setattr(calibration, "_FILE", cost / "calibration.json")
-    _chip._chips.cache_clear()
+    chips._chips.cache_clear()
     yield tmp_path
     monkeypatch.undo()
-    _chip._chips.cache_clear()
+    chips._chips.cache_clear()
 
 
 def test_the_recipe_of_a_chip(checkout: Path):
-    before = set(_chip.chip_names())
+    before = set(chips.chip_names())
     exec(recipe("chip"), {})
-    _chip._chips.cache_clear()
-    (name,) = set(_chip.chip_names()) - before
+    chips._chips.cache_clear()
+    (name,) = set(chips.chip_names()) - before
     chip = load_chip(name)
     assert (checkout / "autoshard/cost/chips" / f"{name}.json").is_file()
     assert chip_of_kind(chip.device_kinds[0]) == chip
@@ -89,7 +90,7 @@ def test_the_recipe_of_a_chip(checkout: Path):
 def test_the_recipe_of_a_chip_leaves_out_nothing(checkout: Path):
     """Each of its two files is needed, and what lacks is said."""
     exec(recipe("chip"), {})
-    _chip._chips.cache_clear()
+    chips._chips.cache_clear()
     path = checkout / "autoshard/cost/calibration.json"
     document = json.loads(path.read_text())
     del document["chips"]["v8lite"]
