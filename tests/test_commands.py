@@ -235,7 +235,7 @@ def test_a_plan_that_cannot_be_judged_is_dropped_and_the_others_go_on(
 
 
 def test_validate_prints_every_row_and_its_difference(here: Here):
-    questions = str(Path(autoshard.__file__).parent / "cost" / "questions.json")
+    questions = str(Path(autoshard.__file__).parent / "validation" / "questions.json")
     result = here("validate", "--json", "--data", questions)
     figures = json.loads(result.stdout)
     assert len(figures["rows"]) > 40
