@@ -90,7 +90,7 @@ def test_every_command_has_the_flag_and_a_section():
         ("list", "models"),
         ("completion", "bash"),
         ("serve-plan", "hf:llama3-8b --topology v6e:2x4 --input 1000 --output 1000"),
-        ("validate", f"--data {Path(autoshard.__file__).parent / 'cost' / 'questions.json'}"),
+        ("validate", f"--data {Path(autoshard.__file__).parent / 'validation' / 'questions.json'}"),
     ],
 )
 def test_the_keys_are_those_in_the_docs(command: str, line: str, printed: Callable[[str], Any]):

@@ -35,7 +35,7 @@ HERE = Path(__file__).parents[1]
 RESULTS = HERE / "results" / "headroom.json"
 TABLE = HERE / "results" / "headroom.md"
 FIDELITY = HERE / "results" / "compile_fidelity.json"
-CONSTANTS = HERE.parent / "autoshard" / "plan" / "price" / "headroom.json"
+CONSTANTS = HERE.parent / "autoshard" / "planning" / "price" / "headroom.json"
 
 RECOMPUTE = "fits only with the compiler's own remat"
 LARGE = 1 / 3

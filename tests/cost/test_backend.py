@@ -8,7 +8,7 @@ from autoshard.cost import BACKENDS, Topology, chip_names, load_chip
 
 
 PACKAGE = Path(autoshard.__file__).parent
-HOME = PACKAGE / "cost" / "_backend.py"
+HOME = PACKAGE / "cost" / "backend.py"
 
 
 def told_apart(source: str) -> list[int]:
