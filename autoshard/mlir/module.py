@@ -211,7 +211,7 @@ def _frames(location: Any) -> Iterator[tuple[str, int]]:
 
 
 _PACKAGE = str(pathlib.Path(__file__).parent.parent)
-_LOWERING = f"{_PACKAGE}/program/_lower.py"
+_LOWERING = f"{_PACKAGE}/program/lowering.py"
 """Calls the functions of programs, and is called by whoever wants one."""
 _INSTALLED = re.compile(r"/(?:site|dist)-packages/")
 _FRAMEWORK = re.compile(
