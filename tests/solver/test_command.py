@@ -64,8 +64,8 @@ def test_a_signal_prints_the_best_so_far(tmp_path, number):
     problem = hard_problem(300, 9, hops=(1, 2))
     write_contest(problem, tmp_path / "p.json")
     code = (
-        "import sys; from autoshard.solver import _solve, _command; _solve._SMALL = -1; "
-        f"sys.exit(_command.run_solve({str(tmp_path / 'p.json')!r}, 600.0))"
+        "import sys; from autoshard.solver import solve_command, solve_problem; solve_problem._SMALL = -1; "
+        f"sys.exit(solve_command.run_solve({str(tmp_path / 'p.json')!r}, 600.0))"
     )
     process = subprocess.Popen(
         [sys.executable, "-c", code],

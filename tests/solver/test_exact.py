@@ -57,12 +57,12 @@ def run(code: str) -> str:
 
 SOLVE = """
 from random_problems import make_problem
-from autoshard.solver import _solve, solve
-exact = _solve.solve_apart
+from autoshard.solver import solve, solve_problem
+exact = solve_problem.solve_apart
 def counted(job, due):
     print("exact")
     return exact(job, due)
-_solve.solve_apart = counted
+solve_problem.solve_apart = counted
 answer = solve(make_problem(COSTS, EDGES, TERMS, LIMIT))
 print(answer.status.name, answer.cost)
 print([m for m in ("ortools",) if m in sys.modules and m not in BEFORE])
