@@ -14,7 +14,7 @@ from typing import Any, NoReturn, TextIO
 
 from autoshard import __version__
 from autoshard.cli import capacity_commands, other_commands
-from autoshard.cli import commands as _commands
+from autoshard.cli import commands as runs
 from autoshard.cli.option_groups import (
     add_cache,
     add_candidates,
@@ -91,7 +91,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"autoshard {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True, parser_class=_Parser)
 
-    plan = _command(commands, "plan", _commands.run_plan, "choose a sharding for every tensor", PROGRAM_HELP)
+    plan = _command(commands, "plan", runs.run_plan, "choose a sharding for every tensor", PROGRAM_HELP)
     add_program(plan, auto=True)
     add_planning(plan, required=True)
     add_candidates(plan)
@@ -105,7 +105,11 @@ def build_parser() -> argparse.ArgumentParser:
     add_cache(plan)
 
     measure = _command(
-        commands, "measure", _commands.run_measure, "run a planned program on the devices that are here", PROGRAM_HELP
+        commands,
+        "measure",
+        runs.run_measure,
+        "run a planned program on the devices that are here",
+        PROGRAM_HELP,
     )
     add_program(measure)
     measure.add_argument("--plan", metavar="PLAN.json", type=Path, help="written by `autoshard plan --out`")
@@ -124,7 +128,7 @@ def build_parser() -> argparse.ArgumentParser:
     compile_ = _command(
         commands,
         "compile",
-        _commands.run_compile,
+        runs.run_compile,
         "compile a planned program for TPUs or GPUs, without one",
         PROGRAM_HELP,
     )
@@ -137,7 +141,7 @@ def build_parser() -> argparse.ArgumentParser:
     compile_.add_argument("--time-limit", type=seconds, default=600.0, metavar="S", help="in all (default: 600)")
 
     compare = _command(
-        commands, "compare", _commands.run_compare, "set the plan beside every plan that people write", PROGRAM_HELP
+        commands, "compare", runs.run_compare, "set the plan beside every plan that people write", PROGRAM_HELP
     )
     add_program(compare)
     add_candidates(compare)
@@ -266,11 +270,11 @@ def build_parser() -> argparse.ArgumentParser:
         help="write the first plan here, as torchtitan's TOML or Megatron's arguments",
     )
 
-    diff = _command(commands, "diff", _commands.run_diff, "say what differs between two plans, and what it costs")
+    diff = _command(commands, "diff", runs.run_diff, "say what differs between two plans, and what it costs")
     diff.add_argument("first", metavar="A.json", type=Path, help="a plan")
     diff.add_argument("second", metavar="B.json", type=Path, help="another")
 
-    explain = _command(commands, "explain", _commands.run_explain, "say why a tensor is split as it is, or not")
+    explain = _command(commands, "explain", runs.run_explain, "say why a tensor is split as it is, or not")
     explain.add_argument("plan", metavar="PLAN.json", type=Path, help="written by `autoshard plan --out`")
     explain.add_argument("name", metavar="NAME", help="an argument or result, as reports print it")
     explain.add_argument(
@@ -281,7 +285,7 @@ def build_parser() -> argparse.ArgumentParser:
         "--time-limit", type=seconds, default=60.0, metavar="S", help="of processor, to solve (default: 60)"
     )
 
-    report = _command(commands, "report", _commands.run_report, "show a plan, a sweep or ways to serve")
+    report = _command(commands, "report", runs.run_report, "show a plan, a sweep or ways to serve")
     report.add_argument(
         "plan",
         metavar="PLAN.json",
@@ -300,7 +304,7 @@ def build_parser() -> argparse.ArgumentParser:
     )
     report.add_argument("--plans", action="store_true", help="of a sweep: write each plan's page too, and link it")
 
-    export = _command(commands, "export", _commands.run_export, "write a plan as code or configuration for elsewhere")
+    export = _command(commands, "export", runs.run_export, "write a plan as code or configuration for elsewhere")
     export.add_argument("plan", metavar="PLAN.json", type=Path, help="written by `autoshard plan --out`")
     export.add_argument(
         "--to",
@@ -336,7 +340,7 @@ def build_parser() -> argparse.ArgumentParser:
     add_output(graph, "-o", "--out", metavar="FILE", help="write g.graphml, g.json (node-link) or g.svg")
     graph.add_argument("--whole", action="store_true", help="in g.svg a box for every op, not for heavy ones only")
 
-    solve = _command(commands, "solve", _commands.run_solve, "solve a Problem in the contest's format")
+    solve = _command(commands, "solve", runs.run_solve, "solve a Problem in the contest's format")
     solve.add_argument("problem", metavar="PROBLEM.json", help="JSON, also gzipped; what --save-problem writes")
     solve.add_argument("--time-limit", type=seconds, default=60.0, metavar="S", help="in all (default: 60)")
     solve.add_argument("--seed", type=whole, default=0, metavar="N", help="of searches that draw lots (default: 0)")
@@ -377,7 +381,7 @@ def build_parser() -> argparse.ArgumentParser:
     completion.add_argument("shell", choices=other_commands.SHELLS, help="docs/command.md says where it belongs")
     completion.set_defaults(whole=parser)
 
-    _command(commands, "doctor", _commands.run_doctor, "say what is installed, what is here, and what will work")
+    _command(commands, "doctor", runs.run_doctor, "say what is installed, what is here, and what will work")
     return parser
 
 

@@ -9,7 +9,7 @@ from typing import Any
 from autoshard import mlir
 from autoshard.base.files import read_bytes
 from autoshard.errors import UserError
-from autoshard.program import roles as _roles
+from autoshard.program import roles as role_rules
 from autoshard.program.jax.trace import trace
 from autoshard.program.program_record import Program, Role
 
@@ -20,7 +20,7 @@ SUFFIXES = (".mlir", ".stablehlo", ".mlirbc", ".bc", ".jax_export", ".jaxexport"
 """Endings of files that are read here; what a file holds is told from its content."""
 
 
-def load_artifact(path: str | Path, *, roles: _roles.Roles | None = None) -> Program:
+def load_artifact(path: str | Path, *, roles: role_rules.Roles | None = None) -> Program:
     """The program in a file: the function `main` of a StableHLO module, a `jax.export` artifact, or an HLO module.
 
     Arguments keep the names that locations carry, else they are `arg0`, `arg1`, ...; an argument whose buffer the
@@ -68,11 +68,11 @@ def _hlo_proto(text: str, file: Path) -> bytes:
     return mlir.hlo_text_to_proto(text, str(file))
 
 
-def _from_hlo(proto: bytes, file: Path, roles: _roles.Roles | None) -> Program:
+def _from_hlo(proto: bytes, file: Path, roles: role_rules.Roles | None) -> Program:
     return _from_module(mlir.hlo_to_stablehlo(proto, str(file)), file, roles)
 
 
-def _from_module(source: bytes | str, file: Path, roles: _roles.Roles | None) -> Program:
+def _from_module(source: bytes | str, file: Path, roles: role_rules.Roles | None) -> Program:
     """Wrap a module as a callable by way of `jax.export`'s own record, and trace that."""
     import jax
     from jax import export
@@ -147,7 +147,7 @@ def _evidence(
 ) -> list[Role | None]:
     """Roles of the arguments whose names say nothing, from what the program does with them."""
     return [
-        None if _roles.is_telling(name) else _role(use, index in ties, shape, dtype)
+        None if role_rules.is_telling(name) else _role(use, index in ties, shape, dtype)
         for index, (use, name, (shape, dtype)) in enumerate(zip(uses, names, avals, strict=True))
     ]
 
@@ -163,7 +163,7 @@ def _role(use: mlir.Use, tied: bool, shape: tuple[int, ...], dtype: str) -> Role
     return Role.PARAMETER if use is mlir.Use.WEIGHT and floating else Role.BATCH
 
 
-def _from_export(data: bytes, file: Path, roles: _roles.Roles | None) -> Program:
+def _from_export(data: bytes, file: Path, roles: role_rules.Roles | None) -> Program:
     import jax
     from jax import export
 

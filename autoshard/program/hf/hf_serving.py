@@ -6,7 +6,7 @@ from typing import Any
 
 from autoshard.errors import UserError
 from autoshard.program import example_values
-from autoshard.program import model_flops as _flops
+from autoshard.program import model_flops as flop_counter
 from autoshard.program.jax.trace import trace
 from autoshard.program.program_record import Program, Role
 from autoshard.program.torch.kv_cache import ServingCache
@@ -79,7 +79,7 @@ def serving_program(
         return cache, out["logits"][:, -1]
 
     def step(params: Any, cache: Any, batch: Any, *buffers: Any) -> Any:
-        with _flops.counting() as scope:
+        with flop_counter.counting() as scope:
             after, logits = call(params, cache, batch, buffers)
         flops[0] = scope[0]
         after.settle()

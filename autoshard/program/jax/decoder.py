@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 from autoshard.errors import UserError
-from autoshard.program import model_flops as _flops
+from autoshard.program import model_flops as flop_counter
 from autoshard.program.jax import train_step
 from autoshard.program.jax.decoder_dims import DecoderDims, layer_groups, parameters_of, stacks_of
 from autoshard.program.jax.layer_stack import Pipeline, check_pipeline, in_stages, run_stack
@@ -167,7 +167,7 @@ def decoder_program(
     )  # fmt: skip
 
     def loss(p: Any, given: Any) -> Any:
-        with _flops.counting() as scope:
+        with flop_counter.counting() as scope:
             value = _loss(dims, p, given, how)
         forward_flops[0] = scope[0] * accumulation * gradient_groups
         return value

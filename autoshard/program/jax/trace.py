@@ -9,8 +9,7 @@ from autoshard import mlir
 from autoshard.base.processes import collecting_seldom
 from autoshard.errors import UserError
 from autoshard.program import argument_names, example_values
-from autoshard.program import roles as _roles
-from autoshard.program import roles as _ties
+from autoshard.program import roles as role_rules
 from autoshard.program.jax.host_state import offload_notes, on_host
 from autoshard.program.jax.jax_modules import functional
 from autoshard.program.lowering import lower_function, user_code
@@ -28,7 +27,7 @@ def trace(
     *,
     name: str | None = None,
     donate_argnums: int | Sequence[int] = (),
-    roles: _roles.Roles | None = None,
+    roles: role_rules.Roles | None = None,
     training: bool | None = None,
     model_flops: float | None = None,
     tokens: int | None = None,
@@ -97,20 +96,20 @@ def trace(
     out_avals = [_aval(leaf) for _, leaf in out_paths]
     donated = [position in donate for position in range(len(args))]
     if ties is None:
-        ties = _ties.tie(positions, treedefs, donated, avals, out_tree, out_avals)
+        ties = role_rules.tie(positions, treedefs, donated, avals, out_tree, out_avals)
     else:
-        _ties.check_ties(ties, avals, out_avals)
+        role_rules.check_ties(ties, avals, out_avals)
 
-    _roles.check_used(roles, names)
+    role_rules.check_used(roles, names)
     in_optax = [mark for arg in args for mark in _optax_marks(arg)]
     shown = _shown(evidence(ties) if callable(evidence) else evidence, len(leaves))
     ir = lowered.ir
-    numbered = [i for i in ties if _roles.is_numbered(names[i], positions[owner[i]]) and not in_optax[i]]
-    used = _roles.by_use(names, leaves, _uses(ir, numbered)) if numbered else {}
+    numbered = [i for i in ties if role_rules.is_numbered(names[i], positions[owner[i]]) and not in_optax[i]]
+    used = role_rules.by_use(names, leaves, _uses(ir, numbered)) if numbered else {}
     chosen: list[Role] = []
     containers = [bool(treedef.children()) for treedef in treedefs]  # of a leaf at a time it would be quadratic
     for index, leaf in enumerate(leaves):
-        guessed = _roles.guess(
+        guessed = role_rules.guess(
             names[index],
             positions[owner[index]],
             leaf,
@@ -119,7 +118,9 @@ def trace(
             any_state=bool(ties),
             container=containers[owner[index]],
         )
-        chosen.append(_roles.said(roles, names[index]) or known[index] or shown[index] or used.get(index) or guessed)
+        chosen.append(
+            role_rules.said(roles, names[index]) or known[index] or shown[index] or used.get(index) or guessed
+        )
 
     arguments = tuple(
         Argument(names[i], avals[i][0], avals[i][1], chosen[i], ties.get(i), donated[owner[i]])
@@ -197,7 +198,7 @@ def _shown(evidence: Any, count: int) -> list[Role | None]:
         return [None] * count
     if isinstance(evidence, str) or not isinstance(evidence, Sequence) or len(evidence) != count:
         raise UserError(f"evidence is {evidence!r}; expected a role or None for each of the {count} leaves of `args`.")
-    return [_roles.checked(role, f"leaf {number}") for number, role in enumerate(evidence)]
+    return [role_rules.checked(role, f"leaf {number}") for number, role in enumerate(evidence)]
 
 
 def _uses(ir: Any, leaves: Sequence[int]) -> dict[int, mlir.Use]:

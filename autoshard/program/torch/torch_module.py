@@ -10,7 +10,7 @@ from typing import Any
 from autoshard.base.processes import collecting_seldom
 from autoshard.errors import UserError
 from autoshard.program import example_values
-from autoshard.program import model_flops as _flops
+from autoshard.program import model_flops as flop_counter
 from autoshard.program.argument_names import input_names, leaf_name
 from autoshard.program.jax import train_step
 from autoshard.program.jax.gradient_groups import Reduced, reduction_of
@@ -256,7 +256,7 @@ def torch_program(
     updates = function.stateful and bool(function.buffers) and (train is not None or bool(function.written))
 
     def counted(*args: Any) -> Any:
-        with _flops.counting() as scope:
+        with flop_counter.counting() as scope:
             result = run(*args)
         flops[:] = scope
         if train is not None and result.dtype == "float64":

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from autoshard.program.torch_ops import indexed_writes, masked_reads, torch_gradients, torch_layouts, wide_integers
-from autoshard.program.torch_ops import views as _shared
+from autoshard.program.torch_ops import views as shared_views
 from autoshard.program.torch_ops.masked_reads import MaskedRows, by_row
 from autoshard.program.torch_ops.module_segments import op_scope
 from autoshard.program.torch_ops.torch_imports import importing_torchax
@@ -158,7 +158,7 @@ def _environment_type() -> type:
                 torch_layouts.note(each, layout)
                 if views and is_view is not False:
                     make = functools.partial(self._view, func, types, args, kwargs, parent, k)
-                    _shared.share(each, parent, make, is_view or not torch_layouts.depends(func))
+                    shared_views.share(each, parent, make, is_view or not torch_layouts.depends(func))
 
         def _stopped(self, args: Any, kwargs: Any, result: Any) -> Any:
             """Results through which JAX follows no gradients; what was only written to is what it was."""
@@ -171,7 +171,7 @@ def _environment_type() -> type:
                 if not torch_gradients.has_gradient(array):
                     return each
                 made = tensor.Tensor(jax.lax.stop_gradient(array), self)
-                _shared.share(made, each, jax.lax.stop_gradient, certain=True)
+                shared_views.share(made, each, jax.lax.stop_gradient, certain=True)
                 known: Any = getattr(each, "_beforehand", None)
                 return note(made, tensor.Tensor(known[1], self)) if known is not None else made
 
@@ -283,7 +283,7 @@ def _environment_type() -> type:
 
     def detached(self: Any) -> Any:
         made = tensor.Tensor(jax.lax.stop_gradient(self.jax()), self._env)
-        _shared.share(made, self, jax.lax.stop_gradient, certain=True)
+        shared_views.share(made, self, jax.lax.stop_gradient, certain=True)
         return made
 
     def held_elsewhere(self: Any, other: Any) -> None:
@@ -305,7 +305,7 @@ def _environment_type() -> type:
     replaced: Any = device_module
     replaced.get_rng_state = lambda device=0: []
     replaced = tensor.Tensor
-    replaced._elem = property(_shared.elements, _shared.write)
+    replaced._elem = property(shared_views.elements, shared_views.write)
     replaced.shape = property(lambda self: torch.Size(self.__dict__["_held"].shape))  # no reason to take writes in
     replaced.detach = detached
     replaced.data = property(detached, held_elsewhere)
