@@ -52,7 +52,7 @@ LEAVES = """
     sys.path.insert(0, {root!r})
     from autoshard import cli
     from autoshard.base.worker_pool import HelperPool
-    from autoshard.cli import _process
+    from autoshard.cli import session
     from tests.base.test_pool import leave_folder
 
     def run(*_):
