@@ -15,7 +15,7 @@ from autoshard.base import disk_cache
 ROOT = Path(__file__).parents[2]
 WRITER = """
 import sys
-from autoshard.base import kept
+from autoshard.base import disk_cache as kept
 
 kept.MOST = 4
 for turn in range(30):
