@@ -443,7 +443,9 @@ def test_no_module_hides_a_name_that_its_folder_offers():
         if is_package:
             tree = ast.walk(ast.parse(path.read_text()))
             offered = {alias.asname for node in tree if isinstance(node, ast.ImportFrom) for alias in node.names}
-            assert not offered & {each.stem for each in path.parent.iterdir()}, module
+            files = {each.stem for each in path.parent.glob("*.py")}
+            folders = {each.parent.name for each in path.parent.glob("*/__init__.py")}
+            assert not offered & (files | folders), module
 
 
 def test_signatures_are_short():
