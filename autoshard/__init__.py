@@ -12,9 +12,13 @@ from autoshard.errors import UserError as UserError
 
 if TYPE_CHECKING:
     from autoshard.base.ray_pool import RayPool as RayPool
+    from autoshard.cost import Topology as Topology
     from autoshard.exec import check as check
+    from autoshard.exec import compile_plan
+    from autoshard.exec import measure as measure
     from autoshard.exec import refine as refine
     from autoshard.exec.torch_xla_hook import plan_first_step
+    from autoshard.exports import export_plan
     from autoshard.planning import Plan as Plan
     from autoshard.planning import Spec as Spec
     from autoshard.planning import load_plan
@@ -27,12 +31,18 @@ if TYPE_CHECKING:
     from autoshard.program import Program as Program
     from autoshard.program import Role as Role
     from autoshard.program import choices as choices
+    from autoshard.program import from_keras as from_keras
+    from autoshard.program import from_torch as from_torch
+    from autoshard.program import open_source
     from autoshard.program import register_rule as register_rule
     from autoshard.program import stack as stack
     from autoshard.program import trace as trace
 
     auto_policy = plan_first_step
+    compile = compile_plan
+    export = export_plan
     load = load_plan
+    load_program = open_source
 
 __version__ = "0.1.0"
 
@@ -48,6 +58,13 @@ _HOMES = {
     "choices": ("autoshard.program", "choices"),
     "auto_policy": ("autoshard.exec.torch_xla_hook", "plan_first_step"),
     "load": ("autoshard.planning", "load_plan"),
+    "compile": ("autoshard.exec", "compile_plan"),
+    "export": ("autoshard.exports", "export_plan"),
+    "from_keras": ("autoshard.program", "from_keras"),
+    "from_torch": ("autoshard.program", "from_torch"),
+    "load_program": ("autoshard.program", "open_source"),
+    "measure": ("autoshard.exec", "measure"),
+    "Topology": ("autoshard.cost", "Topology"),
     "predict_reshard": ("autoshard.planning", "predict_reshard"),
     "refine": ("autoshard.exec", "refine"),
     "remat_policy": ("autoshard.planning", "remat_policy"),

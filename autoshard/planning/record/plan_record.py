@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from autoshard.base.providers import Runner, Viewer, provider
+from autoshard.base.units import format_seconds
 from autoshard.errors import UserError
 from autoshard.planning.record.plan_parts import (
     Activation,
@@ -20,7 +21,7 @@ from autoshard.planning.record.plan_parts import (
     Unruled,
 )
 from autoshard.planning.record.planned_stages import PlannedPipeline
-from autoshard.planning.record.spec import Spec, original_mesh
+from autoshard.planning.record.spec import Spec, mesh_words, original_mesh
 
 
 if TYPE_CHECKING:
@@ -105,6 +106,12 @@ class Plan:
     ) -> Any:
         """`jax.stages.Lowered` of `fn` under this plan, its pins inserted; `args` are arrays or shapes."""
         return self._runner().lower(fn, args, donate_argnums)
+
+    def __repr__(self) -> str:
+        """Return one line: the program, the verdict, the predicted step time and the mesh."""
+        verdict = "fits" if self.prediction.fits else "does not fit"
+        time = format_seconds(self.prediction.step_time_s)
+        return f"<Plan of {self.program_name}: {verdict}, {time} a step on {mesh_words(self.mesh)} of {self.topology}>"
 
     def is_weight(self, name: str) -> bool:
         """Return True if the argument `name` is a weight of the model, trained or frozen."""
