@@ -288,6 +288,16 @@ def test_maxtext_names_what_an_axis_does(plan: Plan, words: tuple[str, ...], use
     assert f"# model=8 is used as {use} parallelism." in text
 
 
+def test_experts_over_an_axis_in_parts_are_expert_parallelism(tmp_path: Path):
+    """Of a real plan: heads split one part of the axis alone, so the words name the axis that experts split whole."""
+    config = json.loads(Path(autoshard.__file__).with_name("program").joinpath("configs/mixtral-tiny.json").read_text())
+    (path := tmp_path / "wide.json").write_text(json.dumps(config | {"num_local_experts": 8}))
+    options = {"train": True, "batch": 2, "seq": 64}
+    made = autoshard.plan(f"hf:{path}", topology="cpu:8", mesh="model=8", program_options=options)
+    assert len(made.mesh) == 2 and "experts over model" in made.words
+    assert "ici_expert_parallelism: 8" in export_plan(made, "maxtext")
+
+
 def recomputing(plan: Plan, remat: str) -> dict[str, str]:
     """MaxText's settings for a plan whose layers compute so much again."""
     made = dataclasses.replace(plan, provenance=plan.provenance | {"recipe": {"chosen": {"remat": remat}}})

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 from autoshard.errors import UserError
 from autoshard.planning.record.plan_record import Plan
-from autoshard.planning.record.spec import Spec, is_stacked, layer_pattern
+from autoshard.planning.record.spec import Spec, is_stacked, layer_pattern, original_mesh
 from autoshard.program import Program
 
 
@@ -221,10 +221,14 @@ def _use(plan: Plan, axis: str) -> str:
 
 
 def _groups_over(plan: Plan, axis: str) -> set[str]:
-    """The dim groups that an axis splits, by the plan's words: `ffn and heads over model`."""
-    found: set[str] = set()
+    """Return the dim groups that an axis splits, by the plan's words: `ffn and heads over model`.
+
+    A group that all parts of an axis split stands in the words over the axis itself, so its parts match that name too.
+    """
+    names = {axis, *original_mesh({axis: plan.mesh[axis]})}
+    groups: set[str] = set()
     for line in plan.words:
-        groups, _, axes = line.rpartition(" over ")
-        if axis in re.split(", | and ", axes):
-            found |= set(re.split(", | and ", groups))
-    return found
+        split, _, axes = line.rpartition(" over ")
+        if names & set(re.split(", | and ", axes)):
+            groups |= set(re.split(", | and ", split))
+    return groups
