@@ -11,8 +11,8 @@ from autoshard.cost import Topology, candidate_meshes, load_calibration, make_me
 from autoshard.planning import plan_recipes, read_asked
 from autoshard.planning.price.analysed_program import Reading, Task, price_again, read_program
 from autoshard.planning.recipes.pipeline_meshes import Kin, PipelineMeshes, StagedMeshes
-from autoshard.planning.recipes.pipeline_recipes import UNLOOKED, pipeline_words
-from autoshard.planning.recipes.recipe import Recipe, RecipeTried
+from autoshard.planning.recipes.pipeline_recipes import pipeline_words
+from autoshard.planning.recipes.recipe import Recipe, RecipeOutcome, RecipeTried
 from autoshard.planning.solve.problem_builder import floors, least_compute
 from autoshard.planning.solve.weight_search import search
 from autoshard.planning.space.derived_axes import stage_axis, with_stages
@@ -105,8 +105,10 @@ def test_after_enough_work_no_more_pipelines_are_looked_at(monkeypatch: pytest.M
     assert part.unlooked and later.unlooked and made == [2, 2], "nothing more is made"
     assert part.bound_s <= whole.bound_s and later.bound_s <= whole.bound_s
     row = later.row(Recipe((("stages", 2), ("schedule", "gpipe"), ("microbatches", 4))), 0.0, 1)
-    assert row.verdict == UNLOOKED and row.bound_s == later.bound_s
-    best = RecipeTried(Recipe((("stages", 1), ("schedule", None), ("microbatches", 1))), "", 1.0, 1)
+    assert row.outcome is RecipeOutcome.UNLOOKED and row.bound_s == later.bound_s
+    best = RecipeTried(
+        Recipe((("stages", 1), ("schedule", None), ("microbatches", 1))), RecipeOutcome.PLANNED, "", 1.0, 1
+    )
     said = pipeline_words(best, [best, row], (4,))
     assert "1 more were not looked at, of which none takes less than" in said
 

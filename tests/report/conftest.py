@@ -95,7 +95,7 @@ def llama_plan() -> Plan:
         words=(
             "batch over data",
             "ffn, heads and vocabulary over model",
-            "sequence over model between the blocks",
+            "keys and values gathered over model",
             "parameters and optimizer state also over data",
         ),
         warnings=("`sort` has no sharding rule and is planned as replicated; it takes 0.1 % of the step.",),
@@ -103,6 +103,7 @@ def llama_plan() -> Plan:
         shapes={name: shape for name, (shape, _, _) in arguments.items()},
         dtypes=dict.fromkeys(arguments, "bfloat16"),
         roles={name: role for name, (_, _, role) in arguments.items()},
+        axis_roles={"data": ("batch",), "model": ("ffn", "heads", "vocabulary", "keys and values gathered")},
         timeline=Timeline(
             end_s=3.22,
             spans=(

@@ -275,26 +275,25 @@ def test_maxtext_settings_multiply_to_the_devices(plan: Plan, topology: str, mes
 
 
 @pytest.mark.parametrize(
-    ("words", "use"),
+    ("roles", "use"),
     [
-        (("batch over data", "experts over model"), "expert"),
-        (("batch over data", "ffn, heads and sequence over model"), "tensor"),
-        (("batch over data", "vocabulary and sequence over model"), "context"),
-        (("batch over data and model",), "fsdp"),
+        (("experts",), "expert"),
+        (("ffn", "heads", "sequence"), "tensor"),
+        (("vocabulary", "sequence"), "context"),
+        (("batch",), "fsdp"),
     ],
 )
-def test_maxtext_names_what_an_axis_does(plan: Plan, words: tuple[str, ...], use: str):
-    text = export_plan(dataclasses.replace(plan, words=words), "maxtext")
+def test_maxtext_names_what_an_axis_does(plan: Plan, roles: tuple[str, ...], use: str):
+    text = export_plan(dataclasses.replace(plan, axis_roles={"data": ("batch",), "model": roles}), "maxtext")
     assert f"# model=8 is used as {use} parallelism." in text
 
 
 def test_experts_over_an_axis_in_parts_are_expert_parallelism(tmp_path: Path):
-    """Of a real plan: heads split one part of the axis alone, so the words name the axis that experts split whole."""
     config = json.loads(Path(autoshard.__file__).with_name("program").joinpath("configs/mixtral-tiny.json").read_text())
     (path := tmp_path / "wide.json").write_text(json.dumps(config | {"num_local_experts": 8}))
     options = {"train": True, "batch": 2, "seq": 64}
     made = autoshard.plan(f"hf:{path}", topology="cpu:8", mesh="model=8", program_options=options)
-    assert len(made.mesh) == 2 and "experts over model" in made.words
+    assert len(made.mesh) == 2 and all("experts" in roles for roles in made.axis_roles.values())
     assert "ici_expert_parallelism: 8" in export_plan(made, "maxtext")
 
 

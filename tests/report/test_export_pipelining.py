@@ -111,8 +111,8 @@ def test_other_plans_and_other_forms_are_refused(plan: Plan) -> None:
 
 
 def maxtext(plan: Plan, pipeline: PlannedPipeline) -> tuple[dict[str, str], str]:
-    words = ("batch over data", "stage over model")
-    text = export_plan(dataclasses.replace(plan, pipeline=pipeline, words=words, choices=""), "maxtext")
+    roles = {"data": ("batch",), "model": ("stage",)}
+    text = export_plan(dataclasses.replace(plan, pipeline=pipeline, axis_roles=roles, choices=""), "maxtext")
     return dict(re.findall(r"^(\w+): (\w+)$", text, re.MULTILINE)), text
 
 

@@ -24,7 +24,7 @@ from autoshard.planning.price.step_timeline import make_timeline
 from autoshard.planning.record.plan_parts import MeshTried, Prediction, Unruled
 from autoshard.planning.record.plan_record import Plan
 from autoshard.planning.record.spec import Spec, axis_words
-from autoshard.planning.space.attention_exchange import exchange_words
+from autoshard.planning.space.attention_exchange import exchange_words, exchanges
 from autoshard.planning.space.baselines import left_out
 from autoshard.planning.space.decision_model import Model
 from autoshard.planning.space.dim_groups import Groups
@@ -89,6 +89,7 @@ class Writer:
             solver_gap=float(each.solution.gap),
             plan_gap=max(0.0, 1.0 - each.bound_s / true) if true > 0 else 0.0,
             words=describe(model, self.groups, choices),
+            axis_roles=axis_roles(model, self.groups, choices),
             warnings=(*self._warnings(model, each, unruled, arguments), *self.notes),
             provenance=_provenance(model, self.seed, more),
             shapes={a.name: tuple(a.shape) for a in program.arguments},
@@ -297,27 +298,51 @@ def _provenance(model: Model, seed: int, more: Mapping[str, Any]) -> dict[str, A
     )
 
 
+MOST = 0.5
+"""Share of the bytes of activations with a dim group above which an axis counts as splitting the group."""
+
+
+def axis_roles(model: Model, groups: Groups, choices: NDArray[np.int64]) -> dict[str, tuple[str, ...]]:
+    """Return the named dim groups that each axis splits in most activations, and exchanges of attentions over it."""
+    shares = _activation_shares(model, groups, choices)
+    roles = {
+        axis: [name for group, name in groups.names.items() if name and shares.get((group, axis), 0.0) > MOST]
+        for axis in model.axis_names
+    }
+    for ways in exchanges(model, choices):
+        for exchange, axes in ways:
+            for axis in axes:
+                roles[axis].append(exchange)
+    return {axis: tuple(dict.fromkeys(names)) for axis, names in roles.items()}
+
+
+def _activation_shares(model: Model, groups: Groups, choices: NDArray[np.int64]) -> dict[tuple[int, str], float]:
+    """Return (dim group, axis) -> share of the bytes of activations with that group in which the axis splits it."""
+    cluster_of = model.structure.cluster_of
+    roles = {t: a.role for t, a in zip(model.graph.arguments, model.program.arguments, strict=True)}
+    stored = {cluster_of[t] for t, r in roles.items() if r in (*WEIGHTS, Role.OPTIMIZER_STATE)}
+    stored |= {cluster_of[r] for r, _ in model.structure.ties}
+    values = [t for t in sorted(model.liveness.materialised) if cluster_of[t] not in stored]
+    return shares_of(model, groups, choices, values)
+
+
 def describe(model: Model, groups: Groups, choices: NDArray[np.int64]) -> tuple[str, ...]:
     """Sentences such as `batch over data`, `ffn and heads over model`, `parameters also over data`."""
     roles = {t: a.role for t, a in zip(model.graph.arguments, model.program.arguments, strict=True)}
-    stored = {model.structure.cluster_of[t] for t, r in roles.items() if r in (*WEIGHTS, Role.OPTIMIZER_STATE)}
-    stored |= {model.structure.cluster_of[r] for r, _ in model.structure.ties}
-    activations = shares_of(model, groups, choices, [
-        t for t in sorted(model.liveness.materialised) if model.structure.cluster_of[t] not in stored
-    ])  # fmt: skip
+    activations = _activation_shares(model, groups, choices)
     parameters = shares_of(model, groups, choices, [t for t, r in roles.items() if r in WEIGHTS])
     state = shares_of(model, groups, choices, [t for t, r in roles.items() if r is Role.OPTIMIZER_STATE])
     lines = []
     by_axes: dict[tuple[str, ...], list[str]] = defaultdict(list)
     for group, name in groups.names.items():
-        axes = tuple(a for a in model.axis_names if activations.get((group, a), 0.0) > 0.5)
+        axes = tuple(a for a in model.axis_names if activations.get((group, a), 0.0) > MOST)
         if name and axes and name not in by_axes[axes]:
             by_axes[axes].append(name)
     for axes, names in by_axes.items():
         if names:
             lines.append(f"{_join(_ranked(names))} over {_over(axes)}")
     lines.extend(exchange_words(model, choices))
-    explained = {(g, a) for (g, a), share in activations.items() if share > 0.5}
+    explained = {(g, a) for (g, a), share in activations.items() if share > MOST}
     for what, shares in (("parameters", parameters), ("optimizer state", state)):
         extra = _extra_axes(model, shares, explained)
         if extra and not (what == "optimizer state" and extra == _extra_axes(model, parameters, explained)):

@@ -2,12 +2,11 @@
 
 import dataclasses
 import enum
-import re
 from collections.abc import Mapping
 
 from autoshard.errors import UserError
 from autoshard.planning.record.plan_record import Plan
-from autoshard.planning.record.spec import Spec, is_stacked, layer_pattern, original_mesh
+from autoshard.planning.record.spec import Spec, is_stacked, layer_pattern
 from autoshard.program import Program
 
 
@@ -206,7 +205,7 @@ def _use(plan: Plan, axis: str) -> str:
         name for name in plan.arguments
         if (plan.is_weight(name) or plan.roles[name] == "optimizer_state") and axis in plan.arguments[name].axes
     ]  # fmt: skip
-    groups = _groups_over(plan, axis)
+    groups = set(plan.axis_roles.get(axis, ()))
     if plan.pipeline is not None and "stage" in groups:
         return "pipeline"
     if "experts" in groups:
@@ -218,17 +217,3 @@ def _use(plan: Plan, axis: str) -> str:
     if "sequence" in groups or any(axis in dim for spec in batch for dim in spec.dims[1:]):
         return "context"
     return "tensor"
-
-
-def _groups_over(plan: Plan, axis: str) -> set[str]:
-    """Return the dim groups that an axis splits, by the plan's words: `ffn and heads over model`.
-
-    A group that all parts of an axis split stands in the words over the axis itself, so its parts match that name too.
-    """
-    names = {axis, *original_mesh({axis: plan.mesh[axis]})}
-    groups: set[str] = set()
-    for line in plan.words:
-        split, _, axes = line.rpartition(" over ")
-        if names & set(re.split(", | and ", axes)):
-            groups |= set(re.split(", | and ", split))
-    return groups

@@ -19,8 +19,8 @@ from autoshard.cost import Mesh, Topology, candidate_meshes
 from autoshard.errors import UserError
 from autoshard.planning.mesh.mesh_attempt import Rival, Trials, unusable
 from autoshard.planning.price.analysed_program import Task, share
-from autoshard.planning.recipes.pipeline_recipes import OUTDONE, UNLOOKED, UNSTAGED, pipeline_of, promise
-from autoshard.planning.recipes.recipe import Recipe, RecipeTried, elements_of
+from autoshard.planning.recipes.pipeline_recipes import pipeline_of, promise
+from autoshard.planning.recipes.recipe import Recipe, RecipeOutcome, RecipeTried, elements_of
 from autoshard.planning.solve.problem_builder import Weights, least_compute
 from autoshard.planning.space.derived_axes import with_stages
 from autoshard.program import Pipeline, Program
@@ -62,8 +62,14 @@ class StagedMeshes:
         """
         elements = elements if self.program is None else elements_of(self.program)
         bound_s = max(self.bound_s, least_s * (elements or 0))
-        verdict = OUTDONE if self.outdone else UNLOOKED if self.unlooked else UNSTAGED
-        return RecipeTried(recipe, verdict, None, elements, None, bound_s)
+        outcome = (
+            RecipeOutcome.OUTDONE
+            if self.outdone
+            else RecipeOutcome.UNLOOKED
+            if self.unlooked
+            else RecipeOutcome.UNSTAGED
+        )
+        return RecipeTried(recipe, outcome, elements=elements, bound_s=bound_s)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -6,17 +6,12 @@ from typing import Any
 
 from autoshard.base.units import format_seconds
 from autoshard.graph import OpGraph
-from autoshard.planning.recipes.recipe import Recipe, RecipeTried
+from autoshard.planning.recipes.recipe import Recipe, RecipeOutcome, RecipeTried
 from autoshard.planning.space.plan_options import MICROBATCHES, PARTS
 from autoshard.program import Pipeline
 
 
-BUBBLE = "not planned: slower by its arithmetic and its bubble alone"
-UNSTAGED = "slower on every mesh with an axis of stages"
-UNLOOKED = "not looked at: enough other pipelines were"
-OUTDONE = "not looked at: a more promising one of as many stages is slower"
-NOT_LOOKED = (UNLOOKED, OUTDONE)
-UNFIT = "not looked at further: it fits on none of the first meshes"
+NOT_LOOKED = (RecipeOutcome.UNLOOKED, RecipeOutcome.OUTDONE)
 
 MOVED = 0.3
 """What parameters and gradients take on the links over what is computed, where pipelines are put in order, and only
@@ -106,8 +101,9 @@ def on_some(row: RecipeTried, unlooked: int, bound_s: float) -> RecipeTried:
     """A row of a pipeline of which so many meshes were not looked at; on none a step takes less than `bound_s`."""
     if not unlooked:
         return row
-    verdict = UNFIT if row.verdict.startswith("does not fit") else row.verdict
-    return dataclasses.replace(row, verdict=verdict, unlooked=unlooked, bound_s=bound_s)
+    if row.outcome is RecipeOutcome.UNFIT:
+        row = dataclasses.replace(row, outcome=RecipeOutcome.PARTLY_UNFIT, reason="")
+    return dataclasses.replace(row, unlooked=unlooked, bound_s=bound_s)
 
 
 def is_sensible(said: Mapping[str, Any], counts: Sequence[int], stacks: Sequence[int] | None) -> bool:
@@ -143,7 +139,7 @@ def pipeline_words(best: RecipeTried, rows: Sequence[RecipeTried], stacks: Seque
         return "no pipeline: the program has no layers that repeat"
     if not others:
         return "no pipeline: no number of stages goes with the layers, the batch and the devices"
-    others = [each for each in others if each[0].verdict not in NOT_LOOKED] or others
+    others = [each for each in others if each[0].outcome not in NOT_LOOKED] or others
     planned = [(row, pipeline) for row, pipeline in others if row.step_time_s is not None]
     if planned:
         row, pipeline = min(planned, key=lambda pair: pair[0].per_element_s)
@@ -156,8 +152,8 @@ def pipeline_words(best: RecipeTried, rows: Sequence[RecipeTried], stacks: Seque
 
 def _unlooked(rows: Sequence[RecipeTried]) -> str:
     """How many pipelines were not looked at, and what none of them goes below; empty if all were."""
-    bounds = [row.bound_s or 0.0 for row in rows if row.verdict in NOT_LOOKED]
-    some = [row for row in rows if row.unlooked and row.verdict not in NOT_LOOKED]
+    bounds = [row.bound_s or 0.0 for row in rows if row.outcome in NOT_LOOKED]
+    some = [row for row in rows if row.unlooked and row.outcome not in NOT_LOOKED]
     said = ""
     if bounds:
         said += f"; {len(bounds)} more were not looked at, of which none takes less than {format_seconds(min(bounds))}"

@@ -1,6 +1,7 @@
 """Recipes, what came of each that was considered, and how a plan tells it."""
 
 import dataclasses
+import enum
 import itertools
 import math
 from collections.abc import Sequence
@@ -12,11 +13,27 @@ from autoshard.planning.space.plan_options import REMATS
 from autoshard.program import HOSTS, Program, Role
 
 
-ARITHMETIC = "not planned: slower by its arithmetic alone"
-UNMOVED = "not planned: slower even if nothing had to be moved"
-BEATEN = "slower on every mesh"
-SLOWER = (ARITHMETIC, UNMOVED)
-"""Verdicts of what is slower than the best yet by a bound that holds whatever fits into memory."""
+class RecipeOutcome(enum.Enum):
+    """Result of considering one recipe; the value is its sentence in reports, unless the row has one of its own."""
+
+    PLANNED = ""
+    UNFIT = "does not fit"
+    BEATEN = "slower on every mesh"
+    UNSTAGED = "slower on every mesh with an axis of stages"
+    ARITHMETIC = "not planned: slower by its arithmetic alone"
+    BUBBLE = "not planned: slower by its arithmetic and its bubble alone"
+    UNMOVED = "not planned: slower even if nothing had to be moved"
+    SLACK = "not planned: memory does not bind"
+    IMPLIED = "not planned: a recipe that computes less is slower"
+    UNSPLIT = "not planned: the best plan without it splits no sequence"
+    UNLOOKED = "not looked at: enough other pipelines were"
+    OUTDONE = "not looked at: a more promising one of as many stages is slower"
+    PARTLY_UNFIT = "not looked at further: it fits on none of the first meshes"
+    REFUSED = "cannot be"
+
+
+SLOWER = (RecipeOutcome.ARITHMETIC, RecipeOutcome.UNMOVED)
+"""Outcomes of recipes that are slower than the best one by a bound that ignores memory."""
 
 TIGHT = 0.8
 """Share of the memory limit from which a plan may be slower for lack of memory: more microbatches, and state on
@@ -51,8 +68,9 @@ class RecipeTried:
     """A recipe, and what came of it."""
 
     recipe: Recipe
-    verdict: str
-    """Empty for the chosen one; else why it was not."""
+    outcome: RecipeOutcome
+    reason: str = ""
+    """Sentence of this row; empty where the outcome's own says all."""
     step_time_s: float | None = None
     """Step time of the best plan for it; None if none was made."""
     elements: int | None = None
@@ -68,6 +86,11 @@ class RecipeTried:
     """What it was expected to come to before it was planned, of a policy that the planner made value by value."""
     unlooked: int = 0
     """How many meshes with an axis of stages were not looked at for it."""
+
+    @property
+    def verdict(self) -> str:
+        """Sentence that says why the recipe was not chosen; empty for the chosen one."""
+        return self.reason or self.outcome.value
 
     @property
     def per_element_s(self) -> float:
@@ -88,7 +111,13 @@ def beaten(recipe: Recipe, bound_s: float, elements: int, least_bytes: int) -> R
 
     `least_bytes` is what none of its plans goes below, and held to be its peak.
     """
-    return RecipeTried(recipe, BEATEN, None, elements, None, bound_s, held_bytes=least_bytes)
+    return RecipeTried(recipe, RecipeOutcome.BEATEN, elements=elements, bound_s=bound_s, held_bytes=least_bytes)
+
+
+def implied(recipe: Recipe, other: RecipeTried) -> RecipeTried:
+    """Return the row of a recipe that is slower because `other` is, which computes less."""
+    reason = f"not planned: {difference(other.recipe, recipe)} is slower whatever fits"
+    return RecipeTried(recipe, RecipeOutcome.IMPLIED, reason)
 
 
 def needs_no_less(recipe: Recipe, other: Recipe) -> bool:
@@ -115,9 +144,9 @@ def difference(recipe: Recipe, other: Recipe) -> str:
 
 def verdict_of(row: RecipeTried, best: RecipeTried) -> str:
     """Why a recipe was not taken; empty for the best."""
-    if row.verdict == BEATEN and row.bound_s is not None and row.elements:
+    if row.outcome is RecipeOutcome.BEATEN and row.bound_s is not None and row.elements:
         more = row.bound_s / row.elements / best.per_element_s - 1
-        return f"at least {more:.1%} {BEATEN}" if more >= 5e-4 else "no faster on any mesh"
+        return f"at least {more:.1%} {RecipeOutcome.BEATEN.value}" if more >= 5e-4 else "no faster on any mesh"
     if row.verdict or row is best or row.step_time_s is None:
         return row.verdict
     more = row.per_element_s / best.per_element_s - 1
@@ -166,20 +195,20 @@ def figures_of(row: RecipeTried, rows: Sequence[RecipeTried], varied: bool) -> d
     return figures
 
 
-UNBOUND = "not planned: memory does not bind with"
-"""Begins the verdict of what would only ease memory that is there; then so would what eases it in two ways."""
+def eased(recipe: Recipe, tried: Sequence[RecipeTried], limit: int) -> RecipeTried | None:
+    """Return a row for a recipe that only eases memory and need not be planned after those `tried`, else None.
 
-
-def eased(recipe: Recipe, tried: Sequence[RecipeTried], limit: int) -> str:
-    """Why a recipe that only eases memory need not be planned beside those `tried`, with `limit` bytes of a device;
-    empty if it must."""
+    A device has `limit` bytes.
+    """
     eases = [n for n, first in (("microbatches", 1), ("host", HOSTS[0])) if recipe.arguments.get(n, first) != first]
     for name, other in itertools.product(eases, tried):
         if other.recipe != recipe.but(**{name: other.recipe.arguments[name]}):
             continue
         held = other.held_bytes if other.peak_bytes is None else other.peak_bytes
-        if other.verdict in SLOWER:
-            return f"not planned: {difference(other.recipe, recipe)} is slower whatever fits"
-        if (held is not None and held < TIGHT * limit) or other.verdict.startswith(UNBOUND):
-            return f"{UNBOUND} {difference(other.recipe, recipe)}"
-    return ""
+        if other.outcome in SLOWER:
+            return implied(recipe, other)
+        if (held is not None and held < TIGHT * limit) or other.outcome is RecipeOutcome.SLACK:
+            return RecipeTried(
+                recipe, RecipeOutcome.SLACK, f"{RecipeOutcome.SLACK.value} with {difference(other.recipe, recipe)}"
+            )
+    return None

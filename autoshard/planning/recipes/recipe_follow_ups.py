@@ -10,8 +10,15 @@ from typing import Any, Protocol
 from autoshard.cost import Mesh, Topology, make_mesh
 from autoshard.planning.price.analysed_program import Task, price_again, read_program
 from autoshard.planning.price.remat_forecast import Foreseen, foresee
-from autoshard.planning.recipes.pipeline_recipes import BUBBLE, UNSTAGED
-from autoshard.planning.recipes.recipe import SLOWER, Recipe, RecipeTried, difference, elements_of
+from autoshard.planning.recipes.recipe import (
+    SLOWER,
+    Recipe,
+    RecipeOutcome,
+    RecipeTried,
+    difference,
+    elements_of,
+    implied,
+)
 from autoshard.planning.record.plan_record import Plan
 from autoshard.planning.solve.problem_builder import least_seconds
 from autoshard.planning.space.plan_options import FULL, REMATS
@@ -76,7 +83,7 @@ def mix(search: Search, remats: Sequence[str]) -> None:
     mesh, layers = dict(made.plan.mesh), search.layers
     for fast in remats[: remats.index(slow)]:
         (other,) = (each for each in search.tried if each.recipe == row.recipe.but(remat=fast))
-        if not other.verdict.startswith("does not fit"):
+        if other.outcome is not RecipeOutcome.UNFIT:
             continue
         least, most = 0, layers
         while most - least > max(1, layers // FINENESS):
@@ -140,7 +147,7 @@ def sum_late(search: Search) -> None:
         return
     for groups in _held_apart(made.plan, search.topology.slices):
         search.plan(row.recipe.but(gradient_groups=groups), mesh=dict(made.plan.mesh), refine_axes=False)
-        if search.tried[-1].verdict.startswith("cannot be"):  # JAX functions, batches that are not divided so
+        if search.tried[-1].outcome is RecipeOutcome.REFUSED:  # JAX functions, batches that are not divided so
             search.tried.pop()
 
 
@@ -153,8 +160,8 @@ def _held_apart(plan: Plan, slices: int) -> list[int]:
     return sorted({n for n in (slices, *counts) if n > 1})
 
 
-_WHATEVER_FITS = (*SLOWER, BUBBLE, UNSTAGED)
-"""Verdicts of what is slower than the best yet by a bound that holds whatever fits into memory."""
+_WHATEVER_FITS = (*SLOWER, RecipeOutcome.BUBBLE, RecipeOutcome.UNSTAGED)
+"""Outcomes of recipes that are slower than the best one by a bound that ignores memory."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -184,8 +191,8 @@ class Roomy:
             mesh = make_mesh(self._topology, sizes)
             self._planned.append(_Planned(recipe, mesh, _compute_s(task, mesh), gain_s))
 
-    def why_not(self, recipe: Recipe, task: Task) -> str:
-        """Why a recipe need not be planned, since one that computes less has all the memory it can use; else empty."""
+    def why_not(self, recipe: Recipe, task: Task) -> RecipeTried | None:
+        """Return a row if a recipe that computes less has all the memory that it can use, else None."""
         for each in self._planned:
             if not _computes_more(recipe, each.recipe):
                 continue
@@ -193,16 +200,19 @@ class Roomy:
             if more_s > 0:
                 self._dearer.add((each.recipe.arguments["remat"], recipe.arguments["remat"]))
             if more_s > each.gain_s:
-                return f"not planned: more memory gains less with {difference(each.recipe, recipe)} than this computes"
-        return ""
+                reason = (
+                    f"not planned: more memory gains less with {difference(each.recipe, recipe)} than this computes"
+                )
+                return RecipeTried(recipe, RecipeOutcome.IMPLIED, reason)
+        return None
 
-    def slower(self, recipe: Recipe, tried: list[RecipeTried]) -> str:
-        """Why a recipe need not be looked at, since one that computes less is too slow whatever fits; else empty."""
+    def slower(self, recipe: Recipe, tried: list[RecipeTried]) -> RecipeTried | None:
+        """Return a row if a recipe that computes less is too slow with any memory, else None."""
         for other in tried:
-            if other.verdict in _WHATEVER_FITS and _computes_more(recipe, other.recipe):
+            if other.outcome in _WHATEVER_FITS and _computes_more(recipe, other.recipe):
                 if (other.recipe.arguments["remat"], recipe.arguments["remat"]) in self._dearer:
-                    return f"not planned: {difference(other.recipe, recipe)} is slower whatever fits"
-        return ""
+                    return implied(recipe, other)
+        return None
 
 
 def _computes_more(recipe: Recipe, other: Recipe) -> bool:

@@ -18,11 +18,10 @@ from autoshard.planning.price.remat_forecast import Foreseen
 from autoshard.planning.price.reshard_paths import PathTables
 from autoshard.planning.recipes import pipeline_recipes
 from autoshard.planning.recipes.pipeline_meshes import PipelineMeshes, StagedMeshes
-from autoshard.planning.recipes.pipeline_recipes import BUBBLE, Arithmetic, on_some
+from autoshard.planning.recipes.pipeline_recipes import Arithmetic, on_some
 from autoshard.planning.recipes.recipe import (
-    ARITHMETIC,
-    UNMOVED,
     Recipe,
+    RecipeOutcome,
     RecipeTried,
     beaten,
     difference,
@@ -137,22 +136,24 @@ class RecipeSearch:
 
     def consider(self, recipe: Recipe) -> None:
         """Plan it, unless it is known already that it is not the best."""
-        why = self._known(recipe) if self.of_source else ""
-        if why:
-            self.tried.append(RecipeTried(recipe, why))
+        known = self._known(recipe) if self.of_source else None
+        if known is not None:
+            self.tried.append(known)
         else:
             self.plan(recipe)
 
-    def _known(self, recipe: Recipe) -> str:
-        """Why it need not be planned; empty if it must."""
+    def _known(self, recipe: Recipe) -> RecipeTried | None:
+        """Return the row of a recipe that need not be planned; None if it must."""
         for other in self.tried:
-            if other.verdict.startswith("does not fit") and needs_no_less(recipe, other.recipe):
-                return f"does not fit: {difference(other.recipe, recipe)} does not"
+            if other.outcome is RecipeOutcome.UNFIT and needs_no_less(recipe, other.recipe):
+                reason = f"does not fit: {difference(other.recipe, recipe)} does not"
+                return RecipeTried(recipe, RecipeOutcome.UNFIT, reason)
         if recipe.arguments.get("exchange") == "ring" and self.splits.get(recipe.but(exchange=AUTO)) is False:
-            return "not planned: the best plan without it splits no sequence"
+            return RecipeTried(recipe, RecipeOutcome.UNSPLIT)
         if pipeline_recipes.pipeline_of(recipe) is not None:
-            slow = self._in_stages(recipe) >= self._beaten_by_s(recipe)
-            return BUBBLE if slow else self.roomy.slower(recipe, self.tried)
+            if self._in_stages(recipe) >= self._beaten_by_s(recipe):
+                return RecipeTried(recipe, RecipeOutcome.BUBBLE)
+            return self.roomy.slower(recipe, self.tried)
         return eased(recipe, self.tried, self.limit)
 
     @property
@@ -178,18 +179,19 @@ class RecipeSearch:
         except UserError as error:
             if not self.of_source or not self.tried:
                 raise
-            self.tried.append(RecipeTried(recipe, f"cannot be: {error}"))
+            self.tried.append(RecipeTried(recipe, RecipeOutcome.REFUSED, f"cannot be: {error}"))
             return False
         self.layers, self.savable, self.stacks = program.layers, program.savable, program.stacks
         elements = elements_of(program)
         options = dataclasses.replace(self.options, **instead)
         beat_s = self._beaten_by_s(recipe) * elements
-        bound, least, verdict = self._bound(recipe, program, options, beat_s, staged)
+        bound, least, outcome = self._bound(recipe, program, options, beat_s, staged)
         stages = recipe.arguments["stages"] if staged is not None and staged.meshes else 0
-        if self.of_source and not verdict and not whatever:
-            verdict = self.roomy.why_not(recipe, self._task(program, stages))
-        if verdict and not whatever:
-            self.tried.append(RecipeTried(recipe, verdict, None, elements, None, bound, held_bytes=least))
+        row = None if outcome is None else RecipeTried(recipe, outcome)
+        if self.of_source and row is None and not whatever:
+            row = self.roomy.why_not(recipe, self._task(program, stages))
+        if row is not None and not whatever:
+            self.tried.append(dataclasses.replace(row, elements=elements, bound_s=bound, held_bytes=least))
             return False
         problem = None if self.problem is None else self.problem.with_name(f".{self.problem.name}")
         before = Before(None if whatever else self._rival(recipe, elements), self.tables)
@@ -205,19 +207,21 @@ class RecipeSearch:
             return False
         except InfeasibleError as error:
             self.refused = error
-            row = RecipeTried(recipe, "does not fit", None, elements, None, bound, None, None, foreseen)
+            row = RecipeTried(recipe, RecipeOutcome.UNFIT, elements=elements, bound_s=bound, foreseen=foreseen)
             self.tried.append(on_some(row, *unlooked))
             return False
         except UserError as error:
             if not self.of_source or not self.tried:
                 raise
-            self.tried.append(RecipeTried(recipe, f"cannot be: {error}", None, elements, None, bound))
+            self.tried.append(
+                RecipeTried(recipe, RecipeOutcome.REFUSED, f"cannot be: {error}", elements=elements, bound_s=bound)
+            )
             return False
         self.wall = {k: self.wall.get(k, 0.0) + made.wall_s.get(k, 0.0) for k in {**self.wall, **made.wall_s}}
-        self.splits[recipe] = splits_sequence(made.plan.words)
+        self.splits[recipe] = splits_sequence(made.plan.axis_roles)
         found = made.plan.prediction
         times = found.step_time_s, elements, found.peak_bytes, bound, found.expected_s
-        row = on_some(RecipeTried(recipe, "", *times, None, foreseen), *unlooked)
+        row = on_some(RecipeTried(recipe, RecipeOutcome.PLANNED, "", *times, None, foreseen), *unlooked)
         self.tried.append(row)
         if self.of_source:
             self.roomy.add(recipe, self._task(program, stages), made.plan.mesh, found.expected_s - made.free_s)
@@ -280,8 +284,8 @@ class RecipeSearch:
 
     def _bound(
         self, recipe: Recipe, program: Program, options: Options, beat_s: float, staged: StagedMeshes | None
-    ) -> tuple[float, int, str]:
-        """Seconds and bytes that no plan goes below, and why it need not be planned for that; empty if it must."""
+    ) -> tuple[float, int, RecipeOutcome | None]:
+        """Return seconds and bytes that no plan goes below, and the outcome if these rule the recipe out."""
         reading = read_program(program, self.topology.backend, bool(self.running.get("kept")))
         figures = priced_with(options, self.topology).calibration
         bound = least_seconds(reading.graph, self.topology, figures)
@@ -289,11 +293,11 @@ class RecipeSearch:
             alone = pipeline_recipes.arithmetic_of(reading.graph, bound, elements_of(program), max(program.stacks))
             self.arithmetic.setdefault(pipeline_recipes.without_pipeline(recipe), alone)
         if bound >= beat_s:
-            return bound, 0, ARITHMETIC
+            return bound, 0, RecipeOutcome.ARITHMETIC
         if staged is not None:
-            return max(bound, staged.bound_s), 0, ""
+            return max(bound, staged.bound_s), 0, None
         if reading.graph.regions or reading.graph.constraints:  # not every mesh serves them
-            return bound, 0, ""
+            return bound, 0, None
         given = given_mesh(self.topology, options.mesh, program_mesh(reading.graph, self.topology.num_devices))
         found: list[Floors] = []
         for mesh in reversed(candidate_meshes(self.topology)) if given is None else (given,):
@@ -301,24 +305,24 @@ class RecipeSearch:
                 continue
             found.append(floors(program, reading, mesh, self.limit, figures))
             if found[-1].bytes <= self.limit and found[-1].seconds < beat_s:
-                return bound, found[-1].bytes, ""  # it may fit and be faster: others say no more
+                return bound, found[-1].bytes, None  # it may fit and be faster: others say no more
             parts = find_axis_parts(reading.graph, reading.structure, reading.groups, mesh)
             if parts is not None and options.refine_axes:
                 found.append(floors(program, reading, parts.mesh, self.limit, figures))
         if not found:
-            return bound, 0, ""
+            return bound, 0, None
         bound = max(bound, min(each.seconds for each in found))
         least = min(each.bytes for each in found)
         if least > self.limit:
-            return bound, least, "does not fit"
-        return bound, least, UNMOVED if bound >= beat_s else ""
+            return bound, least, RecipeOutcome.UNFIT
+        return bound, least, RecipeOutcome.UNMOVED if bound >= beat_s else None
 
     def told(self) -> tuple[Recipe, PlanResult]:
         """The best one, which says what the others came to."""
         assert self.best is not None
         row, made = self.best
         rows = sorted(self.tried, key=lambda each: (each is not row, each.per_element_s, each.bound_s or math.inf))
-        rows = [dataclasses.replace(each, verdict=verdict_of(each, row)) for each in rows]
+        rows = [dataclasses.replace(each, reason=verdict_of(each, row)) for each in rows]
         varied = len({each.elements for each in rows if each.step_time_s is not None}) > 1
         lines = tuple(
             filter(None, (line_of(row.recipe, rows), pipeline_recipes.pipeline_words(row, rows, self.stacks or ())))

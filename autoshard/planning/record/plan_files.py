@@ -275,7 +275,7 @@ def plan_from_json(text: str, path: str = "the plan") -> Plan:
         if field.name in values:
             continue
         if field.name not in data:
-            if field.default is not dataclasses.MISSING:
+            if field.default is not dataclasses.MISSING or field.default_factory is not dataclasses.MISSING:
                 continue
             raise reader.damaged(f"`{field.name}` is missing")
         values[field.name] = reader.read(hints[field.name], data[field.name], field.name)

@@ -84,6 +84,9 @@ class Plan:
     """How a torch module's layers use their parameters: what `distribute` pins; not in files of other plans."""
     activations: tuple[Activation, ...] = dataclasses.field(default=(), metadata={"absent": ()})
     """Values between a torch module's layers, which `distribute` pins as well; not in files of other plans."""
+    axis_roles: dict[str, tuple[str, ...]] = dataclasses.field(default_factory=dict, metadata={"absent": {}})
+    """Axis -> dim groups that it splits in most activations (`batch`, `heads`, `experts`, …), and exchanges of
+    attentions whose sequence it splits (`ring`, …); empty in files of older plans."""
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the plan as JSON; see `save_plan`."""

@@ -1,7 +1,8 @@
 """Exchange of keys and values where the sequence is split, and the price of a ring of them."""
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,8 +19,8 @@ from autoshard.planning.xla.spatial_splits import Inner
 from autoshard.program import Program, ring_side
 
 
-_WAYS = ("keys and values gathered", "queries gathered", "ring", "heads exchanged")
-"""What words say of an attention whose sequence is split."""
+EXCHANGES = ("keys and values gathered", "queries gathered", "ring", "heads exchanged")
+"""Roles of an axis that splits the sequence of an attention: how queries, keys and values meet."""
 
 STAYS = ("gather", "ring")
 """Exchanges in which every device keeps its queries."""
@@ -134,29 +135,32 @@ def exchange_words(model: Model, choices: NDArray[np.int64]) -> tuple[str, ...]:
     Such as `keys and values gathered over model`; none where no axis splits the sequence. Of ways that not every
     attention has, it says of how many.
     """
-    found: dict[tuple[str, ...], int] = {}
-    attentions = [each for each in find_attentions(model.graph) if each.forward and each.op in model.op_node]
-    by_tensor: dict[int, list[Reshard]] = {}
-    for reshard in model.reshards:
-        by_tensor.setdefault(reshard.tensor, []).append(reshard)
-    for each in attentions:
-        ways = _ways(model, choices, each, by_tensor)
-        found[ways] = found.get(ways, 0) + 1
+    counts = exchanges(model, choices)
+    attentions = sum(counts.values())
     lines = []
-    for ways, count in found.items():
-        some = f" in {count} of {len(attentions)} attentions" if count < len(attentions) else ""
-        lines += [f"{way}{some}" for way in ways]
+    for ways, count in counts.items():
+        some = f" in {count} of {attentions} attentions" if count < attentions else ""
+        lines += [f"{exchange} over {_listed(axis_words(axes))}{some}" for exchange, axes in ways]
     return tuple(dict.fromkeys(lines))
 
 
-def splits_sequence(words: Iterable[str]) -> bool:
-    """Whether words of a plan say that it splits the sequence of an attention."""
-    return any(line.startswith(tuple(f"{way} over" for way in _WAYS)) for line in words)
+def exchanges(model: Model, choices: NDArray[np.int64]) -> dict[tuple[tuple[str, tuple[str, ...]], ...], int]:
+    """Count the forward attentions by their exchanges: pairs of one of `EXCHANGES` and the axes that it runs over."""
+    by_tensor: dict[int, list[Reshard]] = {}
+    for reshard in model.reshards:
+        by_tensor.setdefault(reshard.tensor, []).append(reshard)
+    attentions = (each for each in find_attentions(model.graph) if each.forward and each.op in model.op_node)
+    return dict(Counter(_exchanges_of(model, choices, each, by_tensor) for each in attentions))
 
 
-def _ways(
+def splits_sequence(axis_roles: Mapping[str, Sequence[str]]) -> bool:
+    """Return True if an axis splits the sequence of an attention; `axis_roles` are those of a plan."""
+    return any(role in EXCHANGES for roles in axis_roles.values() for role in roles)
+
+
+def _exchanges_of(
     model: Model, choices: NDArray[np.int64], each: Attention, by_tensor: Mapping[int, Sequence[Reshard]]
-) -> tuple[str, ...]:
+) -> tuple[tuple[str, tuple[str, ...]], ...]:
     node = model.op_node[each.op]
     state = model.nodes[node].states[int(choices[node])]
     exchanged = np.zeros(len(state), dtype=bool)
@@ -169,7 +173,7 @@ def _ways(
     on_queries = np.isin(state, sorted(each.queries - each.keys))
     kinds = dict(
         zip(
-            _WAYS,
+            EXCHANGES,
             (
                 on_queries,
                 np.isin(state, sorted(each.keys - each.queries)),
@@ -180,11 +184,7 @@ def _ways(
         )
     )
     names = np.array(model.axis_names)
-    return tuple(
-        f"{kind} over {_listed(axis_words([str(name) for name in names[mask]]))}"
-        for kind, mask in kinds.items()
-        if mask.any()
-    )
+    return tuple((kind, tuple(str(name) for name in names[mask])) for kind, mask in kinds.items() if mask.any())
 
 
 def _listed(words: Sequence[str]) -> str:

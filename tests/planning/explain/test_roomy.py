@@ -9,7 +9,7 @@ import pytest
 
 from autoshard.cost import Topology
 from autoshard.planning import Options, PlanResult, make_plan, plan_recipes
-from autoshard.planning.recipes.recipe import UNMOVED, Recipe, RecipeTried
+from autoshard.planning.recipes.recipe import Recipe, RecipeOutcome, RecipeTried
 from autoshard.planning.recipes.recipe_follow_ups import Roomy
 from autoshard.program import Program, trace
 from tests.graph.programs import f32
@@ -65,5 +65,5 @@ def test_where_memory_is_short_more_is_computed() -> None:
 
 @pytest.mark.parametrize(("remat", "known"), [("full", False), ("none", False)])
 def test_only_what_is_known_to_compute_longer_is_left_out(remat: str, known: bool) -> None:
-    rows = [RecipeTried(Recipe((("remat", "dots"), ("stages", 2))), UNMOVED)]
+    rows = [RecipeTried(Recipe((("remat", "dots"), ("stages", 2))), RecipeOutcome.UNMOVED)]
     assert bool(Roomy(Topology.parse(TOPOLOGY)).slower(Recipe((("remat", remat), ("stages", 2))), rows)) is known
