@@ -256,8 +256,7 @@ def run_explain(arguments: argparse.Namespace, answer: TextIO) -> int:
 
 def _said_source(arguments: argparse.Namespace, plan: "Plan", progress: "ProgressLine") -> str:
     """Where the plan's program is, empty if nobody says so. That a file of Python is run is said before it is."""
-    named = (plan.provenance.get("source") or {}).get("program", "")
-    source = arguments.program or named
+    source = arguments.program or (plan.source.program if plan.source is not None else "")
     check_unread(arguments, [source])
     if not source.endswith(".py"):
         progress(f"Opening the program of {arguments.plan} again")

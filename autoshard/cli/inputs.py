@@ -56,10 +56,10 @@ def open_program(
         stand_in_devices(arguments.program, topology)
 
     options = {name: getattr(arguments, name) for name in PROGRAM_OPTIONS if getattr(arguments, name) is not None}
-    source = plan.provenance.get("source") if plan is not None else None
-    if source and is_same_program(source["program"], arguments.program):
-        options = {name: value for name, value in source["options"].items() if name in PROGRAM_OPTIONS} | options
-        recipe = source.get("recipe")
+    source = plan.source if plan is not None else None
+    if source is not None and is_same_program(source.program, arguments.program):
+        options = {name: value for name, value in source.options.items() if name in PROGRAM_OPTIONS} | options
+        recipe = source.recipe
     if topology is not None:
         from autoshard.planning import settled_options
 

@@ -124,10 +124,9 @@ def explicit_text(plan: Plan, sentence: str, program: Program | None = None) -> 
 
 def check_explicit(plan: Plan, program: Program | None) -> None:
     """Raise `UserError` for a plan of what no JAX code says, as far as that is known without its program."""
-    source = plan.provenance.get("source") or {}
+    name = plan.source.program if plan.source is not None else ""
     if program is not None and program.source is not None:
-        source = program.source
-    name = str(source.get("program", ""))
+        name = str(program.source.get("program", ""))
     if plan.uses or (program is not None and program.weights):
         what = "a torch module"
     elif name.startswith("hf:"):

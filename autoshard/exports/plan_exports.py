@@ -92,9 +92,8 @@ def make_export(plan: Plan, form: str, program: Program | None = None, *, force:
     if not force:
         _refuse_nothing(plan, known, program)
     prediction, sentence = _priced(plan, known, program, problem)
-    flags = plan.provenance.get("xla_flags", {}).get("flags")
-    if flags:
-        sentence += f' The step is to run with LIBTPU_INIT_ARGS="{" ".join(flags)}".'
+    if plan.flags:
+        sentence += f' The step is to run with LIBTPU_INIT_ARGS="{" ".join(plan.flags)}".'
     # Hints and names are read off the program itself; other forms have no more of it than its price.
     if form in OF_PROGRAM:
         text = OF_PROGRAM[form](plan, sentence, program)
@@ -123,7 +122,7 @@ def _refuse_nothing(plan: Plan, form: Form, program: Program | None) -> None:
 
 def _opened(plan: Plan, form: Form, program: Program | None) -> tuple[Program | None, str]:
     """The plan's program where a form or its price needs it, and what is wrong if it cannot be opened."""
-    unpriced = plan.provenance.get("for") == form.name and form.name not in OF_PROGRAM
+    unpriced = plan.origin.form == form.name and form.name not in OF_PROGRAM
     if program is not None or unpriced or form.rest is Rest.STAGES:
         return program, ""
     try:
@@ -138,7 +137,7 @@ def _priced(plan: Plan, form: Form, program: Program | None, problem: str) -> tu
         whole = plan.prediction
         step, peak = format_seconds(whole.step_time_s), format_bytes(whole.peak_bytes)
         return whole, f"Predicted: a step of {step}, {peak} of one device of the fullest stage."
-    if problem and plan.provenance.get("for") != form.name:
+    if problem and plan.origin.form != form.name:
         return None, f"What this form holds is not priced: {problem}"
     try:
         found = plan.prediction if program is None else price_form(plan, program, form)

@@ -84,13 +84,12 @@ SHOWN = 6
 
 def fixed_lines(plan: Plan) -> tuple[str, ...]:
     """One line for each thing that was asked for, then for each spec that the program fixes."""
-    pinned: dict[str, str] = plan.provenance.get("pinned", {})
-    lines = []
-    for asked in plan.provenance.get("asked", []):
-        count = sum(asked in why for why in pinned.values())
+    origin, lines = plan.origin, []
+    for asked in origin.asked:
+        count = sum(asked in why for why in origin.pinned.values())
         lines.append(f"pinned by you: {asked}" + (f" ({count} tensor{'s' if count > 1 else ''})" if count else ""))
-    said: list[str] = plan.provenance.get("said_by_program", [])
-    lines += [f"fixed by the program: {line}" for line in said[:SHOWN]]
-    if len(said) > SHOWN:
-        lines.append(f"and {len(said) - SHOWN} more fixed by the program")
+    stated = origin.program_constraints
+    lines += [f"fixed by the program: {line}" for line in stated[:SHOWN]]
+    if len(stated) > SHOWN:
+        lines.append(f"and {len(stated) - SHOWN} more fixed by the program")
     return tuple(lines)

@@ -86,9 +86,8 @@ def compile_job(program: Program, plan: Plan, time_limit: float, quick: bool) ->
     }
     for number, body in lower_for_compiler(program, plan, target.platform).items():
         files[f"call-{number}.mlirbc"] = body
-    flags = tuple(plan.provenance.get("xla_flags", {}).get("flags", []))
     quick = quick and target.platform == "tpu"
-    return CompileJob(target, files, flags, _argument_bytes(program, plan), time_limit, quick)
+    return CompileJob(target, files, plan.flags, _argument_bytes(program, plan), time_limit, quick)
 
 
 def run_job(job: CompileJob) -> Compiled:

@@ -18,7 +18,6 @@ from autoshard.exec.apply.plan_agreement import (
     check_even,
     check_results,
     in_recipe,
-    names_devices,
     other_program,
 )
 from autoshard.exec.devices.local_devices import HOST_MEMORY, check_granted, jax_mesh, named_sharding, place
@@ -278,10 +277,10 @@ def lower_planned(
     check_arguments(plan, leaves)
     fn = _with_host(plan, fn)
     mesh = explicit_mesh([leaf for _, leaf in leaves])
-    lifted = plan.provenance.get("lifted_constraints") == Lifted.ALL
+    lifted = plan.origin.lifted == Lifted.ALL
     typings = [tree.unflatten([leaf.update(sharding=None) for _, leaf in leaves])]
     axes = {axis for spec in plan.arguments.values() for axis in spec.axes}
-    if mesh is not None and names_devices(plan) and not lifted and axes.issubset(mesh.axis_names):
+    if mesh is not None and plan.origin.names_devices and not lifted and axes.issubset(mesh.axis_names):
         # Specs in types are kept by the trace: so the plan holds those of all arguments.
         types = [named_sharding(mesh, spec) for spec in plan.arguments.values()]
         typed = [leaf.update(sharding=of) for (_, leaf), of in zip(leaves, types, strict=True)]
@@ -298,7 +297,7 @@ def lower_planned(
     out_shardings = jax.tree.structure(out).unflatten(list(application.out_shardings()))
     # A program with specs of its own names devices of its own, and so do values with explicit types: lowered for
     # those, it then runs on the plan's.
-    own_specs = names_devices(plan) or mesh is not None
+    own_specs = plan.origin.names_devices or mesh is not None
     body = functools.partial(_zeros, out) if own_specs else planned
     traced = jax.jit(
         body,
@@ -311,7 +310,7 @@ def lower_planned(
     lowered = user_code(planned.__name__, lambda: lower_traced(traced, found))
     ir = mlir.inline_calls(mlir.drop_sent_arguments(lowered.compiler_ir("stablehlo")))
     if plan.module_hash and mlir.structure_hash(ir) != plan.module_hash:
-        lifted = lifted or (mesh is not None and not names_devices(plan))
+        lifted = lifted or (mesh is not None and not plan.origin.names_devices)
         platforms = dict.fromkeys((Topology.parse(plan.topology).traits.platform, "cpu"))
         made = (_lowered_for(platform, planned, each, found, lifted) for platform in platforms for each in typings)
         for donor in filter(None, made) if module is None else (module,):
@@ -349,7 +348,7 @@ def check_targets(application: Application, targets: Collection[str]) -> None:
 
 def _with_host(plan: Plan, fn: Callable[..., Any]) -> Callable[..., Any]:
     """The step that was planned, of one that has on the devices what the plan was asked to keep on the host."""
-    if plan.provenance.get("on_host", "none") == "none":
+    if plan.origin.on_host == "none":
         return fn
     places = {name: number for number, name in enumerate(plan.results)}
     ties = {number: places[name] for number, name in enumerate(plan.arguments) if name in places}

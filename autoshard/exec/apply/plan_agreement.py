@@ -13,7 +13,7 @@ def other_program(plan: Plan) -> str:
     """The sentence for a program whose arguments agree with the plan but whose computation does not."""
     import jax
 
-    made = plan.provenance.get("versions", {}).get("jax")
+    made = plan.origin.jax_version
     version = (
         f" (the plan was made with jax {made}, this is {jax.__version__})"
         if made not in (None, jax.__version__)
@@ -23,11 +23,6 @@ def other_program(plan: Plan) -> str:
         f"the plan is for another program: its arguments agree with {plan.program_name}, "
         f"but the computation has changed{version}; plan it again."
     )
-
-
-def names_devices(plan: Plan) -> bool:
-    """True if the program may name devices of its own, kept constraints or not: it is lowered for those."""
-    return not {"said_by_program", "lifted_constraints"}.isdisjoint(plan.provenance)
 
 
 def check_arguments(plan: Plan, leaves: Sequence[tuple[Any, Any]]) -> None:
@@ -93,8 +88,7 @@ def _typed(shape: Sequence[int], dtype: str) -> str:
 
 def in_recipe(plan: Plan, fn: Callable[..., Any]) -> Callable[..., Any]:
     """The function with its stacks of layers as the plan has them: in stages, if it was planned so."""
-    source = plan.provenance.get("source") or {}
-    said = source.get("options", {})
+    said = plan.source.options if plan.source is not None else {}
     pipeline = read_pipeline(said.get("stages"), said.get("microbatches"), said.get("schedule"))
     if pipeline is None:
         return fn

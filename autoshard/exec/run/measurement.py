@@ -8,7 +8,7 @@ from typing import Any
 
 from autoshard.errors import UserError
 from autoshard.exec.apply.jax_application import Application, compile_lowered
-from autoshard.exec.apply.plan_agreement import check_arguments, names_devices, other_program
+from autoshard.exec.apply.plan_agreement import check_arguments, other_program
 from autoshard.exec.devices.local_devices import ensure_devices, memory_kept
 from autoshard.exec.devices.profiles import profiled
 from autoshard.exec.hlo.compiled_collectives import (
@@ -254,7 +254,7 @@ def _unplanned_step(program: Program, plan: Plan) -> _Step:
     """The step on one device, compiled once; on all, with nothing split but by itself, if the program names a mesh."""
     import jax
 
-    if names_devices(plan):
+    if plan.origin.names_devices:
         whole = dataclasses.replace(
             plan,
             arguments={name: Spec.replicated(len(spec.dims)) for name, spec in plan.arguments.items()},

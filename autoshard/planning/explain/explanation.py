@@ -12,6 +12,7 @@ from autoshard.cost import Topology, make_mesh
 from autoshard.errors import UserError
 from autoshard.planning.price.analysed_program import as_planned, build_model, price_again, read_program
 from autoshard.planning.price.evaluate import Outcome, evaluate, tensor_spec
+from autoshard.planning.record.plan_origin import Source
 from autoshard.planning.record.plan_parts import Collective
 from autoshard.planning.record.plan_record import Plan
 from autoshard.planning.record.spec import Spec
@@ -107,19 +108,19 @@ def reopen(plan: Plan, program: str | None = None, entry: str | None = None) -> 
     does.
     """
     plan.check_one_step()
-    source: dict[str, Any] = {"entry": "program", "options": {}, **(plan.provenance.get("source") or {})}
-    source |= {key: value for key, value in (("program", program), ("entry", entry)) if value is not None}
-    if "program" not in source:
+    source = plan.source or Source()
+    program = program or source.program
+    if not program:
         raise UserError(
             f"the plan of {plan.program_name} does not say where its program is: name it with --program "
             "(in Python, pass the program)."
         )
     return open_source(
-        source["program"],
-        entry=source["entry"],
-        preferred=source.get("preferred"),
-        recipe=source.get("recipe"),
-        **source["options"],
+        program,
+        entry=entry or source.entry,
+        preferred=source.preferred,
+        recipe=source.recipe,
+        **source.options,
     )
 
 
@@ -127,10 +128,10 @@ def _rebuild(plan: Plan, program: Program) -> tuple[Model, NDArray[np.int64], Re
     mesh = make_mesh(Topology.parse(plan.topology), plan.mesh)
     reading = read_program(program, mesh.topology.backend)
     model, choices = price_again(plan, program, reading)
-    lines, axis_parts = plan.provenance.get("asked", []), axis_parts_of(reading.groups, mesh)
+    lines, axis_parts = plan.origin.asked, axis_parts_of(reading.groups, mesh)
     if axis_parts is None or not lines:
         return model, choices, require_lines(model, reading.groups, lines)
-    limit, staged = plan.memory_limit_bytes, "stage_axis" in plan.provenance
+    limit, staged = plan.memory_limit_bytes, plan.origin.staged
     original = build_model(program, reading, axis_parts.original, limit, model.compute.calibration, staged=staged)
     asked = require_lines(original, reading.groups, lines)
     return model, choices, Required(axis_parts.allowed(original, model, asked.allowed), asked.pinned)
@@ -161,7 +162,7 @@ class _Explainer:
         rank = self.ranks[name]
         shape = model.graph.tensors[tensor].shape[:rank]
         spec = tensor_spec(model, self.choices, tensor).of_rank(rank)
-        fixed = plan.provenance.get("pinned", {}).get(name, "")
+        fixed = plan.origin.pinned.get(name, "")
         said = [c.where for c in model.graph.constraints if model.structure.cluster_of[c.tensor] == cluster >= 0]
         fixed = "; ".join([*([fixed] if fixed else []), *dict.fromkeys(said)])
         role = plan.roles.get(name, "result")

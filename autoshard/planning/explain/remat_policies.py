@@ -13,9 +13,9 @@ def planned_remat(plan: Plan) -> Remat | None:
 
     Raises `UserError` for a choice of a program's own that is called so and is no policy.
     """
-    source = plan.provenance.get("source") or {}
-    chosen = (plan.provenance.get("recipe") or {}).get("chosen", {})
-    text = chosen.get("remat", source.get("options", {}).get("remat"))
+    options = plan.source.options if plan.source is not None else {}
+    chosen = plan.recipe.chosen if plan.recipe is not None else {}
+    text = chosen.get("remat", options.get("remat"))
     return None if text is None else parse_remat(str(text))
 
 

@@ -197,7 +197,7 @@ def maxtext_uses(plan: Plan) -> dict[str, str]:
 
 
 def _use(plan: Plan, axis: str) -> str:
-    said = plan.provenance.get("maxtext", {}).get(axis)
+    said = plan.origin.form_axes.get(axis)
     if said in USES:
         return said
     batch = [spec for name, spec in plan.arguments.items() if plan.roles[name] == "batch" and spec.dims]

@@ -52,7 +52,7 @@ def price_form(plan: Plan, program: Program, form: Form) -> Prediction | None:
 
     Raises `UserError` for a program that is not the plan's, and for a plan that cannot be priced again.
     """
-    if form.rest is Rest.PLAN or plan.provenance.get("for") == form.name:
+    if form.rest is Rest.PLAN or plan.origin.form == form.name:
         return plan.prediction
     if program.fingerprint != plan.program_fingerprint:
         raise UserError(f"the program is not the one of the plan ({plan.program_name}): it has changed; plan it again.")

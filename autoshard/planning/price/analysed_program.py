@@ -89,7 +89,7 @@ def read_program(program: Program, backend: str, kept: bool = False) -> Reading:
 
 def as_planned(program: Program, plan: Plan) -> Program:
     """Return the program that a plan is for: lowered for its devices, without constraints that were lifted."""
-    lifted = plan.provenance.get("lifted_constraints") == Lifted.ALL
+    lifted = plan.origin.lifted == Lifted.ALL
     return lowered_for(lift_constraints(program) if lifted else program, Topology.parse(plan.topology).traits.platform)
 
 
@@ -151,8 +151,7 @@ def price_again(plan: Plan, program: Program, reading: Reading) -> tuple[Model, 
     figures = said_calibration(
         mesh.topology.chip.name, plan.provenance.get("learned"), plan.provenance.get("xla_flags")
     )
-    staged = "stage_axis" in plan.provenance
-    model = build_model(program, reading, mesh, plan.memory_limit_bytes, figures, staged=staged)
+    model = build_model(program, reading, mesh, plan.memory_limit_bytes, figures, staged=plan.origin.staged)
     said = [int(word) if word.isdecimal() and len(word) < 10 else -1 for word in plan.choices.split()]
     choices = np.array(said, dtype=np.int64)
     again = "plan it again with this version of autoshard."

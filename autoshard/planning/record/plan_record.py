@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from autoshard.base.providers import Runner, Viewer, provider
 from autoshard.base.units import format_seconds
 from autoshard.errors import UserError
+from autoshard.planning.record.plan_origin import Origin, RecipeChoice, Source, read_origin
 from autoshard.planning.record.plan_parts import (
     Activation,
     Call,
@@ -115,6 +116,26 @@ class Plan:
         verdict = "fits" if self.prediction.fits else "does not fit"
         time = format_seconds(self.prediction.step_time_s)
         return f"<Plan of {self.program_name}: {verdict}, {time} a step on {mesh_words(self.mesh)} of {self.topology}>"
+
+    @property
+    def origin(self) -> Origin:
+        """Facts about how the plan was made, read from `provenance`."""
+        return read_origin(self.provenance)
+
+    @property
+    def source(self) -> Source | None:
+        """Place of the plan's program and its options; None for a program made in Python."""
+        return self.origin.source
+
+    @property
+    def recipe(self) -> RecipeChoice | None:
+        """Recipe that the planner chose, with those that it considered; None where none was left to it."""
+        return self.origin.recipe
+
+    @property
+    def flags(self) -> tuple[str, ...]:
+        """Compiler flags that the step is to run with."""
+        return self.origin.flags
 
     def is_weight(self, name: str) -> bool:
         """Return True if the argument `name` is a weight of the model, trained or frozen."""

@@ -111,8 +111,8 @@ def chosen_per_element(plan: Plan) -> float | None:
     return next((row.get("seconds_per_element") for row in _tried(plan) if not row.get("verdict")), None)
 
 
-def _tried(plan: Plan) -> list[dict[str, Any]]:
-    return (plan.provenance.get("recipe") or {}).get("tried", [])
+def _tried(plan: Plan) -> tuple[dict[str, Any], ...]:
+    return plan.recipe.tried if plan.recipe is not None else ()
 
 
 def _recipes(plan: Plan) -> list[dict[str, Any]]:
@@ -184,7 +184,7 @@ def _time(plan: Plan) -> list[str]:
 
 def _flag_sets(plan: Plan) -> list[str]:
     """The set of compiler flags that gains most for this very plan, if any gains enough to be said."""
-    gains = plan.provenance.get("flag_sets")
+    gains = plan.origin.flag_sets
     if not gains:
         return []
     name, step = min(gains.items(), key=lambda item: (item[1], item[0]))

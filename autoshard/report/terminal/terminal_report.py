@@ -63,8 +63,8 @@ class _Report:
 
 def _flag_lines(plan: Plan) -> list[str]:
     """What the compiler flags that the plan was made for change in its prices; empty without flags."""
-    said = plan.provenance.get("xla_flags")
-    return [] if not said else said["priced"] or [f"{', '.join(said['flags'])}: no price changes."]
+    prices = list(plan.origin.flag_prices)
+    return prices or ([f"{', '.join(plan.flags)}: no price changes."] if plan.flags else [])
 
 
 def _verdict(plan: Plan) -> RenderableType:
@@ -228,7 +228,7 @@ def _baselines(plan: Plan) -> RenderableType | None:
 
 def _recipes(plan: Plan) -> RenderableType | None:
     """What the planner could have chosen beside mesh and sharding, and the frontier of memory against time."""
-    tried = plan.provenance.get("recipe", {}).get("tried", [])
+    tried = plan.recipe.tried if plan.recipe is not None else ()
     if len(tried) < 2:
         return None
     table = Table(box=SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0), header_style="dim")

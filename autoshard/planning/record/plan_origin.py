@@ -1,0 +1,97 @@
+"""Typed facts about how a plan was made, read from its `provenance`."""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Source:
+    """Place of a plan's program, and the options with which `open_source` opens it again."""
+
+    program: str = ""
+    """A file, or `hf:` and a configuration; empty if the plan does not name one."""
+    entry: str = "program"
+    options: dict[str, Any] = dataclasses.field(default_factory=dict)
+    preferred: dict[str, Any] | None = None
+    recipe: dict[str, Any] | None = None
+    """Values of the program's own choices, by name."""
+
+    @property
+    def is_configuration(self) -> bool:
+        """True for a Hugging Face configuration."""
+        return self.program.startswith("hf:")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class RecipeChoice:
+    """Recipe that the planner chose, and those that it considered."""
+
+    chosen: dict[str, Any]
+    """Value of each choice by name."""
+    tried: tuple[dict[str, Any], ...]
+    """Rows as in the plan file, the chosen one first; see docs/json.md."""
+
+    @property
+    def rejected(self) -> tuple[dict[str, Any], ...]:
+        """Rows of the recipes that were not chosen."""
+        return tuple(row for row in self.tried if row.get("verdict"))
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Origin:
+    """Facts about how a plan was made that later steps depend on."""
+
+    source: Source | None
+    recipe: RecipeChoice | None
+    flags: tuple[str, ...]
+    """Compiler flags that the step is to run with."""
+    flag_prices: tuple[str, ...]
+    """Sentences on the prices that the flags change."""
+    flag_sets: dict[str, float]
+    """Seconds that a step of this plan takes with each named set of flags."""
+    form: str
+    """Export form that the plan was restricted to; empty for none."""
+    form_axes: dict[str, str]
+    """Parallelism that MaxText is given for each axis, by the search within its form."""
+    staged: bool
+    """True if an axis of the mesh stands for the stages of a pipeline."""
+    asked: tuple[str, ...]
+    """Constraints of the user, one line each."""
+    pinned: dict[str, str]
+    """Tensor name -> the constraint that fixes its spec."""
+    program_constraints: tuple[str, ...]
+    """Sharding constraints that the program states, one sentence each."""
+    lifted: str
+    """Constraints that were removed from the program: a value of `Lifted`."""
+    on_host: str
+    """Arguments that the host stores: a value of `HOSTS`."""
+    jax_version: str | None
+
+    @property
+    def names_devices(self) -> bool:
+        """True if the program may name devices, in constraints that it states or that were removed."""
+        return bool(self.program_constraints or self.lifted)
+
+
+def read_origin(provenance: Mapping[str, Any]) -> Origin:
+    """Return the facts that a plan's `provenance` holds; absent ones are empty. `check_plan` has checked the types."""
+    source, recipe = provenance.get("source"), provenance.get("recipe")
+    flags = provenance.get("xla_flags") or {}
+    fields = {field.name for field in dataclasses.fields(Source)}
+    return Origin(
+        source=Source(**{key: value for key, value in source.items() if key in fields}) if source else None,
+        recipe=RecipeChoice(recipe.get("chosen", {}), tuple(recipe.get("tried", ()))) if recipe else None,
+        flags=tuple(flags.get("flags", ())),
+        flag_prices=tuple(flags.get("priced", ())),
+        flag_sets=dict(provenance.get("flag_sets") or {}),
+        form=provenance.get("for", ""),
+        form_axes=dict(provenance.get("maxtext", {})),
+        staged="stage_axis" in provenance,
+        asked=tuple(provenance.get("asked", ())),
+        pinned=dict(provenance.get("pinned", {})),
+        program_constraints=tuple(provenance.get("said_by_program", ())),
+        lifted=provenance.get("lifted_constraints", ""),
+        on_host=provenance.get("on_host", "none"),
+        jax_version=provenance.get("versions", {}).get("jax"),
+    )
