@@ -104,6 +104,7 @@ def test_progress_is_plain_lines_when_piped_and_nothing_when_quiet(folder: Path)
     assert result.stderr.splitlines()[0] == "Tracing step.py"
     assert "\x1b" not in result.stdout + result.stderr
     assert "STEP: " in result.stdout
+    assert result.stdout.splitlines()[-1].startswith("Next: add --out plan.json to ")
     quiet = run("plan", "step.py", *ON_CPU, "--quiet", cwd=folder)
     assert quiet.stderr == "noise from the user's file\n"
 

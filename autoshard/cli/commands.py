@@ -4,6 +4,7 @@ import argparse
 import contextlib
 import io
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
@@ -59,7 +60,21 @@ def run_plan(arguments: argparse.Namespace, answer: TextIO) -> int:
             print_rich(candidates_report(offered), answer)
         for number, path in enumerate(written):
             print(f"{f'Candidate {number + 1}' if number else 'Plan'} written to {path}", file=answer)
+        print(f"Next: {_next_command(arguments, result.plan, written)}", file=answer)
     return 0
+
+
+def _next_command(arguments: argparse.Namespace, plan: "Plan", written: Sequence[Path]) -> str:
+    """Return the command that a user is most likely to need after a plan, ready to paste."""
+    from autoshard.cost import Topology
+
+    if not written:
+        return "add --out plan.json to compile, run or export the plan"
+    if plan.by_stage:
+        return f"autoshard export {written[0]} --to torch-pipelining"
+    if Topology.parse(plan.topology).traits.judge == "measure":
+        return f"autoshard measure {arguments.program} --plan {written[0]} --check"
+    return f"autoshard compile {arguments.program} --plan {written[0]}"
 
 
 def _planned(arguments: argparse.Namespace, progress: "ProgressLine", crew: "Crew") -> tuple["PlanResult", float]:

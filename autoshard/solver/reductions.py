@@ -200,7 +200,7 @@ def _drop_dominated(graph: Graph, node: int, waiting: _Waiting) -> None:
 
 def _is_worth_compiling(work: int) -> bool:
     """Whether so many entries are to be touched that kernels should be loaded, or they are there already."""
-    return work > _COMPILED_WORK or f"{__package__}._compare" in sys.modules
+    return work > _COMPILED_WORK or f"{__package__}.dominance_kernels" in sys.modules
 
 
 def _dominators_plainly(cost: Ints, usages: list[Ints], tables: list[Ints]) -> np.ndarray:

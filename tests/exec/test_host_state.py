@@ -19,7 +19,7 @@ from autoshard.exec.apply import jax_application
 from autoshard.exports import export_plan
 from autoshard.planning import Options, Plan, load_plan, make_plan
 from autoshard.program import Program, trace
-from autoshard.report.terminal.explanation_report import WAITS_FOR_HOST, what_binds
+from autoshard.report.terminal.explanation_report import WAITS_FOR_HOST, step_limits
 
 
 LAYERS, WIDTH, INNER, TOKENS = 4, 64, 256, 128
@@ -176,9 +176,9 @@ def test_the_step_laid_out_in_time_waits_for_the_hosts() -> None:
     waits = sum(span.seconds for span in plan.timeline.spans if span.name == WAITS_FOR_HOST)
     both_ways = float(Compute(Topology.parse("v5e:2x2")).host_seconds(2 * local_bytes(plan)))
     assert 0.8 * both_ways < waits < both_ways
-    said = [line for line in what_binds(plan) if "the hosts' memory" in line]
+    said = [line for line in step_limits(plan) if "the hosts' memory" in line]
     assert len(said) == 1 and format_seconds(waits) in said[0]
-    assert not any("hosts" in line for line in what_binds(planned("none", "v5e:2x2", "data=4")))
+    assert not any("hosts" in line for line in step_limits(planned("none", "v5e:2x2", "data=4")))
 
 
 def test_a_compiler_that_counts_the_hosts_memory_is_told_not_to() -> None:

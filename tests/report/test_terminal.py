@@ -26,6 +26,12 @@ def test_the_verdict_comes_first(plan: Plan):
     assert lines[3].startswith("STEP: 3.22 s, MFU 61.6%; 1.03x the speed of the best baseline that fits, fsdp x tp, s")
 
 
+def test_tokens_a_second_stand_beside_the_step(plan: Plan):
+    counted = dataclasses.replace(plan, provenance=plan.provenance | {"tokens": 524288})
+    assert rendered(counted, 120).splitlines()[3].startswith("STEP: 3.22 s, 163 k tokens/s (636 a device), MFU 61.6%")
+    assert counted.tokens_per_s == pytest.approx(524288 / 3.22)
+
+
 def test_a_plan_that_does_not_fit_says_so(plan: Plan):
     tight = dataclasses.replace(
         plan, memory_limit_bytes=2**35, prediction=dataclasses.replace(plan.prediction, fits=False)

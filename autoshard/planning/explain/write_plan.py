@@ -293,6 +293,7 @@ def _provenance(model: Model, seed: int, more: Mapping[str, Any]) -> dict[str, A
         }
         | dict(more)
         | ({"lifted_constraints": str(lifted)} if (lifted := model.program.lifted) else {})
+        | ({"tokens": tokens} if (tokens := model.program.tokens) else {})
         | ({"on_host": what} if (what := model.program.on_host) != "none" else {})
         | ({"said_by_program": said} if (said := said_by_program(model.graph)) else {})
     )

@@ -122,6 +122,7 @@ _ORIGINS: dict[str, type | tuple[type, ...]] = {
     "asked": list,
     "said_by_program": list,
     "flag_sets": (dict, type(None)),
+    "tokens": (int, type(None)),
     "learned": (dict, str, type(None)),
 }
 """What is read again of where a plan came from, and as what."""

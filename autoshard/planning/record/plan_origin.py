@@ -66,6 +66,8 @@ class Origin:
     """Constraints that were removed from the program: a value of `Lifted`."""
     on_host: str
     """Arguments that the host stores: a value of `HOSTS`."""
+    tokens: int | None
+    """Tokens of one step; None for a program that does not count tokens."""
     jax_version: str | None
 
     @property
@@ -93,5 +95,6 @@ def read_origin(provenance: Mapping[str, Any]) -> Origin:
         program_constraints=tuple(provenance.get("said_by_program", ())),
         lifted=provenance.get("lifted_constraints", ""),
         on_host=provenance.get("on_host", "none"),
+        tokens=provenance.get("tokens"),
         jax_version=provenance.get("versions", {}).get("jax"),
     )

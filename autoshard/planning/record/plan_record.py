@@ -137,6 +137,12 @@ class Plan:
         """Compiler flags that the step is to run with."""
         return self.origin.flags
 
+    @property
+    def tokens_per_s(self) -> float | None:
+        """Tokens a second of all devices together; None for a program that does not count tokens."""
+        tokens, step = self.origin.tokens, self.prediction.step_time_s
+        return tokens / step if tokens and step > 0 else None
+
     def is_weight(self, name: str) -> bool:
         """Return True if the argument `name` is a weight of the model, trained or frozen."""
         return self.roles[name] in ("parameter", "frozen")

@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from autoshard.base.units import format_bytes, format_seconds
+from autoshard.base.units import format_bytes, format_count, format_seconds
 from autoshard.cost import Topology, make_mesh
 from autoshard.planning import Plan, Prediction, axis_words, mesh_words
 from autoshard.report.display import breakable, clean, readable
@@ -14,7 +14,7 @@ from autoshard.report.figures import best_baseline, fixed_lines
 from autoshard.report.page.ops_page import BOUNDS, link_loads, memory_data, ops_data, ops_summary, roofs, timeline_data
 from autoshard.report.schedule_picture import schedule_picture
 from autoshard.report.terminal.argument_tree import module_trees
-from autoshard.report.terminal.explanation_report import alternatives, chosen_per_element, what_binds, why_not
+from autoshard.report.terminal.explanation_report import alternatives, chosen_per_element, step_limits, why_not
 from autoshard.report.terminal.plan_difference import difference, figure_name, figure_text, sent_text
 
 
@@ -69,7 +69,7 @@ def html_report(plan: Plan, compare: Plan | None = None, measured: Mapping[str, 
             links=loads,
             timeline=timeline is not None,
             alternatives=others,
-            binds=what_binds(plan),
+            binds=step_limits(plan),
             fixed=fixed_lines(plan),
             compare=compare and _comparison(plan, compare),
             measured=measured and _measurement(plan, measured),
@@ -96,6 +96,7 @@ def environment() -> "jinja2.Environment":
     made.filters |= {
         "bytes": format_bytes,
         "seconds": format_seconds,
+        "count": format_count,
         "axis_words": axis_words,
         "breakable": breakable,
         "clean": clean,

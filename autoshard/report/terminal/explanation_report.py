@@ -154,7 +154,7 @@ def _row(
     }
 
 
-def what_binds(plan: Plan) -> tuple[str, ...]:
+def step_limits(plan: Plan) -> tuple[str, ...]:
     """What limits the step time and memory, what other compiler flags gain, and how much room the bound leaves."""
     return (*_time(plan), *_memory(plan), *_flag_sets(plan), *_gaps(plan))
 

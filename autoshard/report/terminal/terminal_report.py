@@ -10,12 +10,12 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from autoshard.base.units import format_bytes, format_seconds
+from autoshard.base.units import format_bytes, format_count, format_seconds
 from autoshard.planning import Collective, Plan, Prediction, Recipe, Spec, axis_words, mesh_words, spec_text
 from autoshard.report.display import clean, fold, readable
 from autoshard.report.figures import best_baseline, fixed_lines, tensor_bytes
 from autoshard.report.schedule_picture import schedule_report
-from autoshard.report.terminal.explanation_report import what_binds
+from autoshard.report.terminal.explanation_report import step_limits
 
 
 BAR = 46
@@ -50,11 +50,11 @@ class _Report:
         yield from _section("Step time", _time(plan.prediction))
         yield from _section("Pipeline", schedule_report(plan))
         yield from _section("Memory of one device at the peak", _memory(plan))
-        yield from _section("Against plans that people write", _baselines(plan))
+        yield from _section("Baselines", _baselines(plan))
         yield from _section("Other recipes", _recipes(plan))
         yield from _section("Other meshes", _meshes(plan))
         yield from _section("Collectives that cost most", _collectives(plan.prediction, options.max_width))
-        yield from _section("What binds", _bullets(what_binds(plan)))
+        yield from _section("What limits the step", _bullets(step_limits(plan)))
         yield from _section("Warnings", _bullets(plan.warnings, "yellow"))
         if self.wall_s:
             phases = ", ".join(f"{phase} {seconds:.1f} s" for phase, seconds in self.wall_s.items())
@@ -79,6 +79,9 @@ def _verdict(plan: Plan) -> RenderableType:
     if plan.memory_limit_bytes:
         verdict.append(f" ({prediction.peak_bytes / plan.memory_limit_bytes:.0%})", style="not bold default")
     step = Text("STEP", style="bold").append(f": {format_seconds(prediction.step_time_s)}", style="not bold")
+    if plan.tokens_per_s is not None:
+        rate, share = format_count(plan.tokens_per_s), format_count(plan.tokens_per_s / devices)
+        step.append(f", {rate} tokens/s ({share} a device)", style="not bold")
     if prediction.mfu is not None:
         step.append(f", MFU {prediction.mfu:.1%}", style="not bold")
     step.append(f"; {_against_best(plan)}", style="not bold")

@@ -12,7 +12,7 @@ from autoshard.errors import UserError
 from autoshard.exports import export_plan
 from autoshard.planning import Options, Plan, Spec, explain_plan, load_plan, make_plan, read_asked, save_plan
 from autoshard.program import Program, open_source
-from autoshard.report.terminal.explanation_report import what_binds
+from autoshard.report.terminal.explanation_report import step_limits
 from tests.planning.programs import wide_mlp
 
 
@@ -113,7 +113,7 @@ def test_a_set_of_flags_is_named_proposed_and_kept(monkeypatch: pytest.MonkeyPat
     plain = make_plan(program, Options(**machine)).plan
     gains = plain.provenance["flag_sets"]
     assert gains["sparsecore"] < 0.98 * plain.prediction.step_time_s
-    (said,) = [line for line in what_binds(plain) if "--xla-flags" in line]
+    (said,) = [line for line in step_limits(plain) if "--xla-flags" in line]
     assert said.startswith("With --xla-flags sparsecore this plan takes")
     named = make_plan(program, Options(**machine, xla_flags="sparsecore")).plan
     assert named.prediction.step_time_s <= gains["sparsecore"]  # at least what the same plan gains
