@@ -58,7 +58,9 @@ def test_it_opens_with_the_two_commands():
 
 
 def test_the_commands_it_shows_exist():
-    lines = re.findall(r"^autoshard ([\w-]+) (.*?)(?:#.*)?$", README.replace("\\\n", ""), re.MULTILINE)
+    text = README.replace("\\\n", "")
+    code = "\n".join(text.split("```")[1::2])
+    lines = re.findall(r"^autoshard ([\w-]+) ([^#\n]*)", code, re.MULTILINE)
     assert {"plan", "compile", "export"} <= {command for command, _ in lines}
     for command, arguments in lines:
         parser = parser_of(build_parser(), command)
