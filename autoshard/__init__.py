@@ -1,6 +1,6 @@
-"""Plan how to split every tensor of a step over many accelerators, before any accelerator is rented.
+"""Planner of how every tensor of a step is sharded over many accelerators, before any accelerator is rented.
 
-Names are loaded when they are first used, so that `import autoshard` costs next to nothing.
+Public names are loaded at their first use, so that `import autoshard` costs next to nothing.
 """
 
 import importlib
@@ -74,7 +74,7 @@ _HOMES = {
     "torch_remat_policy": ("autoshard.planning", "torch_remat_policy"),
     "trace": ("autoshard.program", "trace"),
 }
-"""Public name -> the module and the name where it lives."""
+"""Public name -> the module that defines it, and its name there."""
 
 _ROOMS = (
     "cost",

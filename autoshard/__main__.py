@@ -1,4 +1,4 @@
-"""`python -m autoshard` is the `autoshard` command."""
+"""Entry point of `python -m autoshard`, which is the `autoshard` command."""
 
 from autoshard.cli import main
 

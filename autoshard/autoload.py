@@ -1,7 +1,7 @@
-"""What `import torch` loads of autoshard, through the `torch.backends` entry point: next to nothing.
+"""Hook that `import torch` loads through the `torch.backends` entry point; it imports next to nothing.
 
-A finder waits for `torch_xla` to be imported, and then makes `xr.use_spmd(auto=True)` and `XLA_AUTO_SPMD=1` mean
-autoshard. A script that imports no torch_xla, or asks for no auto-sharding, runs as if autoshard were not installed.
+An import finder waits for `torch_xla`, then lets autoshard handle `xr.use_spmd(auto=True)` and `XLA_AUTO_SPMD=1`. A
+script that imports no torch_xla, or asks for no auto-sharding, runs as if autoshard were not installed.
 """
 
 import importlib.abc
@@ -15,15 +15,18 @@ from typing import Any
 
 
 _LAST = "torch_xla._internal.c10d_registration"
-"""What torch_xla imports last. The package itself may be half imported already: it is what imports torch, often."""
+"""Module that torch_xla imports last. The finder cannot wait for the package `torch_xla`: its import often is the one
+that imports torch, so the package may be half imported already.
+"""
 
 
 class _Finder(importlib.abc.MetaPathFinder):
-    """Finds one module once, as all others would, and has `_ready` called when it is loaded."""
+    """Import finder for `_LAST`, used once: it finds the module as others do, and lets its loader call `_ready`."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
+        """Return the spec of `_LAST` with a wrapped loader; None for any other module."""
         if fullname != _LAST:
             return None
         sys.meta_path.remove(self)
@@ -34,13 +37,17 @@ class _Finder(importlib.abc.MetaPathFinder):
 
 
 class _Loader(importlib.abc.Loader):
+    """Loader that delegates to another one, and calls `_ready` after the module is loaded."""
+
     def __init__(self, loader: Any) -> None:
         self._loader = loader
 
     def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType | None:
+        """Create the module with the original loader."""
         return self._loader.create_module(spec)
 
     def exec_module(self, module: ModuleType) -> None:
+        """Execute the module with the original loader, then install the hook."""
         if module.__spec__ is not None:
             module.__spec__.loader = self._loader
         self._loader.exec_module(module)
@@ -48,6 +55,7 @@ class _Loader(importlib.abc.Loader):
 
 
 def _ready() -> None:
+    """Install the hook if the environment asks for it, else patch `xr.use_spmd` to install it on demand."""
     import torch_xla.runtime as xr
 
     if os.environ.get("XLA_AUTO_SPMD", "").strip().lower() in ("1", "true"):
@@ -58,6 +66,7 @@ def _ready() -> None:
     original = xr.use_spmd
 
     def use_spmd(auto: bool | None = False) -> None:
+        """Install the hook and restore the original function if auto-sharding is requested; else call the original."""
         if not auto and "XLA_AUTO_SPMD" not in os.environ:
             return original()
         from autoshard.exec import torch_xla_hook
@@ -71,6 +80,6 @@ def _ready() -> None:
 
 
 def autoload() -> None:
-    """Called by `import torch`."""
+    """Register the import finder; `import torch` calls this function."""
     if _LAST not in sys.modules and not any(isinstance(finder, _Finder) for finder in sys.meta_path):
         sys.meta_path.insert(0, _Finder())

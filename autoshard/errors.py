@@ -1,8 +1,8 @@
-"""Errors that a user can cause and can mend."""
+"""Errors that a user can cause and can correct."""
 
 
 class Terminated(BaseException):
-    """The command has been asked to end, by SIGTERM."""
+    """Request to end the command, raised when SIGTERM arrives."""
 
 
 ENDINGS = (KeyboardInterrupt, Terminated)
@@ -10,29 +10,29 @@ ENDINGS = (KeyboardInterrupt, Terminated)
 
 
 class UserError(Exception):
-    """Something the user wrote is wrong; the message is one sentence that names it.
+    """Error in the user's input; its message is one sentence that names the wrong input.
 
     The command prints the message without a traceback and exits with code 2.
     """
 
 
 class InfeasibleError(UserError):
-    """No plan keeps every device within the memory limit."""
+    """Error for a memory limit that no plan satisfies on every device."""
 
 
 class OutOfRangeError(UserError):
-    """Costs or bytes add up to more than is reckoned exactly."""
+    """Error for costs or bytes whose sum exceeds the range of exact integers."""
 
 
 def reason_of(error: BaseException, lines: int = 1) -> str:
-    """Return the first lines of an error's text as one, without the full stop; empty if it has no text.
+    """Return the first `lines` lines of an error's text as one line, without the full stop; empty if it has no text.
 
-    The error may be of a user's own class, whose text may raise in turn.
+    The error may be of a user's own class, whose `__str__` may raise in turn.
     """
     try:
-        said = str(error).strip().splitlines()
+        text_lines = str(error).strip().splitlines()
     except ENDINGS:
         raise
     except BaseException as another:
         return f"its text cannot be made, which raises {type(another).__name__}"
-    return " ".join(line.strip() for line in said[:lines]).rstrip(".")
+    return " ".join(line.strip() for line in text_lines[:lines]).rstrip(".")

@@ -1,6 +1,6 @@
-"""Auto-sharding inside PyTorch/XLA; importing this is enough for `xr.use_spmd(auto=True)` to plan with autoshard.
+"""Public module of the PyTorch/XLA hook; its import lets autoshard plan for `xr.use_spmd(auto=True)`.
 
-With autoshard installed not even that is needed: PyTorch loads it (see `autoshard.autoload`).
+The import is not needed where autoshard is installed: PyTorch loads the hook (see `autoshard.autoload`).
 """
 
 from autoshard.exec.torch_xla_hook import Session as Session

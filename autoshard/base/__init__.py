@@ -1,1 +1,1 @@
-"""What every room stands on and that knows nothing of sharding: processes, helpers, files, what is kept on disk."""
+"""Foundations that every room uses and that know nothing of sharding: processes, workers, files and the disk cache."""

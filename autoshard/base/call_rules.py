@@ -1,9 +1,9 @@
-"""Sharding rules that users give for opaque calls: their notation, and how it fits a call's shapes.
+"""Sharding rules that users give for opaque calls: their notation, and the binding of a rule to a call's shapes.
 
-The notation is that of `jax.experimental.custom_partitioning`: one group of factors for each operand and result,
-separated by commas, one factor for each dim, separated by spaces. `"b h s d, b h t d, b h t d -> b h s d"` says that
-the first dims of all four tensors are split together. `(x y)` is a dim made of two factors, major first; a leading
-`...` stands for any number of dims that are the same everywhere; an empty group is a scalar.
+The notation is that of `jax.experimental.custom_partitioning`. Commas separate the groups of factors, one group for
+each operand and result. Spaces separate the factors, one for each dim. `"b h s d, b h t d, b h t d -> b h s d"` means
+that the first dims of all four tensors are split together. `(x y)` is a dim of two factors, major first. A leading
+`...` stands for any number of dims that all tensors share. An empty group is a scalar.
 """
 
 import dataclasses
@@ -15,35 +15,36 @@ from autoshard.errors import UserError
 
 
 Dims = tuple[tuple[str, ...], ...]
-"""The factors (major first) of each dim of one tensor."""
+"""Factors (major first) of each dim of one tensor."""
 
 REST = "..."
-"""Factor that stands for leading dims."""
+"""Factor that stands for the leading dims."""
 
 PARALLEL, REDUCTION, NEED_REPLICATION, PERMUTATION = "parallel", "reduction", "need_replication", "permutation"
 
 _TOKEN = re.compile(r"\s*(\.\.\.|[A-Za-z]\w*|[()])")
+"""Next factor, parenthesis or `...` of a group."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class CallRule:
-    """A rule before it meets shapes."""
+    """Sharding rule of a call, before it is bound to shapes."""
 
     name: str
     text: str
     operands: tuple[Dims, ...]
     results: tuple[Dims, ...]
     kinds: tuple[tuple[str, str], ...] = ()
-    """(factor, kind) of factors that are not parallel."""
+    """Pairs (factor, kind) of the factors that are not parallel."""
     sizes: tuple[tuple[str, int], ...] = ()
-    """(factor, size) where shapes alone do not tell."""
+    """Pairs (factor, size) of the factors whose sizes do not follow from shapes alone."""
     flops: tuple[tuple[int, tuple[str, ...]], ...] = ()
-    """Terms of a sum: a number times the sizes of factors. Empty if the call does no matrix work."""
+    """Terms of a sum, each a number times the sizes of some factors; empty if the call does no matrix work."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class BoundRule:
-    """A rule for one call: factors are numbered."""
+    """Sharding rule bound to one call's shapes; factors are numbered."""
 
     sizes: tuple[int, ...]
     kinds: tuple[str, ...]
@@ -53,18 +54,19 @@ class BoundRule:
 
 
 _registered: dict[str, CallRule] = {}
+"""Rule of each registered name."""
 _log: list[str] = []
-"""Names in the order in which they were registered."""
+"""Names of registered rules, in the order of registration."""
 
 
 def remember(rule: CallRule) -> None:
-    """Keep a rule for calls of its name; a later one of the same name replaces it."""
+    """Register a rule for calls of its name; a later rule of the same name replaces it."""
     _registered[rule.name] = rule
     _log.append(rule.name)
 
 
 def registrations() -> int:
-    """How many rules were ever registered in this process, replaced and dropped ones included."""
+    """Return the number of registrations in this process, including rules that were replaced or dropped."""
     return len(_log)
 
 
@@ -74,6 +76,7 @@ def forget(name: str) -> None:
 
 
 def registered(name: str) -> CallRule | None:
+    """Return the rule registered for a name, or None."""
     return _registered.get(name)
 
 
@@ -87,7 +90,16 @@ def parse_call_rule(
     sizes: Mapping[str, int] | None = None,
     flops: str | None = None,
 ) -> CallRule:
-    """A rule from its notation; raises `UserError` that names the rule and the part of it that cannot be."""
+    """Parse a rule from its notation.
+
+    - `name`: target of the calls to which the rule applies; errors mention it.
+    - `text`: operands and results in the notation of this module.
+    - `reduction`, `need_replication`, `permutation`: factors of each kind; the others are parallel.
+    - `sizes`: sizes of factors that shapes do not determine.
+    - `flops`: work of the call, such as `4 b h s t d`.
+
+    Raises `UserError` that names the rule and the wrong part of it.
+    """
     sides = text.split("->")
     if len(sides) != 2:
         raise UserError(
@@ -114,15 +126,16 @@ def parse_call_rule(
                     f"the rule of `{name}` calls `{factor}` a reduction factor, but a result has it as a dim; "
                     "what is summed is gone from the results."
                 )
-    given = dict(sizes or {})
-    unknown = sorted(set(given) - inner - outer)
+    known = dict(sizes or {})
+    unknown = sorted(set(known) - inner - outer)
     if unknown:
         raise UserError(f"the rule of `{name}` has a size for `{unknown[0]}`, but {text!r} has no `{unknown[0]}`.")
     terms = _flops(name, flops, inner | outer) if flops else ()
-    return CallRule(name, text, tuple(operands), tuple(results), tuple(kinds.items()), tuple(given.items()), terms)
+    return CallRule(name, text, tuple(operands), tuple(results), tuple(kinds.items()), tuple(known.items()), terms)
 
 
 def _tensor(name: str, text: str, part: str) -> Dims:
+    """Parse the group of one tensor."""
     dims: list[tuple[str, ...]] = []
     group: list[str] | None = None
     position = 0
@@ -156,6 +169,7 @@ def _tensor(name: str, text: str, part: str) -> Dims:
 
 
 def _flops(name: str, text: str, known: set[str]) -> tuple[tuple[int, tuple[str, ...]], ...]:
+    """Parse the sum of products that gives a call's floating-point operations."""
     terms = []
     for term in text.split("+"):
         words = term.replace("*", " ").split()
@@ -174,7 +188,13 @@ def _flops(name: str, text: str, known: set[str]) -> tuple[tuple[int, tuple[str,
 def bind(
     rule: CallRule, operands: Sequence[Sequence[int]], results: Sequence[Sequence[int]], where: str = ""
 ) -> BoundRule:
-    """The rule for a call with these shapes; `where` names the call. Raises `UserError` where they do not fit."""
+    """Bind a rule to the shapes of one call: number its factors and determine their sizes.
+
+    - `operands`, `results`: shape of each.
+    - `where`: name of the call in error messages; may be empty.
+
+    Raises `UserError` if the shapes do not fit the rule.
+    """
     call = f"the call {where}" if where else "a call"
     for what, dims, shapes in (("operand", rule.operands, operands), ("result", rule.results, results)):
         if len(dims) != len(shapes):
@@ -185,12 +205,13 @@ def bind(
     rest: int | None = None
     sizes = dict(rule.sizes)
     tensors: list[list[tuple[str, ...]]] = []
-    named = [("operand", k, d, s) for k, (d, s) in enumerate(zip(rule.operands, operands, strict=True))]
-    named += [("result", k, d, s) for k, (d, s) in enumerate(zip(rule.results, results, strict=True))]
-    for what, k, dims, shape in named:
+    labelled = [("operand", k, d, s) for k, (d, s) in enumerate(zip(rule.operands, operands, strict=True))]
+    labelled += [("result", k, d, s) for k, (d, s) in enumerate(zip(rule.results, results, strict=True))]
+    for what, k, dims, shape in labelled:
         expanded = list(dims)
         if dims and dims[0] == (REST,):
             extra = len(shape) - (len(dims) - 1)
+            # The first tensor with `...` determines how many leading dims it stands for.
             if rest is None and extra >= 0:
                 rest = extra
             expanded = [(f"{REST}{i}",) for i in range(rest if rest is not None else 0)] + list(dims[1:])
@@ -202,7 +223,8 @@ def bind(
         tensors.append(expanded)
         for dim, size in zip(expanded, shape, strict=True):
             _fit(rule, sizes, dim, size, f"{what} {k} of {call}")
-    for (what, k, _, shape), expanded in zip(named, tensors, strict=True):
+    # Dims of several factors come second: all sizes that single dims determine are known by now.
+    for (what, k, _, shape), expanded in zip(labelled, tensors, strict=True):
         for dim, size in zip(expanded, shape, strict=True):
             if len(dim) > 1:
                 _fit_compound(rule, sizes, dim, size, f"{what} {k} of {call}")
@@ -220,6 +242,7 @@ def bind(
 
 
 def _fit(rule: CallRule, sizes: dict[str, int], dim: tuple[str, ...], size: int, where: str) -> None:
+    """Record the size of a dim of one factor; raise `UserError` if that factor has another size already."""
     if len(dim) == 1 and sizes.setdefault(dim[0], size) != size:
         raise UserError(
             f"the rule of `{rule.name}`, {rule.text!r}, does not fit: `{dim[0]}` is {sizes[dim[0]]} elsewhere, "
@@ -228,6 +251,7 @@ def _fit(rule: CallRule, sizes: dict[str, int], dim: tuple[str, ...], size: int,
 
 
 def _fit_compound(rule: CallRule, sizes: dict[str, int], dim: tuple[str, ...], size: int, where: str) -> None:
+    """Derive the one missing size of a dim of several factors; raise `UserError` if the sizes do not fit the dim."""
     known = math.prod(sizes[f] for f in dim if f in sizes)
     missing = [f for f in dim if f not in sizes]
     if len(missing) > 1:

@@ -1,9 +1,8 @@
-"""Results of slow work kept on disk by content, for every room.
+"""Disk cache of slow computations, addressed by content, for every room.
 
-An entry is one file, the user's alone: a line of JSON (its key, the hash of the rest), then whatever is kept. Nothing
-in it is ever executed, and an entry whose hashes do not agree is not used, nor one that is another user's. A key holds
-everything that decides the content (what went in, the sources that make it, the versions of what they call), so an
-entry cannot be stale.
+An entry is one file that only the user may read: a line of JSON (key and hash of the body), then the body. The cache
+never executes an entry. It ignores an entry whose hash differs or whose owner is another user. A key hashes everything
+that determines the body: inputs, source files and package versions. Therefore an entry cannot be stale.
 """
 
 import contextlib
@@ -22,25 +21,25 @@ from autoshard.base.files import BESIDE, is_ours, write_own
 
 
 VARIABLE = "AUTOSHARD_CACHE_DIR"
-"""Directory of the entries; set but empty for none."""
+"""Environment variable that names the directory of the cache; set but empty, it turns the cache off."""
 MOST = 64
-"""Entries of one kind that are kept; the oldest go first."""
+"""Most entries of one kind in the cache; the oldest are dropped first."""
 FORGOTTEN_S = 3600.0
-"""Seconds after which a file that is being written has been given up."""
+"""Seconds after which a temporary file counts as abandoned by its writer."""
 _log = logging.getLogger("autoshard")
 _warned: set[str] = set()
 
 
 def cache_directory() -> Path | None:
-    """`AUTOSHARD_CACHE_DIR`, else `autoshard` in the user's cache directory; None if it is turned off."""
+    """Return `AUTOSHARD_CACHE_DIR`, else `autoshard` in the user's cache directory; None if the cache is turned off."""
     return user_directory(VARIABLE, "XDG_CACHE_HOME", ".cache")
 
 
 def user_directory(own: str, variable: str, usual: str) -> Path | None:
-    """The directory that the environment variable `own` names; set but empty for none.
+    """Return the directory that the environment variable `own` names; None if it is set but empty.
 
-    Without it `autoshard` in the directory that `variable` names, else in `usual` of the user's home; None for a user
-    without a home, as in a container that runs under a number of no account.
+    If `own` is not set, return `autoshard` in the directory that `variable` names, else in `usual` of the user's home.
+    Return None for a user without a home, such as a container's user id without an account.
     """
     text = os.environ.get(own)
     if text is not None:
@@ -53,7 +52,12 @@ def user_directory(own: str, variable: str, usual: str) -> Path | None:
 
 
 def key_of(said: Any, packages: Sequence[str], sources: Sequence[str]) -> str:
-    """Key of what is made of `said` (JSON) by `packages`, in their versions, and by this package's files `sources`."""
+    """Return the cache key of a result: a hash of its inputs, package versions, source files and JAX settings.
+
+    - `said`: inputs of the computation, as JSON.
+    - `packages`: installed packages whose versions matter.
+    - `sources`: glob patterns of this package's files that compute the result.
+    """
     settings = {name: value for name, value in os.environ.items() if name.startswith("JAX_")}
     versions = {package: version(package) for package in packages}
     everything = [said, versions, platform.python_version(), settings, _hash_of(sources)]
@@ -61,7 +65,7 @@ def key_of(said: Any, packages: Sequence[str], sources: Sequence[str]) -> str:
 
 
 def version(package: str) -> str:
-    """The installed version, empty for none."""
+    """Return the installed version of a package, empty if it is not installed."""
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
@@ -69,7 +73,7 @@ def version(package: str) -> str:
 
 
 def _hash_of(sources: Sequence[str]) -> str:
-    """Hash of every file of this package that matches one of the patterns."""
+    """Hash every file of this package that matches one of the patterns."""
     package = Path(__file__).parents[1]
     total = hashlib.sha256()
     for path in sorted({path for pattern in sources for path in package.glob(pattern)}):
@@ -79,7 +83,7 @@ def _hash_of(sources: Sequence[str]) -> str:
 
 
 def read_entry(kind: str, key: str) -> bytes | None:
-    """What is kept; None if there is nothing, or the file is another user's, or not just as it was written."""
+    """Return the body of an entry; None if it does not exist, belongs to another user, or is damaged."""
     folder = cache_directory()
     if folder is None:
         return None
@@ -94,7 +98,7 @@ def read_entry(kind: str, key: str) -> bytes | None:
 
 
 def write_entry(kind: str, key: str, body: bytes) -> None:
-    """Keep `body`. A directory that cannot be written costs one warning and nothing else."""
+    """Store `body` as an entry. A directory that cannot be written to causes one warning and no error."""
     folder = cache_directory()
     if folder is None:
         return
@@ -110,13 +114,15 @@ def write_entry(kind: str, key: str, body: bytes) -> None:
 
 
 def _head(key: str, body: bytes) -> bytes:
+    """Return the first line of an entry: its key and the hash of its body."""
     return json.dumps({"key": key, "body": hashlib.sha256(body).hexdigest()}).encode()
 
 
 def _drop_oldest(folder: Path, kind: str) -> None:
+    """Delete the oldest entries of a kind beyond `MOST`, and abandoned temporary files."""
     for path in _newest_first(folder.glob(f"*.{kind}"))[MOST:]:
         path.unlink(missing_ok=True)
-    # What processes that were killed had begun to write; nobody else is at it after so long.
+    # Killed processes leave temporary files behind; no live process writes one for longer than `FORGOTTEN_S`.
     for path in folder.glob(f"{BESIDE}*"):
         with contextlib.suppress(FileNotFoundError):
             if time.time() - path.stat().st_mtime > FORGOTTEN_S:
@@ -124,7 +130,7 @@ def _drop_oldest(folder: Path, kind: str) -> None:
 
 
 def _newest_first(paths: Iterable[Path]) -> list[Path]:
-    """Those that are still there: other processes drop entries as well."""
+    """Sort paths by time of change, newest first. Paths that other processes have deleted by now are left out."""
     times: dict[Path, float] = {}
     for path in paths:
         with contextlib.suppress(FileNotFoundError):

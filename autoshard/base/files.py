@@ -1,4 +1,4 @@
-"""Files for every room: written whole or not at all, and read within bounds."""
+"""Atomic writes and size-bounded reads of files, for every room."""
 
 import contextlib
 import errno
@@ -14,19 +14,19 @@ from autoshard.base.json_text import parse_pieces
 
 
 PRIVATE = 0o600
-"""The mode of a file that is its user's alone."""
+"""Mode of a file that only its owner may read and write."""
 BESIDE = ".autoshard-"
-"""How files are called while they are written; a process that is killed leaves them."""
+"""Prefix of temporary files that are being written. A process that is killed leaves them behind."""
 _DESCRIPTORS = ("/dev/fd/", "/dev/std", "/proc/")
-"""Paths that stand for a file which is open already."""
+"""Prefixes of paths that stand for a file which is already open."""
 
 
 def write_whole(path: str | os.PathLike[str], content: bytes, mode: int = 0o666) -> None:
-    """Write beside `path`, flush to the disk, then rename over it, so that nobody ever sees half a file.
+    """Write a temporary file next to `path` and rename it over `path`, so that no reader sees half a file.
 
-    A file that is replaced keeps its mode, and its owner where that may be given; a new one gets `mode` less what the
-    user's mask takes away. Through a link the file that it names is written; a device or a pipe is written to, never
-    replaced. Raises `OSError` and leaves nothing behind if it cannot be written.
+    A replaced file keeps its mode, and its owner if the system permits. A new file gets `mode` less the bits of the
+    user's umask. A link is followed: the file that it names is replaced. A device or a pipe is written into, never
+    replaced. Raises `OSError` and leaves nothing behind if the file cannot be written.
     """
     before = _status(path)
     if before is not None and (not stat.S_ISREG(before.st_mode) or _is_open_already(path)):
@@ -36,20 +36,20 @@ def write_whole(path: str | os.PathLike[str], content: bytes, mode: int = 0o666)
 
 
 def write_own(path: str | os.PathLike[str], content: bytes) -> None:
-    """Write a file of this package's own, of mode `PRIVATE`, in place of whatever has its name, a link included.
+    """Write a file of autoshard's own with mode `PRIVATE`, replacing any file or link of that name.
 
-    Others may have put it there, in a directory that they may write to. Raises `OSError` and leaves nothing behind if
-    it cannot be written.
+    The link is not followed, since another user may have put it into a directory that others may write to. Raises
+    `OSError` and leaves nothing behind if the file cannot be written.
     """
     _put(Path(path), content, PRIVATE, None)
 
 
 def _put(target: Path, content: bytes, mode: int, before: os.stat_result | None) -> None:
-    """Write beside `target` and rename over it; the file is made like the one that was there `before`, if any."""
-    # The mode is the creation's own, since to ask for the mask is to change it for all threads.
-    beside = target.with_name(f"{BESIDE}{os.urandom(6).hex()}")
+    """Write a temporary file next to `target` and rename it over `target`, with the mode and owner of `before`."""
+    # The mode is set by the creation itself: reading the umask would require setting it, which affects all threads.
+    temporary = target.with_name(f"{BESIDE}{os.urandom(6).hex()}")
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_BINARY", 0)
-    handle = os.open(beside, flags, mode if before is None else PRIVATE)
+    handle = os.open(temporary, flags, mode if before is None else PRIVATE)
     try:
         with os.fdopen(handle, "wb") as file:
             file.write(content)
@@ -57,26 +57,26 @@ def _put(target: Path, content: bytes, mode: int, before: os.stat_result | None)
             if before is not None:
                 _make_like(file.fileno(), before)
             os.fsync(file.fileno())
-        os.replace(beside, target)
+        os.replace(temporary, target)
     except BaseException:
         with contextlib.suppress(OSError):
-            beside.unlink()
+            temporary.unlink()
         raise
 
 
 def is_ours(status: os.stat_result) -> bool:
-    """Whether a file is the user's own, or the system's; what others put there may say what they like."""
+    """Return True if a file belongs to the user or the system. The content of another user's file cannot be trusted."""
     return not hasattr(os, "geteuid") or status.st_uid in (0, os.geteuid())
 
 
 def is_replaced(path: str | os.PathLike[str]) -> bool:
-    """Whether `write_whole` makes or replaces a file there, rather than write into a device, a pipe or an open file."""
+    """Return True if `write_whole` replaces the file, and does not write into a device, a pipe or an open file."""
     status = _status(path)
     return status is None or (stat.S_ISREG(status.st_mode) and not _is_open_already(path))
 
 
 def _status(path: str | os.PathLike[str]) -> os.stat_result | None:
-    """Of the file that a path names in the end; None if there is none."""
+    """Return the status of the file that a path names, links followed; None if it does not exist."""
     try:
         return os.stat(path)
     except FileNotFoundError:
@@ -84,11 +84,13 @@ def _status(path: str | os.PathLike[str]) -> os.stat_result | None:
 
 
 def _is_open_already(path: str | os.PathLike[str]) -> bool:
+    """Return True if the path stands for an open file of a process."""
     return os.path.abspath(path).startswith(_DESCRIPTORS)
 
 
 def _write_into(path: str | os.PathLike[str], content: bytes) -> None:
-    # A pipe that nobody reads is refused by the system, where an ordinary opening would wait for ever.
+    # O_NONBLOCK makes the system refuse a pipe without a reader; a blocking open would wait for ever.
+    """Write into an existing device, pipe or open file."""
     handle = os.open(path, os.O_WRONLY | getattr(os, "O_NONBLOCK", 0))
     os.set_blocking(handle, True)
     with os.fdopen(handle, "wb") as file:
@@ -96,9 +98,9 @@ def _write_into(path: str | os.PathLike[str], content: bytes) -> None:
 
 
 def _make_like(handle: int, before: os.stat_result) -> None:
-    """Give an open file the owner of another, where that is allowed, then its mode."""
+    """Set the owner of an open file to that of `before`, if permitted, then its mode."""
     if not hasattr(os, "fchmod"):
-        return  # Windows, where modes say next to nothing
+        return  # Windows, whose modes carry almost no permissions
     own = os.fstat(handle)
     if (own.st_uid, own.st_gid) != (before.st_uid, before.st_gid):
         with contextlib.suppress(PermissionError):
@@ -107,22 +109,22 @@ def _make_like(handle: int, before: os.stat_result) -> None:
 
 
 MOST_BYTES = 1 << 28
-"""Most bytes of a file that people or this package write: plans, settings, rows of tables."""
+"""Most bytes of a file that people or autoshard write: plans, settings, rows of tables."""
 MOST_DATA_BYTES = 1 << 29
-"""Most bytes of a problem or a profile, packed and unpacked."""
+"""Most bytes of a problem or a profile, both packed and unpacked."""
 _MOST_TIMES = 8
-"""Bytes of memory that parsed JSON may take for each byte that its file may have."""
+"""Most bytes of memory that parsed JSON may occupy for each byte that its file may have."""
 _OBJECT_BYTES = {"[": 100, "{": 200, ",": 45, '"': 15}
-"""Memory that each of these characters stands for: a list, an object, a number or reference, half of a string."""
+"""Estimated bytes of memory for each such character: a list, an object, a number or reference, half a string."""
 
 
 def read_bytes(path: str | os.PathLike[str], most: int = MOST_BYTES) -> bytes:
-    """The content of a file, unpacked if it is gzipped.
+    """Return the content of a file, unpacked if it is gzipped.
 
-    Raises `OSError` if it cannot be read, is a directory, or has more than `most` bytes; a pipe that nobody writes into
-    is empty. Raises `ValueError` for a gzip file that is cut off or damaged.
+    Raises `OSError` if the file cannot be read, is a directory, or has more than `most` bytes. Raises `ValueError` for
+    a gzip file that is cut off or damaged. A pipe without a writer is empty.
     """
-    # An ordinary opening waits for ever for somebody to write into a pipe.
+    # A blocking open of a pipe would wait for ever for a writer.
     handle = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0))
     with os.fdopen(handle, "rb") as file:
         if stat.S_ISDIR(os.fstat(handle).st_mode):
@@ -143,6 +145,7 @@ def read_bytes(path: str | os.PathLike[str], most: int = MOST_BYTES) -> bytes:
 
 
 def _bounded(file: Any, path: str | os.PathLike[str], most: int) -> bytes:
+    """Read a file to its end; raise `OSError` once it has more than `most` bytes."""
     parts, left = [], most
     while part := file.read(min(left + 1, 1 << 20)):
         left -= len(part)
@@ -154,16 +157,16 @@ def _bounded(file: Any, path: str | os.PathLike[str], most: int) -> bytes:
 
 
 def parse_json(text: str | bytes, most: int = MOST_BYTES, loads: Callable[[str], Any] = json.loads) -> Any:
-    """Return what JSON says, parsed by `loads`; `most` is the size that its file may have.
+    """Parse JSON text with `loads`; `most` is the largest size in bytes that its file may have.
 
-    Raises `ValueError`, in one line, for what is no JSON, or would take much more memory than its file may have bytes,
-    or is nested too deeply, or has a number of more digits than can be meant.
+    Raises `ValueError`, with a message of one line, if the text is not JSON or is nested too deeply. It is also raised
+    if the values would occupy more than `_MOST_TIMES * most` bytes of memory, or if a number has thousands of digits.
     """
     room = _MOST_TIMES * most
-    taken = len(text)
+    estimate = len(text)
     for mark, size in _OBJECT_BYTES.items():
-        taken += size * (text.count(mark) if isinstance(text, str) else text.count(mark.encode()))
-    if taken > room:
+        estimate += size * (text.count(mark) if isinstance(text, str) else text.count(mark.encode()))
+    if estimate > room:
         raise ValueError(f"it would take more than {room >> 30} GiB of memory")
     try:
         return parse_pieces(text if isinstance(text, str) else text.decode(json.detect_encoding(text)), loads)
@@ -178,12 +181,12 @@ def parse_json(text: str | bytes, most: int = MOST_BYTES, loads: Callable[[str],
 
 
 def read_json(path: str | os.PathLike[str], most: int = MOST_BYTES) -> Any:
-    """What a file of JSON says. Raises as `read_bytes` and `parse_json` do."""
+    """Return the parsed JSON of a file. Raises `OSError` and `ValueError` as `read_bytes` and `parse_json` do."""
     return parse_json(read_bytes(path, most), most)
 
 
 def is_shallow(value: Any, most: int) -> bool:
-    """Whether no more than `most` objects and lists of parsed JSON are in one another."""
+    """Return True if objects and lists of parsed JSON are nested at most `most` deep."""
     level = [value]
     for _ in range(most):
         level = [

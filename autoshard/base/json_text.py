@@ -1,7 +1,7 @@
-"""JSON of many megabytes, parsed a piece at a time.
+"""Parser of JSON of many megabytes, a piece at a time.
 
-C code that parses a piece returns soon, and Python sees to signals in between; one call for hundreds of megabytes would
-let nothing else run for many seconds.
+Python handles signals only between calls of C code. One call for hundreds of megabytes would block them, and all other
+threads, for many seconds.
 """
 
 import json
@@ -11,16 +11,16 @@ from typing import Any
 
 
 PIECE = 1 << 20
-"""Characters that one call of C code parses at most, but for a single string."""
+"""Most characters that one call of C code parses, except for a single string, which is parsed in one call."""
 _SHORT = 1 << 14
-"""Characters of the shortest piece; further elements are parsed one by one."""
+"""Characters of the shortest piece. Below this length, elements are parsed one by one."""
 _SPACE = re.compile(r"[ \t\n\r]*")
 _OPENED = re.compile(r'[\[{]{1,8}|"')
 _CLOSING = {"[": "]", "{": "}", '"': '"'}
 
 
 def parse_pieces(text: str, loads: Callable[[str], Any] = json.loads) -> Any:
-    """Return what JSON says, where `loads` parses its pieces. Raises `ValueError` for what is no JSON."""
+    """Parse JSON text; `loads` parses each of its pieces. Raises `ValueError` if the text is not JSON."""
     if len(text) <= PIECE:
         return loads(text)
     reader = _Pieces(text, loads)
@@ -31,7 +31,7 @@ def parse_pieces(text: str, loads: Callable[[str], Any] = json.loads) -> Any:
 
 
 class _Pieces:
-    """Methods take a place in the text, and return the place behind what they read and the space after it."""
+    """Reader of one JSON text; its methods take a position and return the one after the element and white space."""
 
     def __init__(self, text: str, loads: Callable[[str], Any]) -> None:
         self.text = text
@@ -40,16 +40,18 @@ class _Pieces:
         self.scan: Callable[[str, int], tuple[Any, int]] = decoder.scan_once
 
     def skip(self, at: int) -> int:
+        """Skip white space."""
         match = _SPACE.match(self.text, at)
         return at if match is None else match.end()
 
     def element(self, at: int) -> tuple[Any, int]:
+        """Parse one value: in one call if it is short or no container, else by `container`."""
         if self.text[at : at + 1] in ("[", "{"):
             piece = self.text[at : at + _SHORT]
             try:
                 value, length = self.scan(piece, 0)
                 return value, self.skip(at + length)
-            except (StopIteration, json.JSONDecodeError):  # it is longer, or no JSON
+            except (StopIteration, json.JSONDecodeError):  # the element is longer than the piece, or is not JSON
                 return self.container(at)
         try:
             value, at = self.scan(self.text, at)
@@ -58,25 +60,26 @@ class _Pieces:
         return value, self.skip(at)
 
     def container(self, at: int) -> tuple[Any, int]:
-        """Read an object or a list: pieces of many elements where such can be cut off, else one element after another.
+        """Parse an object or a list: in pieces where the text can be cut, else one element after another.
 
-        A piece that parses as a container of its own, and that a comma follows, is a number of whole elements.
+        A piece is a run of whole elements if it parses as a container of its own and a comma follows it.
         """
         text, start = self.text, self.text[at]
-        made: Any = {} if start == "{" else []
+        parsed: Any = {} if start == "{" else []
         at = self.skip(at + 1)
         if text[at : at + 1] == _CLOSING[start]:
-            return made, self.skip(at + 1)
+            return parsed, self.skip(at + 1)
+        # The length of the next piece, and the position before which elements are parsed one by one.
         size, alone = PIECE, at
         while True:
             if at >= alone:
                 cut = self.cut(at, min(at + size, len(text)), start == "{")
                 try:
-                    some = self.loads(f"{start}{text[at:cut]}{_CLOSING[start]}") if cut > at else None
+                    elements = self.loads(f"{start}{text[at:cut]}{_CLOSING[start]}") if cut > at else None
                 except ValueError:
-                    some = None
-                if some:
-                    made.update(some) if start == "{" else made.extend(some)
+                    elements = None
+                if elements:
+                    parsed.update(elements) if start == "{" else parsed.extend(elements)
                     at, size = self.skip(cut + 1), min(4 * size, PIECE)
                     continue
                 size //= 4
@@ -85,18 +88,18 @@ class _Pieces:
                 size, alone = _SHORT, at + _SHORT
             if start == "{":
                 key, at = self.key(at)
-                made[key], at = self.element(at)
+                parsed[key], at = self.element(at)
             else:
                 value, at = self.element(at)
-                made.append(value)
+                parsed.append(value)
             if text[at : at + 1] == _CLOSING[start]:
-                return made, self.skip(at + 1)
+                return parsed, self.skip(at + 1)
             if text[at : at + 1] != ",":
                 raise json.JSONDecodeError("Expecting ',' delimiter", text, at)
             at = self.skip(at + 1)
 
     def key(self, at: int) -> tuple[str, int]:
-        """Read the name of an object's element, and the colon."""
+        """Parse the key of an object's element and the colon after it."""
         if self.text[at : at + 1] != '"':
             raise json.JSONDecodeError("Expecting property name enclosed in double quotes", self.text, at)
         key, at = self.scan(self.text, at)
@@ -106,10 +109,12 @@ class _Pieces:
         return key, self.skip(at + 1)
 
     def cut(self, at: int, limit: int, named: bool) -> int:
-        """Return the last comma before `limit` that looks as if an element like the one at `at` began behind it.
+        """Return the last comma before `limit` that seems to separate two elements of this container; 0 if none.
 
-        0 if there is none. In a text with indents, elements of one container have the same; in one without, the next
-        element begins with the same character, and the one before ends as the first does.
+        An indented text indents all elements of one container alike. In a text without indents, the next element begins
+        with the same character as the element at `at`. The element before it ends as the one at `at` does.
+
+        - `named`: True for an object, whose elements begin with a key.
         """
         text, first = self.text, self.text[at : at + 1]
         line = text.rfind("\n", max(0, at - _SHORT), at)

@@ -1,4 +1,4 @@
-"""Compiling functions with numba, for every room: kept on disk between processes wherever there is a place for it."""
+"""Compilation of functions with numba, for every room, cached on disk wherever numba finds a place for it."""
 
 from collections.abc import Callable
 from typing import Any
@@ -7,10 +7,10 @@ import numba
 
 
 def njit(function: Callable[..., Any] | None = None, *, cache: bool = False, **options: Any) -> Any:
-    """`numba.njit`, which `cache=True` never makes fail.
+    """Compile a function as `numba.njit` does, but compile without a cache where `cache=True` would fail.
 
-    numba refuses to cache a function where it can write neither beside the source nor below the user's home nor in
-    `NUMBA_CACHE_DIR`, as in a read-only container. There the function is compiled anew by every process.
+    numba refuses to cache if it can write neither next to the source, nor below the user's home, nor in
+    `NUMBA_CACHE_DIR`. A read-only container is an example. Each process then compiles the function again.
     """
     if function is None:
         return lambda each: njit(each, cache=cache, **options)
@@ -26,13 +26,14 @@ def njit(function: Callable[..., Any] | None = None, *, cache: bool = False, **o
 
 
 def _forgive_older_versions(cache: Any) -> None:
-    """Compile anew what an older version of the package has left, where its types have another name or place now.
+    """Discard the cache of an older version of the package, whose types had another name or module.
 
-    numba unpickles such an index before it compares what it was made from, and ends in an AttributeError.
+    numba unpickles such an index before it compares the source's time stamp, and fails with an AttributeError.
     """
     load = cache.load_overload
 
     def load_or_forget(*signature: Any) -> Any:
+        """Load a cached overload, or flush the cache if it cannot be unpickled."""
         try:
             return load(*signature)
         except (AttributeError, ImportError):

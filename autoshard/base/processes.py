@@ -1,4 +1,4 @@
-"""Python processes of our own, and what one that does its work and then ends may do to be fast."""
+"""Start, supervision and tuning of Python child processes, and temporary folders that signals do not leave behind."""
 
 import contextlib
 import functools
@@ -17,21 +17,23 @@ from autoshard.errors import UserError
 
 
 def end_with_stdin() -> None:
-    """From now on this process ends when the other end of its stdin is closed: whoever started it is gone."""
+    """Exit this process as soon as its stdin is closed, which means that the process that started it is gone."""
     when_stdin_ends(lambda: os._exit(0))
 
 
 def when_stdin_ends(call: Callable[[], None]) -> None:
-    """From now on a thread makes this call when the other end of this process' stdin is closed.
+    """Start a thread that calls `call` when the other end of this process's stdin is closed.
 
-    Also while it imports or works, and with unread messages; a thread that reads them would see the end only after.
+    The thread notices the end even while this process imports or works, and before unread messages are read. A thread
+    that reads messages would notice the end only after them.
     """
     if not hasattr(select, "poll") or not stat.S_ISFIFO(os.fstat(0).st_mode):
         return
 
     def watch() -> None:
+        """Wait for the end of stdin."""
         closed = select.poll()
-        closed.register(0, 0)  # nothing but its end
+        closed.register(0, 0)  # no events are requested: poll then reports only the end
         closed.poll()
         call()
 
@@ -39,10 +41,10 @@ def when_stdin_ends(call: Callable[[], None]) -> None:
 
 
 _PACKAGES = str(pathlib.Path(__file__).parents[2])
-"""The directory in which this package lies."""
+"""Directory that contains this package."""
 
-# The child has this very package, whatever else is installed, and all other modules from where Python has them: its
-# directory only has its turn after those, since it may be a checkout.
+# The child imports this very package even if another version is installed. It imports all other modules from Python's
+# own path: the package's directory moves to the end of the path, since it may be a checkout.
 _START = """\
 import sys
 sys.path.insert(0, {packages!r})
@@ -55,20 +57,21 @@ main(*sys.argv[1:])
 
 
 def python_command(module: str, *arguments: str, watched: bool = True) -> list[str]:
-    """The command of a Python process that calls the module's `main` with these texts.
+    """Return the command line of a Python process that calls the module's `main` with the arguments.
 
-    Nothing is imported from the working directory (`-P`), where a file may be called `json.py` as well. It ends with
-    its stdin, unless it sees to that itself (`watched`).
+    `-P` prevents imports from the working directory, where a file may have the name of a standard module (`json.py`).
+
+    - `watched`: the process exits when its stdin ends; False for a module that handles this end on its own.
     """
-    # Not `-m`: the records of the module would then belong to `__main__` and could not be read back here.
+    # With `-m`, pickles of the module's classes would name `__main__`, and this process could not read them.
     watch = "end_with_stdin()" if watched else ""
     return [sys.executable, "-P", "-c", _START.format(packages=_PACKAGES, module=module, watch=watch), *arguments]
 
 
 def told_by(script: str, seconds: float) -> tuple[str, str, int] | None:
-    """What a script of ours prints, what it complains of, and its exit code; None if it takes longer.
+    """Run a script in a Python process; return its stdout, stderr and exit code, or None after `seconds`.
 
-    It imports nothing from the working directory.
+    The process imports nothing from the working directory.
     """
     try:
         done = subprocess.run(
@@ -81,7 +84,7 @@ def told_by(script: str, seconds: float) -> tuple[str, str, int] | None:
 
 
 def start_python(module: str, *arguments: str) -> subprocess.Popen[bytes]:
-    """Start a Python process that calls the module's `main` with these texts, and takes and gives bytes.
+    """Start a Python process that calls the module's `main` with the arguments, with pipes for stdin and stdout.
 
     Its temporary files go to `temporary_folder`, since it is killed in the end and removes none.
     """
@@ -92,22 +95,22 @@ def start_python(module: str, *arguments: str) -> subprocess.Popen[bytes]:
 
 
 _SELDOM = (100_000, 50, 100)
-"""How many new objects are looked through at once, and how many such looks lie between those at older ones."""
+"""Garbage collector thresholds: new objects per collection, and collections per collection of each older generation."""
 
 
 def collect_seldom() -> None:
-    """Collect garbage seldom: for a process of our own whose imports and graphs of ops live until its end.
+    """Set the garbage collector to run seldom, for a process of ours whose modules and op graphs live until its end.
 
-    Looking through them again and again finds nothing: that was a quarter of the CPU time of planning a model.
+    Frequent collections free nothing there, and used a quarter of the CPU time of planning a model.
     """
     gc.set_threshold(*_SELDOM)
 
 
 @contextlib.contextmanager
 def collecting_seldom() -> Iterator[None]:
-    """The same for a block in a process of somebody else's, which has its own way again afterwards."""
+    """Run the garbage collector seldom within the `with` block, and restore the thresholds afterwards."""
     before = gc.get_threshold()
-    if before[0]:  # it collects at all
+    if before[0]:  # the collector is enabled
         gc.set_threshold(*map(max, before, _SELDOM))
     try:
         yield
@@ -116,11 +119,11 @@ def collecting_seldom() -> Iterator[None]:
 
 
 LEAST_ADDRESSES = 5 << 30
-"""Bytes of addresses that XLA needs on two cores; with 4 GiB it aborts the process as it starts its threads."""
+"""Bytes of address space that XLA needs on two cores. With 4 GiB it aborts the process while it starts its threads."""
 
 
 def check_addresses() -> None:
-    """Refuse a limit (`ulimit -v`) below which XLA would end the process with no word of ours. Raises `UserError`."""
+    """Raise `UserError` if `ulimit -v` is below `LEAST_ADDRESSES`: XLA would abort without a message."""
     try:
         import resource
     except ImportError:  # Windows, which has no such limit
@@ -134,16 +137,17 @@ def check_addresses() -> None:
 
 
 scratch_folders: set[pathlib.Path] = set()
-"""Folders that are taken away when the work in them is done, or given up."""
+"""Temporary folders that exist now; they are deleted at the end of their block, or when a signal ends the command."""
 
 
 @contextlib.contextmanager
 def scratch_folder(what: str) -> Iterator[pathlib.Path]:
-    """A folder of the user alone for temporary files, gone after the `with` block, and when a signal ends the command.
+    """Create a private temporary folder; delete it after the `with` block, or when a signal ends the command.
 
-    Also when that comes just as it is made: `tempfile` makes a folder first, and then sees to its end.
+    A signal during the creation leaves no folder either, because the name is recorded first. `tempfile` creates the
+    folder before it registers the cleanup.
     """
-    import shutil  # here, since every command starts with this module
+    import shutil  # imported here, since every command imports this module first
 
     folder = _temporary_root() / f"autoshard-{what}-{os.urandom(8).hex()}"
     try:
@@ -153,7 +157,7 @@ def scratch_folder(what: str) -> Iterator[pathlib.Path]:
     finally:
         try:
             shutil.rmtree(folder, ignore_errors=True)
-        except BaseException:  # a signal, in the middle of it
+        except BaseException:  # a signal during the deletion
             shutil.rmtree(folder, ignore_errors=True)
             raise
         finally:
@@ -163,10 +167,11 @@ def scratch_folder(what: str) -> Iterator[pathlib.Path]:
 def _temporary_root() -> pathlib.Path:
     """Return the folder for temporary files that the environment names, else the system's.
 
-    `tempfile` writes a file there to see whether it can, and a signal in between would leave it.
+    `tempfile` writes a test file there to find a writable folder, and a signal at that moment would leave the file
+    behind.
     """
-    known = getattr(sys.modules.get("tempfile"), "tempdir", None)  # found before, or set by the program
-    for folder in filter(None, (known, *map(os.environ.get, ("TMPDIR", "TEMP", "TMP")), "/tmp")):
+    current = getattr(sys.modules.get("tempfile"), "tempdir", None)  # cached by `tempfile`, or set by the program
+    for folder in filter(None, (current, *map(os.environ.get, ("TMPDIR", "TEMP", "TMP")), "/tmp")):
         if os.path.isdir(folder) and os.access(folder, os.W_OK | os.X_OK):
             return pathlib.Path(os.path.abspath(folder))
     import tempfile
@@ -176,14 +181,14 @@ def _temporary_root() -> pathlib.Path:
 
 @functools.cache
 def temporary_folder() -> pathlib.Path | None:
-    """Return a folder for temporary files that libraries leave, the same in each call; None where none can be made.
+    """Return a folder for temporary files that libraries leave, the same in each call; None if it cannot be created.
 
-    It is removed when this process ends, also by a signal that ends a command.
+    The folder is deleted when this process ends, also if a signal ends it.
     """
     import atexit
 
     stack, owner = contextlib.ExitStack(), os.getpid()
-    # A process that forks off this one and ends is not to remove it.
+    # A forked child must not delete the folder when it exits.
     atexit.register(lambda: stack.close() if os.getpid() == owner else None)
     try:
         return stack.enter_context(scratch_folder("temporary"))
@@ -192,31 +197,31 @@ def temporary_folder() -> pathlib.Path | None:
 
 
 _living: dict[int, float] = {}
-"""Seconds of processor that children which go on have said to have taken, by their process id."""
+"""Process id of each running child -> processor seconds that it has reported."""
 
 
 def processor_seconds() -> float:
-    """Seconds of processor that this process has taken, its children that have ended, and others as far as they said.
+    """Return the processor seconds of this process, its ended children, and running children that report theirs.
 
-    A machine that stands still, or works for others, does not make it go on.
+    This clock does not advance while the machine is suspended or works for others.
     """
-    ended = os.times()
-    said = sum(list(_living.values()))
-    return time.process_time() + ended.children_user + ended.children_system + said
+    times = os.times()
+    living_s = sum(list(_living.values()))
+    return time.process_time() + times.children_user + times.children_system + living_s
 
 
 def count_living(child: int, seconds: float) -> None:
-    """From now on `processor_seconds` counts these, all that the child with that process id has taken so far."""
+    """Add a running child's processor seconds to `processor_seconds`; `seconds` is its total so far."""
     _living[child] = seconds
 
 
 def count_ended(child: int) -> None:
-    """That child has been waited for: the system counts it now."""
+    """Remove the report of a child that has been waited for, since the system now counts its time."""
     _living.pop(child, None)
 
 
 def cores() -> int:
-    """Processor cores that this process may use."""
+    """Return the number of processor cores that this process may use."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1

@@ -1,8 +1,7 @@
-"""What can be done with programs and plans, and who does it: the one way from a record to code that is written in terms
-of it.
+"""Registry of the functions that save, explain, run, show and draw plans and programs.
 
-`Plan` has methods that save, explain, run and show it, and `Program` one that draws it, though neither knows the code
-that does so. A module that provides one of these says so with `provides`; a record that is asked first loads it.
+`Plan` has methods that save, explain, run and show it, and `Program` has one that draws it. Neither record imports the
+code for that. A module registers its code with `provides`; the first use of a method imports that module.
 """
 
 import importlib
@@ -20,11 +19,11 @@ HOMES = {
     "save": "autoshard.planning.record.plan_files",
     "view": "autoshard.report",
 }
-"""What a plan can be asked for -> the module that provides it once it is imported."""
+"""Request -> the module that registers its provider when it is imported."""
 
 
 class Runner(Protocol):
-    """Runs one plan on the devices present; `provider("run")(plan)` makes it."""
+    """Runner of one plan on the devices present; `provider("run")(plan)` constructs it."""
 
     def jit(self, fn: Any, donate_argnums: int | Sequence[int] | None) -> Callable[..., Any]: ...
     def lower(self, fn: Any, args: Sequence[Any], donate_argnums: int | Sequence[int] | None) -> Any: ...
@@ -38,7 +37,7 @@ class Runner(Protocol):
 
 
 class Viewer(Protocol):
-    """Shows one plan in a notebook; `provider("view")(plan)` makes it."""
+    """Viewer of one plan in a notebook; `provider("view")(plan)` constructs it."""
 
     def to_frame(self) -> Any: ...
     def html(self) -> str: ...
@@ -51,14 +50,15 @@ _providers: dict[str, Callable[..., Any]] = {}
 
 
 def provides(request: str) -> Callable[[Provider], Provider]:
-    """A decorator that names what it decorates as the provider of `request`, one of `HOMES`.
+    """Return a decorator that registers a function or class as the provider of `request`, one of `HOMES`.
 
-    Raises `ValueError` for a request that plans do not make.
+    Raises `ValueError` for a request that is not in `HOMES`.
     """
     if request not in HOMES:
         raise ValueError(f"a plan is never asked to {request}; it is asked to {', '.join(HOMES)}")
 
     def named(provider: Provider) -> Provider:
+        """Register the provider and return it."""
         _providers[request] = provider
         return provider
 
@@ -66,7 +66,10 @@ def provides(request: str) -> Callable[[Provider], Provider]:
 
 
 def provider(request: str) -> Callable[..., Any]:
-    """What provides `request`: `save_plan` and `explain_plan`, or the class that runs or shows the plan it is given."""
+    """Return the provider of `request`, importing its module if needed.
+
+    It is `save_plan`, `explain_plan` or the function that draws a graph, or the class of a `Runner` or a `Viewer`.
+    """
     if request not in _providers:
         importlib.import_module(HOMES[request])
     return _providers[request]

@@ -1,8 +1,8 @@
-"""The process that holds the connection to Ray: calls come in on its stdin, what they came to goes out on its stdout.
+"""Driver process of a `RayPool`: it owns the connection to Ray, reads calls from stdin and writes results to stdout.
 
-A process of its own, since Ray may wait for minutes for what is not there, prints what it thinks, takes signal handlers
-for itself, and ends the process that it is in when it has lost its cluster. Whatever this one is asked for can be given
-up by closing its stdin: it ends a Ray that it started, and itself.
+The connection has its own process for three reasons. Ray may wait for minutes for an absent cluster. Ray prints, and
+replaces signal handlers. Ray ends its process when it loses the cluster. The pool abandons any request by closing the
+driver's stdin: the driver then ends a Ray that it started, and exits.
 """
 
 import concurrent.futures
@@ -20,29 +20,32 @@ from autoshard.base.ray_node import NodeSetting, run_call
 
 
 OWN, NOTED, GIVEN = "own", "noted", "given"
-"""A Ray of our own; that which `ray start` noted on this machine; one at an address."""
+"""Kinds of cluster: a Ray that the driver starts, one that `ray start` noted on this machine, one at an address."""
 ANSWER_S = 10.0
-"""Seconds in which an address must answer."""
+"""Seconds within which an address must answer."""
 LEAVE_S = 30.0
-"""Seconds that Ray gets to end what it started, also if it is only starting."""
+"""Seconds within which Ray must end the processes that it started, including a Ray that is still starting."""
 
 
 class _Driver:
+    """State of the driver process: its output pipe and its connection to Ray."""
+
     def __init__(self) -> None:
         self.sink = os.fdopen(os.dup(1), "wb")
-        os.dup2(2, 1)  # whatever libraries print goes to stderr
+        os.dup2(2, 1)  # output that libraries print goes to stderr
         self.lock = threading.Lock()
         self.ray: Any = None
         self.begun = False
-        """Whether Ray may have something to clear up."""
+        """True if Ray may have processes or tasks to clean up."""
 
     def say(self, *message: object) -> None:
+        """Send a message to the pool."""
         with self.lock, contextlib.suppress(OSError):
             pickle.dump(message, self.sink, protocol=5)
             self.sink.flush()
 
     def leave(self) -> None:
-        """What is begun on Ray is given up, a Ray of our own is ended, and this process with it."""
+        """Cancel all tasks, end a Ray that this driver started, and exit this process."""
         if self.begun:
             signal.setitimer(signal.ITIMER_REAL, LEAVE_S)  # the signal's default ends the process
             with contextlib.suppress(Exception):
@@ -50,6 +53,7 @@ class _Driver:
         os._exit(0)
 
     def connect(self, address: str, kind: str) -> None:
+        """Connect to the cluster, or start one, and report each step. Raises `OSError` if the address is silent."""
         if kind != OWN:
             _reach(address)
         self.say("reached")
@@ -73,9 +77,9 @@ class _Driver:
         self.say("joined")
 
     def serve(self, setting: NodeSetting, most: int | None) -> None:
-        """Calls until there are no more, at most so many of them at a time.
+        """Run calls from stdin as Ray tasks, at most `most` at a time, until stdin ends.
 
-        Ray does not make lost ones again itself (`max_retries`): whoever asked is told, and decides.
+        Ray does not retry lost tasks (`max_retries=0`): the pool's caller receives the error and decides.
         """
         task = self.ray.remote(num_cpus=1, max_retries=0)(run_call)
         shared = self.ray.put(setting)
@@ -83,8 +87,9 @@ class _Driver:
         running: dict[int, Any] = {}
 
         def ended(number: int, future: "concurrent.futures.Future[bytes]") -> None:
+            """Report the outcome of a task to the pool."""
             del running[number]
-            free.release()  # before what follows, which may have to wait until more calls have come in
+            free.release()  # first, since `say` below may block until the pool has sent more calls
             error = future.exception()
             if error is None:
                 self.say("value", number, future.result())
@@ -100,26 +105,27 @@ class _Driver:
 
 
 def main(address: str, kind: str) -> None:
-    """Connect, say how it went step by step, and do what comes in until stdin ends."""
+    """Connect to Ray, report each step, then run calls until stdin ends."""
     driver = _Driver()
     when_stdin_ends(driver.leave)
     try:
         driver.connect(address, kind)
         driver.serve(*pickle.load(sys.stdin.buffer))
     except EOFError:
-        threading.Event().wait()  # the other thread ends all
+        threading.Event().wait()  # the thread of `when_stdin_ends` ends the process
     except Exception as error:
         driver.say("refused", _line(error))
         driver.leave()
 
 
 def _place(address: str) -> tuple[str, int]:
+    """Return the host and port of an address."""
     host, _, port = address.removeprefix("ray://").rpartition(":")
     return host.strip("[]"), int(port)
 
 
 def _reach(address: str) -> None:
-    """Raises `OSError` if nothing listens there."""
+    """Check that a server listens at the address; raise `OSError` if none does."""
     try:
         socket.create_connection(_place(address), ANSWER_S).close()
     except OSError as error:
@@ -127,7 +133,7 @@ def _reach(address: str) -> None:
 
 
 def _hear(address: str) -> None:
-    """Raises `OSError` if what listens there is no server of Ray's kind: a client of Ray would go on asking."""
+    """Check that a gRPC server answers at the address; raise `OSError` if not. A Ray client would retry for ever."""
     import grpc
 
     with grpc.insecure_channel(address.removeprefix("ray://")) as channel:
@@ -138,6 +144,6 @@ def _hear(address: str) -> None:
 
 
 def _line(error: BaseException) -> str:
-    """An error in a line: the last of a traceback, the first of Ray's own explanations."""
+    """Return an error's text as one line: the last of a traceback, else the first line, which is Ray's explanation."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
     return lines[-1 if "Traceback" in str(error) or lines[0].startswith("ray::") else 0][:300]

@@ -1,6 +1,6 @@
-"""A call on a node of a Ray cluster, in a worker process of Ray: it works as it would on the machine that asks.
+"""Task of a `RayPool` on a Ray node: it runs a call with the environment of the machine that submitted it.
 
-Only what the call itself needs is imported here, after the environment is as it is there.
+This module imports nothing that depends on the environment; the call imports its modules after `_settle` has set it.
 """
 
 import dataclasses
@@ -15,36 +15,37 @@ from autoshard.errors import UserError
 
 
 PREFIXES = ("AUTOSHARD_", "JAX_", "LIBTPU_", "PJRT_", "TF_", "XLA_")
-"""Starts of the environment variables that may change a result."""
+"""Prefixes of the environment variables that may change a result."""
 NAMES = ("OMP_NUM_THREADS",)
-"""Further ones; Ray itself sets this in its workers."""
+"""Further environment variables that may change a result; Ray itself sets this one in its workers."""
 PACKAGES = ("autoshard", "jax", "jaxlib", "jax-cuda12-plugin", "libtpu", "ortools", "torch", "transformers")
-"""Packages that decide what is planned and compiled."""
+"""Packages whose versions determine plans and compiled programs."""
 _settled: "NodeSetting | None" = None
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class NodeSetting:
-    """What calls find on every node, as it is on the machine that asks."""
+    """Environment of the submitting machine, which every node's worker processes adopt."""
 
     environment: Mapping[str, str]
     folder: str
-    """The working directory, which relative paths start from; a node without it stays where it is."""
+    """Working directory, from which relative paths start; a node that lacks it does not change its directory."""
     packages: Mapping[str, str | None]
-    """Versions of `PACKAGES`; None of what is not installed."""
+    """Version of each of `PACKAGES`; None if it is not installed."""
     prepare: str | None
-    """`module:function` that is called once, before the first call."""
+    """Function, as `module:function`, that a worker process calls once before its first call."""
 
 
 def setting_here(prepare: str | None = None) -> NodeSetting:
-    """The setting of this process."""
+    """Return the setting of this process."""
     return NodeSetting(_environment(), os.getcwd(), _versions(), prepare)
 
 
 def run_call(setting: NodeSetting, data: bytes) -> bytes:
-    """Make the pickled call (function, arguments); returns, pickled, whether it went well, and what came of it.
+    """Run the pickled call (function, arguments) and return the pickled pair (success, value).
 
-    An error comes back as its text, a `UserError` as it is, one too if this node has other packages than it should.
+    After an error the value is its text, or the `UserError` itself. A node whose packages differ also answers with a
+    `UserError`.
     """
     try:
         _settle(setting)
@@ -58,21 +59,23 @@ def run_call(setting: NodeSetting, data: bytes) -> bytes:
 
 
 def _environment() -> dict[str, str]:
+    """Return the environment variables that may change a result."""
     return {name: value for name, value in os.environ.items() if name.startswith(PREFIXES) or name in NAMES}
 
 
 def _versions() -> dict[str, str | None]:
-    found: dict[str, str | None] = {}
+    """Return the installed version of each of `PACKAGES`; None if it is not installed."""
+    versions: dict[str, str | None] = {}
     for name in PACKAGES:
         try:
-            found[name] = importlib.metadata.version(name)
+            versions[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
-            found[name] = None
-    return found
+            versions[name] = None
+    return versions
 
 
 def _settle(setting: NodeSetting) -> None:
-    """Once in a process, whose tasks are all of one job."""
+    """Apply the setting to this worker process, once. Raises `UserError` if package versions differ."""
     global _settled
     if setting == _settled:
         return

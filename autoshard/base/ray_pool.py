@@ -1,4 +1,4 @@
-"""A Ray cluster as an executor of `concurrent.futures`: calls that know nothing of one another, on its nodes."""
+"""Executor of `concurrent.futures` that runs independent calls on the nodes of a Ray cluster."""
 
 import concurrent.futures
 import contextlib
@@ -20,24 +20,27 @@ from autoshard.errors import UserError
 
 
 RAY = "ray"
-"""In place of an address: the Ray that is there, else one of our own."""
+"""Value in place of an address: use a running Ray cluster, else start one."""
 START_S = 120.0
-"""Seconds that Ray gets to be imported, and to start on a machine that has much to do."""
+"""Seconds within which Ray must be imported, and must start on a busy machine."""
 CLIENT_S = 30.0
-"""Seconds that `ray://` gets to take us in: it starts a process for us."""
+"""Seconds within which a `ray://` server must accept the connection; it starts a process for each client."""
 LEAVE_S = 10.0
-"""Seconds that are waited for the end of what was started."""
+"""Seconds to wait for the driver process to end."""
 
 
 class RayPool(concurrent.futures.Executor):
-    """Calls as tasks of the Ray cluster at `address`, one CPU each, at most `most` of them at a time.
+    """Executor that runs calls as tasks of a Ray cluster, one CPU each.
 
-    `address` is `HOST:PORT` of a cluster that this machine is part of, `ray://HOST:PORT` of any, or `ray`: what
-    `RAY_ADDRESS` names, else the one that `ray start` has started on this machine, else a Ray of this machine alone,
-    which ends with the pool. Tasks find the environment variables, the working directory and the packages of this
-    process, or say so; `prepare` (`module:function`) is called once in each of their processes.
+    - `address`: `HOST:PORT` of a cluster that this machine is part of, `ray://HOST:PORT` of any other, or `ray`. For
+      `ray` the pool uses `RAY_ADDRESS`, else the cluster that `ray start` noted on this machine. Without either it
+      starts a Ray on this machine, which ends with the pool.
+    - `most`: most tasks that run at once.
+    - `prepare`: `module:function` that every worker process calls once, before its first task.
 
-    Connecting begins at once, in a process of its own. Raises `UserError` if Ray is not installed.
+    Tasks run with this process's environment variables and working directory. A task fails with a message if a node's
+    packages differ. The constructor begins to connect, in a separate process. Raises `UserError` if Ray is not
+    installed.
     """
 
     def __init__(self, address: str = RAY, most: int | None = None, prepare: str | None = None) -> None:
@@ -49,8 +52,8 @@ class RayPool(concurrent.futures.Executor):
             python_command("autoshard.base.ray_driver", self._address, kind, watched=False),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,  # Ray's own opinions; what matters is said on stdout
-            start_new_session=True,  # an interrupt of the terminal is ours to pass on
+            stderr=subprocess.DEVNULL,  # Ray's log; the driver reports what matters on stdout
+            start_new_session=True,  # an interrupt from the terminal must not reach the driver directly
         )
         self._lock, self._sending = threading.Lock(), threading.Lock()
         self._waiting: dict[int, concurrent.futures.Future[Any]] = {}
@@ -59,17 +62,18 @@ class RayPool(concurrent.futures.Executor):
         threading.Thread(target=self._listen, daemon=True).start()
 
     def connect(self) -> None:
-        """Wait for the connection, once. Raises `UserError`, and ends everything, if it cannot be had."""
+        """Wait until the pool is connected. Raises `UserError`, and ends the pool, if that fails."""
         if self._connected:
             return
         try:
             join = START_S if not self._address else CLIENT_S if "://" in self._address else ANSWER_S
+            # The driver reports each of these steps; the first report may take two timeouts of `ANSWER_S`.
             for step, seconds in (("reached", 2 * ANSWER_S), ("imported", START_S), ("joined", join)):
                 try:
-                    said, *why = self._said.get(timeout=seconds)
+                    answer, *why = self._said.get(timeout=seconds)
                 except queue.Empty:
-                    said, why = "refused", [f"no answer within {seconds:g} s"]
-                if said != step:
+                    answer, why = "refused", [f"no answer within {seconds:g} s"]
+                if answer != step:
                     raise UserError(self._refusal(*why))
             self._send((setting_here(self._prepare), self._most))
             self._connected = True
@@ -78,6 +82,7 @@ class RayPool(concurrent.futures.Executor):
             raise
 
     def _refusal(self, why: str = "it ended") -> str:
+        """Return the error message for a failed connection, with a hint on how to correct the address."""
         if not self._address:
             return f"--on {self._given}: Ray cannot be started on this machine ({why})."
         hint = "."
@@ -90,11 +95,12 @@ class RayPool(concurrent.futures.Executor):
         return f"--on {self._given}: no Ray can be reached at {self._address} ({why}){hint}"
 
     def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> "concurrent.futures.Future[Any]":
-        """What the call comes to, once it has: call, arguments and result can be pickled.
+        """Schedule a call and return the future of its result. Call, arguments and result must be picklable.
 
-        A call that raises has a `RuntimeError` of the same text as its outcome, or its `UserError`; one whose process
-        or node dies, or whose result is lost with a node, a `BrokenExecutor`. Raises `RuntimeError` after `shutdown`
-        and when the cluster is gone, and for arguments by keyword; `UserError` as `connect` does.
+        The future's error is the call's own `UserError`, or a `RuntimeError` with the text of any other exception. It
+        is a `BrokenExecutor` if the worker process or its node dies, or if the result is lost with a node. Raises
+        `RuntimeError` after `shutdown`, when the cluster is gone, and for keyword arguments. Raises `UserError` as
+        `connect` does.
         """
         if kwargs:
             raise RuntimeError("arguments by keyword are not taken to another process")
@@ -107,13 +113,14 @@ class RayPool(concurrent.futures.Executor):
             self._number = number = self._number + 1
             self._waiting[number] = future
             future.set_running_or_notify_cancel()
-        # Who listens sees the end too, and says so of every call. It must not wait for what is written here.
+        # A failed write needs no handling: the listener thread sees the end of the driver and fails every future. This
+        # write has its own lock, so that the listener never waits for it.
         with self._sending, contextlib.suppress(OSError, ValueError):
             self._send((number, data))
         return future
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = True) -> None:
-        """Gives up all that runs, ends a Ray of our own, and with `wait` sees to it that nothing is left."""
+        """Cancel all calls and end a Ray that the pool started; with `wait`, wait until the driver process ends."""
         with self._lock:
             self._ended = True
         assert self._process.stdin is not None
@@ -129,15 +136,20 @@ class RayPool(concurrent.futures.Executor):
     def __exit__(
         self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.shutdown(wait=kind is None or issubclass(kind, Exception))  # else it clears up behind us
+        # after an interrupt the driver cleans up without us
+        self.shutdown(wait=kind is None or issubclass(kind, Exception))
 
     def _send(self, message: object) -> None:
+        """Send a message to the driver process."""
         into = self._process.stdin
         assert into is not None
         pickle.dump(message, into, protocol=5)
         into.flush()
 
     def _listen(self) -> None:
+        """Read the driver's messages until it ends: resolve futures and queue other messages; then fail the futures
+        left.
+        """
         source = self._process.stdout
         assert source is not None
         with source, contextlib.suppress(EOFError, OSError, pickle.UnpicklingError):
@@ -152,13 +164,17 @@ class RayPool(concurrent.futures.Executor):
         self._said.put(("ended",))
         with self._lock:
             self._ended = True
-            left, self._waiting = self._waiting, {}
-        for future in left.values():
+            unresolved, self._waiting = self._waiting, {}
+        for future in unresolved.values():
             future.set_exception(concurrent.futures.BrokenExecutor("the connection to Ray has ended"))
 
 
 def _settle(future: "concurrent.futures.Future[Any]", kind: str, answer: Any) -> None:
-    """The outcome of a call from what the driver says of it."""
+    """Set the result or the error of a future from the driver's answer.
+
+    - `kind`: `value` if the task returned, `failed` if it raised, `lost` if its process or node died.
+    - `answer`: pickled pair (success, value) for `value`, else the text of the error.
+    """
     if kind == "lost":
         return future.set_exception(concurrent.futures.BrokenExecutor(answer))
     try:
@@ -176,14 +192,14 @@ def _settle(future: "concurrent.futures.Future[Any]", kind: str, answer: Any) ->
 
 
 def _found(given: str) -> tuple[str, str, str]:
-    """Address, who names it if not the user, and its kind; an empty address for a Ray of our own."""
+    """Return the cluster's address (empty for `OWN`), the source that names it if not the user, and its kind."""
     if given != RAY:
         return given, "", GIVEN
-    if named := os.environ.get("RAY_ADDRESS", "").strip():
-        return ("", "", OWN) if named == "local" else (named, "RAY_ADDRESS", GIVEN)
+    if configured := os.environ.get("RAY_ADDRESS", "").strip():
+        return ("", "", OWN) if configured == "local" else (configured, "RAY_ADDRESS", GIVEN)
     place = next(filter(None, (os.environ.get(name) for name in ("RAY_TMPDIR", "TMPDIR"))), "/tmp")
-    noted = Path(place) / "ray" / "ray_current_cluster"  # where `ray start` leaves it, and `ray stop` takes it away
+    note_file = Path(place) / "ray" / "ray_current_cluster"  # `ray start` writes this file, `ray stop` deletes it
     with contextlib.suppress(OSError):
-        if address := noted.read_text().strip():
-            return address, str(noted), NOTED
+        if address := note_file.read_text().strip():
+            return address, str(note_file), NOTED
     return "", "", OWN

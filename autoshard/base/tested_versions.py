@@ -1,4 +1,4 @@
-"""The environments in which autoshard is tested, as `docs/versions.md` lists them, and where another one differs."""
+"""Environments in which autoshard is tested, as `docs/versions.md` lists them, and comparisons with them."""
 
 import dataclasses
 import re
@@ -7,21 +7,21 @@ from collections.abc import Mapping
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class VersionSet:
-    """Versions that were installed together while tests passed."""
+    """Versions of packages that were installed together while the tests passed."""
 
     name: str
     day: str
     """Date of the last run, year first."""
     versions: Mapping[str, str]
-    """Package, or `python`, to its version; a package that is not listed was not installed or not used."""
+    """Version of each package, and of `python`; a package that is not listed was not installed or not used."""
     tests: str
     left_out: str
     """Tests that were not run, with the reason; empty if all were."""
 
     def differs(self, installed: Mapping[str, str | None]) -> list[str]:
-        """Return the packages that are installed in another minor version than here, or that were not installed here.
+        """Return the packages whose installed minor version differs from this set's, or that this set does not have.
 
-        A package that is missing changes nothing for those that need none.
+        - `installed`: version of each package; None for a package that is missing, which is never a difference.
         """
         return [
             package
@@ -31,7 +31,7 @@ class VersionSet:
 
 
 PACKAGES = ("python", "jax", "torch", "torch_xla", "torchax", "transformers")
-"""Keys of `VersionSet.versions`."""
+"""Keys that `VersionSet.versions` may have."""
 
 TESTED = (
     VersionSet(
@@ -64,17 +64,18 @@ TESTED = (
         "removed; the time of `cached` attention in a compiled TPU schedule, which comes out too short",
     ),
 )
+"""Environments in which the tests were run."""
 
 
 def known_versions(package: str) -> str:
-    """Return the versions of a package in which it was tested, oldest first, as a sentence has them."""
+    """Return the tested versions of a package, oldest first, joined for a sentence ("1.0, 1.1 and 2.0")."""
     versions = {each.versions[package] for each in TESTED if package in each.versions}
     ordered = sorted(versions, key=lambda version: [int(number) for number in re.findall(r"\d+", version)])
     return " and ".join(filter(None, [", ".join(ordered[:-1]), *ordered[-1:]]))
 
 
 def minor_of(version: str) -> tuple[int, ...]:
-    """Return the first two numbers of a version, (2, 13) of `2.13.0+cpu`; none of an empty one."""
+    """Return the first two numbers of a version: (2, 13) for `2.13.0+cpu`, an empty tuple for an empty version."""
     return tuple(int(number) for number in re.findall(r"\d+", version)[:2])
 
 

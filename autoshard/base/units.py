@@ -1,17 +1,17 @@
-"""The one place where bytes and seconds are turned into text for people, and names of types into sizes."""
+"""The one place that formats bytes and seconds for people, and that sizes element types."""
 
 import re
 
 
 GIB = 1 << 30
-"""Bytes."""
+"""Bytes of one gibibyte."""
 
 _BINARY = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 _DECIMAL = ("", "k", "M", "G", "T", "P", "E")
 
 
 def format_bytes(size: float) -> str:
-    """`1536` -> `1.50 KiB`."""
+    """Format bytes with a binary prefix: `1536` as `1.50 KiB`."""
     value = float(size)
     for unit in _BINARY:
         if abs(value) < 1024 or unit == _BINARY[-1]:
@@ -21,7 +21,7 @@ def format_bytes(size: float) -> str:
 
 
 def format_seconds(seconds: float) -> str:
-    """`0.0123` -> `12.3 ms`."""
+    """Format seconds with a fitting unit: `0.0123` as `12.3 ms`."""
     for scale, unit in ((1.0, "s"), (1e-3, "ms"), (1e-6, "us"), (1e-9, "ns")):
         if abs(seconds) >= scale:
             return f"{seconds / scale:.3g} {unit}"
@@ -29,7 +29,7 @@ def format_seconds(seconds: float) -> str:
 
 
 def format_count(value: float, unit: str = "") -> str:
-    """`1.5e12, "FLOP"` -> `1.50 TFLOP`; decimal prefixes."""
+    """Format a number with a decimal prefix: `1.5e12, "FLOP"` as `1.50 TFLOP`."""
     number = float(value)
     for prefix in _DECIMAL:
         if abs(number) < 1000 or prefix == _DECIMAL[-1]:
@@ -39,7 +39,7 @@ def format_count(value: float, unit: str = "") -> str:
 
 
 def dtype_bits(dtype: str) -> int:
-    """Bits of an element: 16 of `bfloat16`, 4 of `int4`, 8 of `bool`, 64 of `key<fry>`."""
+    """Return the bits of one element: 16 for `bfloat16`, 4 for `int4`, 8 for `bool`, 64 for `key<fry>`."""
     if dtype.startswith("key<"):
         return 64 if dtype == "key<fry>" else 128  # threefry has two words, the others four
     digits = re.search(r"\d+", dtype)

@@ -1,7 +1,7 @@
-"""Helpers as an executor of `concurrent.futures`: calls that know nothing of one another, each in another process.
+"""Executor of `concurrent.futures` that runs each call in one of several helper processes.
 
-Unlike those of Python's own pool these processes end with the one that started them, however that ends, and at once
-when it does not want them any more.
+Unlike those of Python's `ProcessPoolExecutor`, these processes end with the process that started them, even if it is
+killed. `shutdown` ends them at once.
 """
 
 import concurrent.futures
@@ -15,9 +15,9 @@ from autoshard.base.worker_process import Helper, Job
 
 
 JOIN_S = 5.0
-"""Seconds that a thread gets to see that its helper has ended."""
+"""Seconds within which a thread must notice that its helper has ended."""
 RETRIES = 2
-"""Times that a call is given to another worker when one has died at it."""
+"""Most times that a call is repeated by another worker after one has died during it."""
 
 
 _T = TypeVar("_T")
@@ -27,16 +27,17 @@ _V = TypeVar("_V")
 def as_ended(
     executor: concurrent.futures.Executor, call: Callable[[_T], _V], items: Iterable[_T]
 ) -> Iterator[tuple[int, _V]]:
-    """Make a call for each item by an executor; yields the number of the item and its outcome as they end.
+    """Run a call for each item in an executor and yield pairs (number of the item, result) as the calls end.
 
-    Calls begin while later items are still made. A call whose worker died is given to another one. Raises what a call
-    raises, and `BrokenExecutor` when workers die at one again and again, or the executor is broken as a whole.
+    Calls begin while `items` is still being iterated. A call whose worker died is retried. Raises the exceptions of
+    calls, and `BrokenExecutor` if workers die `RETRIES + 1` times during one call or if the executor accepts no more
+    calls.
     """
-    given: list[_T] = []
+    submitted: list[_T] = []
     running: dict[concurrent.futures.Future[_V], tuple[int, int]] = {}
     for item in items:
-        running[executor.submit(call, item)] = len(given), 0
-        given.append(item)
+        running[executor.submit(call, item)] = len(submitted), 0
+        submitted.append(item)
     while running:
         ended, _ = concurrent.futures.wait(running, return_when=concurrent.futures.FIRST_COMPLETED)
         for future in ended:
@@ -47,15 +48,18 @@ def as_ended(
                 if tries == RETRIES:
                     raise
                 try:
-                    running[executor.submit(call, given[number])] = number, tries + 1
-                except RuntimeError:  # it takes no more
+                    running[executor.submit(call, submitted[number])] = number, tries + 1
+                except RuntimeError:  # the executor accepts no more calls
                     raise error from None
                 continue
             yield number, value
 
 
 class HelperPool(concurrent.futures.Executor):
-    """`count` processes, each started with its first call; `prepare` (`module:function`) is what they call before."""
+    """Executor of at most `count` helper processes, started as calls arrive.
+
+    - `prepare`: `module:function` that a helper calls before its first call.
+    """
 
     def __init__(self, count: int, prepare: str | None = None) -> None:
         self._waiting: queue.SimpleQueue[tuple[concurrent.futures.Future[Any], Job]] = queue.SimpleQueue()
@@ -66,10 +70,10 @@ class HelperPool(concurrent.futures.Executor):
         self._most, self._number, self._ended = count, 0, False
 
     def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> "concurrent.futures.Future[Any]":
-        """What the call comes to, once it has: call, arguments and result can be pickled.
+        """Schedule a call and return the future of its result. Call, arguments and result must be picklable.
 
-        A call that raises has a `RuntimeError` of the same text as its outcome, or its `UserError`, and one whose
-        process dies a `BrokenExecutor`. Raises `RuntimeError` after `shutdown`, and for arguments by keyword.
+        The future's error is the call's own `UserError`, or a `RuntimeError` with the text of any other exception. It
+        is a `BrokenExecutor` if the process dies. Raises `RuntimeError` after `shutdown` and for keyword arguments.
         """
         if kwargs:
             raise RuntimeError("arguments by keyword are not taken to another process")
@@ -85,7 +89,7 @@ class HelperPool(concurrent.futures.Executor):
         return future
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = True) -> None:
-        """Ends all processes at once, whatever they do, and cancels what has not begun."""
+        """End all processes at once, running calls included, and cancel the calls that have not begun."""
         with self._lock:
             self._ended = True
             for helper in self._helpers:
@@ -97,6 +101,7 @@ class HelperPool(concurrent.futures.Executor):
             thread.join(JOIN_S)
 
     def _serve(self) -> None:
+        """Run waiting calls in one helper, which starts with the first call and is replaced if it dies."""
         helper = None
         while not self._ended:
             try:
@@ -119,6 +124,7 @@ class HelperPool(concurrent.futures.Executor):
             helper.end()
 
     def _start(self) -> Helper:
+        """Start a helper; raise `RuntimeError` after `shutdown`."""
         with self._lock:
             if self._ended:
                 raise RuntimeError("the processes have been ended")

@@ -1,8 +1,8 @@
-"""Helpers of a crew: processes that do jobs, and what is said to them and back.
+"""Helper processes that run jobs, and the protocol between them and the process that starts them.
 
-A helper is started with `subprocess`, never by a fork (JAX and compiled kernels do not survive one), and imports only
-what its jobs name, never the user's `__main__`. Jobs and answers are pickled over its pipes. What all jobs refer to is
-shared once, by name, and stands in a pickle as that name.
+A helper starts by `subprocess`, never by a fork, since JAX and compiled kernels do not survive one. It imports only the
+modules that its jobs name, never the user's `__main__`. Jobs and answers are pickled over its pipes. An object that
+many jobs refer to is shared once, under a name, and that name replaces it in pickles.
 """
 
 import contextlib
@@ -25,74 +25,79 @@ from autoshard.errors import UserError
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Job:
-    """One call. It and what it returns can be pickled, but for what is shared."""
+    """One call. The call, its arguments and its result must be picklable, except for shared objects."""
 
     key: Hashable
     call: Callable[..., Any]
     arguments: tuple[Any, ...]
     stoppable: bool = False
-    """Whether the call takes an event as `stop`, and raises `Stopped` soon after it is set."""
+    """True if the call has a parameter `stop`, an event, and raises `Stopped` soon after it is set."""
 
 
 class Stopped(Exception):
-    """A job was ended early, since nobody needs what it would come to."""
+    """Early end of a job whose result is no longer needed."""
 
 
 @dataclasses.dataclass(slots=True)
 class Shared:
-    """What stands in jobs and answers by its name."""
+    """Object that jobs and answers refer to by its name."""
 
     name: str
     thing: object
     sent: object
-    """What helpers are given in its place; None once it has been pickled."""
+    """Object that helpers receive in place of `thing`; None once it has been pickled."""
     data: bytes | None = None
-    """The message that tells a helper of it."""
+    """Pickled message that gives a helper the name and the object."""
 
 
 class _Pickler(pickle.Pickler):
-    """Writes names for what is shared."""
+    """Pickler that writes names in place of shared objects."""
 
     def __init__(self, file: IO[bytes], names: dict[int, str]) -> None:
         super().__init__(file, protocol=5)
         self._names = names
 
     def persistent_id(self, obj: object) -> str | None:
+        """Return the name of a shared object; None for any other object."""
         return self._names.get(id(obj))
 
 
 def pickled(message: object, names: dict[int, str]) -> bytes:
+    """Serialise a message; `names` maps the `id` of each shared object to its name."""
     file = io.BytesIO()
     _Pickler(file, names).dump(message)
     return file.getvalue()
 
 
 class _Unpickler(pickle.Unpickler):
-    """Finds what is shared by its name."""
+    """Unpickler that replaces names by shared objects."""
 
     def __init__(self, file: IO[bytes], things: dict[str, object]) -> None:
         super().__init__(file)
         self._things = things
 
     def persistent_load(self, pid: str) -> object:
+        """Return the shared object of this name."""
         return self._things[pid]
 
 
 class Helper:
-    """One helper as this process sees it."""
+    """Handle of one helper process, for the process that started it."""
 
     def __init__(self, prepare: str | None) -> None:
         self._process = start_python(__name__, *([prepare] if prepare else []))
         self._speaking = threading.Lock()
         self._things: dict[str, object] = {}
         self.number = 0
-        """Of its present job; changed only before that is told of."""
+        """Number of the current job; changes only before that job is sent."""
         self._ended = False
 
     def call(self, job: Job, shared: Sequence[Shared]) -> tuple[Any, float]:
-        """What it answers, waited for, and the seconds of processor it took. Raises any `Exception` if it fails.
+        """Run a job in the helper and return its result and the processor seconds that it used.
 
-        A `UserError` of the call comes as it is, any other as a `RuntimeError` of its text.
+        Shared objects that the helper lacks are sent first, and those no longer in `shared` are dropped. Raises the
+        call's own `UserError`, or a `RuntimeError` with the text of any other `Exception`, also if the helper has
+        ended.
         """
         source = self._process.stdout
         assert source is not None
@@ -114,11 +119,12 @@ class Helper:
         return value, seconds
 
     def stop(self) -> None:
-        """Says that its present job is of no use any more."""
+        """Send the message that the current job's result is no longer needed."""
         with contextlib.suppress(OSError, ValueError):
             self._send(pickled(self.number, {}))
 
     def _send(self, message: bytes) -> None:
+        """Write a message to the helper's stdin."""
         into = self._process.stdin
         assert into is not None
         with self._speaking:
@@ -127,16 +133,18 @@ class Helper:
 
     @property
     def alive(self) -> bool:
-        """Whether the process goes on."""
+        """True if the process is running."""
         return not self._ended and self._process.poll() is None
 
     def _how_it_ended(self) -> str:
+        """Return a clause that explains the end of the process."""
         with contextlib.suppress(subprocess.TimeoutExpired):
             code = self._process.wait(1.0)
             return f"it was ended by signal {-code}" if code < 0 else f"it ended with code {code}"
         return "its pipe is closed"
 
     def end(self) -> None:
+        """End the process with SIGKILL and close its pipes."""
         if self._ended:
             return
         self._ended = True
@@ -149,10 +157,10 @@ class Helper:
 
 
 def main(prepare: str | None = None) -> None:
-    """A helper: does what comes in on its stdin, and ends with it."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the process that started it is interrupted, and ends it
+    """Run as a helper: execute the jobs that arrive on stdin, and exit when stdin ends."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent process handles the interrupt and ends its helpers
     collect_seldom()
-    # Whatever libraries print goes to stderr.
+    # Output that libraries print goes to stderr.
     sink = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)
     things: dict[str, object] = {}
@@ -162,10 +170,10 @@ def main(prepare: str | None = None) -> None:
         module, _, function = prepare.partition(":")
         getattr(importlib.import_module(module), function)()
     while True:
-        given = inbox.get()
+        job = inbox.get()
         began = processor_seconds()
         try:
-            value = given.call(*given.arguments, **({"stop": given.stop} if given.stoppable else {}))
+            value = job.call(*job.arguments, **({"stop": job.stop} if job.stoppable else {}))
             answer = True, value
         except Stopped as stopped:
             answer = True, stopped
@@ -183,7 +191,7 @@ def main(prepare: str | None = None) -> None:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Given:
-    """A job as a helper has it."""
+    """Job as a helper process receives it."""
 
     call: Callable[..., Any]
     arguments: tuple[Any, ...]
@@ -192,7 +200,7 @@ class _Given:
 
 
 def _listen(things: dict[str, object], inbox: "queue.SimpleQueue[_Given]") -> None:
-    """Takes in what is shared, what is to be done and what is not any more; ends the process with its stdin."""
+    """Read messages from stdin: shared objects, jobs, and requests to stop one. Exit the process when stdin ends."""
     newest, stopped = _Given(print, (), False), 0
     number = 0
     while True:
@@ -203,6 +211,8 @@ def _listen(things: dict[str, object], inbox: "queue.SimpleQueue[_Given]") -> No
         except Exception as error:
             print(f"autoshard: a helper process cannot read its work: {error}", file=sys.stderr, flush=True)
             os._exit(1)
+        # A message is a number (stop that job), a name (drop that object), a pair (share an object), or four values (a
+        # job).
         match message:
             case int(stopped):
                 if stopped == number:
@@ -213,6 +223,6 @@ def _listen(things: dict[str, object], inbox: "queue.SimpleQueue[_Given]") -> No
                 things[name] = thing
             case (int(number), call, arguments, stoppable):
                 newest = _Given(call, arguments, stoppable)
-                if stopped == number:  # before it began
+                if stopped == number:  # the stop arrived before the job
                     newest.stop.set()
                 inbox.put(newest)

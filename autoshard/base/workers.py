@@ -1,10 +1,10 @@
-"""This process and its helpers: processes of their own that take part in its work, job by job.
+"""Crew of this process and its helper processes, which share the jobs of one computation.
 
-A helper that dies or fails leaves its job to the others; this process can do all of it alone. Which process does what
-is left to chance, so no answer may depend on it.
+If a helper dies or fails, the other processes do its job; this process can do all jobs alone. No answer may depend on
+the assignment of jobs to processes, which is arbitrary.
 
-A small call of a helper takes less time than one of `concurrent.futures`' processes, and a twentieth of a task of Ray,
-which is for whole candidates (`experiments/results/ray_sweep.md`).
+A small call of a helper is faster than one of `concurrent.futures`' processes. It costs a twentieth of a Ray task,
+which suits whole candidates (`experiments/results/ray_sweep.md`).
 """
 
 import threading
@@ -16,30 +16,33 @@ from autoshard.base.worker_process import Helper, Job, Shared, Stopped, pickled
 
 
 MOST_HELPERS = 3
-"""More find too little to do, and each takes memory."""
+"""Most helpers of one crew: further ones find too little work, and each uses memory."""
 JOIN_S = 5.0
-"""Seconds that a helper's thread gets to see that the helper has ended."""
+"""Seconds within which a helper's thread must notice that the helper has ended."""
 HERE = 0
-"""The seat of this process; helpers have those from 1 on."""
+"""Seat of this process; helpers have the seats from 1 on."""
 
 
 class Work(Protocol):
-    """Jobs that hang together. All methods are called one at a time, `take` for `HERE` only by the main thread."""
+    """Source of jobs that belong to one computation.
+
+    The crew calls one method at a time, and calls `take` for `HERE` only from the main thread.
+    """
 
     def take(self, seat: int) -> Job | None:
-        """The next job for that seat; None if there is none just now."""
+        """Return the next job for a seat; None if no job is ready."""
         ...
 
     def put(self, job: Job, seat: int, value: Any) -> None:
-        """What a job came to."""
+        """Accept the result of a job."""
         ...
 
     def lose(self, job: Job) -> None:
-        """A job has not been done after all."""
+        """Accept back a job that was not finished."""
         ...
 
     def outdated(self, job: Job) -> bool:
-        """Whether what a job that is being done comes to is of no use any more."""
+        """Return True if the result of a running job is no longer needed."""
         ...
 
     @property
@@ -47,10 +50,10 @@ class Work(Protocol):
 
 
 class Crew:
-    """This process and `count` helpers, which are ended with the `with` block.
+    """This process and `count` helper processes, which end with the `with` block.
 
-    `prepare` (`module:function`) is what a helper calls first. Helpers are started at once, or, with `patience`, when
-    this process has worked so many seconds of processor on what it runs.
+    - `prepare`: `module:function` that a helper calls first.
+    - `patience`: processor seconds that this process works before it starts the helpers; 0 starts them at once.
     """
 
     def __init__(self, count: int = 0, prepare: str | None = None, patience: float = 0.0) -> None:
@@ -60,45 +63,45 @@ class Crew:
         self._helpers: list[Helper] = []
         self._threads: list[threading.Thread] = []
         self._running: dict[int, tuple[Work, Job, Callable[[], None]]] = {}
-        """Seat -> what is being done there, and what stops it."""
+        """Seat -> its work, its running job, and the function that stops the job."""
         self._to_start, self._prepare = count, prepare
         self._due = processor_seconds() + patience
         self._ended = False
         self._said: list[str] = []
         self.progress: Callable[[str], None] = lambda line: None
-        """Called with a line for every helper that is lost."""
+        """Callback that receives one line for every helper that is lost."""
         self.jobs_helped = 0
-        """Jobs that helpers have done."""
+        """Number of jobs that helpers have finished."""
         self._helped_s = 0.0
         if patience <= 0:
             self._start()
 
     @property
     def alone(self) -> bool:
-        """Whether there are no helpers, nor will be."""
+        """True if the crew has no helpers and will start none."""
         return not self._to_start and not self._helpers
 
     def processor_seconds(self) -> float:
-        """Those of this process, and those that helpers took for their jobs."""
+        """Return the processor seconds of this process and of the helpers' jobs."""
         return processor_seconds() + self._helped_s
 
     def share(self, name: str, thing: object, sent: object = None) -> None:
-        """From now on `thing` stands for itself in jobs and answers; helpers have a copy of it (or of `sent`), made
-        when there is work for them.
+        """Share an object with the helpers: jobs and answers refer to it by name, and each helper has a copy.
 
-        What is shared later may refer to it. Another thing under the same name takes its place.
+        The copy (of `sent` if given, else of `thing`) is pickled when there is work for helpers. Objects that are
+        shared later may refer to earlier ones. A later object under the same name replaces the earlier one.
         """
         with self._changed:
             self._shared.pop(name, None)
             self._shared[name] = Shared(name, thing, thing if sent is None else sent)
 
     def drop(self, name: str) -> None:
-        """What is shared under this name is not needed any more."""
+        """Stop sharing the object of this name."""
         with self._changed:
             self._shared.pop(name, None)
 
     def _write_shared(self) -> None:
-        """Pickles what is shared, once for all helpers and while nothing else runs."""
+        """Serialise the shared objects, once for all helpers. This process runs no job while it serialises."""
         earlier: dict[int, str] = {}
         for each in self._shared.values():
             if each.data is None:
@@ -112,7 +115,7 @@ class Crew:
             earlier[id(each.thing)] = each.name
 
     def run(self, work: Work) -> None:
-        """Until the work is finished; then no helper gets more of it."""
+        """Run jobs here and in the helpers until the work is finished; helpers then get no more of its jobs."""
         with self._changed:
             if self._helpers:
                 self._write_shared()
@@ -132,7 +135,7 @@ class Crew:
                 self._stop_outdated()
 
     def _do(self, work: Work, job: Job) -> None:
-        """A job here."""
+        """Run one job in this process."""
         stop = threading.Event()
         with self._changed:
             self._running[HERE] = work, job, stop.set
@@ -151,6 +154,7 @@ class Crew:
             self._changed.notify_all()
 
     def _stop_outdated(self) -> None:
+        """Stop the running jobs whose results are no longer needed."""
         for work, job, stop in self._running.values():
             if job.stoppable and (work is not self._work or work.outdated(job)):
                 stop()
@@ -158,22 +162,23 @@ class Crew:
     def map(
         self, call: Callable[..., Any], items: Sequence[Any], arguments: Callable[[Any], tuple[Any, ...]]
     ) -> list[Any]:
-        """What the call returns for each item, in their order; arguments are made when it is its turn."""
+        """Return the call's result for each item, in order; `arguments` is called when the item's job is created."""
         work = _Listed(call, items, arguments)
         self.run(work)
         return [work.values[number] for number in range(len(items))]
 
     def end(self) -> None:
-        """Ends the helpers, whatever they do."""
+        """End the helpers at once, running jobs included."""
         with self._changed:
             self._ended = True
             self._changed.notify_all()
             self._work_alone()
-        # A thread that outlives Python's own end may take the process down with it.
+        # A thread that is still alive when the interpreter finalises may crash the process.
         for thread in self._threads:
             thread.join(JOIN_S)
 
     def _work_alone(self) -> None:
+        """End all helpers and start no more."""
         self._to_start = 0
         for helper in self._helpers:
             helper.end()
@@ -185,6 +190,7 @@ class Crew:
         self.end()
 
     def _start(self) -> None:
+        """Start the helpers that are due, and a thread for each."""
         if not self._to_start:
             return
         with self._changed:
@@ -202,6 +208,7 @@ class Crew:
         self._to_start = 0
 
     def _next_here(self, work: Work) -> Job | None:
+        """Wait for the next job of this process; return None once the work is finished."""
         with self._changed:
             while True:
                 job = work.take(HERE)
@@ -211,7 +218,7 @@ class Crew:
                 self._changed.wait()
 
     def _next(self, seat: int) -> tuple[Work, Job, list["Shared"]] | None:
-        """The next job of a helper, waited for, and what is shared by then; None at the end."""
+        """Wait for the next job of a helper; return it with the objects shared by then, or None when the crew ends."""
         with self._changed:
             while not self._ended:
                 work = self._work
@@ -226,9 +233,9 @@ class Crew:
         return None
 
     def _serve(self, helper: "Helper", seat: int) -> None:
-        """Gives one helper jobs until the end, or its own."""
-        while (given := self._next(seat)) is not None:
-            work, job, shared = given
+        """Give one helper jobs until the crew ends or the helper fails."""
+        while (assignment := self._next(seat)) is not None:
+            work, job, shared = assignment
             try:
                 value, seconds = helper.call(job, shared)
             except Exception as error:
@@ -253,12 +260,12 @@ class Crew:
 
 
 def helpers_here() -> int:
-    """How many helpers the cores of this machine can feed beside this process."""
+    """Return the number of helpers for which this machine has cores, in addition to this process."""
     return min(MOST_HELPERS, cores() - 1)
 
 
 class _Listed:
-    """One call for each item of a list."""
+    """Work that consists of one call for each item of a list."""
 
     def __init__(
         self, call: Callable[..., Any], items: Sequence[Any], arguments: Callable[[Any], tuple[Any, ...]]

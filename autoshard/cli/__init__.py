@@ -1,4 +1,4 @@
-"""The `autoshard` command: parse, call one function, print."""
+"""Entry point of the `autoshard` command: parse, call one function, print."""
 
 import contextlib
 import os
@@ -14,9 +14,9 @@ from autoshard.errors import Terminated, UserError
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command; returns the exit code: 0, 1 past a tolerance, 2 for bad input.
+    """Run the command and return its exit code: 0, 1 past a tolerance, 2 for bad input.
 
-    Without `argv` the process is the command's own, and is set up for it.
+    Without `argv` the command owns its process: `main` installs signal handlers and process settings.
     """
     if argv is None:
         _hold_descriptors()
@@ -32,7 +32,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         with _stdout_kept_for_the_answer() as answer:
             return arguments.run(arguments, answer)
     except BrokenPipeError:
-        # The reader has seen enough (`| head`); without this, Python complains once more at exit.
+        # The reader closed the pipe early (`| head`). Without a new stdout, Python would report the error again at
+        # exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         return 0
     except (UserError, OSError, MemoryError) as error:
@@ -49,17 +50,19 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _hold_descriptors() -> None:
-    """Open what is closed of stdin, stdout and stderr on nothing: the next file would take its number, and be written
-    to by whatever libraries and children print."""
+    """Open `/dev/null` for each of stdin, stdout and stderr that is closed.
+
+    Otherwise the next file to be opened would get that number, and libraries and children would print into it.
+    """
     for number in range(3):
         try:
             os.fstat(number)
         except OSError:
-            os.open(os.devnull, os.O_RDWR)  # it takes the smallest number that is free
+            os.open(os.devnull, os.O_RDWR)  # the system assigns the smallest free number
 
 
 def _check_place() -> None:
-    """Refuse what no command can work with, before anything else is opened in its place."""
+    """Raise `UserError` if stdout is closed or the working directory is gone, since no command can work then."""
     if sys.stdout is None:
         raise UserError("stdout is closed, so that the answer could go nowhere; send it to a file or to /dev/null.")
     try:
@@ -69,7 +72,7 @@ def _check_place() -> None:
 
 
 def _sentence(error: BaseException) -> str:
-    """An error as one line, whatever stands in it."""
+    """Return an error's message as one printable line."""
     if isinstance(error, MemoryError):
         return f"there is not enough memory ({str(error) or 'the system gives no more'}); give the process more."
     if isinstance(error, OSError) and not isinstance(error, UserError):
@@ -79,7 +82,7 @@ def _sentence(error: BaseException) -> str:
 
 
 def _say(line: str) -> None:
-    """On stderr, where there is one; nobody is left to be told of its failing."""
+    """Print a line to stderr; ignore a stderr that is missing or fails."""
     if sys.stderr is not None:
         with contextlib.suppress(OSError):
             print(f"autoshard: {line}", file=sys.stderr, flush=True)
@@ -87,7 +90,10 @@ def _say(line: str) -> None:
 
 @contextlib.contextmanager
 def _stdout_kept_for_the_answer() -> Iterator[TextIO]:
-    """Whatever libraries or the user's own file print goes to stderr; yields the true stdout."""
+    """Send the stdout of libraries and of the user's file to stderr; yield a stream on the true stdout.
+
+    Raises `UserError` if the answer cannot be written.
+    """
     answer = sys.stdout
     answer.flush()
     try:
@@ -96,10 +102,10 @@ def _stdout_kept_for_the_answer() -> Iterator[TextIO]:
         with contextlib.redirect_stdout(sys.stderr):
             yield answer
         return
-    kept = os.dup(descriptor)
+    saved = os.dup(descriptor)
     os.dup2(2 if sys.stderr is None else sys.stderr.fileno(), descriptor)
     try:
-        with contextlib.redirect_stdout(sys.stderr), _open_answer(kept, answer) as stream:
+        with contextlib.redirect_stdout(sys.stderr), _open_answer(saved, answer) as stream:
             yield stream
             try:
                 stream.flush()
@@ -108,10 +114,11 @@ def _stdout_kept_for_the_answer() -> Iterator[TextIO]:
             except OSError as error:
                 raise UserError(f"the answer cannot be written to stdout: {error.strerror}.") from None
     finally:
-        os.dup2(kept, descriptor)
-        os.close(kept)
+        os.dup2(saved, descriptor)
+        os.close(saved)
 
 
 def _open_answer(descriptor: int, like: TextIO) -> TextIO:
-    # A terminal that cannot show a character gets `?` rather than a traceback.
+    # A character that the terminal's encoding lacks is printed as `?`, without a traceback.
+    """Open a text stream on a file descriptor with the encoding of another stream."""
     return open(descriptor, "w", encoding=like.encoding, errors="replace", closefd=False)

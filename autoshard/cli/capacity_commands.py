@@ -1,4 +1,4 @@
-"""The commands that compare machines and sizes: `degrees`, `estimate`, `serve-plan` and `sweep`."""
+"""Commands that compare machines and sizes: `degrees`, `estimate`, `serve-plan` and `sweep`."""
 
 import argparse
 import contextlib
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 
 def run_degrees(arguments: argparse.Namespace, answer: TextIO) -> int:
+    """Run `autoshard degrees`."""
     need_no_accelerator()  # nothing is traced or run
     from autoshard.base.files import write_whole
     from autoshard.degrees import DEGREE_FORMS, choose_degrees, degree_figures, degree_report, gpu_decoder
@@ -37,6 +38,7 @@ def run_degrees(arguments: argparse.Namespace, answer: TextIO) -> int:
 
 
 def run_estimate(arguments: argparse.Namespace, answer: TextIO) -> int:
+    """Run `autoshard estimate`. Raises `UserError` if the program is no configuration or no estimate succeeds."""
     need_no_accelerator()
     from autoshard.cost import find_topologies
     from autoshard.planning import settled_options
@@ -46,35 +48,38 @@ def run_estimate(arguments: argparse.Namespace, answer: TextIO) -> int:
     if not arguments.program.startswith("hf:"):
         raise UserError(f"an estimate is of a configuration, hf:CONFIG; found {arguments.program!r}: plan it.")
     places = [place for pattern in arguments.topology for place in find_topologies(pattern)]
-    said = {name: getattr(arguments, name) for name in ("train", "serve", "batch", "seq", "cache", "remat")}
-    said |= {name: getattr(arguments, name) for name in ("param_dtype", "state_dtype")}
-    found: list[ModelEstimate] = []
+    options_given = {name: getattr(arguments, name) for name in ("train", "serve", "batch", "seq", "cache", "remat")}
+    options_given |= {name: getattr(arguments, name) for name in ("param_dtype", "state_dtype")}
+    estimates: list[ModelEstimate] = []
     failed: list[str] = []
     for place in places:
         try:
-            found += estimate_config(arguments.program, place, **said)
+            estimates += estimate_config(arguments.program, place, **options_given)
         except UserError as error:
             failed.append(str(error))
-    if failed and not found:
+    if failed and not estimates:
         raise UserError(failed[0])
-    if not found:  # no decoder whose counts are known: its program is traced
+    if not estimates:  # the model is no decoder that formulas cover, so its program is traced
         with show_progress(arguments) as progress:
             settle_imports()
             for place in places:
                 progress(f"Tracing {arguments.program}, which is no decoder that can be counted")
-                options = {**said, "batch": said["batch"] or place.num_devices}
+                options = {**options_given, "batch": options_given["batch"] or place.num_devices}
                 program = open_source(arguments.program, kept=True, **settled_options(options, place.name))
-                found.append(least_estimate(program, place))
-    fewest = fewest_devices(arguments.program, found, **said)
+                estimates.append(least_estimate(program, place))
+    fewest = fewest_devices(arguments.program, estimates, **options_given)
     if arguments.json:
-        print_json(estimate_figures(found, failed, fewest), answer)
+        print_json(estimate_figures(estimates, failed, fewest), answer)
     else:
-        print_rich(estimates_report(arguments.program, found, failed, fewest), answer)
+        print_rich(estimates_report(arguments.program, estimates, failed, fewest), answer)
     return 0
 
 
 def report_serving(arguments: argparse.Namespace, figures: dict[str, Any], answer: TextIO) -> int:
-    """`autoshard report` of what `autoshard serve-plan --json` printed: a page."""
+    """Write the page of `autoshard report` for the output of `autoshard serve-plan --json`.
+
+    Raises `UserError` for flags that do not apply, or without `--out`.
+    """
     from autoshard.cost import load_chip
     from autoshard.report import write_text
     from autoshard.serving import serve_page
@@ -94,6 +99,7 @@ def report_serving(arguments: argparse.Namespace, figures: dict[str, Any], answe
 
 
 def run_serve_plan(arguments: argparse.Namespace, answer: TextIO) -> int:
+    """Run `autoshard serve-plan`. Raises `UserError` for a program that is no configuration."""
     need_no_accelerator()
     from autoshard.report import write_text
     from autoshard.serving import (
@@ -108,9 +114,9 @@ def run_serve_plan(arguments: argparse.Namespace, answer: TextIO) -> int:
 
     if not arguments.program.startswith("hf:"):
         raise UserError(f"serving is planned for a configuration, hf:CONFIG; found {arguments.program!r}.")
-    asked = ServingAsked(arguments.input, arguments.output, arguments.weights, arguments.cache_dtype)
+    serving = ServingAsked(arguments.input, arguments.output, arguments.weights, arguments.cache_dtype)
     limits = ServingLimits(arguments.ttft, arguments.tpot, arguments.gap)
-    plan = plan_serving(arguments.program, arguments.topology, asked, limits)
+    plan = plan_serving(arguments.program, arguments.topology, serving, limits)
     checked = []
     if arguments.check:
         with show_progress(arguments) as progress:
@@ -128,12 +134,14 @@ def run_serve_plan(arguments: argparse.Namespace, answer: TextIO) -> int:
 
 
 def run_sweep(arguments: argparse.Namespace, answer: TextIO) -> int:
+    """Run `autoshard sweep`."""
     need_no_accelerator()
     with ray_of(arguments) as pool:
         return _swept(arguments, answer, pool)
 
 
 def _swept(arguments: argparse.Namespace, answer: TextIO, pool: "RayPool | None") -> int:
+    """Plan every topology, batch and remat variant, and print the rows. Raises `UserError` if no row has a plan."""
     settle_imports()
     from autoshard.base.worker_pool import HelperPool
     from autoshard.cost import Topology, load_chip
@@ -179,7 +187,10 @@ def _swept(arguments: argparse.Namespace, answer: TextIO, pool: "RayPool | None"
 
 
 def report_sweep(arguments: argparse.Namespace, answer: TextIO) -> int:
-    """`autoshard report` of what a sweep kept: its table, or a page."""
+    """Print or write the report of a saved sweep: its table, or a page.
+
+    Raises `UserError` for flags that do not apply, or for a sweep without rows.
+    """
     from autoshard.cost import Topology, load_chip
     from autoshard.planning import read_sweep
     from autoshard.report import sweep_figures, sweep_page, sweep_report, write_text
@@ -190,6 +201,7 @@ def report_sweep(arguments: argparse.Namespace, answer: TextIO) -> int:
     prices = {load_chip(chip).name: price for chip, price in arguments.price.items()}
 
     def place(row: "SweepRow") -> tuple[str, int, str, int, str]:
+        """Return the sort key of a row."""
         return row.chip, Topology.parse(row.topology).num_chips, row.topology, row.batch or 0, row.remat or ""
 
     rows = sorted(read_sweep(arguments.plan).values(), key=place)
@@ -216,11 +228,12 @@ def report_sweep(arguments: argparse.Namespace, answer: TextIO) -> int:
 
 
 def _folder_of(page: Path) -> Path:
-    """Where the pages of plans are, beside the page of their sweep."""
+    """Return the folder for the pages of plans, next to the page of their sweep."""
     return page.with_name(f"{page.stem}-plans")
 
 
 def _make_folder(folder: Path) -> None:
+    """Create a folder; raise `UserError` if that fails."""
     try:
         folder.mkdir(exist_ok=True)
     except OSError as error:
@@ -228,7 +241,7 @@ def _make_folder(folder: Path) -> None:
 
 
 def _plan_pages(arguments: argparse.Namespace, rows: "Sequence[SweepRow]") -> dict[str, tuple[Path, str]]:
-    """Plan file -> the file of its page, and the page, of every row whose plan is kept."""
+    """Map the plan file of each row that has one to its page's file and text."""
     from autoshard.planning import load_plan
     from autoshard.report import html_report
 
@@ -249,13 +262,13 @@ def _plan_pages(arguments: argparse.Namespace, rows: "Sequence[SweepRow]") -> di
 
 
 def _topologies(arguments: argparse.Namespace) -> list[str]:
-    """Names of all that the patterns stand for and `--chips` allows. Raises `UserError` if that is none."""
+    """Return the names of topologies that match the patterns and `--chips`. Raises `UserError` if there are none."""
     from autoshard.cost import find_topologies
 
-    found = {each.name: each for pattern in arguments.topology for each in find_topologies(pattern)}
+    matches = {each.name: each for pattern in arguments.topology for each in find_topologies(pattern)}
     most = arguments.chips
-    names = [name for name, each in found.items() if most is None or each.num_chips <= most]
+    names = [name for name, each in matches.items() if most is None or each.num_chips <= most]
     if not names:
-        least = min(found.values(), key=lambda each: each.num_chips)
+        least = min(matches.values(), key=lambda each: each.num_chips)
         raise UserError(f"--chips {most} leaves no topology: the smallest, {least.name}, has {least.num_chips} chips.")
     return names

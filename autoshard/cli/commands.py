@@ -1,4 +1,4 @@
-"""One function for each command: from parsed arguments to what is printed, and the exit code."""
+"""Functions of the main commands; each maps parsed arguments to printed output and an exit code."""
 
 import argparse
 import contextlib
@@ -33,11 +33,12 @@ if TYPE_CHECKING:
 
 
 PROFILED_STEPS = 3
-"""Steps that `measure` runs under the profiler, after the timed ones."""
+"""Number of steps that `measure` runs under the profiler, after the timed ones."""
 
 
 def run_plan(arguments: argparse.Namespace, answer: TextIO) -> int:
-    # Planning never touches an accelerator: without this JAX would look for one, and wait for it.
+    # Planning uses no accelerator. Without this call JAX would search for one and wait for it.
+    """Run `autoshard plan`."""
     need_no_accelerator()
     with start_helpers() as crew, show_progress(arguments) as progress:
         began = time.perf_counter()
@@ -78,20 +79,25 @@ def _next_command(arguments: argparse.Namespace, plan: "Plan", written: Sequence
 
 
 def _planned(arguments: argparse.Namespace, progress: "ProgressLine", crew: "Crew") -> tuple["PlanResult", float]:
-    """The plan, and the seconds that tracing took."""
+    """Return the plan and the seconds of tracing.
+
+    The planner traces the program once for each recipe if options are `auto` or if the program declares choices of its
+    own.
+    """
     traced = 0.0
 
     def traced_with(**recipe: Any) -> "Program":
+        """Trace the program with one recipe: values of options that are `auto`, and of the program's own choices."""
         nonlocal traced
         began = time.perf_counter()
-        for name in left:
+        for name in open_choices:
             setattr(arguments, name, recipe[name])
         program = open_program(
             arguments,
             progress,
             arguments.topology,
             kept=arguments.cached and arguments.rules is None,
-            recipe={name: value for name, value in recipe.items() if name not in left},
+            recipe={name: value for name, value in recipe.items() if name not in open_choices},
         )
         traced += time.perf_counter() - began
         return program
@@ -102,29 +108,34 @@ def _planned(arguments: argparse.Namespace, progress: "ProgressLine", crew: "Cre
     options = plan_options(arguments)
     if is_by_stage(vars(arguments), options.form):
         return _planned_by_stage(arguments, options, progress, crew)
-    left = source_choices(vars(arguments), arguments.topology)
-    own = read_choices(arguments.program, arguments.entry)
-    running = {
+    open_choices = source_choices(vars(arguments), arguments.topology)
+    program_choices = read_choices(arguments.program, arguments.entry)
+    keywords = {
         "progress": progress, "crew": crew, "kept": arguments.cached, "save_problem": arguments.save_problem,
     }  # fmt: skip
-    if left or own:
-        return plan_recipes(traced_with, {**left, **own}, options, of_source=not own, **running)[1], traced
-    return make_plan(traced_with(), options, **running), traced
+    if open_choices or program_choices:
+        return plan_recipes(
+            traced_with, {**open_choices, **program_choices}, options, of_source=not program_choices, **keywords
+        )[1], traced
+    return make_plan(traced_with(), options, **keywords), traced
 
 
 def _planned_by_stage(
     arguments: argparse.Namespace, options: "Options", progress: "ProgressLine", crew: "Crew"
 ) -> tuple["PlanResult", float]:
-    """The plan of a program for each stage, and the seconds that tracing took."""
+    """Return the plan of a pipeline whose stages are programs of their own, and the seconds of tracing."""
     from autoshard.planning import plan_by_stage
 
     traced = 0.0
 
     def opened(**more: Any) -> "Program":
+        """Trace the program with some arguments replaced, as a program without pipeline options."""
         nonlocal traced
         began = time.perf_counter()
-        whole = {"stages": None, "microbatches": None, "schedule": None}
-        program = open_program(argparse.Namespace(**{**vars(arguments), **whole, **more}), progress, arguments.topology)
+        unstaged = {"stages": None, "microbatches": None, "schedule": None}
+        program = open_program(
+            argparse.Namespace(**{**vars(arguments), **unstaged, **more}), progress, arguments.topology
+        )
         traced += time.perf_counter() - began
         return program
 
@@ -134,6 +145,7 @@ def _planned_by_stage(
 
 
 def run_measure(arguments: argparse.Namespace, answer: TextIO) -> int:
+    """Run `autoshard measure`; return 1 if a check failed. Raises `UserError` for flags that contradict each other."""
     from autoshard.cost import Topology
     from autoshard.exec import measure, measurement_figures
     from autoshard.planning import load_plan, make_plan
@@ -167,7 +179,8 @@ def run_measure(arguments: argparse.Namespace, answer: TextIO) -> int:
 
 
 def run_compile(arguments: argparse.Namespace, answer: TextIO) -> int:
-    # The compiler runs in a process of its own; here JAX only traces.
+    # The compiler runs in a separate process; JAX only traces in this one.
+    """Run `autoshard compile`; return 1 if the program does not fit."""
     need_no_accelerator()
     from autoshard.exec import Verdict, compile_figures, compile_lines, compile_plan
     from autoshard.planning import load_plan
@@ -188,6 +201,7 @@ def run_compile(arguments: argparse.Namespace, answer: TextIO) -> int:
 
 
 def run_compare(arguments: argparse.Namespace, answer: TextIO) -> int:
+    """Run `autoshard compare`. Raises `UserError` for `--on` without `--compile`."""
     if arguments.on and not arguments.compile:
         raise UserError("--on is for --compile: what is measured runs on the devices that are here.")
     from autoshard.cost import Topology
@@ -202,6 +216,7 @@ def run_compare(arguments: argparse.Namespace, answer: TextIO) -> int:
 
 
 def _compare(arguments: argparse.Namespace, answer: TextIO, pool: "RayPool | None") -> int:
+    """Plan, compile or measure our plan and the baselines, and print them side by side."""
     from autoshard.exec import compile_figures, compile_plans, measure, measurement_figures
     from autoshard.planning import make_plan
     from autoshard.report import ComparisonRow, candidates, comparison_figures, comparison_report
@@ -211,9 +226,9 @@ def _compare(arguments: argparse.Namespace, answer: TextIO, pool: "RayPool | Non
     with show_progress(arguments) as progress:
         connect(pool, progress)
         program = open_program(arguments, progress, arguments.topology)
-        made = make_plan(program, options, save_problem=arguments.save_problem, progress=progress)
+        planned = make_plan(program, options, save_problem=arguments.save_problem, progress=progress)
         run = arguments.compile or arguments.measure
-        offered = list(candidates(made.plan, made.baseline_plans, run, made.candidates))
+        offered = list(candidates(planned.plan, planned.baseline_plans, run, planned.candidates))
         plans = {name: plan for name, plan, _ in offered} if arguments.compile else {}
         reports = dict(compile_plans(program, plans, quick=True, executor=pool, progress=progress))
         for name, plan, holds in offered:
@@ -234,23 +249,25 @@ def _compare(arguments: argparse.Namespace, answer: TextIO, pool: "RayPool | Non
     if arguments.json:
         print_json(comparison_figures(rows), answer)
     else:
-        print_rich(comparison_report(made.plan, rows), answer)
+        print_rich(comparison_report(planned.plan, rows), answer)
     return 0
 
 
 def run_diff(arguments: argparse.Namespace, answer: TextIO) -> int:
+    """Run `autoshard diff`."""
     from autoshard.planning import load_plan
     from autoshard.report import difference, difference_figures, difference_report
 
-    found = difference(load_plan(arguments.first), load_plan(arguments.second))
+    changes = difference(load_plan(arguments.first), load_plan(arguments.second))
     if arguments.json:
-        print_json(difference_figures(found), answer)
+        print_json(difference_figures(changes), answer)
     else:
-        print_rich(difference_report(found), answer)
+        print_rich(difference_report(changes), answer)
     return 0
 
 
 def run_explain(arguments: argparse.Namespace, answer: TextIO) -> int:
+    """Run `autoshard explain`."""
     need_no_accelerator()
     from autoshard.planning import explain_plan, explanation_figures, load_plan, reopen
     from autoshard.report import explanation_report
@@ -261,16 +278,19 @@ def run_explain(arguments: argparse.Namespace, answer: TextIO) -> int:
         stand_in_devices(source, plan.topology)
         program = reopen(plan, arguments.program, arguments.entry)
         progress(f"Pricing what else {arguments.name} could be")
-        found = explain_plan(plan, arguments.name, program, time_limit=arguments.time_limit)
+        explanation = explain_plan(plan, arguments.name, program, time_limit=arguments.time_limit)
     if arguments.json:
-        print_json(explanation_figures(found), answer)
+        print_json(explanation_figures(explanation), answer)
     else:
-        print_rich(explanation_report(found, plan), answer)
+        print_rich(explanation_report(explanation, plan), answer)
     return 0
 
 
 def _said_source(arguments: argparse.Namespace, plan: "Plan", progress: "ProgressLine") -> str:
-    """Where the plan's program is, empty if nobody says so. That a file of Python is run is said before it is."""
+    """Return the source of the plan's program, from the arguments or the plan; empty if neither names one.
+
+    A Python file is announced before it runs.
+    """
     source = arguments.program or (plan.source.program if plan.source is not None else "")
     check_unread(arguments, [source])
     if not source.endswith(".py"):
@@ -283,6 +303,7 @@ def _said_source(arguments: argparse.Namespace, plan: "Plan", progress: "Progres
 
 
 def run_export(arguments: argparse.Namespace, answer: TextIO) -> int:
+    """Run `autoshard export`."""
     need_no_accelerator()  # the program may be traced again, never run
     from autoshard.exports import make_export
     from autoshard.planning import Rest, form_named, load_plan, reopen
@@ -296,30 +317,31 @@ def run_export(arguments: argparse.Namespace, answer: TextIO) -> int:
         if form_named(arguments.to).rest is Rest.PLAN:
             return _export_bytes(arguments, plan, answer)
         program = reopen(plan, arguments.program, arguments.entry) if arguments.program else None
-        made = make_export(plan, arguments.to, program, force=arguments.force)
+        exported = make_export(plan, arguments.to, program, force=arguments.force)
     if arguments.out is not None:
-        write_text(arguments.out, made.text)
+        write_text(arguments.out, exported.text)
     if arguments.json:
-        found = made.prediction
+        prediction = exported.prediction
         print_json(
             {
                 "to": arguments.to,
-                "text": made.text,
-                "step_time_s": None if found is None else found.step_time_s,
-                "peak_bytes": None if found is None else found.peak_bytes,
+                "text": exported.text,
+                "step_time_s": None if prediction is None else prediction.step_time_s,
+                "peak_bytes": None if prediction is None else prediction.peak_bytes,
                 "plan_step_time_s": plan.prediction.step_time_s,
                 "plan_peak_bytes": plan.prediction.peak_bytes,
             },
             answer,
         )
     elif arguments.out is None:
-        answer.write(made.text)
+        answer.write(exported.text)
     else:
-        print(f"Written: {arguments.out}\n{made.sentence}", file=answer)
+        print(f"Written: {arguments.out}\n{exported.sentence}", file=answer)
     return 0
 
 
 def _export_bytes(arguments: argparse.Namespace, plan: "Plan", answer: TextIO) -> int:
+    """Write a plan as a file of bytes, a serialised `jax.export` artifact."""
     from autoshard.base.files import write_whole
     from autoshard.exec import jax_export
     from autoshard.planning import reopen
@@ -338,6 +360,10 @@ def _export_bytes(arguments: argparse.Namespace, plan: "Plan", answer: TextIO) -
 
 
 def run_report(arguments: argparse.Namespace, answer: TextIO) -> int:
+    """Run `autoshard report` on a plan, a sweep, or the output of `autoshard serve-plan`.
+
+    Raises `UserError` for flags that do not apply to that file.
+    """
     from autoshard.planning import is_sweep, load_plan
     from autoshard.report import html_report, perfetto_json, plan_figures, read_profile, terminal_report, write_text
     from autoshard.serving import read_serving
@@ -380,6 +406,7 @@ def run_report(arguments: argparse.Namespace, answer: TextIO) -> int:
 
 
 def run_solve(arguments: argparse.Namespace, answer: TextIO) -> int:
+    """Run `autoshard solve`."""
     from autoshard.solver.solve_command import run_solve
 
     with contextlib.redirect_stdout(answer), contextlib.ExitStack() as quiet:
@@ -397,11 +424,12 @@ def run_solve(arguments: argparse.Namespace, answer: TextIO) -> int:
 
 
 def run_doctor(arguments: argparse.Namespace, answer: TextIO) -> int:
+    """Run `autoshard doctor`."""
     from autoshard.report import doctor, doctor_report
 
-    found = doctor()
+    environment = doctor()
     if arguments.json:
-        print_json(found, answer)
+        print_json(environment, answer)
     else:
-        print_rich(doctor_report(found), answer)
+        print_rich(doctor_report(environment), answer)
     return 0

@@ -1,4 +1,4 @@
-"""From parsed arguments to what commands work on: programs, devices, options, and files to read and write."""
+"""Conversion of parsed arguments into programs, devices, planning options, and checked input and output files."""
 
 import argparse
 import contextlib
@@ -24,11 +24,11 @@ if TYPE_CHECKING:
 PROGRAM_OPTIONS = ("train", "batch", "seq", "image", "dtype", "param_dtype", "state_dtype", "remat", "optimizer")
 PROGRAM_OPTIONS += ("serve", "cache", "experts", "capacity_factor", "imbalance", "attention", "exchange")
 PROGRAM_OPTIONS += ("microbatches", "host", "stages", "schedule", "gradient_groups")
-"""What `hf:CONFIG` takes."""
+"""Options that a program `hf:CONFIG` accepts."""
 
 
 def need_no_accelerator() -> None:
-    """Keep JAX, and PyTorch/XLA where tracing imports it, from looking for one, and from saying that there is none."""
+    """Prevent JAX, and PyTorch/XLA if tracing imports it, from searching for an accelerator."""
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
     os.environ.setdefault("PJRT_DEVICE", "CPU")
 
@@ -41,9 +41,12 @@ def open_program(
     recipe: Mapping[str, Any] | None = None,
     plan: "Plan | None" = None,
 ) -> "Program":
-    """The program; the mesh that a Python file may make finds a CPU device for each of the topology's.
+    """Trace the program that the arguments name.
 
-    What no flag says of a program that a `plan` is for is as that plan has it.
+    - `topology`: if given, a Python file that makes a mesh gets as many CPU devices as the topology has.
+    - `kept`: use the disk cache of traced programs.
+    - `recipe`: values for the choices that the program declares.
+    - `plan`: plan of this program; its source supplies the options that no flag sets.
     """
     if plan is not None:
         plan.check_one_step()
@@ -69,28 +72,28 @@ def open_program(
     program = open_source(
         arguments.program, entry=arguments.entry, roles=arguments.roles, kept=kept, recipe=recipe, **options
     )
-    # The program's own modules, which it imported from beside it.
+    # The program may have imported modules from its folder. An output must not replace them either.
     check_unread(arguments, [file for each in list(sys.modules.values()) if (file := _file_of(each))])
     return lift_constraints(program) if getattr(arguments, "ignore_constraints", False) else program
 
 
 def _file_of(module: object) -> str | None:
-    """Return the file of a module, without asking one that imports more when it is asked."""
+    """Return the file of a module, from its dict: attribute access makes lazy modules import more."""
     return getattr(module, "__dict__", {}).get("__file__")
 
 
 def stand_in_devices(source: str, topology: str) -> None:
-    """A CPU device for each of the topology's, where a program is Python and may make a mesh."""
+    """Start as many CPU devices as the topology has, for a Python program, which may make a mesh."""
     if source.endswith(".py"):
         from autoshard.cost import Topology
         from autoshard.exec import ensure_devices
 
-        with contextlib.suppress(UserError):  # JAX has started with fewer, which is enough for most programs
+        with contextlib.suppress(UserError):  # JAX may run already with fewer devices, which suffices for most programs
             ensure_devices(Topology.parse(topology).num_devices)
 
 
 def start_devices(topology: "Topology") -> None:
-    """CPU devices are made before anything imports jax; any other devices must be here already."""
+    """Start CPU devices before anything imports jax, or raise `UserError` if the accelerators are missing."""
     from autoshard.exec import ensure_devices
 
     if topology.traits.shares_machine:
@@ -117,11 +120,11 @@ PLANNING = (
     "form",
     "candidates",
 )
-"""The options of `autoshard.plan` that flags of the same names give."""
+"""Options of `autoshard.plan` that flags of the same names set."""
 
 
 def plan_options(arguments: argparse.Namespace) -> "Options":
-    """How to plan; what cannot be for any program is refused here, before one is traced."""
+    """Return the planning options. Raises `UserError`, before tracing, for options that no program satisfies."""
     from autoshard.planning import check_request, read_options
 
     options = read_options(arguments.topology, said_options(arguments))
@@ -130,29 +133,29 @@ def plan_options(arguments: argparse.Namespace) -> "Options":
 
 
 def said_options(arguments: argparse.Namespace) -> "PlanOptions":
-    """What flags say of how to plan, as `autoshard.plan` takes it."""
+    """Return the planning options of the flags, as keyword arguments of `autoshard.plan`."""
     from autoshard.planning import parameter_specs, read_asked
 
     pairs = {flag: _merged(flag, getattr(arguments, flag)) for flag in ("pin", "forbid", "axis_only")}
-    others = parameter_specs(arguments.pin_from) if arguments.pin_from is not None else None
-    asked = read_asked(pairs["pin"], arguments.replicate, pairs["forbid"], pairs["axis_only"], others)
-    return {**planning_flags(arguments), "asked": asked}
+    other_specs = parameter_specs(arguments.pin_from) if arguments.pin_from is not None else None
+    constraints = read_asked(pairs["pin"], arguments.replicate, pairs["forbid"], pairs["axis_only"], other_specs)
+    return {**planning_flags(arguments), "asked": constraints}
 
 
 def planning_flags(arguments: argparse.Namespace) -> "PlanOptions":
-    """What the flags in `PLANNING` say, those that were given."""
-    said: Any = {name: value for name in PLANNING if (value := getattr(arguments, name, None)) is not None}
-    return said
+    """Return the values of the flags in `PLANNING` that were given."""
+    given: Any = {name: value for name in PLANNING if (value := getattr(arguments, name, None)) is not None}
+    return given
 
 
 def _merged(flag: str, pairs: list[tuple[str, str]]) -> dict[str, str]:
-    """Pairs by name; what is said of one name twice must be a list of axes or groups."""
-    found: dict[str, str] = {}
+    """Merge pairs by name: repeated names join their axes or groups into a list, but repeated pins must agree."""
+    merged: dict[str, str] = {}
     for name, value in pairs:
-        if name in found and flag == "pin" and found[name] != value:
-            raise UserError(f"--pin {name}={value} contradicts --pin {name}={found[name]}: leave one of them out.")
-        found[name] = value if name not in found or flag == "pin" else f"{found[name]},{value}"
-    return found
+        if name in merged and flag == "pin" and merged[name] != value:
+            raise UserError(f"--pin {name}={value} contradicts --pin {name}={merged[name]}: leave one of them out.")
+        merged[name] = value if name not in merged or flag == "pin" else f"{merged[name]},{value}"
+    return merged
 
 
 def out_files(out: Path | None, count: int) -> list[Path]:
@@ -163,7 +166,7 @@ def out_files(out: Path | None, count: int) -> list[Path]:
 
 
 def check_outputs(arguments: argparse.Namespace) -> None:
-    """Refuse an output that cannot be written, or that the command reads as well, before minutes of work."""
+    """Raise `UserError`, before minutes of work, for an output that cannot be written or is also an input."""
     for flag, name in arguments.writes.items():
         (_check_place if name in arguments.places else check_writable)(flag, getattr(arguments, name))
     outputs = _outputs(arguments)
@@ -171,16 +174,21 @@ def check_outputs(arguments: argparse.Namespace) -> None:
         for other, before in outputs[:number]:
             if is_replaced(path) and os.path.realpath(path) == os.path.realpath(before):
                 raise UserError(f"{other} and {flag} both write {path}; name a file for each.")
-    named = {name: value for name, value in vars(arguments).items() if name not in arguments.writes.values()}
-    texts = [named.get("program"), named.get("problem"), named.get("pairs"), getattr(named.get("price"), "file", None)]
+    inputs = {name: value for name, value in vars(arguments).items() if name not in arguments.writes.values()}
+    texts = [
+        inputs.get("program"),
+        inputs.get("problem"),
+        inputs.get("pairs"),
+        getattr(inputs.get("price"), "file", None),
+    ]
     read = [text for text in texts if isinstance(text, str)]
-    check_unread(arguments, [*read, *(value for value in named.values() if isinstance(value, Path))])
+    check_unread(arguments, [*read, *(value for value in inputs.values() if isinstance(value, Path))])
 
 
 def check_unread(arguments: argparse.Namespace, sources: Iterable[str | Path]) -> None:
-    """Refuse an output that is one of these files under any name, unless `--force` allows it.
+    """Raise `UserError` if an output is one of the source files under any name, unless `--force` allows it.
 
-    A source may be a program as commands name it, or a directory, for the JSON in it. Raises `UserError`.
+    A source may be a program as commands name it, or a directory, which stands for the JSON files in it.
     """
     outputs = [] if getattr(arguments, "force", True) else [each for each in _outputs(arguments) if _is_file(each[1])]
     for source in sources if outputs else ():
@@ -195,6 +203,7 @@ def check_unread(arguments: argparse.Namespace, sources: Iterable[str | Path]) -
 
 
 def _is_file(path: Path) -> bool:
+    """Return True if the path is a file; False if the system rejects the path."""
     try:
         return path.is_file()
     except (OSError, ValueError):
@@ -202,26 +211,26 @@ def _is_file(path: Path) -> bool:
 
 
 def _outputs(arguments: argparse.Namespace) -> list[tuple[str, Path]]:
-    """Return the files that flags ask for, each with its flag."""
-    found: list[tuple[str, Path]] = []
+    """Return the files that flags name as outputs, each with its flag."""
+    outputs: list[tuple[str, Path]] = []
     for flag, name in arguments.writes.items():
         path: Path | None = getattr(arguments, name)
         if path is not None and name in arguments.places and path.is_dir():
             path = path / "sweep.json"
         several = arguments.candidates if flag == "--out" and arguments.command == "plan" else 1
-        found += [(flag, each) for each in out_files(path, several)]
-    return found
+        outputs += [(flag, each) for each in out_files(path, several)]
+    return outputs
 
 
 def _check_place(flag: str, path: Path | None) -> None:
-    """Refuse what is neither a file that can be written nor a folder that is there or can be made."""
+    """Raise `UserError` unless the path is a writable JSON file, or a folder that exists or can be created."""
     if path is not None and path.suffix == "" and path.is_file():
         raise UserError(f"{flag} {path} is a file; name one that ends in .json, or a folder.")
     check_writable(flag, path / "sweep.json" if path is not None and path.is_dir() else path)
 
 
 def check_writable(flag: str, path: Path | None) -> None:
-    """Refuse a path that is no place for a file, or that may not be written."""
+    """Raise `UserError` if no file can be written at the path."""
     if path is None:
         return
     if str(path) in _STDOUT:
@@ -244,10 +253,11 @@ def check_writable(flag: str, path: Path | None) -> None:
 
 
 _STDOUT = ("/dev/stdout", "/dev/fd/1", "/proc/self/fd/1")
+"""Paths that stand for stdout."""
 
 
 def read_json(path: Path, command: str) -> dict[str, Any]:
-    """What `autoshard COMMAND --json` printed."""
+    """Return the object that `autoshard COMMAND --json` printed. Raises `UserError` if the file has none."""
     try:
         value = files.read_json(path)
     except OSError as error:

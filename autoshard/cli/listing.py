@@ -1,4 +1,4 @@
-"""What there is to name: bundled models, chips and topologies."""
+"""Tables of the names that a user can give: bundled models, chips and topologies."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -14,14 +14,15 @@ from autoshard.serving import config_decoder
 
 
 _PATTERN = "*:*"
+"""Pattern that matches every topology."""
 
 
 def model_rows() -> list[dict[str, Any]]:
-    """Every bundled configuration: `name`, `type`, and `parameters` and `layers` where they are counted without it."""
-    found = []
+    """List the bundled configurations; `parameters` and `layers` are None unless the configuration alone gives them."""
+    rows = []
     for name in bundled():
         decoder = config_decoder(f"hf:{name}")
-        found.append(
+        rows.append(
             {
                 "name": f"hf:{name}",
                 "type": read_config(name)[1]["model_type"],
@@ -29,11 +30,11 @@ def model_rows() -> list[dict[str, Any]]:
                 "layers": None if decoder is None else decoder.layers,
             }
         )
-    return found
+    return rows
 
 
 def chip_rows() -> list[dict[str, Any]]:
-    """Every chip: its name, peak in bf16, memory that a device may use, bandwidth, and devices of a chip."""
+    """List the chips: name, bf16 peak, memory that one device may use, bandwidth, and devices of one chip."""
     chips = [load_chip(name) for name in chip_names()]
     return [
         {
@@ -49,12 +50,12 @@ def chip_rows() -> list[dict[str, Any]]:
 
 
 def topology_rows(pattern: str | None = None) -> list[dict[str, Any]]:
-    """Every topology of one slice, or those of a pattern, with chips and the names that it is offered under.
+    """List the topologies that match a pattern, or all of one slice, with the cloud name of the slice.
 
-    Raises `UserError` for a pattern that means none.
+    Raises `UserError` for a pattern that matches none.
     """
-    found = find_topologies(pattern or _PATTERN)
-    found = found if pattern else tuple(sorted(found, key=lambda each: (each.chip.name, each.num_chips)))
+    topologies = find_topologies(pattern or _PATTERN)
+    topologies = topologies if pattern else tuple(sorted(topologies, key=lambda each: (each.chip.name, each.num_chips)))
     names = {(chip, shape): name for chip in chip_names() for name, shape in slice_shapes(load_chip(chip)).items()}
     return [
         {
@@ -64,7 +65,7 @@ def topology_rows(pattern: str | None = None) -> list[dict[str, Any]]:
             "memory_bytes": each.usable_bytes * each.num_devices,
             "slice": names.get((each.chip.name, each.shape)) if each.slices == 1 else None,
         }
-        for each in found
+        for each in topologies
     ]
 
 
@@ -81,11 +82,11 @@ _SHOWN = {
     "memory_bytes_per_s": ("bandwidth", lambda value: format_count(value, "B/s")),
     "slice": ("slice", str),
 }
-"""Key of a row -> its column's name, and how a value is written."""
+"""Key of a row -> the title of its column, and the function that formats its values."""
 
 
 def listing_report(rows: Sequence[dict[str, Any]]) -> RenderableType:
-    """A table for a terminal, a line for each row."""
+    """Return a terminal table with one line for each row."""
     table = Table(box=SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0), header_style="dim")
     keys = list(rows[0])
     for key in keys:

@@ -1,4 +1,4 @@
-"""Groups of arguments that several commands take: the program, limits, meshes, what is fixed by hand."""
+"""Groups of arguments that several commands share: the program, limits, meshes, and constraints of the user."""
 
 import argparse
 from pathlib import Path
@@ -23,7 +23,11 @@ from autoshard.cli.option_values import (
 
 
 def add_program(parser: argparse.ArgumentParser, several: bool = False, auto: bool = False) -> None:
-    """`several`: batches and remat variants are lists; `auto`: these and microbatches may be left to the planner."""
+    """Add the program and its options.
+
+    - `several`: batches and remat variants are lists.
+    - `auto`: batches, remat variants and microbatches accept `auto`, which leaves the choice to the planner.
+    """
     chosen = or_auto if auto else lambda parse: parse
     best = "; auto: the fastest" if auto else ""
     parser.add_argument("program", metavar="PROGRAM", help="model.py, step.mlir or hf:CONFIG, see below")
@@ -136,7 +140,7 @@ def add_program(parser: argparse.ArgumentParser, several: bool = False, auto: bo
 
 
 def add_estimated(parser: argparse.ArgumentParser) -> None:
-    """What decides memory and time of a decoder's step by closed form."""
+    """Add the options from which closed formulas compute memory and time of a decoder's step."""
     parser.add_argument("program", metavar="PROGRAM", help="hf:CONFIG")
     parser.add_argument(
         "--topology", required=True, type=texts, metavar="T,T,...", help="names or patterns: v5p-256, 'v6e:*' ..."
@@ -162,9 +166,12 @@ def add_output(
     force: str = "write over a file that the command reads as well",
     place: bool = False,
 ) -> None:
-    """Add flags that name a file to write, and `--force` (with that help) once for all such flags of a command.
+    """Add flags that name a file to write, and `--force` once for all such flags of a command.
 
-    The parser's default `writes` has the attribute of each by its flag, `places` those that may be folders.
+    The parser's default `writes` maps each flag to its attribute; `places` lists the attributes that may be folders.
+
+    - `force`: help text of `--force`.
+    - `place`: the output may be a folder.
     """
     action = (group or parser).add_argument(*flags, metavar=metavar, type=Path, help=help)
     writes = parser.get_default("writes") or {}
@@ -175,7 +182,10 @@ def add_output(
 
 
 def add_planning(parser: argparse.ArgumentParser, required: bool, problem: bool = True) -> None:
-    """`problem`: the Problem can be written, there is one for each plan."""
+    """Add the options of planning.
+
+    - `problem`: the command makes one Problem for each plan, which `--save-problem` writes.
+    """
     group = parser.add_argument_group("planning")
     group.add_argument("--topology", required=required, metavar="CHIP:SHAPE", help="v5p:4x8x8, v6e:16x16*2, cpu:8 ...")
     add_limits(group)
@@ -200,6 +210,7 @@ def add_planning(parser: argparse.ArgumentParser, required: bool, problem: bool 
 
 
 def add_flags(group: argparse._ActionsContainer) -> None:
+    """Add the compiler flags."""
     group.add_argument(
         "--xla-flags",
         type=xla_flags,
@@ -210,6 +221,7 @@ def add_flags(group: argparse._ActionsContainer) -> None:
 
 
 def add_candidates(parser: argparse.ArgumentParser) -> None:
+    """Add the number of candidates."""
     parser.add_argument(
         "--candidates",
         type=positive,
@@ -220,6 +232,7 @@ def add_candidates(parser: argparse.ArgumentParser) -> None:
 
 
 def add_limits(group: argparse._ActionsContainer) -> None:
+    """Add the mesh, limits and settings of the search."""
     group.add_argument(
         "--mesh",
         metavar="AXIS=N,...",
@@ -244,6 +257,7 @@ def add_limits(group: argparse._ActionsContainer) -> None:
 
 
 def add_cache(parser: argparse.ArgumentParser) -> None:
+    """Add the flag that turns off the disk cache."""
     parser.add_argument(
         "--no-cache", dest="cached", action="store_false", help="read the program anew (AUTOSHARD_CACHE_DIR keeps it)"
     )

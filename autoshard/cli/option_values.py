@@ -1,4 +1,4 @@
-"""What the command line takes as values: each function reads one, or says what it is not."""
+"""Parsers of option values; each raises `argparse.ArgumentTypeError` with a clause that describes the wrong value."""
 
 import argparse
 import contextlib
@@ -11,7 +11,10 @@ from autoshard.errors import UserError
 
 
 def pair(form: str) -> Callable[[str], tuple[str, str]]:
+    """Return a parser of `LEFT=RIGHT`; `form` describes it in errors."""
+
     def parse_pair(text: str) -> tuple[str, str]:
+        """Split the text at its first `=`."""
         left, equals, right = text.partition("=")
         if not (left.strip() and equals and right.strip()):
             raise argparse.ArgumentTypeError(f"{text!r} is not of the form {form}")
@@ -21,17 +24,20 @@ def pair(form: str) -> Callable[[str], tuple[str, str]]:
 
 
 def texts(text: str) -> list[str]:
-    found = [part.strip() for part in text.split(",")]
-    if not all(found):
+    """Parse a list `A,B,...`; drop duplicates."""
+    parts = [part.strip() for part in text.split(",")]
+    if not all(parts):
         raise argparse.ArgumentTypeError(f"{text!r} is not a list A,B,...")
-    return list(dict.fromkeys(found))
+    return list(dict.fromkeys(parts))
 
 
 def numbers(text: str) -> list[int]:
+    """Parse a list of positive whole numbers."""
     return [positive(part) for part in texts(text)]
 
 
 def remat(text: str) -> str:
+    """Check a remat variant and return it as it is."""
     from autoshard.program import parse_remat
 
     try:
@@ -42,6 +48,7 @@ def remat(text: str) -> str:
 
 
 def experts(text: str) -> str:
+    """Check a mixture of experts and return it as it is."""
     from autoshard.program import parse_experts
 
     try:
@@ -52,6 +59,7 @@ def experts(text: str) -> str:
 
 
 def schedule(text: str) -> str:
+    """Check a pipeline schedule and return its canonical name."""
     from autoshard.cost import make_schedule
     from autoshard.program import check_schedule
 
@@ -64,6 +72,7 @@ def schedule(text: str) -> str:
 
 
 def xla_flags(text: str) -> tuple[str, ...] | str:
+    """Parse compiler flags, or return the name of a set of them."""
     from autoshard.cost import FLAG_SETS, read_flags
 
     try:
@@ -73,16 +82,17 @@ def xla_flags(text: str) -> tuple[str, ...] | str:
 
 
 def or_auto(parse: Callable[[str], Any]) -> Callable[[str], Any]:
-    """The same, or `auto`, which leaves the choice to the planner."""
+    """Return a parser that also accepts `auto`, which leaves the choice to the planner."""
 
     def parse_or_auto(text: str) -> Any:
+        """Return `auto` as it is, and parse any other text."""
         return text if text == "auto" else parse(text)
 
     return parse_or_auto
 
 
 def remats(text: str) -> list[str]:
-    """`none,full,keep=q_proj`: what keeps or offloads belongs to the one before."""
+    """Parse remat variants: `none,full,keep=q_proj`. An item `keep=` or `offload=` belongs to the one before it."""
     joined: list[str] = []
     for part in text.split(","):
         if joined and part.strip().startswith(("keep=", "offload=")):
@@ -95,25 +105,26 @@ def remats(text: str) -> list[str]:
 
 
 class Prices(dict[str, float]):
-    """Prices by chip, and the file that says them."""
+    """Price of a chip by its name, and the file that lists them, if any."""
 
     file: str | None = None
 
 
 def prices(text: str) -> Prices:
-    """`v5p=4.2,v6e=2.7`, or a file of JSON with the same: `{"v5p": 4.2, "v6e": 2.7}`."""
+    """Parse `v5p=4.2,v6e=2.7`, or the name of a JSON file with the same content: `{"v5p": 4.2, "v6e": 2.7}`."""
     if text.endswith(".json"):
         return _priced(text)
-    found = Prices()
+    by_chip = Prices()
     for part in texts(text):
         chip, equals, price = (piece.strip() for piece in part.partition("="))
         if not chip or not equals:
             raise argparse.ArgumentTypeError(f"{part!r} is not CHIP=PRICE, such as v5e=1.2, or a file PRICES.json")
-        found[chip] = factor(price)
-    return found
+        by_chip[chip] = factor(price)
+    return by_chip
 
 
 def _priced(path: str) -> Prices:
+    """Read the prices in a JSON file."""
     from autoshard.base.files import read_json
 
     try:
@@ -127,16 +138,16 @@ def _priced(path: str) -> Prices:
     for chip, price in data.items():
         if isinstance(price, bool) or not isinstance(price, int | float) or not 0 < price < float("inf"):
             raise argparse.ArgumentTypeError(f"{path}: the price of {chip} is {price!r}, expected a positive number")
-    found = Prices({chip: float(price) for chip, price in data.items()})
-    found.file = path
-    return found
+    by_chip = Prices({chip: float(price) for chip, price in data.items()})
+    by_chip.file = path
+    return by_chip
 
 
 _SCALES = {"k": 1e3, "M": 1e6, "B": 1e9, "G": 1e9, "T": 1e12}
 
 
 def tokens(text: str) -> float:
-    """A number of tokens: `15T`, `300B`, `5e9`."""
+    """Parse a number of tokens: `15T`, `300B`, `5e9`."""
     scale = _SCALES.get(text[-1:], None)
     with contextlib.suppress(ValueError):
         value = float(text[:-1]) * scale if scale else float(text)
@@ -146,10 +157,11 @@ def tokens(text: str) -> float:
 
 
 MOST = 2**31 - 1
-"""Of what is counted: frameworks number tokens and rows in 32 bits."""
+"""Largest count that an option accepts, since frameworks number tokens and rows in 32 bits."""
 
 
 def positive(text: str) -> int:
+    """Parse a positive whole number up to `MOST`."""
     with contextlib.suppress(ValueError):
         if 0 < (value := int(text)) <= MOST:
             return value
@@ -159,7 +171,7 @@ def positive(text: str) -> int:
 
 
 def whole(text: str) -> int:
-    """Any whole number of 64 bits."""
+    """Parse a whole number of 64 bits."""
     with contextlib.suppress(ValueError):
         if -(2**63) <= (value := int(text)) < 2**63:
             return value
@@ -167,11 +179,12 @@ def whole(text: str) -> int:
 
 
 def _short(text: str) -> str:
-    """What the user wrote, in quotes; of thousands of digits the first ones."""
+    """Quote the user's text for a message; shorten it if it is longer than 60 characters."""
     return repr(text) if len(text) <= 60 else f"{text[:40]!r}... ({len(text)} characters)"
 
 
 def _above_zero(text: str, what: str) -> float:
+    """Parse a finite positive number; `what` names it in the error."""
     with contextlib.suppress(ValueError):
         if 0 < (value := float(text)) < float("inf"):
             return value
@@ -179,6 +192,7 @@ def _above_zero(text: str, what: str) -> float:
 
 
 def seconds(text: str) -> float:
+    """Parse a positive number of seconds."""
     return _above_zero(text, "a positive number of seconds")
 
 
@@ -186,7 +200,7 @@ _UNITS = {"us": 1e-6, "ms": 1e-3, "s": 1.0}
 
 
 def latency(text: str) -> float:
-    """`500ms`, `0.5s`; a bare number is of seconds."""
+    """Parse a time such as `500ms` or `0.5s` into seconds; a number without a unit is in seconds."""
     unit = next((unit for unit in _UNITS if text.endswith(unit)), "")
     with contextlib.suppress(argparse.ArgumentTypeError):
         return _above_zero(text.removesuffix(unit), "") * _UNITS.get(unit, 1.0)
@@ -194,10 +208,12 @@ def latency(text: str) -> float:
 
 
 def seconds_or_none(text: str) -> float:
+    """Parse seconds; `inf` stands for no limit."""
     return float("inf") if text == "inf" else seconds(text)
 
 
 def tolerance(text: str) -> float:
+    """Parse a finite number that is not negative."""
     with contextlib.suppress(ValueError):
         if 0 <= (value := float(text)) < float("inf"):
             return value
@@ -205,30 +221,32 @@ def tolerance(text: str) -> float:
 
 
 def roles(text: str) -> dict[str, str]:
-    """`params=parameter,arg3-arg5=batch` by name; what the roles are called is checked where they are used."""
-    found: dict[str, str] = {}
+    """Parse roles by argument name: `params=parameter,arg3-arg5=batch`. The caller checks that the roles exist."""
+    by_name: dict[str, str] = {}
     for part in text.split(","):
         names, equals, role = (piece.strip() for piece in part.partition("="))
         if not names or not equals or not role:
             raise argparse.ArgumentTypeError(f"{part!r} is not NAME=ROLE, such as params=parameter")
         span = re.fullmatch(r"(.*?)(\d+)-\1(\d+)", names)
         if span is None:
-            found[names] = role
+            by_name[names] = role
             continue
         if max(len(span[2]), len(span[3])) > 6:
             raise argparse.ArgumentTypeError(f"{_short(names)} counts further than there are arguments")
         first, last = int(span[2]), int(span[3])
         if first > last:
             raise argparse.ArgumentTypeError(f"{names!r} ends before it begins")
-        found |= {f"{span[1]}{number}": role for number in range(first, last + 1)}
-    return found
+        by_name |= {f"{span[1]}{number}": role for number in range(first, last + 1)}
+    return by_name
 
 
 def factor(text: str) -> float:
+    """Parse a positive number."""
     return _above_zero(text, "a positive number")
 
 
 def gib(text: str) -> int:
+    """Parse gibibytes into bytes."""
     if (value := _above_zero(text, "a positive number of GiB")) < 2**63 / GIB:
         return max(1, int(value * GIB))
     raise argparse.ArgumentTypeError(f"{text!r} is more GiB than there can be")

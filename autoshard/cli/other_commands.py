@@ -1,4 +1,4 @@
-"""The commands `list`, `completion`, `graph`, `refine` and `validate`."""
+"""Functions of the commands `list`, `completion`, `graph`, `refine` and `validate`."""
 
 import argparse
 from typing import TYPE_CHECKING, TextIO
@@ -14,12 +14,13 @@ if TYPE_CHECKING:
 
 
 LISTS = ("models", "topologies", "chips")
-"""What can be listed."""
+"""Kinds of names that `autoshard list` prints."""
 SHELLS = ("bash", "zsh", "tcsh")
-"""Shells whose completions can be written."""
+"""Shells for which completions can be written."""
 
 
 def run_list(arguments: argparse.Namespace, answer: TextIO) -> int:
+    """Run `autoshard list`. Raises `UserError` for a pattern with names other than topologies."""
     if arguments.pattern is not None and arguments.what != "topologies":
         raise UserError(f"a pattern is for topologies: write `autoshard list topologies '{arguments.pattern}'`.")
     from autoshard.cli.listing import chip_rows, listing_report, model_rows, topology_rows
@@ -37,6 +38,7 @@ def run_list(arguments: argparse.Namespace, answer: TextIO) -> int:
 
 
 def run_completion(arguments: argparse.Namespace, answer: TextIO) -> int:
+    """Run `autoshard completion`."""
     import shtab
 
     text = shtab.complete(arguments.whole, arguments.shell)
@@ -48,6 +50,7 @@ def run_completion(arguments: argparse.Namespace, answer: TextIO) -> int:
 
 
 def run_graph(arguments: argparse.Namespace, answer: TextIO) -> int:
+    """Run `autoshard graph`. Raises `UserError` for `--whole` without a picture."""
     need_no_accelerator()
     from autoshard.planning import load_plan
     from autoshard.report import graph_figures, graph_form, graph_report, write_graph
@@ -75,6 +78,7 @@ def run_graph(arguments: argparse.Namespace, answer: TextIO) -> int:
 
 
 def run_refine(arguments: argparse.Namespace, answer: TextIO) -> int:
+    """Run `autoshard refine`. Raises `UserError` for `--on` with measurements."""
     from autoshard.cost import Topology
 
     topology = Topology.parse(arguments.topology)
@@ -89,12 +93,13 @@ def run_refine(arguments: argparse.Namespace, answer: TextIO) -> int:
 
 
 def _refine(arguments: argparse.Namespace, answer: TextIO, pool: "RayPool | None") -> int:
+    """Plan, judge and plan again, and print the result."""
     from autoshard.exec import refine, refinement_figures
     from autoshard.planning import save_plan
     from autoshard.report import refinement_report
 
     options = said_options(arguments)
-    plan_options(arguments)  # refuses what cannot be before anything is traced
+    plan_options(arguments)  # raises for impossible options before tracing
     judging = {name: getattr(arguments, name) for name in ("judge", "plans", "rounds", "steps", "compile_limit")}
     with show_progress(arguments) as progress:
         connect(pool, progress)
@@ -112,6 +117,10 @@ def _refine(arguments: argparse.Namespace, answer: TextIO, pool: "RayPool | None
 
 
 def run_validate(arguments: argparse.Namespace, answer: TextIO) -> int:
+    """Run `autoshard validate`; return 1 if a figure is past its tolerance.
+
+    Raises `UserError` for flags that apply to `--pairs` only.
+    """
     need_no_accelerator()  # models are rebuilt, never run
     if arguments.pairs:
         return _validate_pairs(arguments, answer)
@@ -126,15 +135,16 @@ def run_validate(arguments: argparse.Namespace, answer: TextIO) -> int:
     from autoshard.validation import passes, validate, validation_figures, validation_report
 
     with show_progress(arguments) as progress:
-        found = validate(arguments.data, progress)
+        validation = validate(arguments.data, progress)
     if arguments.json:
-        print_json(validation_figures(found), answer)
+        print_json(validation_figures(validation), answer)
     else:
-        print_rich(validation_report(found), answer)
-    return 0 if passes(found) else 1
+        print_rich(validation_report(validation), answer)
+    return 0 if passes(validation) else 1
 
 
 def _validate_pairs(arguments: argparse.Namespace, answer: TextIO) -> int:
+    """Compare predictions with measured plans of one model."""
     if arguments.data:
         raise UserError(f"--data {arguments.data} and --pairs are two questions: leave one of them out.")
     from autoshard.validation import (
@@ -165,15 +175,16 @@ def _validate_pairs(arguments: argparse.Namespace, answer: TextIO) -> int:
 
 
 def _validate_gpu_pairs(arguments: argparse.Namespace, answer: TextIO) -> int:
+    """Compare predictions with measured runs on GPUs."""
     for flag in ("compile", "html", "plot"):
         if getattr(arguments, flag):
             raise UserError(f"--{flag} is for measured plans of TPUs; {arguments.pairs} has runs on GPUs.")
     from autoshard.validation import gpu_pair_figures, gpu_pair_report, validate_gpu_pairs
 
     with show_progress(arguments) as progress:
-        found = validate_gpu_pairs(arguments.pairs, progress, arguments.only or ())
+        groups = validate_gpu_pairs(arguments.pairs, progress, arguments.only or ())
     if arguments.json:
-        print_json(gpu_pair_figures(found), answer)
+        print_json(gpu_pair_figures(groups), answer)
     else:
-        print_rich(gpu_pair_report(found), answer)
+        print_rich(gpu_pair_report(groups), answer)
     return 0

@@ -1,4 +1,4 @@
-"""What commands print: progress on stderr, one JSON object or a rich page as the answer."""
+"""Output of commands: progress on stderr; the answer, one JSON object or a rich page, on stdout."""
 
 import argparse
 import json
@@ -10,17 +10,20 @@ if TYPE_CHECKING:
 
 
 def show_progress(arguments: argparse.Namespace) -> "ProgressLine":
+    """Return a context manager whose value prints progress lines, unless `--quiet`."""
     from autoshard.report import ProgressLine
 
     return ProgressLine(quiet=arguments.quiet)
 
 
 def print_json(value: dict[str, Any], answer: TextIO) -> None:
+    """Print an object as indented JSON."""
     json.dump(value, answer, indent=2, allow_nan=False)
     answer.write("\n")
 
 
 def print_rich(renderable: Any, answer: TextIO) -> None:
+    """Print a rich page."""
     from rich.console import Console
 
     from autoshard.report import Printable

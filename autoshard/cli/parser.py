@@ -1,7 +1,7 @@
-"""What the command takes.
+"""Command-line parser of all commands.
 
-argparse, not a framework on top of it: every refusal must be one sentence in our own words with exit code 2,
-and `autoshard --help` must not wait for imports.
+It is plain argparse for two reasons. Every refusal must be one sentence of our own with exit code 2. `autoshard --help`
+must not wait for imports.
 """
 
 import argparse
@@ -31,6 +31,7 @@ from autoshard.errors import UserError
 
 
 _COLUMNS = 79
+"""Width of help texts, in characters."""
 PROGRAM_HELP = """\
 PROGRAM is a Python file, a file with a module, or hf:CONFIG.
 
@@ -47,11 +48,15 @@ PROGRAM is a Python file, a file with a module, or hf:CONFIG.
 
 
 class _Parser(argparse.ArgumentParser):
+    """Parser that raises `UserError` instead of exiting."""
+
     def error(self, message: str) -> NoReturn:
+        """Raise `UserError` with argparse's message and a pointer to the help."""
         raise UserError(f"{message}; see `{self.prog} --help`.")
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
+    """Parse the command line. Raises `UserError` for a wrong one, with the nearest flag as a hint."""
     parser = build_parser()
     if not argv:
         parser.print_help(sys.stderr)
@@ -62,9 +67,9 @@ def parse(argv: list[str]) -> argparse.Namespace:
     if unknown:
         command = parser_of(parser, arguments.command)
         flags = [flag for action in command._actions for flag in action.option_strings]
-        given = unknown[0].split("=")[0]
-        near = [flag for flag in flags if len(given) > 3 and flag.startswith(given)]
-        near = near or difflib.get_close_matches(given, flags, n=1)
+        written = unknown[0].split("=")[0]
+        near = [flag for flag in flags if len(written) > 3 and flag.startswith(written)]
+        near = near or difflib.get_close_matches(written, flags, n=1)
         hint = f"did you mean {near[0]}?" if near else f"see `{command.prog} --help`."
         kind = "flag" if unknown[0].startswith("-") else "argument"
         raise UserError(f"`autoshard {arguments.command}` has no {kind} {unknown[0]}; {hint}")
@@ -72,17 +77,18 @@ def parse(argv: list[str]) -> argparse.Namespace:
 
 
 def _joined(argv: list[str]) -> list[str]:
-    """`--xla-flags --xla_a=b` as one word: argparse takes a value that looks like a flag for one."""
-    found: list[str] = []
+    """Join `--xla-flags --xla_a=b` into one word, since argparse would read the value as a flag of its own."""
+    words: list[str] = []
     for word in argv:
-        if found and found[-1] == "--xla-flags" and word.startswith("--xla_"):
-            found[-1] = f"--xla-flags={word}"
+        if words and words[-1] == "--xla-flags" and word.startswith("--xla_"):
+            words[-1] = f"--xla-flags={word}"
         else:
-            found.append(word)
-    return found
+            words.append(word)
+    return words
 
 
 def build_parser() -> argparse.ArgumentParser:
+    """Build the parser with all commands."""
     parser = _Parser(
         prog="autoshard",
         description="Plan how to split every tensor of a training or inference step over many accelerators.",
@@ -386,7 +392,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def parser_of(parser: argparse.ArgumentParser, command: str) -> argparse.ArgumentParser:
-    """The parser of one sub-command."""
+    """Return the parser of one command."""
     (choices,) = (a.choices for a in parser._actions if isinstance(a, argparse._SubParsersAction))
     return choices[command]
 
@@ -398,6 +404,7 @@ def _command(
     summary: str,
     epilog: str = "",
 ) -> argparse.ArgumentParser:
+    """Add a command with the flags that all commands share."""
     parser = commands.add_parser(
         name,
         help=summary,

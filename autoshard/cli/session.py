@@ -1,4 +1,4 @@
-"""The process of one command, and its tasks on a Ray cluster."""
+"""Settings of a command's process: signals, temporary files, imports, helper processes and the Ray cluster."""
 
 import argparse
 import atexit
@@ -22,10 +22,11 @@ if TYPE_CHECKING:
 
 
 WORKER = "autoshard.cli.session:settle_worker"
-"""What every process that plans for a command calls first."""
+"""Function that every process which plans for a command calls first."""
 
 
 def add_on(parser: argparse.ArgumentParser, what: str) -> None:
+    """Add the flag `--on`."""
     parser.add_argument(
         "--on",
         type=ray_address,
@@ -36,13 +37,17 @@ def add_on(parser: argparse.ArgumentParser, what: str) -> None:
 
 
 def ray_address(text: str) -> str:
+    """Check the address of a Ray cluster and return it."""
     if text != "ray" and not re.fullmatch(r"(ray://)?([^\s/:]+|\[[^\s/]+\]):\d{1,5}", text):
         raise argparse.ArgumentTypeError(f"{text!r} is not ray, HOST:PORT or ray://HOST:PORT")
     return text
 
 
 def ray_of(arguments: argparse.Namespace) -> "contextlib.AbstractContextManager[RayPool | None]":
-    """What `--on` names, to which a connection has begun; None without the flag. Raises `UserError` without Ray."""
+    """Return the pool of the Ray cluster that `--on` names, or None without the flag. Raises `UserError` without Ray.
+
+    The pool begins to connect in the background.
+    """
     if arguments.on is None:
         return contextlib.nullcontext()
     from autoshard.base.ray_pool import RayPool
@@ -51,19 +56,20 @@ def ray_of(arguments: argparse.Namespace) -> "contextlib.AbstractContextManager[
 
 
 def connect(pool: "RayPool | None", progress: "ProgressLine") -> None:
-    """Wait for the connection, before anything is done in vain. Raises `UserError` if it cannot be had."""
+    """Wait for the pool's connection, before any work is done in vain. Raises `UserError` if it fails."""
     if pool is not None:
         progress("Connecting to Ray")
         pool.connect()
 
 
 GRACE_S = 1.2
-"""Seconds that a command which is interrupted or terminated gets to clear up after itself."""
+"""Seconds that an interrupted or terminated command has for its cleanup."""
 _own = False
+"""True if this process runs one command and nothing else."""
 
 
 def settle() -> None:
-    """Say that this process is the command's own: collect garbage seldom, and none at the end."""
+    """Mark this process as the command's own: collect garbage seldom, and never at exit."""
     global _own
     _own = True
     collect_seldom()
@@ -71,8 +77,11 @@ def settle() -> None:
 
 
 def obey_signals() -> None:
-    """End soon after SIGINT or SIGTERM: by an exception that clears up, and if that cannot be raised, because libraries
-    are at work that do not return for minutes, all the same. Children end with their stdin."""
+    """End the process soon after SIGINT or SIGTERM, by an exception that lets the command clean up.
+
+    If a library call does not return for minutes, the exception cannot be raised. A thread then exits the process after
+    `GRACE_S`. Children end with their stdin.
+    """
     if threading.current_thread() is not threading.main_thread():
         return
     signal.signal(signal.SIGTERM, _terminate)
@@ -83,15 +92,19 @@ def obey_signals() -> None:
 
 
 def _terminate(*_: object) -> None:
+    """Raise `Terminated`: the handler of SIGTERM."""
     raise Terminated
 
 
 def _end_in_time(signals: int) -> None:
-    """Python writes the number of a signal here at once, long before the main thread sees to it."""
+    """Exit the process `GRACE_S` after SIGINT or SIGTERM.
+
+    Python writes a signal's number to the descriptor `signals` at once, long before the main thread handles the signal.
+    """
     while (number := os.read(signals, 1)[0]) not in (signal.SIGINT, signal.SIGTERM):
         continue
     if signal.getsignal(number) not in (signal.default_int_handler, _terminate):
-        return  # the command itself sees to it, as `solve` does
+        return  # the command handles the signal, as `solve` does
     time.sleep(GRACE_S)
     import shutil
 
@@ -101,9 +114,9 @@ def _end_in_time(signals: int) -> None:
 
 
 def settle_files() -> None:
-    """Let libraries make their temporary files where they go with this process, also if it cannot run to its end.
+    """Set the folder of libraries' temporary files to one that is deleted with this process, even if a signal ends it.
 
-    Apart from `settle`, since `tempfile` takes long to import.
+    It is separate from `settle`, since `tempfile` takes long to import.
     """
     if _own and (folder := temporary_folder()) is not None:
         import tempfile
@@ -112,7 +125,7 @@ def settle_files() -> None:
 
 
 def settle_imports() -> None:
-    """Import no more than the command needs, in a process of its own. Apart, since it is slow itself."""
+    """Import only the modules that the command needs, if this process is its own. It is separate, since it is slow."""
     if _own:
         from autoshard.program import import_lean
 
@@ -120,15 +133,15 @@ def settle_imports() -> None:
 
 
 def settle_worker() -> None:
-    """Both, for a process that a command starts."""
+    """Apply `settle` and `settle_imports` to a process that a command starts."""
     settle()
     settle_imports()
 
 
 def start_helpers() -> Crew:
-    """A helper process for each further core, which imports what it needs while this one still traces.
+    """Start one helper process for each further core; they import their modules while this process traces.
 
-    Raises `UserError` where there is not enough memory for it all.
+    Raises `UserError` if the address space is limited too much for XLA.
     """
     check_addresses()
     return Crew(helpers_here(), "autoshard.planning.warm_planner:ready") if _own else Crew()

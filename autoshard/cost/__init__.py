@@ -1,4 +1,4 @@
-"""What things cost on real machines: chips, topologies, meshes, collectives, compute and their calibration."""
+"""Costs of a step on real machines: chips, topologies, meshes, collectives, compute and their calibration."""
 
 from autoshard.cost.axis_layout import Segment as Segment
 from autoshard.cost.backend import BACKENDS as BACKENDS

@@ -1,8 +1,8 @@
-"""Which physical axes, whole or split, make each mesh axis.
+"""Assignment of physical axes, whole or split, to the axes of a mesh.
 
-A mesh axis is a list of segments, major first. A segment is a digit of one physical axis: `size` steps of `stride`.
-On `v5e:16x16`, `data=32,model=8` becomes data = x(16) + y(2, stride 8), model = y(8, stride 1): the major digit of y
-still closes to a ring (through 8 hops), the minor one is a line.
+A mesh axis is a list of segments, major first. A segment is a digit of one physical axis: `size` steps of `stride`. On
+`v5e:16x16`, `data=32,model=8` becomes data = x(16) + y(2, stride 8), model = y(8, stride 1). The major digit of y still
+closes to a ring (through 8 hops), and the minor digit is a line.
 """
 
 import dataclasses
@@ -17,10 +17,10 @@ from autoshard.errors import UserError
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Segment:
-    """A digit of a physical axis: devices `stride` apart, `size` of them, in a ring if `wrap`.
+    """A digit of a physical axis: `size` devices, `stride` apart, in a ring if `wrap`.
 
-    `stride` is also the number of groups that share each link, since the devices between two neighbours form
-    groups of their own that talk at the same time.
+    `stride` is also the number of groups that share each link. The devices between two neighbours of a group form
+    groups of their own, which communicate at the same time.
     """
 
     axis: str
@@ -31,11 +31,11 @@ class Segment:
 
 
 _Counts = tuple[int, ...]
-"""How much of each physical axis a mesh axis takes; multiplies to the size of the mesh axis."""
+"""Devices of one mesh axis along each physical axis; their product is the size of the mesh axis."""
 
 
 def _takes(size: int, left: Sequence[int]) -> Iterator[_Counts]:
-    """Every way to write `size` as a product of one divisor of each number in `left`."""
+    """Yield every way to write `size` as a product of one divisor of each number in `left`."""
     if not left:
         if size == 1:
             yield ()
@@ -49,6 +49,7 @@ def _takes(size: int, left: Sequence[int]) -> Iterator[_Counts]:
 
 @functools.cache
 def _divisors(number: int) -> tuple[int, ...]:
+    """Return the divisors of a number in ascending order."""
     small = [d for d in range(1, math.isqrt(number) + 1) if number % d == 0]
     return tuple(sorted({*small, *(number // d for d in small)}))
 
@@ -56,7 +57,7 @@ def _divisors(number: int) -> tuple[int, ...]:
 def _assignments(
     sizes: Sequence[int], left: tuple[int, ...], pieces: float = math.inf
 ) -> Iterator[tuple[_Counts, ...]]:
-    """Every way to give each mesh axis its share of each physical axis, in at most so many pieces in all."""
+    """Yield every way to give each mesh axis a share of each physical axis, with at most `pieces` segments in total."""
     if not sizes:
         yield ()
         return
@@ -64,13 +65,13 @@ def _assignments(
         used = sum(count > 1 for count in counts)
         if used + len(sizes) - 1 > pieces:
             continue
-        remaining = tuple(whole // count for whole, count in zip(left, counts, strict=True))
+        remaining = tuple(length // count for length, count in zip(left, counts, strict=True))
         for rest in _assignments(sizes[1:], remaining, pieces - used):
             yield (counts, *rest)
 
 
 def least_cuts(sizes: Sequence[int], physical: Sequence[PhysicalAxis], most: int) -> int | None:
-    """How often physical axes have to be cut to make mesh axes of these sizes; None if more than `most` times."""
+    """Return the fewest cuts of physical axes for mesh axes of these sizes; None if more than `most` are needed."""
     lengths = tuple(axis.size for axis in physical)
     whole = sum(length > 1 for length in lengths)
     for cuts in range(most + 1):
@@ -79,50 +80,59 @@ def least_cuts(sizes: Sequence[int], physical: Sequence[PhysicalAxis], most: int
     return None
 
 
+# Sort key of a segment within a mesh axis, by kind of link; a torus segment uses its stride. Network segments stand
+# outermost.
 _PLACE = {"network": math.inf, "die": 0, "switch": 0, "memory": 0}
 
 
 def _segments(assignment: Sequence[_Counts], physical: Sequence[PhysicalAxis]) -> tuple[tuple[Segment, ...], ...]:
-    """Segments of every mesh axis; of a split physical axis, earlier mesh axes take the major digits."""
+    """Return the segments of every mesh axis; earlier mesh axes get the major digits of a split physical axis."""
     strides = [axis.size for axis in physical]
     result = []
     for counts in assignment:
-        mine = []
+        digits = []
         for position, (count, axis) in enumerate(zip(counts, physical, strict=True)):
             outermost = strides[position] == axis.size
             strides[position] //= count
             if count > 1:
                 wrap = axis.wrap and outermost
-                mine.append(Segment(axis.name, axis.kind, count, strides[position], wrap))
-        # Far steps first, so that most neighbours along the mesh axis are near; devices of a chip stay innermost.
+                digits.append(Segment(axis.name, axis.kind, count, strides[position], wrap))
+        # Far steps stand first, so that most neighbours along the mesh axis are near. Devices of a chip stay innermost.
         result.append(
-            tuple(sorted(mine, key=lambda s: s.stride if s.kind == "torus" else _PLACE[s.kind], reverse=True))
+            tuple(sorted(digits, key=lambda s: s.stride if s.kind == "torus" else _PLACE[s.kind], reverse=True))
         )
     return tuple(result)
 
 
+# Rough rates of each kind of link, relative to one direction of one torus link. They only rank layouts.
 _SPEED = {"network": 1e-3, "torus": 1.0, "die": 6.0, "switch": 10.0, "memory": 1.0}
 
 
 def _speed(segments: tuple[Segment, ...]) -> float:
-    """Rough all-gather rate of a mesh axis in one-way links: slow kinds bind, torus segments add up."""
+    """Return the rough all-gather rate of a mesh axis, in one-way torus links.
+
+    The slowest kind of link binds, and the rates of torus segments add up.
+    """
     torus = sum((2.0 if s.wrap else 1.0) / s.stride for s in segments if s.kind == "torus")
     others = [_SPEED[s.kind] for s in segments if s.kind != "torus"]
     return min([torus, *others] if torus else others, default=math.inf)
 
 
 def _rank(segments: tuple[tuple[Segment, ...], ...], assignment: Sequence[_Counts], physical: Sequence[PhysicalAxis]):
-    """Smaller is better: slow links to the first mesh axes, whole physical axes, then speed of the last mesh axes."""
+    """Return the sort key of a layout; the smallest is the best.
+
+    The key prefers slow links on the first mesh axes, then whole physical axes, then fast last mesh axes.
+    """
     last = len(segments) - 1
     early_die = sum((last - i) for i, mine in enumerate(segments) for s in mine if s.kind == "die")
     speeds = tuple(-_speed(mine) for mine in reversed(segments))
-    # The last entry only breaks ties: earlier mesh axes on earlier physical axes.
+    # The last entry only breaks ties: earlier mesh axes prefer earlier physical axes.
     order = tuple(tuple(-count for count in counts) for counts in assignment)
     return (*_first_ranks(assignment, physical), early_die, speeds, order)
 
 
 def _first_ranks(assignment: Sequence[_Counts], physical: Sequence[PhysicalAxis]) -> tuple[float, int]:
-    """What `_rank` begins with, which takes no segments."""
+    """Return the first two entries of `_rank`, which need no segments and therefore prune assignments early."""
     network = [p for p, axis in enumerate(physical) if axis.kind == "network"]
     late_network = sum(i * math.log(counts[p]) for i, counts in enumerate(assignment) for p in network)
     pieces = [sum(count > 1 for count in counts) for counts in zip(*assignment, strict=True)]
@@ -132,11 +142,13 @@ def _first_ranks(assignment: Sequence[_Counts], physical: Sequence[PhysicalAxis]
 def choose_layout(
     sizes: Mapping[str, int], physical: Sequence[PhysicalAxis], network: Mapping[str, int] | None = None
 ) -> dict[str, tuple[Segment, ...]]:
-    """Segments of every mesh axis, major first.
+    """Return the segments of every mesh axis, major first.
 
-    Slices go to the first mesh axes, the devices of a chip to the last one; then physical axes are kept whole where
-    possible, and the last mesh axes get the fastest rings. `network` fixes how many slices (or islands) each mesh
-    axis spans. Raises: UserError if `network` cannot be had.
+    Slices go to the first mesh axes, and the devices of a chip to the last one. After that, physical axes stay whole
+    where possible, and the last mesh axes get the fastest rings. `network` fixes the number of slices (or islands) that
+    each mesh axis spans.
+
+    Raises: UserError if the sizes or `network` do not fit on the physical axes.
     """
     fixed = None
     if network is not None:
@@ -156,9 +168,11 @@ def choose_layout(
                 )
     best = None
     lengths = tuple(axis.size for axis in physical)
+    # The cap bounds the time for meshes with many axes and sizes with many divisors.
     for assignment in itertools.islice(_assignments(tuple(sizes.values()), lengths), 200_000):
         if fixed is not None and tuple(counts[0] for counts in assignment) != fixed:
             continue
+        # The first entries of the rank already lose, so the segments need not be built.
         if best is not None and _first_ranks(assignment, physical) > best[0][:2]:
             continue
         segments = _segments(assignment, physical)

@@ -1,7 +1,7 @@
-"""What sets backends apart: the machines that one of XLA's compilers makes programs for, and what that compiler emits.
+"""Traits of a backend: the machines that one of XLA's compilers targets, and the programs that it emits.
 
-All that is told apart by a backend's name is told apart here. What differs between chips of one backend stands in their
-files (`chips/`), what was measured of them in `calibration.json`.
+Every decision that depends on a backend's name stands here. Differences between chips of one backend stand in their
+files (`chips/`), and measured figures in `calibration.json`.
 """
 
 import dataclasses
@@ -9,16 +9,16 @@ import enum
 
 
 class Scatters(enum.Enum):
-    """When a partial result that ends split becomes a reduce-scatter; else it is summed whole and sliced."""
+    """Cases in which a partial sum that ends split becomes a reduce-scatter; otherwise it is all-reduced and sliced."""
 
     NEVER = "never"
     ALWAYS = "always"
     BY_GROUP = "by group"
-    """It depends on which devices take part, see `Collectives.partial_to_split_kind`."""
+    """The devices of the group decide, see `Collectives.partial_to_split_kind`."""
 
 
 class Sorting(enum.Enum):
-    """How arrays are sorted, see `Compute.sort_seconds`."""
+    """Algorithms that sort arrays, see `Compute.sort_seconds`."""
 
     BITONIC = "bitonic"
     RADIX = "radix"
@@ -27,83 +27,86 @@ class Sorting(enum.Enum):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Backend:
-    """One backend, as prices, the planner and what runs plans ask about it."""
+    """Traits of one backend that prices, the planner and the execution of plans depend on."""
 
     name: str
     """`tpu`, `gpu` or `cpu`, as chip files write it."""
     platform: str
     """XLA's name of the platform that programs are lowered for."""
     noun: str
-    """What the numbers of a shape count, as people say it."""
+    """Words for the units that the numbers of a shape count."""
 
     # The machine.
     torus: bool
-    """Whether chips stand in a torus, so that a shape has dims, and devices have coordinates in it."""
+    """True if chips form a torus: a shape has dims, and devices have coordinates in it."""
     shares_machine: bool
-    """Whether devices are threads of one machine, which share its cores, memory and bandwidth: there is one slice."""
+    """True if devices are threads that share one machine's cores, memory and bandwidth. There is only one slice."""
     overlaps: bool
-    """Whether collectives can run beside compute; threads that wait for one another cannot compute."""
+    """True if collectives can overlap with compute. Threads that wait for one another cannot compute."""
     in_turn: bool
-    """Whether the devices of a collective arrive one after the other, so that its start takes longer with each."""
+    """True if the devices of a collective arrive one after the other, so that each device delays its launch."""
 
     # Collectives, as the compiler emits them and the runtime runs them.
     sums_in_two_phases: bool
-    """Whether an all-reduce is a reduce-scatter and an all-gather around a ring; else each device sums all parts."""
+    """True if an all-reduce is a reduce-scatter and an all-gather around a ring; else each device sums all parts."""
     sum_dtype: str
-    """The dtype that 16-bit floats are turned into to be summed; empty where they are summed as they are."""
+    """The dtype to which 16-bit floats are cast before a sum; empty if they are summed in their own dtype."""
     scatters: Scatters
+    """Cases in which the compiler emits a reduce-scatter."""
     stages: bool
-    """Whether a sum or gather over several mesh axes can be had one axis at a time, where that is better."""
+    """True if a sum or gather over several mesh axes can run one axis at a time, where that is faster."""
     joins_sums: bool
-    """Whether sums over several axes become one all-reduce, and gathers of several dims one all-gather."""
+    """True if sums over several axes become one all-reduce, and gathers of several dims one all-gather."""
     one_ring: bool
-    """Whether a collective over two levels of links runs around one ring through both, in many small parts."""
+    """True if a collective over two levels of links runs around one ring through both, in many small parts."""
 
     # Compute.
     packs_blocks: bool
-    """Whether matmuls pack their operands and loop around a block of registers; else tiles stream through a unit."""
+    """True if matmuls pack operands and loop around a block of registers; else tiles stream through a matrix unit."""
     caches: bool
-    """Whether caches load ahead and hold small blocks, so that a matmul costs a plain roofline."""
+    """True if caches prefetch and hold small blocks, so that a matmul costs a plain roofline."""
     burst_bytes: int
     """Least bytes that one access to main memory moves: 128 lanes of 4 bytes on TPUs, else a cache line."""
     sorting: Sorting
+    """Algorithm that the compiler emits to sort arrays."""
 
-    # What the compiler makes of arrays and of the program.
+    # Layouts of arrays, and programs, as the compiler emits them.
     tiled: bool
-    """Whether arrays lie in tiles of registers, which pad narrow ones."""
+    """True if arrays lie in tiles of registers, which pad narrow arrays."""
     fuses_into_matmuls: bool
-    """Whether what is computed light around a matmul is computed in its loop, and a softmax between two of them."""
+    """True if elementwise ops around a matmul, and a softmax between two matmuls, are fused into the matmul's loop."""
     relays_shards: bool
-    """Whether shards of inner dims are put in place by a fusion of their own before or after a collective."""
+    """True if a separate fusion lays out the shards of inner dims before or after a collective."""
     copies_shards: bool
-    """Whether a gather joins whole shards, so that those of an inner dim are copied before and after it."""
+    """True if a gather joins whole shards, so that shards of an inner dim are copied before and after it."""
     narrows_stacks: bool
-    """Whether a stack of layers is converted once before the loop that narrows slices of it, and held beside it."""
+    """True if a stack of layers is cast once, before the loop that casts its slices; both stacks then stay live."""
     gpu_kernels: bool
-    """True where values are stored and copied by the rules of XLA's GPU kernels (`autoshard.graph.analyse`)."""
+    """True if values are stored and copied by the rules of XLA's GPU kernels (`autoshard.graph.analyse`)."""
     launches: bool
-    """True where the start of every kernel takes time of its own."""
+    """True if the launch of every kernel takes time of its own."""
     rounds_operands: bool
-    """Whether matmuls of float32 at the default precision take operands that are rounded to bfloat16 beforehand."""
+    """True if matmuls of float32 at the default precision read operands that were rounded to bfloat16 before."""
     late_gradients: bool
-    """Whether gradients of weights that the optimizer alone takes are made after the loops that stand before it."""
+    """True if weight gradients that only the optimizer reads are computed after the loops that precede it."""
     holds_in_flight: bool
-    """Whether what collectives bring, and what they sum, has memory of its own, and small ones are joined."""
+    """True if results of collectives and operands of sums have memory of their own, and small collectives combine."""
     compiles_ahead: bool
-    """Whether programs are compiled with no device of that kind present (libtpu)."""
+    """True if programs compile with no device of that kind present (libtpu)."""
     described: bool
-    """Whether a description of the chip stands for the chip where its compiler works with no device present."""
+    """True if the compiler works with no device present when it is given a description of the chip."""
     judge: str
-    """Who judges plans unless asked otherwise: `measure`, the devices that are here, or `compile`."""
+    """Default judge of plans: `measure` (the devices that are here) or `compile`."""
     serves_by_mesh: bool
-    """Whether vLLM runs one program over a mesh of an engine's devices there, and may split attention by groups of
-    sequences in it; else it runs a process for each device."""
+    """True if vLLM runs one program over the mesh of an engine's devices; else it runs one process for each device. The
+    program may split attention by groups of sequences.
+    """
     attention: str
-    """The kernel that computes attention where it may be chosen: `splash`, `cudnn`, or `plain`, scores in memory."""
+    """The kernel that computes attention where it may be chosen: `splash`, `cudnn`, or `plain` (scores in memory)."""
 
     @property
     def compiles_without_devices(self) -> bool:
-        """Whether there is a compiler that works with no device present, with or without a description of the chip."""
+        """True if a compiler works with no device present, with or without a description of the chip."""
         return self.compiles_ahead or self.described
 
 

@@ -1,4 +1,4 @@
-"""How far below its peak a chip works: efficiencies, latencies and overheads with their sources, in one data file."""
+"""Calibration of a chip: efficiencies, latencies and overheads below its peak, with their sources, in one data file."""
 
 import dataclasses
 import functools
@@ -26,13 +26,16 @@ _RANGES = {
     "_s": (0.0, 1.0),
     "": (0.0, 2.0**40),
 }
-"""End of a figure's name -> its least and most. They are wide, since peaks of a chip file may be nominal and a fit may
-move a figure far, but leave out what no price can be made with, and milliseconds where seconds are meant."""
+"""End of a figure's name -> its least and most value.
+
+The ranges are wide, since peaks in a chip file may be nominal and a fit may move a figure far. They exclude values that
+no price can use, and milliseconds where seconds are meant.
+"""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Calibration:
-    """Figures of one chip. Efficiencies are shares of the peak rates in the chip file; `_s` are seconds."""
+    """Figures of one chip. Efficiencies are shares of the peak rates in the chip file; names in `_s` are seconds."""
 
     chip: str
     matmul_efficiency: float
@@ -40,63 +43,64 @@ class Calibration:
     memory_efficiency: float
     """Share of peak main-memory bandwidth that a streaming op reaches."""
     vector_flops_per_s: float
-    """Elementwise FLOP/s of one device (vector units); of one core on a CPU."""
+    """Elementwise FLOP/s of the vector units of one device; on a CPU, of one core."""
     op_overhead_s: float
-    """Fixed time of one fusion or matmul inside a program."""
+    """Fixed seconds of one fusion or matmul inside a program."""
     link_efficiency: float
     """Share of peak bandwidth of ICI or NVLink that a large collective reaches."""
     hop_s: float
-    """Least time of one step between neighbours on ICI or NVLink."""
+    """Least seconds of one step between neighbours on ICI or NVLink."""
     collective_launch_s: float
-    """Fixed time of one collective phase."""
+    """Fixed seconds of one phase of a collective."""
     network_efficiency: float
+    """Share of peak network bandwidth that transfers between slices or islands reach."""
     network_contention: float
-    """How much every further slice slows a transfer between slices: shared switches, and the slowest slice."""
+    """Slowdown of a transfer between slices for every further slice, from shared switches and the slowest slice."""
     network_latency_s: float
-    """Least time of one step between slices or islands."""
+    """Least seconds of one step between slices or islands."""
     shared_memory_traffic: float
     """Bytes through main memory for each byte of a collective between devices of one process."""
     relayout_traffic: float
-    """Bytes through main memory for each byte that a gather writes in another order of dims; 0 where that is one op."""
+    """Bytes through main memory for each byte that a gather writes in another order of dims; 0 if one op does both."""
     gather_max_group: int
     """Largest group of all devices of a 3-D torus for which the compiler emits an all-gather (see `gather_kind`)."""
     gather_overlap: float
-    """Share of the gather of a parameter within a slice or island that runs beside compute."""
+    """Share of a parameter's gather within a slice or island that overlaps with compute."""
     network_overlap: float
-    """Share of what parameters and gradients send between slices or islands that runs beside compute."""
+    """Share of the transfers of parameters and gradients between slices or islands that overlaps with compute."""
     reduction_overlap: float
-    """Share of a gradient's sum that runs beside compute."""
+    """Share of a gradient's sum that overlaps with compute."""
     pipelined_overlap: float
-    """Share of a collective at a matmul that is pipelined into the matmul, for groups up to the next figure."""
+    """Share of a collective that is pipelined into the matmul next to it, for groups up to `pipelined_max_group`."""
     pipelined_max_group: int
     """Largest group whose collectives are pipelined into matmuls."""
     pipelined_columns: float
-    """Multiply-adds of a device for each element of the collected tensor from which a collective is pipelined."""
+    """Least multiply-adds of a device for each element of the collected tensor with which a collective is pipelined."""
     attention_ops: float
-    """Vector-unit operations for each score of an attention kernel and matmul over the scores."""
+    """Vector-unit operations for each score and each matmul over the scores in an attention kernel."""
     grid_step_s: float
-    """What one step of a Pallas kernel's grid costs beside its work."""
+    """Overhead in seconds of one step of a Pallas kernel's grid, in addition to its work."""
     row_copy_s: float
-    """Time to copy one row of a register's lanes where the rows of a tile go to different places; 0 without tiles."""
+    """Seconds to copy one row of a register's lanes if the rows of a tile go to different places; 0 without tiles."""
     measured: bool = True
-    """Whether measured tables of the chip are used, where there are any (`cost/measured`)."""
+    """True if measured tables of the chip are used, where there are any (`cost/measured`)."""
     sources: Mapping[str, str] = dataclasses.field(default_factory=dict, compare=False)
 
     def __hash__(self) -> int:
         return int(self.hash(), 16)
 
     def values(self) -> dict[str, float]:
-        """The figures alone, by name."""
+        """Return the figures by name, without the chip and the sources."""
         return {name: getattr(self, name) for name in figure_names()}
 
     def hash(self) -> str:
-        """Twelve hex digits that change when any figure does; sources do not count."""
+        """Return twelve hex digits that change when any figure does; sources do not count."""
         text = json.dumps({"chip": self.chip, **self.values()}, sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()[:12]
 
     @classmethod
     def ideal(cls, chip: str | Chip) -> "Calibration":
-        """Nothing but the chip's own peaks and 1 us a hop: what textbook estimates assume."""
+        """Return the peaks of the chip and 1 us a hop, as textbook estimates assume."""
         name = chip if isinstance(chip, str) else chip.name
         return dataclasses.replace(
             load_calibration(name),
@@ -117,14 +121,14 @@ class Calibration:
 
 
 def figure_names() -> tuple[str, ...]:
-    """Names of the figures that a calibration holds."""
+    """Return the names of the figures in a calibration."""
     return tuple(f.name for f in dataclasses.fields(Calibration) if f.name not in ("chip", "measured", "sources"))
 
 
 def load_calibration(chip: str | Chip, path: str | pathlib.Path | None = None) -> Calibration:
-    """Figures of a chip; those in a user's own file replace the shipped ones, figure by figure.
+    """Load the figures of a chip; those in a user's own file replace the shipped ones, figure by figure.
 
-    That file is `path`, else the one that the environment variable `AUTOSHARD_CALIBRATION` names, if it is set.
+    The user's file is `path`, else the one that the environment variable `AUTOSHARD_CALIBRATION` names, if it is set.
 
     Raises: UserError for an unreadable file, an unknown chip or figure, or a value that no chip has.
     """
@@ -140,31 +144,33 @@ def load_calibration(chip: str | Chip, path: str | pathlib.Path | None = None) -
 
 
 def own_figures(chip: str | Chip) -> frozenset[str]:
-    """Names of the figures that the user's own file gives for a chip. Raises as `load_calibration` does."""
+    """Return the names of the figures in the user's own file for a chip. Raises: UserError like `load_calibration`."""
     return frozenset(_own((chip if isinstance(chip, Chip) else load_chip(chip)).name))
 
 
 def _own(name: str, path: str | pathlib.Path | None = None) -> dict[str, dict[str, Any]]:
+    """Read the user's own figures of a chip; nothing if no file is named."""
     own = os.environ.get(OWN_FILE) if path is None else path
     return _read(pathlib.Path(own)).get(name, {}) if own else {}
 
 
 def save_calibration(path: str | pathlib.Path, chip: str, figures: Mapping[str, float], source: str, date: str) -> None:
-    """Writes measured figures of one chip into a user's own file, keeping what else it holds.
+    """Write measured figures of one chip into a user's own file, and preserve the other figures in it.
 
     `date` is `YYYY-MM-DD`. Raises: UserError for an unknown chip or figure.
     """
     path = pathlib.Path(path)
     chips = _read(path) if path.exists() else {}
-    mine = chips.setdefault(load_chip(chip).name, {})
+    entries = chips.setdefault(load_chip(chip).name, {})
     for key, value in figures.items():
-        mine[key] = {"value": value, "source": source, "date": date}
+        entries[key] = {"value": value, "source": source, "date": date}
     document = {"schema": _SCHEMA, "chips": chips}
     _check(document, str(path))
     write_whole(path, (json.dumps(document, indent=1) + "\n").encode())
 
 
 def _read(path: pathlib.Path) -> dict[str, dict[str, dict[str, Any]]]:
+    """Read and check a calibration file; return its figures by chip."""
     try:
         text = parse_json(_text(path, path.stat().st_mtime_ns))
     except OSError as error:
@@ -176,10 +182,12 @@ def _read(path: pathlib.Path) -> dict[str, dict[str, dict[str, Any]]]:
 
 @functools.lru_cache(maxsize=8)
 def _text(path: pathlib.Path, stamp: int) -> bytes:
+    """Read a file's bytes; `stamp`, its time of modification, only keys the cache."""
     return read_bytes(path)
 
 
 def _check(document: Any, origin: str) -> dict[str, dict[str, dict[str, Any]]]:
+    """Check a calibration document and return its figures by chip. Raises: UserError with the first mistake."""
     if not isinstance(document, dict) or set(document) != {"schema", "chips"}:
         raise UserError(f"calibration file {origin} must be an object with exactly the keys schema and chips")
     if document["schema"] is not _SCHEMA and (document["schema"] != _SCHEMA or isinstance(document["schema"], bool)):

@@ -1,4 +1,4 @@
-"""Chips as data: one strict JSON file each, with units in the keys."""
+"""Chips as data: one strict JSON file for each chip, with units in the keys."""
 
 import dataclasses
 import difflib
@@ -26,10 +26,10 @@ _DTYPE_CLASS = {name: cls for cls, names in _DTYPES.items() for name in names}
 
 
 def dtype_class(dtype: str) -> str:
-    """The row of a chip's peak table for a dtype name: `bf16`, `f32`, `int8` or `fp8`.
+    """Return the row of a chip's peak table for a dtype name: `bf16`, `f32`, `int8` or `fp8`.
 
-    JAX, torch and MLIR spellings are understood (`bfloat16`, `torch.float32`, `f8E4M3FN`); wide integers and
-    booleans are priced as `f32`, since no matrix unit takes them.
+    JAX, torch and MLIR spellings are understood (`bfloat16`, `torch.float32`, `f8E4M3FN`). Wide integers and booleans
+    are priced as `f32`, since no matrix unit computes with them.
     """
     name = dtype.removeprefix("torch.").lower()
     if name.startswith(("f8", "float8")):
@@ -39,52 +39,66 @@ def dtype_class(dtype: str) -> str:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Chip:
-    """What one kind of chip can do at best; measured efficiencies live in `Calibration`.
-
-    Rates are per chip. `link_oneway_bytes_per_s` is one direction of one ICI link (TPU) or all NVLinks of one GPU
-    together. `cores_per_chip` counts units that share `vmem_bytes`, each of which has its part of it to itself; two of
-    them may be one device. `usable_bytes_per_device` is what a program may allocate (0: a share of the machine's
-    memory).
-    `small_shapes` are the shapes below one cube (or all shapes, for a 2-D torus); `cube_edge` 4 means that larger
-    shapes are built of whole 4x4x4 cubes, and `wrap_rule` then says `cubes of 4`; `length 16` closes axes of 16 only.
-    `device_kinds` is what the runtime calls a device of it. `sparse_core_collectives` and `fused_gathers` say whether
-    its compiler runs collectives on SparseCores and fuses gathers with compute: `none`, `by flag` or `by default`.
-    `compiler_config` is the chip configuration that libtpu has to be asked for, empty for its own.
-    """
+    """Peak figures of one kind of chip; measured efficiencies live in `Calibration`."""
 
     name: str
     aliases: tuple[str, ...]
+    """Other names that `load_chip` accepts for the chip."""
     device_kinds: tuple[str, ...]
+    """Names that the runtime gives to a device of the chip, such as `TPU v5 lite`."""
     backend: str
+    """Name of its `Backend`: `tpu`, `gpu` or `cpu`."""
     devices_per_chip: int
+    """Devices that JAX counts on one chip."""
     peak_flops_per_s: Mapping[str, float]
+    """Peak FLOP/s of one chip by the class of its operands' dtype (`dtype_class`)."""
     hbm_bytes: int
+    """Bytes of main memory of one chip."""
     usable_bytes_per_device: int
+    """Bytes that a program may allocate on a device; 0 for a share of the machine's memory."""
     memory_bytes_per_s: float
+    """Peak main-memory bandwidth of one chip in bytes per second."""
     link_oneway_bytes_per_s: float
+    """Bytes per second in one direction of one ICI link (TPU), or of all NVLinks of one GPU together."""
     die_link_oneway_bytes_per_s: float
+    """Bytes per second in one direction between two devices of one chip; 0 with one device."""
     network_bytes_per_s_per_chip: float
+    """Bytes per second of one chip's share of the network between slices or islands."""
     pcie_bytes_per_s_per_chip: float
+    """Bytes per second of one chip to or from its host's memory."""
     torus_dims: int
     wrap_rule: str
+    """Rule that closes torus axes to rings: `cubes of 4` in shapes of whole cubes, `length 16` for axes of 16 chips."""
     small_shapes: tuple[tuple[int, ...], ...]
+    """Shapes smaller than one cube; on a 2-D torus all shapes of a slice."""
     cube_edge: int
+    """Edge of the cubes that larger shapes are built of: 4 for whole 4x4x4 cubes, 0 for none."""
     max_chips: int
+    """Most chips in one slice, island or machine."""
     host_shape: tuple[int, ...]
+    """Shape of the chips that one host serves."""
     cores_per_chip: int
+    """Units of one chip that each own a part of `vmem_bytes`; one device may contain two of them."""
     vmem_bytes: int
+    """Bytes of on-chip memory (VMEM) of all cores of one chip."""
     vmem_over_hbm_bandwidth: float
+    """Bandwidth of on-chip memory as a multiple of main memory's bandwidth; 0 without on-chip memory."""
     mxu_edge: int
+    """Rows and columns of a matrix unit's tile; on a CPU the size of a matmul dim that runs at half the peak rate."""
     sublanes: int
+    """Rows that stream through the matrix unit as one group."""
     clock_hz: float
     sparse_core_collectives: str
+    """Condition on which the compiler runs collectives on SparseCores: `none`, `by flag` or `by default`."""
     fused_gathers: str
+    """Condition on which the compiler fuses gathers with compute: `none`, `by flag` or `by default`."""
     compiler_config: str
+    """Chip configuration that libtpu is asked for; empty for libtpu's default."""
     sources: Mapping[str, str]
 
     @property
     def traits(self) -> Backend:
-        """What sets the chip's backend apart."""
+        """The traits of the chip's backend."""
         return BACKENDS[self.backend]
 
     def __hash__(self) -> int:
@@ -93,12 +107,12 @@ class Chip:
         )
 
     def peak_flops(self, dtype: str) -> float:
-        """Peak multiply-add rate of one chip in FLOP/s (two per multiply-add) for operands of `dtype`."""
+        """Return the peak FLOP/s of one chip for operands of `dtype`; a multiply-add is two FLOPs."""
         return self.peak_flops_per_s[dtype_class(dtype)]
 
 
 def chip_from_dict(data: Mapping[str, Any], origin: str) -> Chip:
-    """Builds a chip from the content of a chip file; `origin` names the file in messages.
+    """Build a chip from the content of a chip file; `origin` names the file in messages.
 
     Raises: UserError for a missing or extra key, a value of the wrong kind, and a figure that no chip has.
     """
@@ -120,7 +134,7 @@ def chip_from_dict(data: Mapping[str, Any], origin: str) -> Chip:
 
 
 def load_chip_file(path: str | pathlib.Path) -> Chip:
-    """Reads one chip file. Raises: UserError if it cannot be read or is not exactly a chip."""
+    """Read one chip file. Raises: UserError if it cannot be read or is not exactly a chip."""
     try:
         data = read_json(path)
     except OSError as error:
@@ -134,6 +148,7 @@ def load_chip_file(path: str | pathlib.Path) -> Chip:
 
 @functools.cache
 def _chips() -> dict[str, Chip]:
+    """Load every chip file by the chip's name. Raises: UserError if two chips share a name, alias or device kind."""
     chips: dict[str, Chip] = {}
     words: dict[str, str] = {}
     for path in sorted(_FOLDER.glob("*.json")):
@@ -151,16 +166,17 @@ def _chips() -> dict[str, Chip]:
 
 
 def _plain(word: str) -> str:
+    """Normalise a name: lower case, without spaces."""
     return "".join(word.lower().split())
 
 
 def chip_names() -> tuple[str, ...]:
-    """Names of the chips that are known, without aliases."""
+    """Return the names of the known chips, without aliases."""
     return tuple(_chips())
 
 
 def load_chip(name: str) -> Chip:
-    """The chip of that name or alias. Raises: UserError with near matches for an unknown one."""
+    """Return the chip with that name or alias. Raises: UserError with near matches for an unknown one."""
     wanted = name.lower()
     for chip in _chips().values():
         if wanted == chip.name or wanted in chip.aliases:
@@ -172,13 +188,14 @@ def load_chip(name: str) -> Chip:
 
 
 def chip_of_kind(kind: str) -> Chip | None:
-    """The chip whose devices the runtime calls `kind`, such as `TPU v5 lite`; None if none is known."""
+    """Return the chip whose devices the runtime calls `kind`, such as `TPU v5 lite`; None if no chip is known by it."""
     return next((chip for chip in _chips().values() if _plain(kind) in map(_plain, chip.device_kinds)), None)
 
 
 BY_FLAG, BY_DEFAULT, NONE = "by flag", "by default", "none"
-"""How a compiler comes to do something on a chip."""
+"""Conditions on which a compiler applies an optimisation on a chip."""
 
+# Groups of figures for which every chip file must cite a source.
 SOURCES = ("peak_flops_per_s", "memory", "usable_bytes_per_device", "links", "network", "vmem", "compiler")
 
 _RATE = (1e9, 1e15)
@@ -201,19 +218,22 @@ _RANGES: dict[str, tuple[float, float]] = {
     "sublanes": (1, 1024),
     "clock_hz": (1e8, 1e11),
 }
-"""Figure -> its least and most, wide enough for any chip, and too narrow for GB where bytes are meant."""
+"""Figure -> its least and most value.
+
+The ranges are wide enough for any chip, and too narrow for GB where bytes are meant.
+"""
 
 _PEAKS = (1e9, 1e18)
 
 _BINARY = 2**30 / 1e9
-"""By how much memory may exceed its name: 16 GB are often 16 GiB."""
+"""Factor by which memory may exceed its nominal size: 16 GB are often 16 GiB."""
 
 
 def check_chip(data: Mapping[str, Any], kinds: Mapping[str, Any], dtypes: Sequence[str], origin: str) -> None:
-    """Refuse a chip file's content that is not of the kinds of the fields, or that no chip can have.
+    """Refuse a chip file's content that does not have the types of the fields, or that no chip can have.
 
-    `kinds` has the type of every field, all of which are there; `dtypes` are the rows of the table of peaks.
-    Raises: UserError with one sentence that names the file (`origin`), the field, what it is and what was expected.
+    `kinds` has the type of every field, all of which are in `data`; `dtypes` are the rows of the table of peaks.
+    Raises: UserError with one sentence that names the file (`origin`), the field, its value and the expected value.
     """
     _check_kinds(data, kinds, origin)
     _expect(data["backend"] in BACKENDS, origin, "backend", data["backend"], " or ".join(BACKENDS))
@@ -236,11 +256,13 @@ def check_chip(data: Mapping[str, Any], kinds: Mapping[str, Any], dtypes: Sequen
 
 
 def _expect(holds: bool, origin: str, name: str, found: object, expected: str) -> None:
+    """Raise a UserError that names file, field, value and expectation, unless `holds`."""
     if not holds:
         raise UserError(f"chip file {origin}: {name} is {found!r}, expected {expected}")
 
 
 def _check_kinds(data: Mapping[str, Any], kinds: Mapping[str, Any], origin: str) -> None:
+    """Refuse values that do not have the types of their fields."""
     for name, kind in kinds.items():
         value = data[name]
         if kind is int:
@@ -266,14 +288,17 @@ def _check_kinds(data: Mapping[str, Any], kinds: Mapping[str, Any], origin: str)
 
 
 def _whole(value: object) -> bool:
+    """Return True for a whole number of at least 0."""
     return isinstance(value, int) and not isinstance(value, bool) and value >= 0
 
 
 def _number(value: object) -> bool:
+    """Return True for an int or a float that is no boolean."""
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def _check_range(data: Mapping[str, Any], name: str, least: float, most: float, origin: str) -> None:
+    """Refuse a figure outside its range; 0 passes where a chip may lack the thing (`_may_lack`)."""
     value = data[name]
     may_lack = value == 0 and _may_lack(data, name)
     expected = f"{least:g} to {most:g}" + (", or 0 for none" if _may_lack(data, name) else "")
@@ -281,7 +306,7 @@ def _check_range(data: Mapping[str, Any], name: str, least: float, most: float, 
 
 
 def _may_lack(data: Mapping[str, Any], name: str) -> bool:
-    """Whether a chip may have nothing of what a figure measures: devices that are threads of one machine do."""
+    """Return True if a chip may lack the thing that a figure measures, such as links between threads of one machine."""
     if name == "die_link_oneway_bytes_per_s":
         return data["devices_per_chip"] == 1
     if name.startswith("vmem"):
@@ -290,9 +315,10 @@ def _may_lack(data: Mapping[str, Any], name: str) -> bool:
 
 
 def _check_peaks(peaks: Mapping[str, Any], dtypes: Sequence[str], origin: str) -> None:
+    """Refuse a table of peaks with other dtypes than `dtypes`, or with a peak outside its range."""
     if set(peaks) != set(dtypes):
-        found = ", ".join(peaks) or "nothing"
-        raise UserError(f"chip file {origin}: peak_flops_per_s has {found}, expected {', '.join(dtypes)}")
+        present = ", ".join(peaks) or "nothing"
+        raise UserError(f"chip file {origin}: peak_flops_per_s has {present}, expected {', '.join(dtypes)}")
     least, most = _PEAKS
     for dtype, peak in peaks.items():
         within = _number(peak) and least <= peak <= most
@@ -300,6 +326,7 @@ def _check_peaks(peaks: Mapping[str, Any], dtypes: Sequence[str], origin: str) -
 
 
 def _check_shapes(data: Mapping[str, Any], origin: str) -> None:
+    """Refuse shapes, hosts, cubes and wrap rules that do not fit the backend or one another."""
     tpu, shapes = BACKENDS[data["backend"]].torus, data["small_shapes"]
     dims = data["torus_dims"] if tpu else 1
     of_dims = f"{dims} whole numbers >= 1"
@@ -325,11 +352,12 @@ def _check_shapes(data: Mapping[str, Any], origin: str) -> None:
 
 
 def in_order(shape: Sequence[int]) -> tuple[int, ...]:
-    """A TPU's shape as its sizes are written: ascending, but in 3 dims with those of 1 last (`2x2x1`)."""
+    """Return a TPU's shape in its usual order: sizes ascending, but in 3 dims with sizes of 1 last (`2x2x1`)."""
     if len(shape) < 3:
         return tuple(sorted(shape))
     return tuple(sorted(size for size in shape if size > 1)) + (1,) * list(shape).count(1)
 
 
 def _is_shape(shape: object, dims: int) -> bool:
+    """Return True for a list of `dims` whole numbers of at least 1."""
     return isinstance(shape, list) and len(shape) == dims and all(_whole(size) and size >= 1 for size in shape)

@@ -1,24 +1,25 @@
-"""How long a collective takes, and which mesh axes its bytes travel on.
+"""Prices of collectives, and the mesh axes that carry their bytes.
 
-Sizes are bytes on one device: the gathered result of an all-gather, the unreduced input of a reduce-scatter,
-the local array of an all-reduce, all-to-all or collective-permute.
+Sizes are bytes on one device. The size is the gathered result of an all-gather, or the unreduced input of a
+reduce-scatter. For an all-reduce, all-to-all or collective-permute it is the local array.
 
 Time of one collective = launch + sum over kinds of links, slowest outside, of max(latency, bandwidth).
 
-- Ring of n (an axis that wraps): a device receives one shard per direction in each of floor(n/2) steps, so
-  all-gather of V takes `V * floor(n/2) / n / W` with one-way bandwidth W: `V / W_both` for even n
-  (jax-ml/scaling-book, sharding.md). Line of n: the end receives n - 1 shards over one link: `V * (n-1)/n / W`.
-- Several torus axes of one group work at once on a part of the data each: their rates add up.
-- All-to-all is bound by the middle cut: `B * floor(n/2) * ceil(n/2) / n / W`, half of it in a ring; on several
-  axes the worst one binds (dimension-ordered routing). On a twisted torus all axes carry the same (`_twist`).
-- Between islands of GPUs one NCCL collective runs on both kinds of links at once: the slower one binds
-  (jax-ml/scaling-book, gpus.md). Where a chip's collectives were measured (`_measured`), one inside an island takes
-  what was measured, and one between islands that or what the network cards take, whichever is longer.
-- Between slices every chip talks to its counterparts through its share of the network; the part inside a slice runs
-  on a size reduced by the group outside of it: the gather starts with the slow links, where data is small.
+- Ring of n (an axis that wraps): a device receives one shard per direction in each of floor(n/2) steps. An all-gather
+  of V therefore takes `V * floor(n/2) / n / W` with one-way bandwidth W: `V / W_both` for even n (jax-ml/scaling-book,
+  sharding.md). Line of n: the end receives n - 1 shards over one link: `V * (n-1)/n / W`.
+- Several torus axes of one group each move a part of the data at the same time: their rates add up.
+- All-to-all is bound by the middle cut: `B * floor(n/2) * ceil(n/2) / n / W`, half of it in a ring. On several axes the
+  worst axis binds (dimension-ordered routing). On a twisted torus all axes carry the same (`torus.mean_hops`).
+- Between islands of GPUs one NCCL collective uses both kinds of links at once: the slower kind binds
+  (jax-ml/scaling-book, gpus.md). For measured chips (`gpu_measurements`), a collective inside an island takes the
+  measured time. A collective between islands takes that or the time of the network cards, whichever is longer.
+- Between slices every chip communicates with its counterparts through its share of the network. A gather starts with
+  the slow links, where data is small. The part inside a slice therefore runs on a size divided by the group outside of
+  it.
 - All-reduce is a reduce-scatter and an all-gather.
-- Between threads of one process (CPU) a collective is a meeting of all its threads, which take turns on the cores
-  that they share, and then copies (`_COPIES`) through main memory, which they share as well.
+- Between threads of one process (CPU) a collective first waits for all its threads, which take turns on the cores that
+  they share. Then it copies (`_COPIES`) through main memory, which they share as well.
 """
 
 import dataclasses
@@ -60,13 +61,15 @@ _COPIES: dict[str, float] = {
     "all-to-all": 4.0,
     "all-reduce": 1.5,
 }
-"""Times that XLA's in-process collectives read and write the size, as `experiments/fidelity/calibrate_cpu.py` measures
-each on data that no cache holds, to halves: an all-reduce sums a share on every device and then spreads it, an
-all-to-all cuts its operand into one array for each device and joins them again."""
+"""Times that XLA's in-process collectives read and write the size, to halves.
+
+`experiments/fidelity/calibrate_cpu.py` measures each on data that no cache holds. An all-reduce sums a share on every
+device and then spreads it. An all-to-all cuts its operand into one array for each device and joins the arrays again.
+"""
 
 
 GroupRates = tuple[NDArray[np.float64], list[tuple[NDArray[np.float64], NDArray[np.float64]]]]
-"""By group: seconds before anything moves, and for each kind of links the least seconds and those per byte."""
+"""Launch seconds by group, and for each kind of link the least seconds and the seconds per byte by group."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -78,7 +81,7 @@ class _Level:
 
 
 class Collectives:
-    """Prices collectives on one mesh with one calibration (by default the shipped one of its chip)."""
+    """Prices of collectives on one mesh with one calibration (by default the shipped one of its chip)."""
 
     def __init__(self, mesh: Mesh, calibration: Calibration | None = None) -> None:
         self.mesh = mesh
@@ -90,11 +93,11 @@ class Collectives:
 
     @property
     def can_overlap(self) -> bool:
-        """Whether collectives can run beside compute."""
+        """True if collectives can overlap with compute."""
         return self.mesh.topology.traits.overlaps
 
     def time(self, kind: Kind, axes: tuple[str, ...], size_bytes: ArrayLike) -> NDArray[np.float64]:
-        """Seconds of one collective over the group that `axes` span; an array in, an array of that shape out.
+        """Return the seconds of one collective over the group that `axes` span, for each of `size_bytes`.
 
         Raises: UserError for an unknown kind or axis.
         """
@@ -112,7 +115,11 @@ class Collectives:
     def time_of_groups(
         self, kind: Kind, groups: NDArray[np.int32], size_bytes: NDArray[np.float64]
     ) -> NDArray[np.float64]:
-        """The same for many groups at once: `groups` has the mesh axes of each as bits (the first axis is 1)."""
+        """Return the seconds of one collective over each of many groups, as `time` does for one.
+
+        - `groups`: mesh axes of each group as bits (the first axis is 1).
+        - `size_bytes`: size of each group's collective.
+        """
         if self.measured:
             return at_sizes(self.curves_of_groups(kind)[groups], np.asarray(size_bytes, dtype=np.float64))
         launch, rates = self.rates_of_groups(kind)
@@ -122,7 +129,7 @@ class Collectives:
         return seconds * self.phases(kind)
 
     def rates_of_groups(self, kind: Kind) -> GroupRates:
-        """What `time_of_groups` reckons with, for every set of mesh axes as bits."""
+        """Return the launch seconds and rates that `time_of_groups` prices with, for every set of mesh axes as bits."""
         if kind not in self._tables:
             spanned = self._spanned(kind)
             levels = [self._levels_of(kind, group) if group else () for group in spanned]
@@ -137,25 +144,25 @@ class Collectives:
         return self._tables[kind]
 
     def curves_of_groups(self, kind: Kind) -> NDArray[np.float64]:
-        """[sets of mesh axes as bits, points] seconds at `2 ** POWERS` bytes, where collectives were measured.
+        """Return the measured seconds at `2 ** POWERS` bytes, [sets of mesh axes as bits, points].
 
-        No curves at all, [sets, 0], for other chips; a set that spans one device takes no time.
+        Chips without measured collectives have no points, [sets, 0]. A set that spans one device takes no time.
         """
         spanned = self._spanned(kind)
         if not self.measured:
             return np.zeros((len(spanned), 0))
-        # What takes no time is a number that no sum of seconds can tell from none, since curves have logarithms.
+        # Curves need logarithms, so "no time" is a positive number that is too small to change any sum of seconds.
         nothing = np.full(POINTS, np.finfo(np.float64).tiny)
         return np.stack([self._curve(kind, group) if group else nothing for group in spanned])
 
     def _spanned(self, kind: Kind) -> list[tuple[str, ...]]:
-        """By set of mesh axes as bits: its axes larger than 1."""
+        """Return the axes larger than 1 of every set of mesh axes as bits."""
         names = self.mesh.names
         every = [tuple(n for a, n in enumerate(names) if bits >> a & 1) for bits in range(1 << len(names))]
         return [self._group(kind, axes) for axes in every]
 
     def _curve(self, kind: Kind, group: tuple[str, ...]) -> NDArray[np.float64]:
-        """[points] seconds of a measured chip's collective; `link_efficiency` is a share of what was measured."""
+        """Return the seconds of a measured chip's collective, [points]; `link_efficiency` scales the measured rate."""
         if (kind, group) not in self._curves:
             segments = [segment for axis in group for segment in self.mesh.segments(axis)]
             islands = math.prod(segment.size for segment in segments if segment.kind == "network")
@@ -172,17 +179,18 @@ class Collectives:
         return self._curves[kind, group]
 
     def _launch(self, group: tuple[str, ...]) -> float:
-        """Seconds before anything moves; the devices of a `cpu:N` arrive one after the other."""
+        """Return the seconds before anything moves; the devices of a `cpu:N` arrive one after the other."""
         launch = self.calibration.collective_launch_s
         if self.mesh.topology.traits.in_turn:
             launch += self.calibration.hop_s * math.prod(self.mesh.axes[axis] for axis in group)
         return launch
 
     def phases(self, kind: Kind) -> int:
-        """Times that a collective goes over its group."""
+        """Return the number of times that a collective passes over its group."""
         return 2 if kind == "all-reduce" and self.mesh.topology.traits.sums_in_two_phases else 1
 
     def _levels_of(self, kind: Kind, group: tuple[str, ...]) -> tuple["_Level", ...]:
+        """Return the latency and rate of each kind of link; both phases of an all-reduce cost as an all-gather."""
         ring = kind in ("reduce-scatter", "all-reduce") and self.mesh.topology.traits.sums_in_two_phases
         base = "all-gather" if ring else kind
         if (base, group) not in self._levels:
@@ -190,11 +198,11 @@ class Collectives:
         return self._levels[base, group]
 
     def wire_bytes(self, kind: Kind, axes: tuple[str, ...], size_bytes: ArrayLike) -> dict[str, NDArray[np.float64]]:
-        """Bytes that one device puts on the wire, by mesh axis; the shares add up to the whole exactly.
+        """Return the bytes that one device sends, by mesh axis; the shares add up to the total exactly.
 
-        The whole is `V (n-1)/n` (twice for all-reduce, `V` for collective-permute) for a group of n. It is attributed
-        as a hierarchical algorithm would send it: the last mesh axis first, with the full size, then each
-        earlier axis with the size divided by the axes after it.
+        The total is `V (n-1)/n` (twice for all-reduce, `V` for collective-permute) for a group of n. A hierarchical
+        algorithm defines the shares: the last mesh axis sends first, with the full size. Each earlier axis sends the
+        size divided by the axes after it.
         """
         size = np.asarray(size_bytes, dtype=np.float64)
         group = self._group(kind, axes)
@@ -203,60 +211,60 @@ class Collectives:
         if n == 1:
             return {}
         factor = {"all-reduce": 2 * (n - 1) / n, "collective-permute": 1.0}.get(kind, (n - 1) / n)
-        whole = size * factor
+        total = size * factor
         shares: dict[str, NDArray[np.float64]] = {}
         inner = 1
-        rest = whole
+        rest = total
         for axis in reversed(group):
             if axis == group[0]:
                 shares[axis] = rest
                 break
             share = (sizes[axis] - 1) / (sizes[axis] * inner) * n / (n - 1)
-            shares[axis] = whole * share
+            shares[axis] = total * share
             rest = rest - shares[axis]
             inner *= sizes[axis]
         return {axis: shares[axis] for axis in group}
 
     def link_bytes(self, kind: Kind, axes: tuple[str, ...], size_bytes: float) -> dict[str, float]:
-        """Bytes that pass a link of each physical axis in one direction, by the axis's name, as `time` reckons: of the
-        links that are alike the busiest one.
+        """Return the bytes that cross a link of each physical axis in one direction, by the axis's name.
 
-        The axes of a torus divide what is gathered so that all of them are done at once. Nothing passes a link where
-        devices share one memory.
+        The bytes are those of the busiest of equal links, as `time` prices them. The axes of a torus divide a gather so
+        that all of them finish at once. Devices that share one memory use no link.
         """
         group = self._group(kind, axes)
         base = "all-gather" if kind in ("reduce-scatter", "all-reduce") else kind
-        found: dict[str, float] = {}
-        for link, mine, inner in self._by_link(group):
+        crossing: dict[str, float] = {}
+        for link, segments, inner in self._by_link(group):
             share = size_bytes * (1.0 / inner if base == "all-gather" else 1.0) * self.phases(kind)
-            cuts = _cuts(mine) if base == "all-to-all" and link == "torus" else {}
-            whole = _SHAPES[base](mine, link)[1]
+            cuts = _cuts(segments) if base == "all-to-all" and link == "torus" else {}
+            per_byte = _SHAPES[base](segments, link)[1]
             if link != "memory":
-                found |= {segment.axis: share * cuts.get(segment.axis, whole) for segment in mine}
-        return found
+                crossing |= {segment.axis: share * cuts.get(segment.axis, per_byte) for segment in segments}
+        return crossing
 
     def _by_link(self, group: tuple[str, ...]) -> list[tuple[str, list[Segment], int]]:
-        """Kinds of links that a group spans, outermost first: their segments, and how many devices are within."""
+        """Return the kinds of links that a group spans, outermost first: their segments and the devices within."""
         segments = _joined([segment for axis in group for segment in self.mesh.segments(axis)])
         if self.mesh.topology.twisted:
             torus = {axis.name: axis.size for axis in self.mesh.topology.physical_axes if axis.kind == "torus"}
             segments = in_group(segments, torus)
         inner = math.prod(segment.size for segment in segments)
-        found = []
+        levels = []
         for link in _LEVELS:
             mine = [segment for segment in segments if segment.kind == link]
             if mine:
                 inner //= math.prod(segment.size for segment in mine)
-                found.append((link, mine, inner))
-        return found
+                levels.append((link, mine, inner))
+        return levels
 
     def partial_to_split_kind(self, axes: tuple[str, ...]) -> Kind:
-        """What the backend's compiler emits for a partial result that must end split over `axes`.
+        """Return the collective that the compiler emits for a partial sum that must end split over `axes`.
 
         An all-reduce (of the full size) stands for all-reduce and a local slice. CPU never emits reduce-scatter. TPU
-        does in some form between slices, and inside a slice unless the group is all of a slice of several hosts;
-        what spans slices and chips of a slice becomes an all-reduce in levels (weight gradients compiled for every
-        generation with libtpu 0.0.51: 8 of v5e:2x4 are scattered, 8 of v5p:2x2x2 and 16 of v5e:4x4 are not).
+        emits it between slices, and inside a slice unless the group is all of a slice of several hosts. A group that
+        spans slices and chips of a slice becomes an all-reduce in levels.
+
+        Evidence: docs/compiler_behaviour.md, "Reduce-scatter of a weight gradient".
         """
         group = self._group("reduce-scatter", axes)
         topology = self.mesh.topology
@@ -266,28 +274,28 @@ class Collectives:
         if len(between) > 1:
             return "all-reduce"
         n = math.prod(self.mesh.axes[axis] for axis in group)
-        whole = between == {False} and n * topology.slices == topology.num_devices
-        return "all-reduce" if whole and topology.num_hosts > topology.slices else "reduce-scatter"
+        is_whole_slice = between == {False} and n * topology.slices == topology.num_devices
+        return "all-reduce" if is_whole_slice and topology.num_hosts > topology.slices else "reduce-scatter"
 
     def gather_kind(self, axes: tuple[str, ...]) -> Kind:
-        """What the backend's compiler emits for an all-gather over `axes`.
+        """Return the collective that the compiler emits for an all-gather over `axes`.
 
-        On 3-D tori an all-reduce of the gathered size for a group of all devices larger than
-        `Calibration.gather_max_group` (v5p:4x4x4 does, v5e:8x8 and v6e:8x8 do not; libtpu 0.0.51).
+        On 3-D tori, a group of all devices above `Calibration.gather_max_group` gets an all-reduce of the gathered
+        size. The compiler does so on v5p:4x4x4, and not on v5e:8x8 and v6e:8x8 (libtpu 0.0.51).
         """
         topology = self.mesh.topology
         n = math.prod(self.mesh.axes[axis] for axis in self._group("all-gather", axes))
         torus = topology.traits.torus and len(topology.shape) > 2
-        whole = torus and n == self.mesh.num_devices and n > self.calibration.gather_max_group
-        return "all-reduce" if whole else "all-gather"
+        summed = torus and n == self.mesh.num_devices and n > self.calibration.gather_max_group
+        return "all-reduce" if summed else "all-gather"
 
     def widen_dtype(self, dtype: str) -> str:
-        """The dtype in which the backend reduces, see `Backend.sum_dtype`."""
+        """Return the dtype in which the backend reduces, see `Backend.sum_dtype`."""
         narrow = dtype.lower() in ("bf16", "bfloat16", "f16", "float16")
         return self.mesh.topology.traits.sum_dtype if narrow and self.mesh.topology.traits.sum_dtype else dtype
 
     def _group(self, kind: str, axes: tuple[str, ...]) -> tuple[str, ...]:
-        """Axes of the group larger than 1, in mesh order."""
+        """Return the axes of the group larger than 1, in mesh order. Raises: UserError for an unknown kind or axis."""
         if kind not in KINDS:
             raise UserError(f"unknown collective {kind!r}; known are {', '.join(KINDS)}")
         unknown = [axis for axis in axes if axis not in self.mesh.names]
@@ -296,27 +304,28 @@ class Collectives:
         return tuple(name for name, size in self.mesh.axes.items() if name in axes and size > 1)
 
     def _price(self, kind: str, group: tuple[str, ...]) -> tuple[_Level, ...]:
+        """Return the latency and seconds per byte of a collective on each kind of link of a group."""
         torus = {axis.name: axis.size for axis in self.mesh.topology.physical_axes if axis.kind == "torus"}
         twisted = self.mesh.topology.twisted
         levels = []
-        for link, mine, inner in self._by_link(group):
+        for link, segments, inner in self._by_link(group):
             # A gather moves 1/inner of the result on this level; the other kinds move everything there.
             share = 1.0 / inner if kind == "all-gather" else 1.0
             step, rate = self._link(link)
             if link == "memory":
                 latency, per_byte = 0.0, _COPIES[kind]
-            elif twisted and link == "torus" and kind == "all-to-all" and is_whole(mine, torus):
-                hops, longest = mean_hops(tuple(torus[segment.axis] for segment in mine))
+            elif twisted and link == "torus" and kind == "all-to-all" and is_whole(segments, torus):
+                hops, longest = mean_hops(tuple(torus[segment.axis] for segment in segments))
                 latency, per_byte = float(longest), max(hops) / 2.0
             else:
-                latency, per_byte = _SHAPES[kind](mine, link)
+                latency, per_byte = _SHAPES[kind](segments, link)
             levels.append(_Level(latency * step, per_byte * share / rate))
         if self.mesh.topology.traits.one_ring and len(levels) > 1:
             return (_Level(sum(each.latency for each in levels), max(each.per_byte for each in levels)),)
         return tuple(levels)
 
     def _link(self, link: str) -> tuple[float, float]:
-        """Least seconds of one step, and one-way bytes per second of one device."""
+        """Return the least seconds of one step, and the one-way bytes per second of one device."""
         topology, figures = self.mesh.topology, self.calibration
         chip, per_chip = topology.chip, topology.devices_per_chip
         if link == "network":
@@ -331,13 +340,16 @@ class Collectives:
 
 
 def _direct(segments: list[Segment]) -> tuple[float, float]:
-    """Links that reach every peer at once: one step, everything but one's own shard through one port."""
+    """Return steps and link times per byte of links that reach every peer at once.
+
+    There is one step, and everything but the device's own shard passes through one port.
+    """
     n = math.prod(segment.size for segment in segments)
     return 1.0, (n - 1) / n
 
 
 def _joined(segments: list[Segment]) -> list[Segment]:
-    """The same devices in fewer segments: adjacent digits of one physical axis become one."""
+    """Merge adjacent digits of one physical axis, so that fewer segments describe the same devices."""
     result: list[Segment] = []
     for segment in sorted(segments, key=lambda s: (s.axis, -s.stride)):
         major = result[-1] if result else None
@@ -350,41 +362,46 @@ def _joined(segments: list[Segment]) -> list[Segment]:
 
 
 def _steps(segments: list[Segment]) -> float:
-    """Hops from the farthest peer, along every torus segment in turn."""
+    """Return the hops from the farthest peer, along every torus segment in turn."""
     return float(sum((s.size // 2 if s.wrap else s.size - 1) * s.stride for s in segments))
 
 
 def _gather(segments: list[Segment], link: str) -> tuple[float, float]:
-    """Steps, and one-way link times per byte of the result, of an all-gather."""
+    """Return the steps of an all-gather, and its one-way link times per byte of the result."""
     if link != "torus":
         return _direct(segments)
     n = math.prod(segment.size for segment in segments)
-    # Digits of one physical axis share its links, so only the faster one counts; different axes add up.
+    # Digits of one physical axis share its links, so only the faster digit counts. The rates of different axes add up.
     rates: dict[str, float] = {}
     for s in segments:
         rates[s.axis] = max(rates.get(s.axis, 0.0), (2.0 if s.wrap else 1.0) / s.stride)
+    # An even ring takes n/2 steps, in which both directions together have time for n shards, not n - 1.
     even_ring = any(s.wrap and s.size % 2 == 0 for s in segments)
     return _steps(segments), (1.0 if even_ring else (n - 1) / n) / sum(rates.values())
 
 
 def _exchange(segments: list[Segment], link: str) -> tuple[float, float]:
-    """Steps, and one-way link times per byte of the local array, of an all-to-all."""
+    """Return the steps of an all-to-all, and its one-way link times per byte of the local array."""
     if link != "torus":
         return _direct(segments)
     return _steps(segments), max(_cuts(segments).values())
 
 
 def _cuts(segments: list[Segment]) -> dict[str, float]:
-    """One-way bytes over the middle of each physical axis for each byte of the local array that is exchanged."""
+    """Return the one-way bytes over the middle of each physical axis, per byte of the exchanged local array."""
     cuts: dict[str, float] = {}
     for s in segments:
+        # Each of the n/2 devices on one side sends its share to the n/2 on the other; a ring has two cuts.
         cut = (s.size // 2) * (s.size - s.size // 2) / s.size * s.stride / (2.0 if s.wrap else 1.0)
         cuts[s.axis] = cuts.get(s.axis, 0.0) + cut
     return cuts
 
 
 def _permute(segments: list[Segment], link: str) -> tuple[float, float]:
-    """Steps, and one-way link times per byte, of a shift by one place; a line sends its last part all the way back."""
+    """Return the steps and the one-way link times per byte of a shift by one place.
+
+    On a line, the last device sends its part all the way back.
+    """
     if link != "torus":
         return 1.0, 1.0
     steps = max((1 if s.wrap else s.size - 1) * s.stride for s in segments)
@@ -395,9 +412,9 @@ _SHAPES = {"all-gather": _gather, "all-to-all": _exchange, "collective-permute":
 
 
 def links(mesh: Mesh) -> tuple[tuple[str, ...], ...]:
-    """Groups of mesh axes that share physical links, in mesh order; traffic within a group adds up.
+    """Return the groups of mesh axes that share physical links, in mesh order; traffic within a group adds up.
 
-    Axes of size 1 use no links and are left out.
+    Axes of size 1 use no links and are omitted.
     """
     groups: list[tuple[set[str], list[str]]] = []
     for name, segments in zip(mesh.names, mesh.layout, strict=True):

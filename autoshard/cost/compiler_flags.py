@@ -1,7 +1,8 @@
-"""Compiler flags that a step will run with, and what they change in its price.
+"""Compiler flags of a step, and their effect on its price.
 
-`with_flags` is the one place where flags meet prices: plans of users and published runs both go through it. It knows
-which flags make collectives asynchronous on which generation; of all others it says that they are not in the price.
+`with_flags` is the only place where flags change prices: plans of users and published runs both call it. It knows the
+flags that make collectives asynchronous on each generation. For every other flag it notes that the price does not
+include it.
 """
 
 import dataclasses
@@ -25,20 +26,24 @@ _KEPT_GATHERS = "xla_tpu_prefer_async_allgather_to_allreduce"
 WINDOWED = "xla_jf_spmd_threshold_for_windowed_einsum_mib"
 
 SPARSE_GATHER_SHARE, SPARSE_SUM_SHARE = 0.7, 0.95
-"""Hidden shares of gathers and of sums on SparseCores in schedules of libtpu 0.0.51, 0 without the flags: 64 and 100 %
-of an MLP with FSDP on v5p:2x2x2 (`overlap_by_compiler_flags.py`), 78 and 94 % of a decoder of 12 layers on
-v5p:2x2x1. Fitted to no published run."""
+"""Hidden shares of gathers and of sums on SparseCores. Fitted to no published run.
+
+Evidence: docs/compiler_behaviour.md, "Collectives on SparseCores".
+"""
 FUSED_AS = "v5e"
-"""The generation that fuses gathers with compute by itself: the only measure of it, since libtpu 0.0.51 refuses the
-flag elsewhere."""
+"""The generation that fuses gathers with compute by default.
+
+It is the only measure of that fusion, since libtpu 0.0.51 refuses the flag elsewhere.
+"""
 CLOCK = "xla_tpu_dvfs_p_state"
 HIGHEST_STATE, STATE_STEP = 7, 0.028
-"""The state of a TPU's highest clock, and the share of it by which each state below is slower. Measured steps of a
-mixture on 64 tpu7x chips are 1.035 and 1.086 times as long at states 5 and 3 as at 7 (Hunyuan3-295B, the group
-hy3-295b-v7x64-bf16-mesh-clock of the measured pairs): fitted to these two ratios and nothing else. Other generations'
-states are assumed to be as far apart."""
+"""State of a TPU's highest clock, and the share of that clock by which each lower state is slower.
+
+Fitted to two measured ratios on tpu7x and nothing else. The states of other generations are assumed to be as far apart.
+Evidence: docs/compiler_behaviour.md, "Clock states of tpu7x".
+"""
 NEVER_MIB = 100_000
-"""A threshold that no operand reaches: matmuls are not pipelined with their collectives."""
+"""A threshold in MiB that no operand reaches: matmuls are not pipelined with their collectives."""
 
 _HELPERS = {
     *(_FUSION, _ASYNC_GATHERS, "xla_tpu_enable_async_collective_fusion_multiple_steps", _KEPT_GATHERS),
@@ -51,7 +56,7 @@ _HELPERS = {
     *("xla_tpu_enable_all_reduce_offload_tracing", "xla_tpu_use_tc_device_shape_on_sc"),
     *("xla_sc_disable_megacore_partitioning", "xla_tpu_enable_concurrent_sparse_core_offloading"),
 }
-"""Flags that go with those that count: how a collective is made asynchronous, not whether."""
+"""Flags that accompany the priced flags: they set how a collective becomes asynchronous, and not if it does."""
 
 FLAG_SETS = ("default", "async", "sparsecore")
 """Names that may stand for flags, see `flag_set`."""
@@ -67,41 +72,43 @@ _SPARSE_SET = (
     f"--{_KEPT_GATHERS}=true",
     *(f"--{name}=true" for name in (SPARSE_GATHERS, SPARSE_SUMS, SPARSE_SCATTERS)),
 )
-"""Of the sets of MaxText's study of shard modes (docs/guides/optimization/shard_mode_performance.md, 2026) those that
-decide where collectives run."""
+"""Flags that decide where collectives run, from the sets of MaxText's study of shard modes.
+
+Source: docs/guides/optimization/shard_mode_performance.md, 2026.
+"""
 
 _NO_LIMIT = 1 << 30
-"""A group that is larger than any."""
+"""A group size larger than that of any group."""
 _ON, _OFF = ("true", "1", "yes", "enabled"), ("false", "0", "no", "disabled")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Flagged:
-    """Figures as flags change them."""
+    """A calibration with the changes that compiler flags make."""
 
     calibration: Calibration
     figures: Mapping[str, float]
     """The figures that the flags changed, by name."""
     priced: tuple[str, ...]
-    """A sentence for each change."""
+    """A sentence for each changed figure."""
     notes: tuple[str, ...]
     """A sentence for each flag whose effect is not in the price, or that does nothing on the chip."""
 
     def said(self, flags: Iterable[str]) -> dict[str, Any]:
-        """What the provenance of a plan made for `flags` says of them: its program is compiled with them."""
+        """Return the record of `flags` for a plan's provenance, with the changed figures and their sentences."""
         return {"flags": list(flags), "figures": dict(self.figures), "priced": list(self.priced)}
 
 
 def read_flags(given: str | Iterable[str] | None) -> tuple[str, ...]:
-    """Flags as `--name=value`, in the order given; a flag that is said twice counts as it was said last.
+    """Read flags as `--name=value`, in the given order; the last value of a repeated flag counts.
 
-    `given` is text as of `LIBTPU_INIT_ARGS`, or one text for each flag. Raises: UserError for what is no flag.
+    `given` is text as of `LIBTPU_INIT_ARGS`, or one text for each flag. Raises: UserError for text that is no flag.
     """
     try:
         parts = shlex.split(given) if isinstance(given, str) else [str(each).strip() for each in given or ()]
     except ValueError as error:
         raise UserError(f"the XLA flags {given!r} cannot be read: {error}.") from error
-    found: dict[str, str] = {}
+    values: dict[str, str] = {}
     for part in parts:
         name, equals, value = part.removeprefix("--").partition("=")
         if not part.startswith("--") or not re.fullmatch(r"\w+", name) or (equals and not value):
@@ -109,17 +116,17 @@ def read_flags(given: str | Iterable[str] | None) -> tuple[str, ...]:
                 f"{part!r} is not an XLA flag; write them as --name=value, as in LIBTPU_INIT_ARGS, with spaces "
                 f"between, or name a set of them ({', '.join(FLAG_SETS)})."
             )
-        found.pop(name, None)
-        found[name] = value if equals else "true"
-    return tuple(f"--{name}={value}" for name, value in found.items())
+        values.pop(name, None)
+        values[name] = value if equals else "true"
+    return tuple(f"--{name}={value}" for name, value in values.items())
 
 
 def flag_set(name: str, chip: Chip) -> tuple[str, ...]:
-    """The flags that a name stands for on a chip.
+    """Return the flags that a name stands for on a chip.
 
-    `default` is what the compiler does without flags; `async` makes gathers asynchronous beside the compute of a core;
-    `sparsecore` runs gathers and sums on the chip's SparseCores. Raises: UserError for another name, and for a set that
-    the chip cannot run.
+    `default` has no flags. `async` makes gathers asynchronous, overlapped with the compute of a core. `sparsecore` runs
+    gathers and sums on the chip's SparseCores. Raises: UserError for another name, and for a set that the chip cannot
+    run.
     """
     if name not in FLAG_SETS:
         raise UserError(f"{name!r} is no set of compiler flags ({', '.join(FLAG_SETS)} are), and no --name=value.")
@@ -135,9 +142,9 @@ def flag_set(name: str, chip: Chip) -> tuple[str, ...]:
 
 
 def chosen_flags(given: str | Iterable[str] | None, chip: Chip) -> tuple[tuple[str, ...], str]:
-    """The flags of a step, and where they come from: a set's name, a variable's, or nothing where they were written.
+    """Return the flags of a step, and their source: the name of a set or of variables, "" for explicit flags.
 
-    Without any given, a step for TPUs runs with those of `LIBTPU_INIT_ARGS` and with TPUs' flags of `XLA_FLAGS`.
+    Without `given`, a step for TPUs runs with the flags of `LIBTPU_INIT_ARGS` and with the TPU flags of `XLA_FLAGS`.
     Raises: UserError as `read_flags` and `flag_set` do.
     """
     name = " ".join(given) if isinstance(given, list | tuple) and len(given) == 1 else given
@@ -148,13 +155,14 @@ def chosen_flags(given: str | Iterable[str] | None, chip: Chip) -> tuple[tuple[s
     if not chip.traits.compiles_ahead:
         return (), ""
     general = [flag for flag in _words("XLA_FLAGS") if flag.startswith(("--xla_tpu_", "--xla_sc_", "--xla_jf_"))]
-    # Some write variables of the environment there too (`TPU_MEGACORE=...`), which are no flags.
+    # Some users write environment variables there too (`TPU_MEGACORE=...`), which are no flags.
     own = [word for word in _words("LIBTPU_INIT_ARGS") if not re.match(r"[A-Z][A-Z0-9_]*=", word)]
     variables = [name for name, found in (("XLA_FLAGS", general), ("LIBTPU_INIT_ARGS", own)) if found]
     return read_flags([*general, *own]), " and ".join(variables)
 
 
 def _words(variable: str) -> list[str]:
+    """Split the text of an environment variable like a shell. Raises: UserError if its quotes do not match."""
     try:
         return shlex.split(os.environ.get(variable, ""))
     except ValueError as error:
@@ -162,36 +170,39 @@ def _words(variable: str) -> list[str]:
 
 
 def with_flags(calibration: Calibration, flags: Iterable[str]) -> Flagged:
-    """The figures of a chip for a step that is compiled with `flags` (of `read_flags`).
+    """Return the figures of a chip for a step that is compiled with `flags` (of `read_flags`).
 
-    A figure in the user's own calibration file stands whatever the flags say. Raises: UserError for a flag that should
-    be on or off and is neither, or a number and is none.
+    A figure in the user's own calibration file overrides the flags. Raises: UserError for a switch that is neither on
+    nor off, and for a number that is none.
     """
-    said = dict(flag.removeprefix("--").split("=", 1) for flag in flags)
-    if not said:
+    values = dict(flag.removeprefix("--").split("=", 1) for flag in flags)
+    if not values:
         return Flagged(calibration, {}, (), ())
     chip = load_chip(calibration.chip)
     if not chip.traits.compiles_ahead:
         return Flagged(calibration, {}, (), (f"XLA flags are not priced on {calibration.chip}: they are TPUs'.",))
-    effects = _effects(said, chip, calibration)
+    effects = _effects(values, chip, calibration)
     own = own_figures(calibration.chip)
     figures, priced, notes = {}, [], []
     for figure, (value, why) in effects.items():
-        now = getattr(calibration, figure)
-        if figure in own and value != now:
+        unflagged = getattr(calibration, figure)
+        if figure in own and value != unflagged:
             notes.append(f"your calibration file gives {figure}, so {why} does not change it.")
-        elif value < now and why.startswith("no ") or value > now and not why.startswith("no "):
+        elif value < unflagged and why.startswith("no ") or value > unflagged and not why.startswith("no "):
             figures[figure] = value
-            priced.append(f"{figure} is {_shown(value)} instead of {_shown(now)}: {why}.")
+            priced.append(f"{figure} is {_shown(value)} instead of {_shown(unflagged)}: {why}.")
     changed = dataclasses.replace(
         calibration, **figures, sources={**calibration.sources, **{figure: effects[figure][1] for figure in figures}}
     )
-    return Flagged(changed, figures, tuple(priced), (*notes, *_unpriced(said, chip)))
+    return Flagged(changed, figures, tuple(priced), (*notes, *_unpriced(values, chip)))
 
 
 def _effects(said: Mapping[str, str], chip: Chip, calibration: Calibration) -> dict[str, tuple[float, str]]:
-    """Figure -> its value, and what makes it so; sentences that begin with `no` take away, the others give."""
-    found: dict[str, tuple[float, str]] = {}
+    """Return each figure that the flags set: its value, and the reason as a sentence.
+
+    Reasons that begin with `no` lower the figure, all others raise it.
+    """
+    rules: dict[str, tuple[float, str]] = {}
     sparse = chip.sparse_core_collectives == BY_FLAG
     asynchronous = _is_on(said, _ASYNC_GATHERS, True)
     if (
@@ -200,39 +211,40 @@ def _effects(said: Mapping[str, str], chip: Chip, calibration: Calibration) -> d
         and _is_on(said, SPARSE_GATHERS, not sparse)
         and _is_on(said, _KEPT_GATHERS)
     ):
-        found["gather_max_group"] = (_NO_LIMIT, f"gathers stay gathers in any group (--{_KEPT_GATHERS})")
+        rules["gather_max_group"] = (_NO_LIMIT, f"gathers stay gathers in any group (--{_KEPT_GATHERS})")
     if sparse and asynchronous and _is_on(said, SPARSE_GATHERS):
-        found["gather_overlap"] = (SPARSE_GATHER_SHARE, f"gathers run on SparseCores (--{SPARSE_GATHERS})")
+        rules["gather_overlap"] = (SPARSE_GATHER_SHARE, f"gathers run on SparseCores (--{SPARSE_GATHERS})")
     elif asynchronous and _is_on(said, FUSED_GATHERS) and _is_on(said, _FUSION, True):
         share = load_calibration(chip if chip.fused_gathers == BY_DEFAULT else FUSED_AS).gather_overlap
-        found["gather_overlap"] = (share, f"gathers are fused with compute (--{FUSED_GATHERS})")
+        rules["gather_overlap"] = (share, f"gathers are fused with compute (--{FUSED_GATHERS})")
     elif not asynchronous:
-        found["gather_overlap"] = (0.0, f"no gather is asynchronous (--{_ASYNC_GATHERS})")
+        rules["gather_overlap"] = (0.0, f"no gather is asynchronous (--{_ASYNC_GATHERS})")
     elif chip.fused_gathers == BY_DEFAULT and not (_is_on(said, FUSED_GATHERS, True) and _is_on(said, _FUSION, True)):
-        found["gather_overlap"] = (0.0, f"no gather is fused with compute (--{FUSED_GATHERS})")
+        rules["gather_overlap"] = (0.0, f"no gather is fused with compute (--{FUSED_GATHERS})")
     if sparse and _is_on(said, SPARSE_SUMS) and _is_on(said, SPARSE_SCATTERS):
         why = f"sums, and gathers that become sums, run on SparseCores (--{SPARSE_SUMS}, --{SPARSE_SCATTERS})"
-        found["reduction_overlap"] = (SPARSE_SUM_SHARE, why)
+        rules["reduction_overlap"] = (SPARSE_SUM_SHARE, why)
     state = _number(said, CLOCK, HIGHEST_STATE)
     if not 0 <= state <= HIGHEST_STATE:
         raise UserError(f"the XLA flag --{CLOCK} is {said[CLOCK]}, expected a number from 0 to {HIGHEST_STATE}.")
     if state < HIGHEST_STATE:
         clock = 1.0 - STATE_STEP * (HIGHEST_STATE - state)
         for figure in ("matmul_efficiency", "vector_flops_per_s"):
-            found[figure] = (clock * getattr(calibration, figure), f"no higher clock than that of --{CLOCK}={state:g}")
+            rules[figure] = (clock * getattr(calibration, figure), f"no higher clock than that of --{CLOCK}={state:g}")
         for figure in ("op_overhead_s", "grid_step_s"):
-            found[figure] = (getattr(calibration, figure) / clock, f"at the clock of --{CLOCK}={state:g}")
+            rules[figure] = (getattr(calibration, figure) / clock, f"at the clock of --{CLOCK}={state:g}")
     if _number(said, WINDOWED, 0.0) >= NEVER_MIB:
-        found["pipelined_overlap"] = (0.0, f"no matmul is pipelined with its collectives (--{WINDOWED})")
-    return found
+        rules["pipelined_overlap"] = (0.0, f"no matmul is pipelined with its collectives (--{WINDOWED})")
+    return rules
 
 
 def _shown(value: float) -> str:
+    """Format a figure's value for a sentence."""
     return "without limit" if value >= _NO_LIMIT else f"{value:g}"
 
 
 def _unpriced(said: Mapping[str, str], chip: Chip) -> list[str]:
-    """What flags do that is not in the price."""
+    """Return a sentence for each effect of the flags that the price does not include."""
     notes = []
     wanted = [f"--{name}" for name in (SPARSE_GATHERS, SPARSE_SUMS, SPARSE_SCATTERS) if _is_on(said, name)]
     sparse = chip.sparse_core_collectives
@@ -255,6 +267,7 @@ def _unpriced(said: Mapping[str, str], chip: Chip) -> list[str]:
 
 
 def _is_on(said: Mapping[str, str], name: str, otherwise: bool = False) -> bool:
+    """Return True if a flag is on; `otherwise` if it is absent. Raises: UserError for a value that is no boolean."""
     value = said.get(name)
     if value is None:
         return otherwise
@@ -264,6 +277,7 @@ def _is_on(said: Mapping[str, str], name: str, otherwise: bool = False) -> bool:
 
 
 def _number(said: Mapping[str, str], name: str, otherwise: float) -> float:
+    """Return a flag's number; `otherwise` if it is absent. Raises: UserError for a value that is no number."""
     try:
         return float(said.get(name, otherwise))
     except ValueError:

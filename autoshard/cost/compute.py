@@ -15,12 +15,15 @@ from autoshard.cost.topology import Topology
 _BLOCK = 1024
 """Edge of a matmul's blocks in on-chip memory: three of them in bf16 fit in 8 MB."""
 _SHARPNESS = 3.0
-"""Two engines that share one instruction stream take `(a**p + b**p) ** (1/p)` together: the longer one where it is
-much longer, a quarter more where they are equal (a smooth roofline; p = infinity would be perfect overlap)."""
+"""Exponent p of a smooth roofline: two engines that share one instruction stream take `(a**p + b**p) ** (1/p)`.
+
+The result is the longer time where one is much longer, and a quarter more where both are equal. An infinite p would be
+perfect overlap.
+"""
 
 
 class Compute:
-    """Rooflines of one device of a topology; all methods take and give arrays (local shapes, seconds)."""
+    """Rooflines of one device of a topology; methods accept and return arrays (local shapes, seconds)."""
 
     def __init__(self, topology: Topology, calibration: Calibration | None = None) -> None:
         self.topology = topology
@@ -29,16 +32,17 @@ class Compute:
         """Rates of matmuls by shape, where they were measured."""
 
     def matmul_efficiency(self, m: ArrayLike, n: ArrayLike, k: ArrayLike, batch: ArrayLike = 1) -> NDArray[np.float64]:
-        """Share of peak of `batch` matmuls `[m, k] x [k, n]`: the large-matmul figure times what padding leaves.
+        """Return the share of peak that `batch` matmuls `[m, k] x [k, n]` reach: the large-matmul figure less padding.
 
-        The matrix unit holds a tile of `mxu_edge` x `mxu_edge` while rows stream through it in groups of `sublanes`:
-        one of the three sizes streams, whichever wastes least, the other two are padded up to whole tiles. Fewer rows
-        than `mxu_edge` cannot hide the loading of the next tile and count as that many.
+        The matrix unit holds a tile of `mxu_edge` x `mxu_edge`, while rows stream through it in groups of `sublanes`.
+        One of the three sizes streams, whichever wastes least; the other two are padded up to whole tiles. Fewer rows
+        than `mxu_edge` cannot hide the load of the next tile and count as that many.
 
-        A CPU core packs operands and runs loops around a block of registers: every size costs what `mxu_edge` more
-        would (a size of `mxu_edge` runs at half the rate).
+        A CPU core packs operands and loops around a block of registers: every size costs as much as `size + mxu_edge`
+        would at the full rate. A size of `mxu_edge` therefore runs at half the rate.
 
-        Where rates were measured by shape (of bf16), the figure is times what a shape reached of the best one.
+        For rates that were measured by shape (in bf16), the figure is multiplied by the shape's share of the best
+        measured rate.
         """
         if self.rates is not None:
             return self.calibration.matmul_efficiency * self.rates.shares_of_best(m, n, k, batch)
@@ -55,9 +59,9 @@ class Compute:
     def matmul_seconds(
         self, m: ArrayLike, n: ArrayLike, k: ArrayLike, batch: ArrayLike = 1, dtype: str = "bf16"
     ) -> NDArray[np.float64]:
-        """Matrix-unit time of `batch` local matmuls `[m, k] x [k, n]`; memory traffic and overhead come on top.
+        """Return the matrix-unit time of `batch` local matmuls `[m, k] x [k, n]`, without memory traffic and overhead.
 
-        Rates that were measured by shape have both in them.
+        Rates that were measured by shape include both.
         """
         m, n, k, batch = (np.asarray(x, dtype=np.float64) for x in (m, n, k, batch))
         flops = 2.0 * m * n * k * batch
@@ -73,38 +77,46 @@ class Compute:
         size_bytes: ArrayLike | None = None,
         fused_bytes: ArrayLike = 0.0,
     ) -> NDArray[np.float64]:
-        """Time of `batch` local matmuls by themselves: matrix unit against memory traffic, and what cannot overlap.
+        """Return the time of `batch` local matmuls: matrix unit against memory traffic, plus the exposed rest.
 
-        A matmul runs in blocks of about `_BLOCK` in each dim: an operand is read once for every block of the dim that
-        it has not (the usual lower bound of blocked multiplication), and while one block is multiplied the next is
-        loaded, so only one block's share of the shorter time cannot be hidden. `size_bytes` is the traffic with every
-        operand read once (default: two bytes an element of operands and result), `fused_bytes` what else the matmul's
-        fusion reads and writes, once.
+        A matmul runs in blocks of about `_BLOCK` in each dim. An operand is read once for every block of the dim that
+        it lacks (the usual lower bound of blocked multiplication). The next block loads while one block is multiplied,
+        so only one block's share of the shorter time stays exposed.
+
+        - `m`, `n`, `k`, `batch`: local sizes of the matmuls.
+        - `dtype`: dtype of the operands.
+        - `size_bytes`: traffic with every operand read once (default: two bytes an element of operands and result).
+        - `fused_bytes`: bytes that the rest of the matmul's fusion reads and writes, once.
         """
         m, n, k, batch = (np.asarray(x, dtype=np.float64) for x in (m, n, k, batch))
         busy = self.matmul_seconds(m, n, k, batch, dtype)
         m_blocks, n_blocks, k_blocks = (np.ceil(x / _BLOCK) for x in (m, n, k))
-        once = m * k + k * n + m * n
+        elements = m * k + k * n + m * n
         if self.rates is not None:
-            size = 2.0 * batch * once if size_bytes is None else np.asarray(size_bytes, dtype=np.float64)
+            size = 2.0 * batch * elements if size_bytes is None else np.asarray(size_bytes, dtype=np.float64)
             moved = self.memory_seconds(size + np.asarray(fused_bytes))
             return np.maximum(np.maximum(busy, moved), self.calibration.op_overhead_s)
-        size = 2.0 * batch * once if size_bytes is None else np.asarray(size_bytes, dtype=np.float64)
+        size = 2.0 * batch * elements if size_bytes is None else np.asarray(size_bytes, dtype=np.float64)
         if self.topology.traits.caches:
             moved = self.memory_seconds(size + np.asarray(fused_bytes))
             return np.maximum(busy, moved) + self.calibration.op_overhead_s
-        again = (m * k * n_blocks + k * n * m_blocks + m * n) / once
-        moved = self.memory_seconds(size * again + np.asarray(fused_bytes))
-        together = _beside(busy, moved) + np.minimum(busy, moved) / (batch * m_blocks * n_blocks * k_blocks)
-        return together + self.calibration.op_overhead_s
+        rereads = (m * k * n_blocks + k * n * m_blocks + m * n) / elements
+        moved = self.memory_seconds(size * rereads + np.asarray(fused_bytes))
+        overlapped = _beside(busy, moved) + np.minimum(busy, moved) / (batch * m_blocks * n_blocks * k_blocks)
+        return overlapped + self.calibration.op_overhead_s
 
     def attention_seconds(
         self, scores: ArrayLike, head: int, value_head: int, matmuls: int, dtype: str, size_bytes: ArrayLike
     ) -> NDArray[np.float64]:
-        """Time of an attention kernel that keeps its scores on chip; `scores` counts those that it computes.
+        """Return the time of an attention kernel whose scores stay on chip.
 
-        Each of `matmuls` passes over the scores multiplies with a head dim, which the matrix unit pads to its edge,
-        and costs `Calibration.attention_ops` operations of the vector unit for each score (softmax, masks, casts).
+        Each of `matmuls` passes over the scores multiplies with a head dim, which the matrix unit pads to its edge. It
+        also costs `Calibration.attention_ops` operations of the vector unit for each score (softmax, masks, casts).
+
+        - `scores`: number of scores that the kernel computes.
+        - `head`, `value_head`: head dims of queries and keys, and of values.
+        - `matmuls`: matmuls over the scores.
+        - `size_bytes`: bytes that the kernel reads and writes.
         """
         edge = self.topology.chip.mxu_edge
         scores = np.asarray(scores, dtype=np.float64)
@@ -115,11 +127,11 @@ class Compute:
         return np.maximum(_beside(busy, vector), self.memory_seconds(size_bytes)) + self.calibration.op_overhead_s
 
     def step_seconds(self, steps: ArrayLike) -> NDArray[np.float64]:
-        """What the steps of a kernel's grid cost beside their work: scalar code, waits for blocks, sums in memory."""
+        """Return the overhead of a kernel's grid steps: scalar code, waits for blocks, sums in memory."""
         return np.asarray(steps, dtype=np.float64) * self.calibration.grid_step_s
 
     def row_passes(self, itemsize: int) -> float:
-        """As how many streams of its bytes a copy row by row counts (`Calibration.row_copy_s`)."""
+        """Return the cost of a copy row by row, in streams of its bytes (`Calibration.row_copy_s`)."""
         return self.calibration.row_copy_s / float(self.memory_seconds(LANES * itemsize))
 
     @property
@@ -128,12 +140,15 @@ class Compute:
         return self.topology.traits.burst_bytes
 
     def sort_seconds(self, elements: ArrayLike, length: int, arrays: int, size_bytes: ArrayLike) -> NDArray[np.float64]:
-        """Time to sort `elements` elements in runs of `length`, `arrays` of them by one key; `size_bytes` is one pass.
+        """Return the time to sort `elements` elements in runs of `length`.
 
-        TPUs run a bitonic network: L (L + 1) / 2 steps for 2^L elements, in each of which an element is compared and
-        each array selected from; steps whose partners lie farther apart than on-chip memory reaches pass through main
-        memory. GPUs sort by eight bits of the key at a time, four passes for 32 bits (CUB's radix sort); CPUs compare
-        L times.
+        TPUs run a bitonic network: L (L + 1) / 2 steps for 2^L elements. In each step an element is compared and each
+        array selected from. Steps whose partners lie farther apart than on-chip memory reaches pass through main
+        memory. GPUs sort by eight bits of the key at a time, four passes for 32 bits (CUB's radix sort). CPUs compare L
+        times.
+
+        - `arrays`: number of arrays that are sorted by one key.
+        - `size_bytes`: bytes of one pass over the arrays.
         """
         elements, size = np.asarray(elements, dtype=np.float64), np.asarray(size_bytes, dtype=np.float64)
         depth = math.ceil(math.log2(max(2, length)))
@@ -143,7 +158,7 @@ class Compute:
             busy = self.vector_seconds(elements * depth * (1 + arrays))
             return np.maximum(busy, self.memory_seconds(size)) + self.calibration.op_overhead_s
         busy = self.vector_seconds(elements * (depth * (depth + 1) / 2 * (1 + arrays)))
-        # Half of the on-chip memory holds what one run needs, the other half what comes next.
+        # Half of the on-chip memory holds the data of one run, the other half prefetches the next.
         each = size / 2.0 / np.maximum(elements, 1.0)
         near = np.floor(np.log2(np.maximum(2.0, self.topology.chip.vmem_bytes / 2.0 / np.maximum(each, 1e-9))))
         far = np.maximum(0.0, depth - near)
@@ -151,18 +166,18 @@ class Compute:
         return np.maximum(busy, self.memory_seconds(size * passes)) + self.calibration.op_overhead_s
 
     def memory_seconds(self, size_bytes: ArrayLike, on_chip: bool = False) -> NDArray[np.float64]:
-        """Time to stream that many bytes from and to main memory, or on-chip memory (VMEM) where the chip has one."""
+        """Return the time to stream bytes from and to main memory, or on-chip memory (VMEM) if the chip has one."""
         rate = self.topology.memory_bytes_per_s * self.calibration.memory_efficiency
         if on_chip and self.topology.chip.vmem_over_hbm_bandwidth:
             rate *= self.topology.chip.vmem_over_hbm_bandwidth
         return np.asarray(size_bytes, dtype=np.float64) / rate
 
     def relayout_seconds(self, size_bytes: ArrayLike) -> NDArray[np.float64]:
-        """Time to write that many bytes in another order of dims (`Calibration.relayout_traffic`)."""
+        """Return the time to write that many bytes in another order of dims (`Calibration.relayout_traffic`)."""
         return self.memory_seconds(np.asarray(size_bytes, dtype=np.float64) * self.calibration.relayout_traffic)
 
     def host_seconds(self, size_bytes: ArrayLike) -> NDArray[np.float64]:
-        """Time to move that many bytes of one device to or from its host's memory (all devices at once)."""
+        """Return the time to move that many bytes of one device to or from its host's memory (all devices at once)."""
         chip = self.topology.chip
         rate = chip.pcie_bytes_per_s_per_chip / chip.devices_per_chip or self.topology.memory_bytes_per_s
         return np.asarray(size_bytes, dtype=np.float64) / rate
@@ -176,31 +191,34 @@ class Compute:
         activation_itemsize: float = 2,
         on_chip: bool = False,
     ) -> float:
-        """Rows b above which `[b, k] x [k, n]` is compute bound, its weights and activations streamed; inf if never."""
+        """Return the rows b above which `[b, k] x [k, n]` is compute bound with streamed weights and activations.
+
+        The result is inf if it never is.
+        """
         one_row = float(self.op_seconds(2.0 * k * n, 0, dtype)) - self.calibration.op_overhead_s
         weights = float(self.memory_seconds(k * n * weight_itemsize, on_chip))
         activations = float(self.memory_seconds((k + n) * activation_itemsize, on_chip))
         return weights / (one_row - activations) if one_row > activations else math.inf
 
     def vector_seconds(self, flops: ArrayLike) -> NDArray[np.float64]:
-        """Time of elementwise work in the vector units; devices of a `cpu:N` share the machine's cores."""
+        """Return the time of elementwise work in the vector units; devices of a `cpu:N` share the machine's cores."""
         rate = self.calibration.vector_flops_per_s
         if self.topology.traits.shares_machine:
             rate *= self.topology.host_cores / self.topology.num_devices
         return np.asarray(flops, dtype=np.float64) / rate
 
     def again_seconds(self, flops: ArrayLike, dtype: str, efficiency: ArrayLike | None = None) -> NDArray[np.float64]:
-        """Time that the matrix unit runs longer for FLOPs of further passes over what it has (higher precisions)."""
+        """Return the time of further passes of the matrix unit over operands that it has loaded (higher precisions)."""
         share = self.calibration.matmul_efficiency if efficiency is None else np.asarray(efficiency, dtype=np.float64)
         return np.asarray(flops, dtype=np.float64) / (self.topology.peak_flops(dtype) * share)
 
     def op_seconds(
         self, flops: ArrayLike, size_bytes: ArrayLike, dtype: str = "bf16", efficiency: ArrayLike | None = None
     ) -> NDArray[np.float64]:
-        """Roofline of one fusion: max(compute, memory) plus its fixed overhead.
+        """Return the roofline time of one fusion: max(compute, memory) plus its fixed overhead.
 
-        `flops` are matrix-unit FLOPs at `efficiency` (default: that of a large matmul), `size_bytes` all main-memory
-        traffic of the fusion. An op that does nothing (no flops, no bytes) takes no time.
+        `flops` are matrix-unit FLOPs at `efficiency` (default: that of a large matmul). `size_bytes` is all main-memory
+        traffic of the fusion. An op without FLOPs and bytes takes no time.
         """
         flops = np.asarray(flops, dtype=np.float64)
         size = np.asarray(size_bytes, dtype=np.float64)
@@ -210,27 +228,28 @@ class Compute:
 
 
 def _beside(a: NDArray[np.float64], b: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Seconds of two engines that work at once; see `_SHARPNESS`."""
+    """Return the seconds of two engines that work at once; see `_SHARPNESS`."""
     longer, shorter = np.maximum(a, b), np.minimum(a, b)
     share = np.divide(shorter, longer, out=np.zeros_like(shorter), where=longer > 0)
     return longer * (1.0 + share**_SHARPNESS) ** (1.0 / _SHARPNESS)
 
 
 def _filled(size: NDArray[np.float64], tile: int) -> NDArray[np.float64]:
-    """Share of whole tiles that a size fills."""
+    """Return the share of whole tiles that a size fills."""
     return size / (np.ceil(size / tile) * tile)
 
 
 LANES = 128
-"""Places of a row of a TPU's registers, along an array's minor dim."""
+"""Elements in a row of a TPU's registers, along an array's minor dim."""
 _ROWS = 8
 
 
 def shard_bytes(shape: Sequence[int], itemsize: float, splits: Sequence[int] | None = None, tiled: bool = False) -> int:
-    """Bytes of one shard of an array whose dims are split into `splits` parts (None: whole), uneven dims padded up.
+    """Return the bytes of one shard of an array whose dims are split into `splits` parts (None: not split).
 
-    With `tiled` the two minor dims are padded to the tiles of TPU layouts: 128 lanes in the minor dim, 8 rows
-    (fewer for fewer rows, rounded to a power of two) in the one before it; a vector is padded to 128 elements.
+    Uneven dims are padded up. With `tiled` the two minor dims are padded to the tiles of TPU layouts: 128 lanes in the
+    minor dim, 8 rows in the one before it. An array of fewer rows rounds them up to a power of two. A vector is padded
+    to 128 elements.
     """
     parts = [1] * len(shape) if splits is None else splits
     local = [-(-size // part) for size, part in zip(shape, parts, strict=True)]
@@ -245,12 +264,16 @@ def shard_bytes(shape: Sequence[int], itemsize: float, splits: Sequence[int] | N
 def tile_padding(
     local: NDArray[np.float64], itemsize: int, outer: Collection[int] = (), in_order: bool = False
 ) -> NDArray[np.float64]:
-    """Bytes in the tiles of a TPU layout over bytes of the elements, for arrays with the dims of each row of `local`.
+    """Return the bytes of tiles in a TPU layout per byte of elements, for arrays with the dims of each row of `local`.
 
-    `local`: [arrays, rank], of rank 2 or more. One dim is padded to 128 lanes and another one to 8 rows (fewer for
-    fewer rows, rounded to a power of two that fills words of 4 bytes), whichever two take least; not those in `outer`,
-    unless too few are left, when the innermost of these counts the rows. `in_order`: the last dim is the one of lanes,
-    and the one before it that of rows.
+    One dim is padded to 128 lanes and another one to 8 rows, the pair that pads least. Fewer rows are rounded to a
+    power of two that fills words of 4 bytes.
+
+    - `local`: dims of the arrays, [arrays, rank], of rank 2 or more.
+    - `itemsize`: bytes of an element.
+    - `outer`: dims that are not tiled. If fewer than two dims are left, the last dim other than the lanes holds the
+      rows.
+    - `in_order`: the last dim holds the lanes, and the dim before it the rows.
     """
     sizes = np.maximum(local, 1.0)
     rank = sizes.shape[1]

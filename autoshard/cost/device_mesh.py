@@ -1,4 +1,4 @@
-"""The logical mesh: named axes over a topology with a device order, and every mesh worth trying."""
+"""The logical mesh: named axes over a topology with a device order, and all candidate meshes of a topology."""
 
 import dataclasses
 import functools
@@ -16,18 +16,18 @@ from autoshard.errors import UserError
 
 
 MESH_VARIABLE = "XLA_AUTO_SPMD_MESH"
-"""The environment's variable that names a mesh."""
+"""Environment variable that names a mesh."""
 AUTO = "auto"
-"""Written where a mesh may be given: search for one."""
+"""Text in place of a mesh that asks for a search."""
 MOST_NAMED = 16
-"""Axes of a mesh that a user names, most of them of size 1; sets of them are tabled."""
+"""Most axes of a mesh that a user names, most of them of size 1. Tables have a row for each set of axes."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Mesh:
     """Named axes, major first, each made of physical axes of one topology.
 
-    `device_order` has one entry per place of the mesh (row-major) and holds the device's number in the topology.
+    `device_order` has one entry for each place of the mesh (row-major): the number of its device in the topology.
     """
 
     topology: Topology
@@ -43,45 +43,46 @@ class Mesh:
 
     @property
     def num_devices(self) -> int:
-        """The product of all sizes."""
+        """The number of devices, the product of all sizes."""
         return len(self.device_order)
 
     def segments(self, axis: str) -> tuple[Segment, ...]:
-        """Physical segments that make one axis, major first; empty for an axis of size 1.
+        """Return the physical segments that make one axis, major first; none for an axis of size 1.
 
-        Raises `UserError` for an axis that the mesh has not.
+        Raises: UserError for an axis that the mesh does not have.
         """
         if axis not in self.names:
             raise UserError(f"mesh axis {axis!r} does not exist; the mesh has {', '.join(self.names)}")
         return self.layout[self.names.index(axis)]
 
     def kinds(self, axes: Iterable[str]) -> frozenset[str]:
-        """Kinds of links that a group over these axes uses (see `PhysicalAxis`)."""
+        """Return the kinds of links that a group over these axes uses (see `PhysicalAxis`)."""
         return frozenset(segment.kind for axis in axes for segment in self.segments(axis))
 
     def describe(self) -> str:
-        """One line: each axis with the physical axes it is made of."""
+        """Describe each axis with its physical axes, in one line."""
         parts = []
         for name, size, segments in zip(self.names, self.sizes, self.layout, strict=True):
-            made = " + ".join(
+            pieces = " + ".join(
                 f"{s.axis}({s.size}{'' if s.stride == 1 else f' by {s.stride}'}{self._closed(s)})" for s in segments
             )
-            parts.append(f"{name}={size}" + (f" on {made}" if made else ""))
+            parts.append(f"{name}={size}" + (f" on {pieces}" if pieces else ""))
         return "; ".join(parts)
 
     def _closed(self, segment: Segment) -> str:
+        """Return the suffix that names how a segment closes to a ring, if it does."""
         shape = self.topology.shape
         twisted = self.topology.twisted and shape["xyz".index(segment.axis)] == min(shape) if segment.wrap else False
         return ", twisted" if twisted else ", ring" if segment.wrap else ""
 
 
 def make_mesh(topology: Topology, sizes: Mapping[str, int], network: Mapping[str, int] | None = None) -> Mesh:
-    """Lays named axes (major first) on a topology.
+    """Lay named axes (major first) on a topology.
 
-    `network` fixes how many slices or islands each axis spans (the outer shape of a hybrid mesh), e.g.
-    `{"data": 2}`; by default the first axes take them.
+    `network` fixes the number of slices or islands that each axis spans (the outer shape of a hybrid mesh), such as
+    `{"data": 2}`. By default the first axes span them.
 
-    Raises: UserError for an empty mesh, a size below 1, a product that is not the number of devices.
+    Raises: UserError for an empty mesh, a size below 1, or a product that is not the number of devices.
     """
     for name, size in sizes.items():
         if not isinstance(name, str) or isinstance(size, bool) or not isinstance(size, (int, np.integer)):
@@ -91,26 +92,29 @@ def make_mesh(topology: Topology, sizes: Mapping[str, int], network: Mapping[str
 
 
 def hybrid_mesh(topology: Topology, ici: Mapping[str, int], dcn: Mapping[str, int]) -> Mesh:
-    """A mesh of two shapes over the same axes, as PyTorch/XLA's `HybridMesh` and JAX's `create_hybrid_device_mesh`.
+    """Make a mesh of two shapes over the same axes.
 
-    Axis by axis, `ici` is its size within a slice (or island) and `dcn` how many slices it spans, 1 if left out; the
-    axis is as large as both together, slices major. Raises: UserError for shapes that the topology does not have.
+    Each axis has a size within a slice or island (`ici`) and a number of slices (`dcn`, 1 if absent). Its full size is
+    their product, slices major. PyTorch/XLA's `HybridMesh` and JAX's `create_hybrid_device_mesh` do the same.
+
+    Raises: UserError for shapes that the topology does not have.
     """
     unknown = sorted(dcn.keys() - ici.keys())
     within = math.prod(ici.values())
     spanned = math.prod(dcn.values())
     if unknown or within * topology.slices != topology.num_devices or spanned != topology.slices:
-        found = f"has ici {_equation(ici)} = {within} and dcn {_equation(dcn)} = {spanned}"
-        found = f"names {unknown[0]} in dcn alone" if unknown else found
+        mistake = f"has ici {_equation(ici)} = {within} and dcn {_equation(dcn)} = {spanned}"
+        mistake = f"names {unknown[0]} in dcn alone" if unknown else mistake
         each = topology.num_devices // topology.slices
         raise UserError(
-            f"the hybrid mesh {found}, but {topology.name} has {each} devices in each of {topology.slices} slices; "
+            f"the hybrid mesh {mistake}, but {topology.name} has {each} devices in each of {topology.slices} slices; "
             "ici must name every axis and multiply to the first, dcn to the second"
         )
     return make_mesh(topology, {name: size * dcn.get(name, 1) for name, size in ici.items()}, dcn)
 
 
 def _equation(sizes: Mapping[str, int]) -> str:
+    """Format sizes as a product, such as `data=2 x model=4`."""
     return " x ".join(f"{name}={size}" for name, size in sizes.items())
 
 
@@ -118,6 +122,7 @@ def _equation(sizes: Mapping[str, int]) -> str:
 def _make_mesh(
     topology: Topology, items: tuple[tuple[str, int], ...], network: tuple[tuple[str, int], ...] | None
 ) -> Mesh:
+    """Check the sizes and lay the axes; cached by topology and sizes. Raises: UserError as `make_mesh` does."""
     sizes = dict(items)
     if not sizes:
         raise UserError(f"the mesh has no axes; write for example data={topology.num_devices}")
@@ -138,6 +143,7 @@ def _make_mesh(
 
 
 def _device_order(topology: Topology, layout: Sequence[Sequence[Segment]]) -> tuple[int, ...]:
+    """Return the device number of every place of the mesh, row-major."""
     strides = {}
     stride = 1
     for axis in reversed(topology.physical_axes):
@@ -150,7 +156,10 @@ def _device_order(topology: Topology, layout: Sequence[Sequence[Segment]]) -> tu
 
 
 def _axis_offsets(segments: Sequence[Segment], strides: Mapping[str, int]) -> np.ndarray:
-    """Device number offsets along one mesh axis: torus segments as one ring walk, the others row-major around it."""
+    """Return the offsets of device numbers along one mesh axis.
+
+    The torus segments form one ring walk, and the other segments stand row-major around it.
+    """
     offsets = np.zeros(1, dtype=np.int64)
     torus = [s for s in segments if s.kind == "torus"]
     walked = False
@@ -168,14 +177,14 @@ def _axis_offsets(segments: Sequence[Segment], strides: Mapping[str, int]) -> np
 
 
 def default_axis_names(count: int) -> tuple[str, ...]:
-    """`data`, `model`, then `axis2`, `axis3`, ..."""
+    """Return the names of unnamed axes: `data`, `model`, then `axis2`, `axis3`, ..."""
     return tuple(("data", "model")[i] if i < 2 else f"axis{i}" for i in range(count))
 
 
 def parse_mesh(text: str) -> dict[str, int]:
-    """Reads `data=32,model=8` or `32,8` (named data, model, axis2, ...), major first.
+    """Read `data=32,model=8` or `32,8` (named data, model, axis2, ...), major first.
 
-    Raises: UserError for anything else, a repeated name or a size below 1.
+    Raises: UserError for any other text, a repeated name or a size below 1.
     """
     entries = [entry.strip() for entry in text.split(",")]
     named = ["=" in entry for entry in entries]
@@ -189,9 +198,9 @@ def parse_mesh(text: str) -> dict[str, int]:
         if all(named):
             name, _, entry = (part.strip() for part in entry.partition("="))
         if not re.fullmatch(r"[A-Za-z_]\w*", name) or not re.fullmatch(r"[0-9]{1,9}", entry) or int(entry) < 1:
-            found = (f"{name}={entry}" if all(named) else entry)[:60]
+            shown = (f"{name}={entry}" if all(named) else entry)[:60]
             raise UserError(
-                f"mesh {text[:200]!r}: {found!r} is not an axis; "
+                f"mesh {text[:200]!r}: {shown!r} is not an axis; "
                 "write data=32,model=8 or 32,8 with whole sizes of at least 1"
             )
         if name in sizes:
@@ -201,31 +210,32 @@ def parse_mesh(text: str) -> dict[str, int]:
 
 
 MOST_AXES = 4
+"""Most axes of a mesh in a search, by default."""
 
 
 @functools.lru_cache(maxsize=16)
 def candidate_meshes(topology: Topology, most_axes: int = MOST_AXES) -> tuple[Mesh, ...]:
-    """Meshes of 1 to `most_axes` axes over all devices, axes named as by `default_axis_names`.
+    """Return the meshes of 1 to `most_axes` axes over all devices, with names of `default_axis_names`.
 
-    Fewer axes come first, and of equally many those on whole physical axes.
+    Meshes with fewer axes stand first. Among equally many axes, meshes on whole physical axes stand first.
 
-    Every way to write the number of devices as a product of sizes from 2 up is laid on the physical axes; of its
-    orders those that cut physical axes the least are kept (so slices, chips of two devices and the rings of an
-    unequal torus become axes of their own where the sizes allow), and of those with the same sizes and kinds of links
-    the one with the largest axes first. A mesh that cuts physical axes more than once, and more than its number of
-    axes asks for, is left out.
+    - Every way to write the number of devices as a product of sizes from 2 up is laid on the physical axes.
+    - Orders of the sizes that cut physical axes the least remain. Slices, chips of two devices and the rings of an
+      unequal torus thus become axes of their own where the sizes allow.
+    - Among orders with the same sizes and kinds of links, the one with the largest axes first remains.
+    - A mesh is omitted if it cuts physical axes more than once, and more often than its number of axes requires.
     """
     if topology.num_devices == 1:
         return (make_mesh(topology, {default_axis_names(1)[0]: 1}),)
-    found = []
+    meshes = []
     for count in range(1, most_axes + 1):
         laid = [pair for sizes in _factorisations(topology.num_devices, count, 2) for pair in _laid(topology, sizes)]
-        found.extend(mesh for _, mesh in sorted(laid, key=lambda pair: pair[0]))
-    return tuple(found)
+        meshes.extend(mesh for _, mesh in sorted(laid, key=lambda pair: pair[0]))
+    return tuple(meshes)
 
 
 def _factorisations(number: int, count: int, least: int) -> Iterator[tuple[int, ...]]:
-    """Ascending tuples of `count` numbers from `least` up whose product is `number`."""
+    """Yield ascending tuples of `count` numbers from `least` up whose product is `number`."""
     if count == 1:
         if number >= least:
             yield (number,)
@@ -237,7 +247,7 @@ def _factorisations(number: int, count: int, least: int) -> Iterator[tuple[int, 
 
 
 def _laid(topology: Topology, sizes: tuple[int, ...]) -> list[tuple[int, Mesh]]:
-    """Meshes of these sizes, each with how often it cuts a physical axis."""
+    """Return the meshes of these sizes that cut physical axes least, each with its number of cuts."""
     physical = topology.physical_axes
     fewest = least_cuts(sizes, physical, max(1, len(sizes) - sum(axis.size > 1 for axis in physical)))
     if fewest is None:
@@ -252,13 +262,13 @@ def _laid(topology: Topology, sizes: tuple[int, ...]) -> list[tuple[int, Mesh]]:
 
 
 def _cuts(layout: Sequence[Sequence[Segment]]) -> int:
-    """How often a physical axis is cut between two axes of the mesh."""
+    """Count the cuts of physical axes between axes of the mesh."""
     pieces = [segment.axis for segments in layout for segment in segments]
     return len(pieces) - len(set(pieces))
 
 
 def _kinds(segments: Sequence[Segment]) -> tuple[tuple[str, int], ...]:
-    """Devices by kind of link."""
+    """Return the number of devices along each kind of link."""
     products: dict[str, int] = {}
     for segment in segments:
         products[segment.kind] = products.get(segment.kind, 1) * segment.size

@@ -1,4 +1,4 @@
-"""Figures fitted to observations of one topology by robust least squares, and the figures that plans use."""
+"""Figures fitted to observations of one topology by robust least squares, and the calibration that plans use."""
 
 import dataclasses
 import math
@@ -27,15 +27,21 @@ def robust_fit(
     huber: float,
     rounds: int = 20,
 ) -> NDArray[np.float64]:
-    """The constants that make errors small, to first order around the prior.
+    """Return the constants that minimise the errors, linearised around the prior.
 
-    `errors` are those at `prior` and `slopes` how each changes with each constant; `sigma` is the expected error of
-    each observation and `width` that of each prior. Errors beyond `huber` count linearly (Huber's loss, by weights
-    that are found anew in each round). Constants are kept within `limits`.
+    Errors beyond `huber` count linearly (Huber's loss, by weights that each round computes again).
+
+    - `errors`: errors at `prior`, [observations].
+    - `slopes`: derivative of each error by each constant, [observations, constants].
+    - `sigma`: expected error of each observation, [observations].
+    - `prior`, `width`: prior value and expected error of each constant, [constants].
+    - `limits`: least and most value of each constant.
+    - `rounds`: rounds of reweighting.
     """
     values = prior.copy()
     for _ in range(rounds):
         now = errors + slopes @ (values - prior)
+        # Weights of iteratively reweighted least squares: 1 up to `huber`, then falling with the error.
         weight = np.minimum(1.0, huber / np.maximum(np.abs(now), 1e-9)) / sigma**2
         normal = slopes.T @ (weight[:, None] * slopes) + np.diag(width**-2.0)
         values = prior + np.linalg.solve(normal, -slopes.T @ (weight * errors))
@@ -45,7 +51,7 @@ def robust_fit(
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Free:
-    """A figure that may be fitted; those on a log scale have a width in powers of e."""
+    """A figure that may be fitted; `width` is its prior's expected error, in powers of e on a log scale."""
 
     figure: str
     width: float
@@ -72,56 +78,57 @@ MEASURED = {
     "gpu": (*_RATES, *_LINKS, *_OVERLAPS[:3]),
     "tpu": (*_RATES, *_LINKS, *_OVERLAPS),
 }
-"""What times on real devices tell, by backend."""
+"""Figures that times on real devices determine, by backend."""
 COMPILED = _OVERLAPS
-"""What a schedule tells: what runs beside what. Its times are our own prices, which tell nothing of themselves."""
+"""Figures that a schedule determines: the overlaps. Its times are autoshard's own prices and determine nothing."""
 
 STEP_SIGMA, OP_SIGMA, SHARE_SIGMA = 0.1, 0.3, 0.1
-"""Expected errors: of a step's log time, of one op shape's, and of the share of communication that is hidden."""
+"""Expected errors of a step's log time, of one op shape's log time, and of the hidden share of communication."""
 HUBER = 0.15
-"""Where an error starts to count linearly."""
+"""Size from which an error counts linearly."""
 LEAST_SLOPE = 0.2
-"""A figure moves only if its prior's width is worth that share of the expected error of some observation."""
+"""Least effect of a figure that moves: one prior width, as a share of the expected error of some observation."""
 FARTHEST = math.log(20.0)
-"""How far a figure on a log scale may move from the shipped one."""
+"""Most distance of a figure on a log scale from the shipped one."""
 _STEPS, _NEAR, _CLOSE = 10, 0.1, 0.01
-"""Of Gauss-Newton: most steps, the distance for slopes, and the last step's, in widths of the priors."""
+"""Most steps of Gauss-Newton, and in widths of priors the distance of finite differences and the step that ends it."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Fitted:
-    """One figure as it was fitted."""
+    """One fitted figure with its error."""
 
     figure: str
     value: float
     shipped: float
     error: float
-    """Standard deviation: on a log scale as a share of the value, of overlaps the difference itself."""
+    """Standard deviation: a share of the value on a log scale, the difference itself for overlaps."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Fit:
-    """Figures of a topology, and how sure they are."""
+    """Fitted figures of a topology, with their uncertainty."""
 
     calibration: Calibration
-    """The figures of the topology's chip, with what was fitted in the place of what was shipped."""
+    """The figures of the topology's chip, with fitted figures in place of shipped ones."""
     figures: tuple[Fitted, ...]
     """The figures that the fit changed, by name."""
     observations: int
     hash: str
     """A hash of the observations that does not depend on their order."""
     residual_before: float
-    """Median absolute error of what was seen with the shipped figures: in log time, or in the hidden share."""
+    """Median absolute error of the observations with the shipped figures: in log time, or in the hidden share."""
     residual: float
-    """Median absolute error of what was seen with the fitted figures."""
+    """Median absolute error of the observations with the fitted figures."""
     flags: tuple[str, ...] = ()
-    """The compiler flags with which all was seen, and which the figures therefore contain."""
+    """The compiler flags of all observations, whose effect the figures include."""
 
 
 def fit(base: Calibration, backend: str, observations: Sequence[Observation], fixed: Collection[str] = ()) -> Fit:
-    """`base` with the figures that the observations, all of one topology and compiler, can tell; never those `fixed`.
+    """Fit the figures of `base` that the observations determine, except those in `fixed`.
 
-    The same observations give the same figures, in whatever order they are. Without any, `base` stays as it is.
+    All observations are of one topology and compiler. Their order does not matter. Without observations `base` stays
+    unchanged.
     """
     cases = _cases(base, observations, backend)
     problem = _Problem(base, cases, fixed)
@@ -138,16 +145,20 @@ def fit(base: Calibration, backend: str, observations: Sequence[Observation], fi
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Sight:
-    """What was seen of one thing, however often."""
+    """All observations of one thing, as one case of the fit."""
 
     observation: Observation
     seen: float
+    """The median of the observed seconds, or of the observed hidden share."""
     sigma: float
+    """Expected error of the case, in log time or hidden share."""
     free: tuple[Free, ...]
+    """The figures that the case can determine."""
     traffic: str = ""
-    """The class of communication whose hidden share a schedule showed; empty for all of it."""
+    """The class of communication whose hidden share a schedule showed; empty for all communication."""
 
     def error(self, calibration: Calibration) -> float:
+        """Return the error of a calibration: log of predicted over measured time, or predicted less seen share."""
         parts = self.observation.bill.parts(calibration)
         if self.observation.judge == "measure":
             return math.log(max(parts.step_s, 1e-12) / self.seen)
@@ -158,13 +169,13 @@ class _Sight:
 
 
 def hidden_share(parts: Parts) -> float:
-    """Share of a step's communication that compute does not wait for."""
+    """Return the share of a step's communication that compute does not wait for."""
     sent = parts.sent_s
     return 1.0 - sum(parts.waits.values()) / sent if sent > 0 else 0.0
 
 
 def _cases(base: Calibration, observations: Iterable[Observation], backend: str) -> list[_Sight]:
-    """One case for everything that was seen, several sights of it as their median."""
+    """Return one case for each observed thing, with the median of its repeated observations."""
     groups: dict[tuple[str, ...], list[Observation]] = {}
     for one in sorted(observations, key=lambda o: o.id):
         if (one.seen.get("hidden_share") if one.judge == "compile" else one.seen.get("seconds")) is not None:
@@ -183,7 +194,10 @@ def _cases(base: Calibration, observations: Iterable[Observation], backend: str)
 
 
 def _shares(base: Calibration, same: Sequence[Observation]) -> Iterator[_Sight]:
-    """What schedules of one plan hide: by class of communication, or as a whole where no more was kept."""
+    """Yield cases for the hidden shares in schedules of one plan.
+
+    There is one case for each class of communication, or one for all communication if some schedule has no classes.
+    """
     first = same[0]
     classes = [one.seen["hidden"] for one in same if one.seen.get("hidden")]
     if len(classes) < len(same):
@@ -201,7 +215,7 @@ class _Problem:
     def __init__(self, base: Calibration, cases: Sequence[_Sight], fixed: Collection[str]) -> None:
         self.base, self.cases = base, cases
         known = {free.figure: free for case in cases for free in case.free if free.figure not in fixed}
-        # A figure of nothing (a launch of 0 s, a rate that is not used) has no logarithm, and no use.
+        # A figure of 0 (a launch of 0 s, an unused rate) has no logarithm and cannot be fitted.
         self.free = [f for _, f in sorted(known.items()) if not f.log or getattr(base, f.figure) > 0]
         self.prior = np.array([self.scaled(f) for f in self.free])
         self.width = np.array([f.width for f in self.free])
@@ -211,10 +225,12 @@ class _Problem:
         self.limits = np.array(low), np.array(high)
 
     def scaled(self, free: Free) -> float:
+        """Return the base calibration's value of a figure on the figure's scale."""
         value = getattr(self.base, free.figure)
         return math.log(value) if free.log else value
 
     def calibration(self, values: NDArray[np.float64]) -> Calibration:
+        """Return the calibration with these values of the free figures."""
         moved = {
             free.figure: _rounded(math.exp(value) if free.log else float(value))
             for free, value, prior in zip(self.free, values, self.prior, strict=True)
@@ -224,39 +240,44 @@ class _Problem:
         return dataclasses.replace(self.base, **moved, sources={**self.base.sources, **sources})
 
     def errors(self, values: NDArray[np.float64]) -> NDArray[np.float64]:
+        """Return the error of every case at these values, [cases]."""
         now = self.calibration(values)
         return np.array([case.error(now) for case in self.cases])
 
     def slopes(self, values: NDArray[np.float64], errors: NDArray[np.float64]) -> NDArray[np.float64]:
-        """How each error, `errors` at `values`, changes with each figure that its case may tell of; 0 for a figure of
-        which nothing is told."""
+        """Return the derivative of each error by each figure, [cases, figures], given the `errors` at `values`.
+
+        It is 0 for a figure that no case determines (`LEAST_SLOPE`).
+        """
         slopes = np.zeros((len(self.cases), len(self.free)))
         for k, free in enumerate(self.free):
-            mine = [i for i, case in enumerate(self.cases) if free in case.free]
+            cases = [i for i, case in enumerate(self.cases) if free in case.free]
             moved = values.copy()
             moved[k] += _NEAR * free.width * (1 if values[k] + _NEAR * free.width <= self.limits[1][k] else -1)
             now = self.calibration(moved)
-            slopes[mine, k] = [(self.cases[i].error(now) - errors[i]) / (moved[k] - values[k]) for i in mine]
-        told = np.abs(slopes * self.width / self.sigma[:, None]).max(axis=0, initial=0.0) >= LEAST_SLOPE
-        return np.where(told, slopes, 0.0)
+            slopes[cases, k] = [(self.cases[i].error(now) - errors[i]) / (moved[k] - values[k]) for i in cases]
+        determined = np.abs(slopes * self.width / self.sigma[:, None]).max(axis=0, initial=0.0) >= LEAST_SLOPE
+        return np.where(determined, slopes, 0.0)
 
     def solve(self) -> NDArray[np.float64]:
-        """Gauss-Newton: errors are taken as straight lines around the last values, again and again."""
+        """Solve by Gauss-Newton: linearise the errors around the last values, step, and repeat."""
         values = self.prior.copy()
         if not self.cases:
             return values
         for _ in range(_STEPS):
             errors = self.errors(values)
             slopes = self.slopes(values, errors)
+            # `robust_fit` linearises around the prior, so the errors are extrapolated to it.
             at_prior = errors + slopes @ (self.prior - values)
-            aim = robust_fit(at_prior, slopes, self.sigma, self.prior, self.width, self.limits, HUBER)
-            step = np.clip(aim - values, -self.width, self.width)
+            target = robust_fit(at_prior, slopes, self.sigma, self.prior, self.width, self.limits, HUBER)
+            step = np.clip(target - values, -self.width, self.width)
             values = values + step
             if np.abs(step / self.width).max(initial=0.0) < _CLOSE:
                 break
         return values
 
     def fitted(self, values: NDArray[np.float64]) -> tuple[Fitted, ...]:
+        """Return the figures that changed, with standard deviations from the normal matrix."""
         if not self.cases:
             return ()
         slopes = self.slopes(values, self.errors(values))
@@ -271,11 +292,12 @@ class _Problem:
 
 
 def _middle(errors: NDArray[np.float64]) -> float:
+    """Return the median absolute error, 0 without errors."""
     return float(np.median(np.abs(errors))) if len(errors) else 0.0
 
 
 def _rounded(value: float) -> float:
-    """Six digits: what a fit gives beyond them differs with the machine's arithmetic."""
+    """Round to six digits, since further digits of a fit depend on the machine's arithmetic."""
     return float(f"{value:.6g}")
 
 
@@ -283,25 +305,27 @@ _fits: dict[tuple[object, ...], Fit] = {}
 
 
 def learned_fit(topology: Topology, flags: Sequence[str] = ()) -> Fit:
-    """The figures of a topology with what the user's database has seen of it and of this compiler.
+    """Return the figures of a topology, fitted to the user's database for it and for this compiler.
 
-    Of steps that were compiled with these `flags`, if there are such, and else of those without any. Without
-    observations they are those of `load_calibration`, and nothing is created. Raises what that raises.
+    The observations are of steps compiled with these `flags` if there are any, else of steps without flags. Without
+    observations the figures are those of `load_calibration`, and no database is created. Raises: UserError as
+    `fit_observations` does.
     """
     database = Database.of_user()
     if database is None:
         return fit_observations(topology, [])
     if flags:
-        found = database.read(topology.name, compiler_version(topology, flags))
-        if found:
-            return fit_observations(topology, found, flags)
+        observations = database.read(topology.name, compiler_version(topology, flags))
+        if observations:
+            return fit_observations(topology, observations, flags)
     return fit_observations(topology, database.read(topology.name, compiler_version(topology)))
 
 
 def fit_observations(topology: Topology, observations: Sequence[Observation], flags: Sequence[str] = ()) -> Fit:
-    """The same with these observations, all of the topology, of one compiler version and of steps with these `flags`.
+    """Fit the figures of a topology to these observations, all of one compiler version and of steps with these `flags`.
 
-    What the user's own calibration file says is not fitted. Raises what `load_calibration` and `with_flags` raise.
+    Figures in the user's own calibration file are not fitted. Raises: UserError as `load_calibration` and `with_flags`
+    do.
     """
     base = with_flags(load_calibration(topology.chip), flags).calibration
     fixed = own_figures(topology.chip)
@@ -312,7 +336,7 @@ def fit_observations(topology: Topology, observations: Sequence[Observation], fl
 
 
 def said_of_fit(found: Fit) -> dict[str, Any]:
-    """What a plan keeps of the figures that it was priced with, so that it can be priced again without the database."""
+    """Return the fitted figures as a plan records them, so that it can be priced again without the database."""
     return {
         "hash": found.hash,
         "observations": found.observations,
@@ -323,8 +347,12 @@ def said_of_fit(found: Fit) -> dict[str, Any]:
 def said_calibration(
     chip: str, learned: Mapping[str, Any] | None, flags: Mapping[str, Any] | None = None
 ) -> Calibration:
-    """The calibration of a plan that keeps what was learned, and what compiler flags changed; None where nothing is."""
+    """Return the calibration of a plan that records learned figures and changes by compiler flags.
+
+    - `learned`: the record of `said_of_fit`, or None.
+    - `flags`: the record of `Flagged.said`, or None.
+    """
     base = load_calibration(chip)
-    for said in (learned, flags):
-        base = dataclasses.replace(base, **said["figures"]) if said else base
+    for record in (learned, flags):
+        base = dataclasses.replace(base, **record["figures"]) if record else base
     return base

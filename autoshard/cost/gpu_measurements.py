@@ -1,4 +1,4 @@
-"""Measured figures of GPUs: collectives, matmuls by shape, and the share of memory that JAX takes."""
+"""Measured figures of GPUs: collectives, matmuls by shape, and the share of memory that JAX allocates."""
 
 import dataclasses
 import functools
@@ -17,59 +17,59 @@ from autoshard.cost.topology import Topology
 _FILE = pathlib.Path(__file__).with_name("measured") / "gpu.json"
 
 FIRST_POWER = 8
-"""Curves are held at powers of two from 2 ** 8 bytes on ..."""
+"""Curves have a point at every power of two of bytes, from 2 ** 8 ..."""
 POINTS = 33
 """... up to 2 ** 40."""
 TILE = 64.0
-"""Least rows, columns and contracted elements that tensor cores are busy with: those of one wgmma instruction."""
+"""Least rows, columns and contracted elements that fill tensor cores: those of one wgmma instruction."""
 POWERS = np.arange(FIRST_POWER, FIRST_POWER + POINTS, dtype=np.float64)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class NetworkConstants:
-    """How a collective between islands starts and steps; the rate of a network card is the chip's."""
+    """Launch and chunk figures of a collective between islands; the rate of a network card is in the chip file."""
 
     launch_s: float
     """Seconds before anything moves."""
     chunk_bytes: int
     """Bytes that are handed to a network card at a time."""
     chunk_s: float
-    """What handing over one takes."""
+    """Seconds to hand over one chunk."""
 
 
 @functools.cache
 def _chips() -> dict[str, Any]:
+    """Load the measured figures by chip."""
     return json.loads(_FILE.read_text())["chips"]
 
 
 def is_measured(chip: str) -> bool:
-    """Whether collectives of a chip were measured."""
+    """Return True if collectives of a chip were measured."""
     return chip in _chips()
 
 
 def network_constants(chip: str) -> NetworkConstants:
-    """The constants of a measured chip's network."""
+    """Return the constants of a measured chip's network."""
     return NetworkConstants(**_chips()[chip]["network"])
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class IslandNetwork:
-    """What a collective between islands is priced with."""
+    """Figures that price a collective between islands."""
 
     constants: NetworkConstants
     card_bytes_per_s: float
-    """What one device's network card carries."""
+    """Bytes per second of one device's network card."""
     round_trip_s: float
     """Seconds of one step from island to island."""
 
 
 @functools.lru_cache(maxsize=256)
 def island_curve(chip: str, kind: str, devices: int) -> NDArray[np.float64]:
-    """[points] seconds of a collective of `devices` inside one island, at `2 ** POWERS` bytes.
+    """Return the seconds of a collective of `devices` inside one island at `2 ** POWERS` bytes, [points].
 
-    Between the sizes of groups that were measured logarithms are interpolated, and where a table has not every power of
-    two. Below the
-    least size measured a collective takes as long as that, beyond the largest it grows with its bytes.
+    Logarithms are interpolated between measured sizes of groups, and between measured bytes. Below the least measured
+    size a collective takes as long as that size. Beyond the largest, time grows with bytes.
     """
     groups = {int(n): entry["points"] for n, entry in _chips()[chip]["collectives"][kind].items()}
     known = sorted(groups)
@@ -81,16 +81,16 @@ def island_curve(chip: str, kind: str, devices: int) -> NDArray[np.float64]:
 
 
 def _logs(points: list[list[float]]) -> NDArray[np.float64]:
-    """Logarithms of seconds at `POWERS`."""
+    """Return the logarithms of seconds at `POWERS`, [points]."""
     sizes, seconds = (np.log2([point[place] for point in points]) for place in (0, 1))
     inside = np.interp(POWERS, sizes, seconds)
     return inside + np.maximum(0.0, POWERS - sizes[-1])
 
 
 def at_sizes(curves: NDArray[np.float64], size_bytes: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Seconds at sizes, on straight lines between powers of two and beyond the last.
+    """Return the seconds at sizes, on straight lines between powers of two and beyond the last.
 
-    `curves` is [points], or [..., points] beside sizes of the same leading dims.
+    `curves` is [points], or [..., points] with sizes of the same leading dims.
     """
     size = np.maximum(size_bytes, 2.0**FIRST_POWER)
     below = np.minimum(np.frexp(size)[1] - 1 - FIRST_POWER, POINTS - 2).astype(np.int64)
@@ -106,12 +106,16 @@ def at_sizes(curves: NDArray[np.float64], size_bytes: NDArray[np.float64]) -> ND
 def between_seconds(
     kind: str, islands: int, inside: int, size_bytes: ArrayLike, network: IslandNetwork
 ) -> NDArray[np.float64]:
-    """Seconds of a collective of `islands` x `inside` devices on its network cards, one for each device.
+    """Return the seconds of a collective of `islands` x `inside` devices on its network cards, one for each device.
 
-    A ring goes through every island once for each of its devices there, so that each card carries a share of
-    `1 / inside` of what crosses a border, in parts of one device's shard (`(n - 1) / inside` of them, twice for an
-    all-reduce); small all-reduces go up and down a tree of islands instead. Each device exchanges with all others
-    through its own card.
+    A ring passes through every island once for each device in it, so each card carries `1 / inside` of the bytes that
+    cross a border. They are sent in parts of one device's shard: `(n - 1) / inside` parts, twice for an all-reduce.
+    Small all-reduces go up and down a tree of islands instead. In an all-to-all each device sends through its own card.
+
+    - `kind`: kind of collective.
+    - `islands`, `inside`: number of islands, and devices in each.
+    - `size_bytes`: size of the collective, as `Collectives` defines it.
+    - `network`: figures of the network.
     """
     size, n = np.asarray(size_bytes, dtype=np.float64), islands * inside
     constants, rate, trip = network.constants, network.card_bytes_per_s, network.round_trip_s
@@ -143,19 +147,21 @@ class MatmulRates:
     batches: NDArray[np.float64]
     sizes: NDArray[np.float64]
     logs: NDArray[np.float64]
-    """[batches, sizes, sizes, sizes] logarithms of the FLOP/s."""
+    """Logarithms of the FLOP/s, [batches, sizes, sizes, sizes]."""
     share: float
-    """Peak FLOP/s of this chip for one of the chip that was measured."""
+    """Peak FLOP/s of this chip over that of the measured chip."""
 
     def shares_of_best(self, m: ArrayLike, n: ArrayLike, k: ArrayLike, batch: ArrayLike) -> NDArray[np.float64]:
-        """Return what `batch` matmuls `[m, k] x [k, n]` reach of the best measured rate, launch and traffic included.
+        """Return the rate of `batch` matmuls `[m, k] x [k, n]` as a share of the best measured rate.
 
-        Between measured sizes logarithms of rates are interpolated. What keeps the processors busy is the number of
-        tiles: rates of one k differ little between shapes of as many rows times columns times batch. So what a size has
-        beyond the table counts as more of the others, of k as well, whose parts libraries sum in tiles of their own
-        (split-K). Below the table the rate stays, but that a tile of `TILE` is never less than full. On a chip with
-        another peak a matmul runs as one that keeps the measured chip busy as long (assumed): each size counts as the
-        cubic root of the ratio of peaks more.
+        The rate includes launch and traffic. Between measured sizes logarithms of rates are interpolated. The number of
+        tiles fills the processors: rates of one k differ little between shapes with equal rows times columns times
+        batch. A size beyond the table therefore increases the other sizes. This holds for k as well, since libraries
+        sum its parts in tiles of their own (split-K).
+
+        Below the table the rate stays constant, except that a tile of `TILE` counts as full. On a chip with another
+        peak, a matmul runs like one that takes as long on the measured chip (assumed). Each size counts as larger by
+        the cubic root of the ratio of peaks.
         """
         longer = self.share ** (-1.0 / 3.0)
         sizes = [np.maximum(np.asarray(x, dtype=np.float64), 1.0) for x in (batch, m, n, k)]
@@ -173,22 +179,23 @@ class MatmulRates:
         return [np.log2(self.batches), *[np.log2(self.sizes)] * 3]
 
     def _interpolated(self, places: list[NDArray[np.float64]]) -> NDArray[np.float64]:
+        """Return the logarithms of the rate at `places`, interpolated linearly between the 16 corners of a cell."""
         lows, shares = [], []
         for grid, place in zip(self._grids(), np.broadcast_arrays(*places), strict=True):
             low = np.clip(np.searchsorted(grid, place, side="right") - 1, 0, len(grid) - 2)
             lows.append(low)
             shares.append((place - grid[low]) / (grid[low + 1] - grid[low]))
-        found = np.zeros(lows[0].shape)
+        log_rates = np.zeros(lows[0].shape)
         for corner in range(16):
             bits = [corner >> d & 1 for d in range(4)]
             weight = math.prod((s if b else 1.0 - s for b, s in zip(bits, shares, strict=True)), start=np.float64(1.0))
-            found = found + weight * self.logs[tuple(low + b for b, low in zip(bits, lows, strict=True))]
-        return found
+            log_rates = log_rates + weight * self.logs[tuple(low + b for b, low in zip(bits, lows, strict=True))]
+        return log_rates
 
 
 @functools.cache
 def matmul_rates(chip: Chip) -> MatmulRates | None:
-    """The rates of a measured chip; None for all others."""
+    """Return the rates of a measured chip; None for all others."""
     entry = _chips().get(chip.name)
     if entry is None:
         return None
@@ -203,14 +210,15 @@ def matmul_rates(chip: Chip) -> MatmulRates | None:
 
 
 JAX_SHARE = 0.75
-"""Share of a GPU's memory that JAX takes unless `FRACTION` says another (jax.dev, "GPU memory allocation")."""
+"""Share of a GPU's memory that JAX allocates unless `FRACTION` sets another (jax.dev, "GPU memory allocation")."""
 FRACTION = "XLA_PYTHON_CLIENT_MEM_FRACTION"
+"""Environment variable that sets the share of a GPU's memory that JAX allocates."""
 
 
 def fraction_for(topology: Topology, peak_bytes: float) -> float | None:
-    """Return the share of a GPU's memory, in hundredths, that a step of such a peak must be given.
+    """Return the share of a GPU's memory, in hundredths, that JAX must allocate for a step with this peak.
 
-    None where JAX takes enough by itself, and for devices whose memory it takes whole.
+    None if JAX's default is enough, and for backends whose memory JAX allocates whole.
     """
     if topology.traits.name != "gpu":
         return None

@@ -1,11 +1,12 @@
 """Observations on disk, in the user's data directory: one SQLite file that any number of processes read and write.
 
-Every observation is one row, added in one transaction that is on the disk before `add` returns; a process that is
-killed at any moment leaves whole rows only. Rows carry the hash of what they say. A file that is not ours, or that has
-come to harm, is renamed beside and never deleted; a directory that cannot be written is said once, and nothing is kept.
+Every observation is one row, added in one transaction that is on the disk before `add` returns. A process that is
+killed at any moment leaves whole rows only. Rows carry the hash of their content. A foreign or damaged file is renamed
+in its directory and never deleted. A directory that cannot be written causes one warning, and nothing is stored.
 
-Whoever works on the file holds a shared lock on a file beside it; whoever sets it aside holds that lock alone and
-looks once more first, so that no good file is ever taken from under a writer.
+Each reader and writer has a shared lock on a lock file next to the database. A process that renames the database needs
+that lock exclusively. It checks the damage again under the lock, so that no good file is renamed while another process
+writes.
 """
 
 import contextlib
@@ -30,13 +31,13 @@ except ImportError:  # Windows: SQLite's own locks only
 
 
 VARIABLE = "AUTOSHARD_DATA_DIR"
-"""Directory of the database; set but empty for none."""
+"""Environment variable with the database's directory; set but empty for no database."""
 FILE = "observations.sqlite3"
 
 _APPLICATION = 0x41534F42  # "ASOB", in the file's head
 _SCHEMA = 1
 _WAIT_S = 60.0
-"""How long a writer waits for the others."""
+"""Seconds that a writer waits for the others."""
 _TABLE = """
 CREATE TABLE IF NOT EXISTS observations (
     id TEXT PRIMARY KEY, topology TEXT, compiler TEXT, judge TEXT, op TEXT, content TEXT, kept_at TEXT
@@ -48,12 +49,12 @@ T = TypeVar("T")
 
 
 def data_directory() -> Path | None:
-    """`AUTOSHARD_DATA_DIR`, else `autoshard` in the user's data directory; None if it is turned off."""
+    """Return `AUTOSHARD_DATA_DIR`, else `autoshard` in the user's data directory; None if it is turned off."""
     return user_directory(VARIABLE, "XDG_DATA_HOME", ".local/share")
 
 
 class Database:
-    """The observations in one directory. A file that is damaged or foreign is set aside by whatever call finds it."""
+    """The observations in one directory. Any call that finds a damaged or foreign file renames it."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -61,12 +62,15 @@ class Database:
 
     @classmethod
     def of_user(cls) -> "Database | None":
-        """The one in the user's data directory; None if that is turned off."""
+        """Return the database in the user's data directory; None if it is turned off."""
         folder = data_directory()
         return None if folder is None else cls(folder)
 
     def add(self, observations: Sequence[Observation]) -> bool:
-        """Keep observations, all or none; True once they are on the disk. One that is there already stays as it is."""
+        """Store observations, all or none; return True once they are on the disk.
+
+        An observation that is already stored stays unchanged.
+        """
         now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
         rows = [(o.id, o.topology, o.compiler, o.judge, o.op, o.to_json(), now) for o in observations]
 
@@ -87,8 +91,10 @@ class Database:
         return self._work(insert, False)
 
     def read(self, topology: str, compiler: str) -> list[Observation]:
-        """All observations of a topology and compiler version, in the order of their ids; none where there is no file,
-        or none that can be read."""
+        """Return all observations of a topology and compiler version, in the order of their ids.
+
+        The list is empty if there is no file, or none that can be read.
+        """
         try:
             if not self.path.exists():
                 return []
@@ -99,13 +105,13 @@ class Database:
         def select(connection: sqlite3.Connection) -> list[Observation]:
             if _is_empty(connection):
                 return []
-            said = "SELECT content FROM observations WHERE topology = ? AND compiler = ? ORDER BY id"
-            return [_observation(content) for (content,) in connection.execute(said, (topology, compiler))]
+            query = "SELECT content FROM observations WHERE topology = ? AND compiler = ? ORDER BY id"
+            return [_observation(content) for (content,) in connection.execute(query, (topology, compiler))]
 
         return self._work(select, [])
 
     def _work(self, work: Callable[[sqlite3.Connection], T], otherwise: T) -> T:
-        """`work` on the file; once more on a new one if it had to be set aside; `otherwise` if nothing helps."""
+        """Run `work` on the file, and again on a new file if the old one was set aside; else return `otherwise`."""
         for attempt in range(2):
             try:
                 if self.path.exists() and not is_ours(self.path.stat()):
@@ -129,24 +135,28 @@ class Database:
         return otherwise
 
     def _set_aside(self, why: str) -> bool:
-        """Rename the file, and its journal first, which must not be taken for a new file's. True if it is gone."""
+        """Rename the damaged file; return True if it is gone.
+
+        Its journal is renamed first, so that SQLite does not apply it to a new file.
+        """
         try:
             with self._locked(alone=True):
                 if not self._is_damaged():
                     return True  # another process has set it aside
                 number = 1
-                while (kept := self.path.with_name(f"{FILE}.aside-{number}")).exists():
+                while (renamed := self.path.with_name(f"{FILE}.aside-{number}")).exists():
                     number += 1
                 for end in ("-journal", "-wal", "-shm", ""):
                     with contextlib.suppress(FileNotFoundError):
-                        os.rename(f"{self.path}{end}", f"{kept}{end}")
+                        os.rename(f"{self.path}{end}", f"{renamed}{end}")
         except OSError as error:
             self._say("aside", f"is damaged ({why}) and cannot be renamed ({error.strerror}); it is not used.")
             return False
-        self._say("aside", f"is damaged or not ours ({why}): it is now {kept.name}, and a new one is begun.")
+        self._say("aside", f"is damaged or not ours ({why}): it is now {renamed.name}, and a new one is begun.")
         return True
 
     def _is_damaged(self) -> bool:
+        """Return True if the file exists and fails the checks."""
         if not self.path.exists():
             return False
         try:
@@ -160,7 +170,10 @@ class Database:
 
     @contextlib.contextmanager
     def _locked(self, alone: bool) -> Iterator[None]:
-        """The lock beside the file; without one where the directory cannot be written, since then nobody renames."""
+        """Lock the file next to the database, exclusively if `alone`.
+
+        A shared lock is skipped if the directory cannot be written, since no process can rename the database then.
+        """
         if fcntl is None:
             yield
             return
@@ -178,23 +191,23 @@ class Database:
             os.close(handle)
 
     def _say(self, what: str, line: str) -> None:
-        """Once for each file and process."""
+        """Warn once for each file and process."""
         if (what, str(self.path)) not in _said:
             _said.add((what, str(self.path)))
             _log.warning("autoshard: the database %s %s", self.path, line)
 
 
 class _DamagedError(sqlite3.DatabaseError):
-    """What SQLite does not notice: a foreign file, a row that does not say what it was written with."""
+    """Damage that SQLite does not notice: a foreign file, or a row whose content does not match its hash."""
 
 
 class _NewerError(Exception):
-    """The file is of a schema that this version does not know."""
+    """A file with a schema newer than this version reads."""
 
 
 @contextlib.contextmanager
 def _connected(path: Path) -> Iterator[sqlite3.Connection]:
-    """A connection of its own for each piece of work: nothing is held between, across forks, or by threads."""
+    """Open a connection for one piece of work, so that none stays open across forks or between threads."""
     connection = sqlite3.connect(path, timeout=_WAIT_S, isolation_level=None)
     try:
         connection.execute("PRAGMA synchronous = FULL")
@@ -204,7 +217,7 @@ def _connected(path: Path) -> Iterator[sqlite3.Connection]:
 
 
 def _check(connection: sqlite3.Connection) -> None:
-    """Refuse a file of another program, of a newer version of this one, or with anything that is not as written."""
+    """Refuse a file of another program, of a newer version, or with damaged content."""
     (application,) = connection.execute("PRAGMA application_id").fetchone()
     (schema,) = connection.execute("PRAGMA user_version").fetchone()
     if application != _APPLICATION:
@@ -222,11 +235,12 @@ def _check(connection: sqlite3.Connection) -> None:
 
 
 def _is_empty(connection: sqlite3.Connection) -> bool:
+    """Return True if the file has no tables."""
     return connection.execute("SELECT count(*) FROM sqlite_master").fetchone() == (0,)
 
 
 def _prepare(connection: sqlite3.Connection) -> None:
-    """Make a new file ours, inside the transaction of its first rows."""
+    """Create the table in a new file, inside the transaction of its first rows."""
     if _is_empty(connection):
         connection.execute(_TABLE)
         connection.execute(f"PRAGMA application_id = {_APPLICATION}")
@@ -234,6 +248,7 @@ def _prepare(connection: sqlite3.Connection) -> None:
 
 
 def _observation(content: str) -> Observation:
+    """Parse a row's content. Raises: `_DamagedError` if it cannot be parsed."""
     try:
         return Observation.from_json(content)
     except (KeyError, TypeError, ValueError, AttributeError) as error:
@@ -241,7 +256,7 @@ def _observation(content: str) -> Observation:
 
 
 def _is_damage(error: sqlite3.DatabaseError) -> bool:
-    """Whether the file itself is wrong, rather than the disk, the permissions or a lock."""
+    """Return True if the file itself is damaged, rather than the disk full, the permissions wrong or a lock missing."""
     if isinstance(error, _DamagedError):
         return True
     code = getattr(error, "sqlite_errorcode", None)

@@ -1,4 +1,4 @@
-"""What a judge saw of a step, or of one op shape in it: what the database keeps and figures are fitted to."""
+"""Observations of a step, or of one op shape in it, by a judge; figures are fitted to those in the database."""
 
 import dataclasses
 import hashlib
@@ -19,35 +19,35 @@ STEP = "step"
 """`Observation.op` of a whole step."""
 
 _COMPILERS = {"tpu": ("libtpu",), "gpu": ("jax-cuda12-pjrt",)}
-"""The package beside jaxlib that has a backend's compiler."""
+"""Packages that contain a backend's compiler, in addition to jaxlib."""
 _FIELDS = frozenset({"topology", "compiler", "judge", "op", "about", "bill", "seen"})
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Observation:
-    """Something that was seen once."""
+    """One observation of a step or of one of its ops."""
 
     topology: str
     compiler: str
-    """The compiler that was seen, as `compiler_version` writes it."""
+    """The compiler of the step, as `compiler_version` writes it."""
     judge: Judge
     op: str
     """`step`, or the kind of one collective."""
     about: Mapping[str, str]
-    """`program` and `plan` (hashes), and `name`, for people."""
+    """Hashes of `program` and `plan`, and a `name` for people."""
     bill: Bill
-    """The work that was seen, ready to be priced: a whole step, or one op of one shape."""
+    """The observed work, ready to be priced: a whole step, or one op of one shape."""
     seen: Mapping[str, Any]
-    """JSON of what the judge says; if that is a time, it stands under `seconds`."""
+    """JSON of the judge's result; a time stands under `seconds`."""
 
     def to_json(self) -> str:
-        """Canonical: equal observations have equal text."""
+        """Return canonical JSON: equal observations have equal text."""
         value = {name: getattr(self, name) for name in _FIELDS} | {"bill": self.bill.to_json()}
         return json.dumps(value, sort_keys=True, separators=(",", ":"))
 
     @classmethod
     def from_json(cls, text: str) -> "Observation":
-        """What `to_json` gave. Raises: KeyError, TypeError or ValueError for anything else."""
+        """Parse the text of `to_json`. Raises: KeyError, TypeError or ValueError for any other text."""
         value = json.loads(text)
         if set(value) != _FIELDS:
             raise ValueError(f"an observation has the keys {sorted(_FIELDS)}")
@@ -55,28 +55,32 @@ class Observation:
 
     @property
     def id(self) -> str:
-        """Hash of all that it says."""
+        """Hash of the whole content."""
         return hashlib.sha256(self.to_json().encode()).hexdigest()
 
 
 def content_hash(observations: Iterable[Observation]) -> str:
-    """Twelve hex digits that change with what was seen, not with the order or the time in which it was kept."""
+    """Return twelve hex digits that depend on the observations, and not on their order or time."""
     return hashlib.sha256("\n".join(sorted(o.id for o in observations)).encode()).hexdigest()[:12]
 
 
 def compiler_version(topology: Topology, flags: Sequence[str] = ()) -> str:
-    """What makes programs for a topology, with which flags, and what it stands on: compilers of TPUs and of GPUs are
-    the same everywhere, CPU devices are parts of this machine."""
+    """Return the text that identifies the compiler of a topology, its flags, and the machine if that matters.
+
+    Compilers of TPUs and GPUs behave the same on every host. CPU devices are parts of this machine, so its processor is
+    named.
+    """
     packages = ("jaxlib", *_COMPILERS.get(topology.traits.name, ()))
-    made = [f"{package} {found}" for package in packages if (found := _version(package))]
+    parts = [f"{package} {version}" for package in packages if (version := _version(package))]
     if topology.traits.compiles_ahead:
-        made += sorted(set(flags))
+        parts += sorted(set(flags))
     if topology.traits.shares_machine:
-        made.append(f"{topology.host_cores} cores of {_processor()}")
-    return ", ".join(made) or "unknown"
+        parts.append(f"{topology.host_cores} cores of {_processor()}")
+    return ", ".join(parts) or "unknown"
 
 
 def _version(package: str) -> str:
+    """Return a package's version, "" if it is not installed."""
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
@@ -84,6 +88,7 @@ def _version(package: str) -> str:
 
 
 def _processor() -> str:
+    """Return the name of the machine's processor."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:

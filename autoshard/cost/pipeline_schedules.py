@@ -1,12 +1,12 @@
-"""Schedules of pipelines as data: which stage computes what, and when; how long it idles, and what it holds meanwhile.
+"""Schedules of pipelines as data: the order and times of each stage's work, its idle time, and its live values.
 
 Sources: GPipe: Huang et al., arXiv 1811.06965. 1F1B: Narayanan et al., arXiv 1806.03377 (its schedule without stale
-weights, 2006.09503). Interleaved: Narayanan et al., arXiv 2104.04473, section 2.2. Circular is what one SPMD program
-computes: in every tick all stages at once, needed or not (Xu et al., GSPMD, arXiv 2105.04663, section 3.3).
+weights, 2006.09503). Interleaved: Narayanan et al., arXiv 2104.04473, section 2.2. Circular: Xu et al., GSPMD, arXiv
+2105.04663, section 3.3, the schedule of one SPMD program. In every tick all stages compute at once, needed or not.
 
-A stage has `rounds` chunks of layers, and chunks are numbered in the order of the layers: chunk `c` is on stage
-`c % stages`. A schedule is the order in which each stage does its work; a timetable is that with times, each piece of
-work beginning as soon as its stage is free and what it needs has come.
+A stage has `rounds` chunks of layers, and chunks are numbered in the order of the layers: chunk `c` is on stage `c %
+stages`. A schedule is the order in which each stage does its work. A timetable is a schedule with times: each piece of
+work begins as soon as its stage is free and its inputs have arrived.
 """
 
 import dataclasses
@@ -16,24 +16,30 @@ from collections.abc import Iterator, Sequence
 from autoshard.errors import UserError
 
 
+# Names of schedules that `make_schedule` reads.
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "circular")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Schedule:
-    """How microbatches go through the stages of a pipeline."""
+    """Order of the microbatches' work on the stages of a pipeline."""
 
     name: str
-    """`gpipe`: all forward, then all backward. `1f1b`: one forward, one backward, as soon as the last stage has had the
-    first. `interleaved`: 1F1B with several chunks a stage. `circular`: all forward, then all backward, with several
-    chunks a stage."""
+    """Name of the schedule:
+
+    - `gpipe`: all forward, then all backward.
+    - `1f1b`: one forward, one backward, as soon as the last stage has had the first microbatch.
+    - `interleaved`: 1F1B with several chunks a stage.
+    - `circular`: all forward, then all backward, with several chunks a stage.
+    """
     stages: int
     microbatches: int
     rounds: int = 1
-    """Chunks of layers in each stage, so how often a microbatch goes round the stages."""
+    """Chunks of layers in each stage, hence the rounds of a microbatch through the stages."""
     together: bool = False
-    """Whether all stages begin each piece of work at the same time, in ticks, as one SPMD program does: what is always
-    so of `circular`, and of `gpipe` where it is one program."""
+    """True if all stages begin each piece of work at the same time, in ticks, as one SPMD program does. This always
+    holds for `circular`, and for `gpipe` in one program.
+    """
 
     @property
     def chunks(self) -> int:
@@ -42,21 +48,19 @@ class Schedule:
 
     @property
     def ticks(self) -> int:
-        """Pieces of forward work that a stage has time for while a batch goes through, of which some are bubble.
-
-        Those of backward work are as many.
-        """
+        """Ticks of a stage's forward work for one batch, bubble included. The backward work has as many."""
         return self.microbatches * self.rounds + self.stages - 1
 
     @property
     def bubble(self) -> float:
-        """Share of the time in which a stage has nothing to do, if all chunks take as long and hand-overs no time."""
+        """Share of the time in which a stage idles, if all chunks take equally long and hand-overs take no time."""
         return (self.stages - 1) / self.ticks
 
     def in_flight(self, stage: int) -> int:
-        """The most microbatches whose values a stage holds at once for the backward pass, each counted for every chunk.
+        """Return the most microbatches whose values a stage stores at once for the backward pass.
 
-        One SPMD program keeps the values of every tick, also of those in the bubble.
+        A microbatch counts once for each chunk. One SPMD program stores the values of every tick, also of ticks in the
+        bubble.
         """
         work = self.microbatches * self.rounds
         if self.together:
@@ -66,18 +70,19 @@ class Schedule:
         return min(_ahead(self, stage) + 1, work)
 
     def __str__(self) -> str:
-        """As options say it: `1f1b`, `interleaved:2`."""
+        """Return the schedule as options write it: `1f1b`, `interleaved:2`."""
         return self.name if self.rounds == 1 else f"{self.name}:{self.rounds}"
 
     def words(self) -> str:
-        """As a report says it."""
+        """Return the schedule as a report describes it."""
         return f"{self.stages} stages, {self}, {self.microbatches} microbatches, {self.bubble:.1%} of the ticks bubble"
 
 
 def make_schedule(text: str, stages: int, microbatches: int) -> Schedule:
-    """The schedule that `text` says: `gpipe`, `1f1b`, `circular`, `interleaved:2` or `circular:2` (chunks a stage).
+    """Return the schedule with this name: `gpipe`, `1f1b`, `circular`, `interleaved:2` or `circular:2`.
 
-    Raises `UserError`, one sentence, for a name that there is not and for numbers that do not go together.
+    The number is that of chunks in a stage. Raises: UserError, one sentence, for an unknown name and for numbers that
+    do not fit together.
     """
     name, _, number = text.partition(":")
     turns = int(number) if number.isdecimal() else 2 if text == "interleaved" else 0
@@ -103,10 +108,10 @@ def make_schedule(text: str, stages: int, microbatches: int) -> Schedule:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class StageWork:
-    """What a stage does in one piece: forward or backward of one microbatch through one of its chunks."""
+    """One piece of work of a stage: forward or backward of one microbatch through one of its chunks."""
 
     chunk: int
-    """Numbered over all stages, in the order of the layers."""
+    """Number of the chunk over all stages, in the order of the layers."""
     microbatch: int
     backward: bool
     start_s: float
@@ -115,17 +120,17 @@ class StageWork:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Timetable:
-    """A step of a pipeline in time."""
+    """Times of one step of a pipeline."""
 
     schedule: Schedule
     rows: tuple[tuple[StageWork, ...], ...]
-    """For each stage what it does, in the order in which it does it."""
+    """Work of each stage, in the order in which the stage does it."""
     step_time_s: float
-    """From the first forward work to the last backward work (the last forward work, if there is no other)."""
+    """Seconds from the first forward work to the last backward work, or forward work without a backward pass."""
 
     @property
     def busy_s(self) -> tuple[float, ...]:
-        """For each stage how long it computes what is used."""
+        """Seconds in which each stage computes used values, [stages]."""
         return tuple(sum(work.end_s - work.start_s for work in row) for row in self.rows)
 
     @property
@@ -136,17 +141,17 @@ class Timetable:
 
     @property
     def in_flight(self) -> tuple[int, ...]:
-        """For each stage the most microbatches whose values it holds at once, each counted for every chunk."""
+        """The most microbatches whose values each stage stores at once, counted once for each chunk, [stages]."""
         return tuple(round(most) for most in self.held([1.0] * self.schedule.chunks))
 
     def held(self, sizes: Sequence[float]) -> tuple[float, ...]:
-        """For each stage the most that it holds for the backward pass, if a microbatch leaves `sizes[c]` in chunk c.
+        """Return the most bytes that each stage stores for the backward pass; `sizes[c]` is a microbatch's in chunk c.
 
-        Held from the begin of the forward work to the end of the backward work.
+        The values are live from the begin of the forward work to the end of the backward work.
         """
         schedule = self.schedule
         if schedule.together and any(work.backward for work in self.rows[0]):
-            # What a tick leaves is of the same size in every tick, whichever chunk it computes.
+            # The buffers of a tick have the same size in every tick, for every chunk.
             return tuple(
                 schedule.ticks * max(sizes[stage :: schedule.stages], default=0.0) for stage in range(schedule.stages)
             )
@@ -160,27 +165,32 @@ def timetable(
     hand_over_s: float | Sequence[float] = 0.0,
     pause_s: float = 0.0,
 ) -> Timetable:
-    """When each stage does what.
+    """Compute the time of every piece of work of a schedule.
 
-    `forward_s` and `backward_s` are seconds of one microbatch through a chunk, one figure or one for each of
-    `stages * rounds` chunks in the order of the layers; without `backward_s` there is no backward pass. `hand_over_s`
-    is what lies between the end of a chunk and the begin of the next one, one figure or one for each pair of chunks
-    that follow one another; the same passes between them in the backward pass. It is sent while both stages compute
-    other things, if they have any; where stages work together nothing is computed meanwhile. These may have a pause
-    of `pause_s` between the passes, for what comes after all of the stages, such as a loss.
+    Hand-overs run while both stages compute other work, if they have any. Stages that work in ticks
+    (`Schedule.together`) compute nothing during hand-overs. They may pause between the passes for work after all
+    stages, such as a loss.
+
+    - `forward_s`: seconds of one microbatch through a chunk, one figure or one for each of `stages * rounds` chunks in
+      the order of the layers.
+    - `backward_s`: the same for the backward pass; None for no backward pass.
+    - `hand_over_s`: seconds between the end of a chunk and the begin of the next, one figure or one for each pair of
+      successive chunks. The backward pass has the same hand-overs.
+    - `pause_s`: seconds between the passes of stages that work in ticks.
     """
-    ahead = _each(forward_s, schedule.chunks, "forward")
-    back = None if backward_s is None else _each(backward_s, schedule.chunks, "backward")
-    hand = _each(hand_over_s, schedule.chunks - 1, "hand-over")
+    forward = _each(forward_s, schedule.chunks, "forward")
+    backward = None if backward_s is None else _each(backward_s, schedule.chunks, "backward")
+    hand_overs = _each(hand_over_s, schedule.chunks - 1, "hand-over")
     if not schedule.together:
-        rows = _as_it_comes(schedule, ahead, back, hand)
+        rows = _as_it_comes(schedule, forward, backward, hand_overs)
         return Timetable(schedule, rows, max(row[-1].end_s for row in rows))
-    rows = _in_ticks(schedule, ahead, back, hand, pause_s)
-    length = schedule.ticks * sum(max(times) + max(hand, default=0.0) for times in (ahead, back) if times)
-    return Timetable(schedule, rows, length + (0.0 if back is None else pause_s))
+    rows = _in_ticks(schedule, forward, backward, hand_overs, pause_s)
+    length = schedule.ticks * sum(max(times) + max(hand_overs, default=0.0) for times in (forward, backward) if times)
+    return Timetable(schedule, rows, length + (0.0 if backward is None else pause_s))
 
 
 def _each(value: float | Sequence[float], count: int, what: str) -> Sequence[float]:
+    """Return one time for each of `count` chunks or pairs. Raises: ValueError for another number of times."""
     if isinstance(value, int | float):
         return (float(value),) * count
     if len(value) != count:
@@ -189,11 +199,11 @@ def _each(value: float | Sequence[float], count: int, what: str) -> Sequence[flo
 
 
 _Item = tuple[bool, int, int]
-"""Backward?, chunk, microbatch."""
+"""One piece of work: True for backward, its chunk, its microbatch."""
 
 
 def _ahead(schedule: Schedule, stage: int) -> int:
-    """Forward work of a stage before its first backward work, but for the one right before it."""
+    """Return the number of forward pieces of a stage before its first pair of forward and backward work."""
     count, stages = schedule.microbatches, schedule.stages
     if schedule.name == "gpipe":
         return count
@@ -203,7 +213,7 @@ def _ahead(schedule: Schedule, stage: int) -> int:
 
 
 def _order(schedule: Schedule, stage: int, train: bool) -> Iterator[_Item]:
-    """What a stage does, in order."""
+    """Yield the work of a stage in order."""
     turns = _turns(schedule, stage)
     if not train:
         yield from ((False, chunk, part) for chunk, part in turns)
@@ -219,7 +229,7 @@ def _order(schedule: Schedule, stage: int, train: bool) -> Iterator[_Item]:
 
 
 def _turns(schedule: Schedule, stage: int) -> list[tuple[int, int]]:
-    """Chunk and microbatch of the forward work of a stage: in groups of as many microbatches as there are stages."""
+    """Return chunk and microbatch of a stage's forward work, in groups of as many microbatches as there are stages."""
     stages, rounds = schedule.stages, schedule.rounds
     if rounds == 1:
         return [(stage, part) for part in range(schedule.microbatches)]
@@ -234,7 +244,7 @@ def _turns(schedule: Schedule, stage: int) -> list[tuple[int, int]]:
 def _as_it_comes(
     schedule: Schedule, ahead: Sequence[float], back: Sequence[float] | None, hand: Sequence[float]
 ) -> tuple[tuple[StageWork, ...], ...]:
-    """Each stage goes on as soon as it is free and what it needs has come."""
+    """Return the work of each stage, each piece started as soon as its stage is free and its inputs have arrived."""
     orders = [list(_order(schedule, stage, back is not None)) for stage in range(schedule.stages)]
     rows: list[list[StageWork]] = [[] for _ in orders]
     done: dict[_Item, float] = {}
@@ -258,7 +268,7 @@ def _as_it_comes(
 
 
 def _ready(item: _Item, done: dict[_Item, float], hand: Sequence[float], chunks: int) -> float | None:
-    """When what a piece of work needs has come; None if that is not known yet."""
+    """Return the time at which the inputs of a piece of work have arrived; None if it is not known yet."""
     backward, chunk, part = item
     if not backward:
         if chunk == 0:
@@ -275,12 +285,15 @@ def _ready(item: _Item, done: dict[_Item, float], hand: Sequence[float], chunks:
 def _in_ticks(
     schedule: Schedule, ahead: Sequence[float], back: Sequence[float] | None, hand: Sequence[float], pause_s: float
 ) -> tuple[tuple[StageWork, ...], ...]:
-    """All stages begin a tick together; the backward pass goes through the ticks from the last one to the first."""
+    """Return the work of each stage if all stages begin a tick together.
+
+    The backward pass runs through the ticks from the last one to the first.
+    """
     between = max(hand, default=0.0)
     tick_s, ticks = max(ahead) + between, schedule.ticks
     rows = []
     for stage in range(schedule.stages):
-        # Stage s does in tick t what stage 0 began in tick t - s.
+        # Stage s continues in tick t the work that stage 0 began in tick t - s.
         turns = [(tick + stage, *turn) for tick, turn in enumerate(_turns(schedule, stage))]
         row = [StageWork(c, m, False, tick * tick_s, tick * tick_s + ahead[c]) for tick, c, m in turns]
         if back is not None:
@@ -292,7 +305,7 @@ def _in_ticks(
 
 
 def _changes(row: Sequence[StageWork], sizes: Sequence[float]) -> Iterator[float]:
-    """What comes to be held and ceases to be, in the order of time; of a forward pass alone nothing stays."""
+    """Yield the changes of a stage's live bytes in the order of time; a forward pass alone stores nothing."""
     train = any(work.backward for work in row)
     for work in row:
         if not train:

@@ -1,8 +1,8 @@
-"""What one step of a plan does on one device, op shape by op shape, so that it can be priced again with other figures.
+"""Work of one step of a plan on one device, op shape by op shape, so that it can be priced again with other figures.
 
-A prediction is one number; what was seen of the step can only teach figures if it is known what the step was made of.
-A bill keeps that without the program: sizes of matmuls, bytes through memory, collectives with their bytes and mesh
-axes. `Bill.seconds` is what the plan predicts, for any calibration.
+A prediction is one number. An observed step can only teach figures if the work in it is known. A bill stores that work
+without the program: sizes of matmuls, bytes through memory, collectives with their bytes and mesh axes. `Bill.seconds`
+is the plan's prediction under any calibration.
 """
 
 import collections
@@ -24,27 +24,27 @@ from autoshard.cost.topology import Topology
 Said = tuple[tuple[str, Any], ...]
 
 WHOLLY = "wholly"
-"""In `Charge.hides`: all of a collective runs beside compute, whatever the figures say."""
+"""Entry of `Charge.hides`: the whole collective overlaps with compute, for any figures."""
 PIPELINED = "pipelined_overlap"
-"""In `Charge.hides`: the figure that hides only what the bytes of a collective take."""
+"""Entry of `Charge.hides`: the figure that hides only the transfer of a collective's bytes."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, order=True)
 class Charge:
-    """Work of one shape in one block; a block is the body of a loop, -1 what is outside of all."""
+    """Work of one shape in one block."""
 
     op: str
     """A name in `WORK`, or a kind of collective."""
     said: Said
-    """Whatever else the price depends on and is not an amount: dtype, head sizes, mesh axes."""
+    """Properties that the price depends on and that are no amounts: dtype, head sizes, mesh axes."""
     amounts: tuple[float, ...]
-    """Amounts of one execution on one device, in the order that `WORK` gives; a collective has its bytes alone."""
+    """Amounts of one execution on one device, in the order that its price in `WORK` expects; bytes of a collective."""
     block: int
+    """Number of the loop whose body contains the work; -1 outside of loops."""
     count: float
-    """How often it is executed in one step."""
+    """Number of executions in one step."""
     hides: tuple[str, ...] = ()
-    """For a collective, figures of which the largest is the share that runs beside compute; where there are none, all
-    of it is waited for."""
+    """Figures that hide a collective; the largest is the share that overlaps with compute. None expose all of it."""
 
 
 Price = Callable[..., NDArray[np.float64]]
@@ -53,26 +53,32 @@ Price = Callable[..., NDArray[np.float64]]
 def _dot(
     compute: Compute, m: Any, n: Any, k: Any, batch: Any, size: Any, fused: Any = 0.0, *, dtype: str
 ) -> NDArray[np.float64]:
+    """Price matmuls by `Compute.dot_seconds`."""
     return compute.dot_seconds(m, n, k, batch, dtype, size, fused)
 
 
 def _op(compute: Compute, flops: Any, size: Any, used: Any, *, dtype: str) -> NDArray[np.float64]:
+    """Price fusions by `Compute.op_seconds`; `used` is the share of the large-matmul efficiency that they reach."""
     return compute.op_seconds(flops, size, dtype, used * compute.calibration.matmul_efficiency)
 
 
 def _again(compute: Compute, flops: Any, used: Any, *, dtype: str) -> NDArray[np.float64]:
+    """Price further passes of the matrix unit by `Compute.again_seconds`."""
     return compute.again_seconds(flops, dtype, used * compute.calibration.matmul_efficiency)
 
 
 def _attention(compute: Compute, scores: Any, size: Any, **said: Any) -> NDArray[np.float64]:
+    """Price attention kernels by `Compute.attention_seconds`."""
     return compute.attention_seconds(scores, **said, size_bytes=size)
 
 
 def _sort(compute: Compute, elements: Any, size: Any, *, length: int, arrays: int) -> NDArray[np.float64]:
+    """Price sorts by `Compute.sort_seconds`."""
     return compute.sort_seconds(elements, length, arrays, size)
 
 
 def _launch(compute: Compute, ops: Any) -> NDArray[np.float64]:
+    """Price the launches of `ops` kernels."""
     return ops * compute.calibration.op_overhead_s
 
 
@@ -88,12 +94,12 @@ WORK: dict[str, Price] = {
     "relayout": Compute.relayout_seconds,
     "host": Compute.host_seconds,
 }
-"""How each kind of work is priced: (compute, *amounts, **said) -> seconds of one execution."""
+"""Kind of work -> its price: (`Compute`, amounts, properties) -> seconds of one execution."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Bill:
-    """All charges of one step, sorted, equal ones together."""
+    """All charges of one step, sorted, with equal charges merged."""
 
     topology: str
     mesh: tuple[tuple[str, int], ...]
@@ -101,7 +107,7 @@ class Bill:
 
     @classmethod
     def of(cls, mesh: Mesh, charges: Iterable[Charge]) -> "Bill":
-        """A bill of charges over a mesh; those that differ in their counts alone become one."""
+        """Return the bill of charges over a mesh; charges that differ in their counts alone become one."""
         counts: dict[Charge, float] = collections.defaultdict(float)
         for charge in charges:
             counts[dataclasses.replace(charge, count=0.0)] += charge.count
@@ -109,7 +115,7 @@ class Bill:
         return cls(mesh.topology.name, tuple(mesh.axes.items()), tuple(sorted(merged)))
 
     def parts(self, calibration: Calibration) -> "Parts":
-        """The step's times with these figures."""
+        """Price the charges with a calibration and sum them by lane and kind."""
         mesh, link_of = _mesh(self.topology, self.mesh)
         compute, prices = Compute(mesh.topology, calibration), Collectives(mesh, calibration)
         lanes: dict[tuple[int, str], float] = collections.defaultdict(float)
@@ -123,30 +129,30 @@ class Bill:
                 spent[batch.op] += float(seconds)
                 continue
             axes = tuple(batch.said["axes"])
-            each, least = (prices.time(batch.op, axes, size) for size in (batch.amounts[0], 0.0))  # type: ignore[arg-type]
-            seconds = float(each @ batch.counts)
-            hidden = float(hidden_seconds(hiding_shares(calibration, batch.hides), each, least) @ batch.counts)
+            full, least = (prices.time(batch.op, axes, size) for size in (batch.amounts[0], 0.0))  # type: ignore[arg-type]
+            seconds = float(full @ batch.counts)
+            hidden = float(hidden_seconds(hiding_shares(calibration, batch.hides), full, least) @ batch.counts)
             for lane in {link_of[axis] for axis in axes if axis in link_of} if hidden else ():
                 lanes[batch.block, lane] += hidden
             waits[batch.op] += seconds - hidden
             spent[batch.op] += seconds
-            mine = sent[traffic_class(batch.op, mesh.kinds(axes) == {"network"})]
-            mine[0] += seconds
-            mine[1] += seconds - hidden
+            totals = sent[traffic_class(batch.op, mesh.kinds(axes) == {"network"})]
+            totals[0] += seconds
+            totals[1] += seconds - hidden
         return Parts(dict(lanes), dict(waits), dict(spent), {name: (a, b) for name, (a, b) in sent.items()})
 
     def seconds(self, calibration: Calibration) -> float:
-        """Predicted step time."""
+        """Return the predicted step time."""
         return self.parts(calibration).step_s
 
     def to_json(self) -> dict[str, Any]:
-        """The bill as JSON can hold it; `from_json` reads it."""
+        """Return the bill as JSON values; `from_json` reads them."""
         rows = [[c.op, dict(c.said), list(c.amounts), c.block, c.count, list(c.hides)] for c in self.charges]
         return {"topology": self.topology, "mesh": dict(self.mesh), "charges": rows}
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> "Bill":
-        """What `to_json` gave. Raises: KeyError, TypeError or ValueError for anything else."""
+        """Parse the values of `to_json`. Raises: KeyError, TypeError or ValueError for any other values."""
         charges = [
             Charge(op, _frozen(said), tuple(amounts), block, count, tuple(hides))
             for op, said, amounts, block, count, hides in value["charges"]
@@ -158,25 +164,25 @@ class Bill:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Parts:
-    """Seconds of one step on one device."""
+    """Seconds of one step on one device, summed by lane and kind."""
 
     lanes: dict[tuple[int, str], float]
-    """What runs side by side, by block: compute, host memory and links."""
+    """Seconds of the lanes that overlap, by block: compute, host memory and links."""
     waits: dict[str, float]
-    """Communication that compute waits for, by kind."""
+    """Seconds of exposed communication, by kind."""
     spent: dict[str, float]
-    """All work and all collectives, by kind, hidden or not."""
+    """Seconds of all work and all collectives, by kind, hidden or not."""
     traffic: dict[str, tuple[float, float]] = dataclasses.field(default_factory=dict)
-    """Communication by `traffic_class`: all of it, and what compute waits for."""
+    """Seconds of communication by `traffic_class`: all of it, and its exposed part."""
 
     @property
     def sent_s(self) -> float:
-        """All communication, hidden or not."""
+        """Seconds of all communication, hidden or not."""
         return sum(seconds for kind, seconds in self.spent.items() if kind not in WORK)
 
     @property
     def step_s(self) -> float:
-        """Predicted step time."""
+        """Predicted step time: exposed communication, plus the longest lane of each block."""
         longest: dict[int, float] = collections.defaultdict(float)
         for (block, _), seconds in self.lanes.items():
             longest[block] = max(longest[block], seconds)
@@ -184,38 +190,45 @@ class Parts:
 
 
 def traffic_class(kind: str, between_slices: bool) -> str:
-    """What collectives are called that one figure hides: `network` between slices; else `gathers`, `sums`, `others`."""
+    """Return the class of collectives that one figure hides.
+
+    It is `network` between slices, else `gathers`, `sums` or `others`.
+    """
     if between_slices:
         return "network"
     return {"all-gather": "gathers", "all-reduce": "sums", "reduce-scatter": "sums"}.get(kind, "others")
 
 
 LEAST_TRAFFIC = 0.1
-"""Share of all communication below which a class tells nothing."""
+"""Share of all communication below which a class determines no figure."""
 
 
 def hidden_shares(traffic: Mapping[str, tuple[float, float]]) -> dict[str, float]:
-    """Share of each class of communication that compute does not wait for, of those that matter."""
-    whole = sum(sent for sent, _ in traffic.values())
+    """Return the hidden share of each class of communication with at least `LEAST_TRAFFIC` of all communication."""
+    total = sum(sent for sent, _ in traffic.values())
     return {
         name: min(1.0, max(0.0, 1.0 - waited / sent))
         for name, (sent, waited) in sorted(traffic.items())
-        if sent > 0.0 and sent >= LEAST_TRAFFIC * whole
+        if sent > 0.0 and sent >= LEAST_TRAFFIC * total
     }
 
 
 def hiding_shares(calibration: Calibration, hides: Collection[str]) -> tuple[float, float]:
-    """Shares of a collective that run beside compute, see `Charge.hides`: of all of it, and of what its bytes take.
+    """Return the hidden shares of a collective (`Charge.hides`): of all of it, and of the transfer of its bytes.
 
-    A collective that is pipelined into a matmul is a loop of permutes, of which each is launched and has its hop to
-    go: what can be hidden is what its bytes take beyond that.
+    A collective that is pipelined into a matmul is a loop of permutes, each with its launch and its hop. Only the
+    transfer of bytes beyond these can be hidden.
     """
     whole = (1.0 if figure == WHOLLY else getattr(calibration, figure) for figure in hides if figure != PIPELINED)
     return max(whole, default=0.0), calibration.pipelined_overlap if PIPELINED in hides else 0.0
 
 
 def hidden_seconds(shares: tuple[Any, Any], seconds: Any, least: Any) -> NDArray[np.float64]:
-    """What of the seconds of collectives runs beside compute, by `hiding_shares`; they take `least` with no bytes."""
+    """Return the seconds of collectives that overlap with compute, by their `hiding_shares`.
+
+    - `seconds`: seconds of each collective.
+    - `least`: seconds of the collective without bytes.
+    """
     whole, pipelined = shares
     return np.maximum(whole * seconds, pipelined * (seconds - least))
 
@@ -234,23 +247,24 @@ class _Batch:
 
 @functools.lru_cache(maxsize=64)
 def _mesh(topology: str, sizes: tuple[tuple[str, int], ...]) -> tuple[Mesh, dict[str, str]]:
-    """The mesh, and for each axis a name of the links that it uses."""
+    """Return the mesh, and for each axis a name of the links that it uses."""
     mesh = make_mesh(Topology.parse(topology), dict(sizes))
     return mesh, {axis: "+".join(group) for group in links(mesh) for axis in group}
 
 
 @functools.lru_cache(maxsize=1024)
 def _batches(charges: tuple[Charge, ...]) -> tuple[_Batch, ...]:
+    """Group charges that differ only in amounts and counts."""
     groups: dict[tuple[Any, ...], list[Charge]] = collections.defaultdict(list)
     for charge in charges:
         groups[charge.op, charge.said, charge.block, charge.hides].append(charge)
     return tuple(
-        _Batch(op, dict(said), block, hides, tuple(np.array([c.amounts for c in mine], dtype=np.float64).T),
-               np.array([c.count for c in mine], dtype=np.float64))
-        for (op, said, block, hides), mine in groups.items()
+        _Batch(op, dict(said), block, hides, tuple(np.array([c.amounts for c in group], dtype=np.float64).T),
+               np.array([c.count for c in group], dtype=np.float64))
+        for (op, said, block, hides), group in groups.items()
     )  # fmt: skip
 
 
 def _frozen(said: Mapping[str, Any]) -> Said:
-    """As a charge keeps it: sorted, lists as tuples."""
+    """Return the properties of a charge as it stores them: sorted, with lists as tuples."""
     return tuple(sorted((key, tuple(value) if isinstance(value, list) else value) for key, value in said.items()))

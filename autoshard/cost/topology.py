@@ -1,4 +1,4 @@
-"""The physical thing: chips on a torus, slices or islands, and how their devices are numbered."""
+"""The physical machine: chips on a torus, slices or islands, and the numbers of their devices."""
 
 import dataclasses
 import difflib
@@ -15,7 +15,7 @@ from autoshard.errors import UserError
 
 
 MOST_DEVICES = 1 << 18
-"""Of a topology: more than any machine has (assumed). Device orders and layouts are tables of so many rows."""
+"""Most devices of a topology, more than any machine has (assumed). Device orders and layouts are tables this long."""
 _MOST_DIGITS = 9
 _MOST_CORES = 4096
 _AXIS_NAMES = ("x", "y", "z")
@@ -25,8 +25,8 @@ _AXIS_NAMES = ("x", "y", "z")
 class PhysicalAxis:
     """One axis of the hardware, major first in a topology's `physical_axes`.
 
-    `kind` says what the links are: `torus` (ICI), `die` (devices of one chip), `switch` (NVLink),
-    `network` (DCN between slices or islands), `memory` (devices of one process).
+    `kind` names its links: `torus` (ICI), `die` (devices of one chip), `switch` (NVLink), `network` (DCN between slices
+    or islands), `memory` (devices of one process).
     """
 
     name: str
@@ -37,20 +37,21 @@ class PhysicalAxis:
 
 @functools.cache
 def _slice_table() -> dict[str, str]:
+    """Load the table of slice name -> topology."""
     return json.loads(pathlib.Path(__file__).with_name("slices.json").read_text())["slices"]
 
 
 def slice_names() -> tuple[str, ...]:
-    """Every slice name that `Topology.parse` knows."""
+    """Return every slice name that `Topology.parse` reads."""
     return tuple(_slice_table())
 
 
 def slice_shapes(chip: Chip) -> dict[str, tuple[int, ...]]:
-    """Slice name -> shape, of one chip."""
-    found = {name: text.partition(":") for name, text in _slice_table().items()}
+    """Return slice name -> shape for one chip."""
+    entries = {name: text.partition(":") for name, text in _slice_table().items()}
     return {
         name: tuple(int(size) for size in shape.split("x"))
-        for name, (owner, _, shape) in found.items()
+        for name, (owner, _, shape) in entries.items()
         if owner == chip.name
     }
 
@@ -68,17 +69,17 @@ class Topology:
     slices: int
     wrap: tuple[bool, ...]
     twisted: bool = False
-    """Whether the links that close the short axes lead half-way along the long ones (see `_twist`)."""
+    """True if the links that close the short axes lead half-way along the long axes (see `_may_twist`)."""
     host_memory_bytes: int = 0
     host_cores: int = 0
 
     @classmethod
     def parse(cls, text: str) -> "Topology":
-        """Reads `v5e:4x4`, `v5p:4x4x8`, `v4:4x4x8_twisted`, `v6e:16x16*2`, `v5litepod-16`, `h100:8*4` or `cpu:8`.
+        """Read `v5e:4x4`, `v5p:4x4x8`, `v4:4x4x8_twisted`, `v6e:16x16*2`, `v5litepod-16`, `h100:8*4` or `cpu:8`.
 
-        `cpu:8@4` are eight devices on four cores; without, on those that the machine has.
+        `cpu:8@4` is eight devices on four cores. Without `@` they share the cores of the machine.
 
-        Raises: UserError for an unknown chip, slice or shape; it says what is near or what exists.
+        Raises: UserError for an unknown chip, slice or shape; the message lists near or existing ones.
         """
         if not isinstance(text, str):
             raise UserError(f"the topology is a {type(text).__name__}, expected text such as 'v5e:4x4' or 'cpu:8'")
@@ -108,9 +109,9 @@ class Topology:
     def make(
         cls, chip: Chip, shape: tuple[int, ...], slices: int = 1, twisted: bool = False, cores: int | None = None
     ) -> "Topology":
-        """A topology from its parts; TPU shapes are put in ascending order (`4x8x4` is `4x4x8`).
+        """Make a topology from its parts; the sizes of a TPU's shape are put in ascending order (`4x8x4` is `4x4x8`).
 
-        `cores` are those that CPU devices share (default: the machine's).
+        `cores` is the number that CPU devices share (default: the machine's).
 
         Raises: UserError for a shape that the chip does not come in.
         """
@@ -139,44 +140,44 @@ class Topology:
             raise UserError(
                 f"{chip.name}:{text}*{slices} has {devices} devices; plans are made for up to {MOST_DEVICES}"
             )
-        said = "" if cores is None else f"@{cores}"
+        suffix = "" if cores is None else f"@{cores}"
         if cores is not None and not (chip.traits.shares_machine and 1 <= cores <= _MOST_CORES):
             raise UserError(
-                f"{chip.name}:{text}{said}: only devices of a CPU share cores, "
+                f"{chip.name}:{text}{suffix}: only devices of a CPU share cores, "
                 f"1 to {_MOST_CORES} of them, as in cpu:8@4"
             )
         name = f"{chip.name}:{text}{'_twisted' if twisted else ''}" + (f"*{slices}" if slices > 1 else "")
         there, memory = _machine() if chip.traits.shares_machine else (0, 0)
-        return cls(name + said, chip, shape, slices, wrap, twisted, memory, cores or there)
+        return cls(name + suffix, chip, shape, slices, wrap, twisted, memory, cores or there)
 
     @property
     def backend(self) -> str:
-        """What compiles for these devices: `tpu`, `gpu` or `cpu`."""
+        """Name of the backend that compiles for these devices: `tpu`, `gpu` or `cpu`."""
         return self.chip.backend
 
     @property
     def traits(self) -> Backend:
-        """What sets the topology's backend apart."""
+        """The traits of the topology's backend."""
         return self.chip.traits
 
     @property
     def devices_per_chip(self) -> int:
-        """Devices that a chip shows as: 2 where each core is one (v2, v3, tpu7x)."""
+        """Devices that JAX counts on a chip: 2 where each core is one (v2, v3, tpu7x)."""
         return self.chip.devices_per_chip
 
     @property
     def num_chips(self) -> int:
-        """Chips of all slices."""
+        """Number of chips of all slices."""
         return math.prod(self.shape) * self.slices
 
     @property
     def num_devices(self) -> int:
-        """Devices of all slices, as JAX counts them."""
+        """Number of devices of all slices, as JAX counts them."""
         return self.num_chips * self.chip.devices_per_chip
 
     @property
     def num_hosts(self) -> int:
-        """Hosts of all slices, when every host has the chip's usual `host_shape`; one for a CPU."""
+        """Number of hosts of all slices, if every host has the chip's usual `host_shape`; one for a CPU."""
         per_host = math.prod(self.chip.host_shape) if self.chip.host_shape else self.num_chips
         return self.slices * -(-math.prod(self.shape) // per_host)
 
@@ -188,7 +189,7 @@ class Topology:
         return self.chip.usable_bytes_per_device
 
     def peak_flops(self, dtype: str) -> float:
-        """Peak FLOP/s of one device; devices of a `cpu:N` share the machine's cores."""
+        """Return the peak FLOP/s of one device; devices of a `cpu:N` share the machine's cores."""
         peak = self.chip.peak_flops(dtype)
         if self.traits.shares_machine:
             return peak * self.host_cores / self.num_devices
@@ -218,9 +219,9 @@ class Topology:
         return (outer, *inner)
 
     def coords(self, device: int) -> tuple[int, tuple[int, int, int], int]:
-        """`(slice, (x, y, z), core)` of a device number, as JAX's `slice_index`, `coords` and `core_on_chip`.
+        """Return `(slice, (x, y, z), core)` of a device number, as JAX's `slice_index`, `coords` and `core_on_chip`.
 
-        Raises `UserError` for a number that no device has.
+        Raises: UserError for a number that no device has.
         """
         if not 0 <= device < self.num_devices:
             raise UserError(f"device {device} is not in {self.name}, which has devices 0..{self.num_devices - 1}")
@@ -233,7 +234,7 @@ class Topology:
         return rest, (xyz[0], xyz[1], xyz[2]), core
 
     def device_at(self, slice_index: int, coords: tuple[int, ...], core: int = 0) -> int:
-        """The inverse of `coords`."""
+        """Return the device number of these coordinates, the inverse of `coords`."""
         number = slice_index
         for size, coordinate in zip(self.shape, coords, strict=False):
             number = number * size + coordinate
@@ -241,7 +242,7 @@ class Topology:
 
 
 def _more_islands(chip: Chip, shape: tuple[int, ...]) -> str:
-    """What to write where more devices were asked for than one island has; nothing for other mistakes."""
+    """Suggest islands if more devices were requested than one island has; return "" for other mistakes."""
     count = math.prod(shape)
     if chip.traits.shares_machine or count <= chip.max_chips:
         return ""
@@ -255,12 +256,12 @@ def _more_islands(chip: Chip, shape: tuple[int, ...]) -> str:
 
 
 def _machine() -> tuple[int, int]:
-    """Cores and bytes of main memory that the machine has, whatever this process may use of them just now."""
+    """Return the cores and the bytes of main memory of the machine, even if this process may use fewer."""
     return os.cpu_count() or 1, os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def _parse_slice_name(name: str) -> tuple[Chip, tuple[int, ...]]:
-    """`v5litepod-16` -> (v5e, (4, 4))."""
+    """Parse a slice name: `v5litepod-16` -> (v5e, (4, 4)). Raises: UserError for an unknown name."""
     generation, _, count = name.lower().rpartition("-")
     chip = load_chip(generation)
     key = f"{chip.name}-{count}"
@@ -279,7 +280,7 @@ def _parse_slice_name(name: str) -> tuple[Chip, tuple[int, ...]]:
 
 
 def _check_tpu_shape(chip: Chip, shape: tuple[int, ...]) -> tuple[int, ...]:
-    """The shape in ascending order, or UserError with the shapes that exist."""
+    """Return the shape in ascending order. Raises: UserError with the existing shapes if the chip lacks it."""
     asked = "x".join(map(str, shape))
     ordered = shape
     while len(ordered) > chip.torus_dims and 1 in ordered:
@@ -302,12 +303,15 @@ def _check_tpu_shape(chip: Chip, shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def _may_twist(shape: tuple[int, ...]) -> bool:
-    """Whether a shape is k x k x 2k or k x 2k x 2k, the ones that twisted tori come in (Cloud TPU, v4 and v5p)."""
+    """Return True if a shape is `k x k x 2k` or `k x 2k x 2k`, the shapes of twisted tori (Cloud TPU, v4 and v5p)."""
     return len(shape) == 3 and set(shape) == {min(shape), 2 * min(shape)}
 
 
 def _wraps(chip: Chip, shape: tuple[int, ...], size: int) -> bool:
-    """Whether a torus axis closes to a ring (2-D: only at the pod's length; 3-D: only in shapes of whole cubes)."""
+    """Return True if a torus axis closes to a ring.
+
+    A 2-D axis closes only at the pod's length, and a 3-D axis only in shapes of whole cubes.
+    """
     rule, _, length = chip.wrap_rule.partition(" ")
     if rule == "length":
         return size == int(length)

@@ -1,4 +1,4 @@
-"""Topologies by pattern: `v5e:*`, `v6e:16x16*1-4`, `v5p-*`, for those who choose among many."""
+"""Topologies by pattern (`v5e:*`, `v6e:16x16*1-4`, `v5p-*`), for a choice among many."""
 
 import difflib
 import fnmatch
@@ -12,9 +12,9 @@ from autoshard.errors import UserError
 
 
 MOST_FOUND = 512
-"""Topologies that one pattern may stand for."""
+"""Most topologies that one pattern may stand for."""
 MOST_TRIED = 64
-"""Numbers of slices that `larger_topologies` goes through."""
+"""Most numbers of slices that `larger_topologies` tries."""
 _PATTERN = re.compile(
     r"(?P<chip>[^:*@-]*\*?)(?::(?P<shape>(?:[0-9]+|\*)(?:x(?:[0-9]+|\*))*)|-(?P<count>[0-9*]+))"
     r"(?:\*(?P<first>[0-9]+)(?:-(?P<last>[0-9]+))?)?"
@@ -22,20 +22,20 @@ _PATTERN = re.compile(
 
 
 def shapes_of(chip: Chip) -> tuple[tuple[int, ...], ...]:
-    """The shapes of one slice, or island, that a chip is offered in, the smallest first.
+    """Return the shapes of one slice, or island, that a chip is offered in, the smallest first.
 
-    Shapes of whole cubes are those that slice names stand for; more exist. A CPU's devices have no shapes of their own.
+    Shapes of whole cubes are limited to those with slice names, although more exist. A CPU's devices have no shapes.
     """
     shapes = {tuple(shape) for shape in chip.small_shapes} | set(slice_shapes(chip).values())
-    found = {Topology.make(chip, shape).shape for shape in shapes}
-    return tuple(sorted(found, key=lambda shape: (math.prod(shape), shape)))
+    distinct = {Topology.make(chip, shape).shape for shape in shapes}
+    return tuple(sorted(distinct, key=lambda shape: (math.prod(shape), shape)))
 
 
 def find_topologies(pattern: str) -> tuple[Topology, ...]:
-    """The topologies that a pattern stands for, the smallest first; a name without pattern is itself.
+    """Return the topologies that a pattern stands for, the smallest first; a name without pattern stands for itself.
 
-    `*` stands for any chip (`v5*`), shape (`v5e:*`), size of a shape (`v5e:4x*`) or number of a slice name (`v5p-*`);
-    `*1-4` at the end for one to four slices. Raises `UserError` if there is none, with near matches.
+    `*` stands for any chip (`v5*`), shape (`v5e:*`), size of a shape (`v5e:4x*`) or number of a slice name (`v5p-*`).
+    `*1-4` at the end stands for one to four slices. Raises: UserError with near matches if there is none.
     """
     text = pattern.strip()
     match = _PATTERN.fullmatch(text)
@@ -53,15 +53,15 @@ def find_topologies(pattern: str) -> tuple[Topology, ...]:
             f"topology {pattern!r} stands for {len(shapes) * (last - first + 1)} of them, more than {MOST_FOUND}; "
             "name a chip, a shape, or fewer slices."
         )
-    found = [Topology.make(chip, shape, count) for count in range(first, last + 1) for chip, shape in shapes]
-    return tuple(sorted(found, key=lambda each: each.num_chips))
+    topologies = [Topology.make(chip, shape, count) for count in range(first, last + 1) for chip, shape in shapes]
+    return tuple(sorted(topologies, key=lambda each: each.num_chips))
 
 
 def larger_topologies(topology: Topology, devices: int) -> Iterator[Topology]:
-    """Iterate over topologies of the same chip with more devices than `topology` and at least `devices`.
+    """Yield topologies of the same chip with more devices than `topology` and at least `devices`.
 
-    The shapes of one slice come first, the smallest first, then further slices (or islands) of the largest one. None
-    for a CPU, whose devices have no shapes.
+    The shapes of one slice come first, the smallest first. Further slices (or islands) of the largest shape follow. A
+    CPU yields none, since its devices have no shapes.
     """
     if topology.chip.traits.shares_machine:
         return
@@ -75,11 +75,15 @@ def larger_topologies(topology: Topology, devices: int) -> Iterator[Topology]:
 
 
 def _is_pattern(match: re.Match[str]) -> bool:
+    """Return True if the text stands for several topologies."""
     return any("*" in (match[name] or "") for name in ("chip", "shape", "count")) or match["last"] is not None
 
 
 def _chips(text: str) -> list[Chip]:
-    """The chips that a name or pattern means; a pattern means none whose devices have no shapes."""
+    """Return the chips of a name or pattern; a pattern omits chips whose devices have no shapes.
+
+    Raises: UserError if no chip matches.
+    """
     if "*" not in text:
         chip = load_chip(text)
         if chip.traits.shares_machine:
@@ -95,6 +99,7 @@ def _chips(text: str) -> list[Chip]:
 
 
 def _matching(chip: Chip, match: re.Match[str]) -> list[tuple[int, ...]]:
+    """Return the shapes of a chip that match a pattern."""
     if match["count"] is not None:
         pattern = f"{chip.name}-{match['count']}"
         return [shape for name, shape in slice_shapes(chip).items() if fnmatch.fnmatchcase(name, pattern)]
@@ -112,8 +117,8 @@ def _matching(chip: Chip, match: re.Match[str]) -> list[tuple[int, ...]]:
 
 
 def _offers(chips: list[Chip]) -> str:
-    """What there is, of one chip."""
+    """Describe the shapes that the first chip is offered in."""
     chip = chips[0]
     shapes = ["x".join(map(str, shape)) for shape in shapes_of(chip)]
-    said = ", ".join(shapes[:8]) + (f" and {len(shapes) - 8} more" if len(shapes) > 8 else "")
-    return f"{chip.name} comes in {said}"
+    listed = ", ".join(shapes[:8]) + (f" and {len(shapes) - 8} more" if len(shapes) > 8 else "")
+    return f"{chip.name} comes in {listed}"

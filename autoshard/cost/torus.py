@@ -12,8 +12,10 @@ from autoshard.cost.axis_layout import Segment
 
 
 def in_group(segments: Sequence[Segment], axes: dict[str, int]) -> list[Segment]:
-    """Segments of a group on a twisted torus (axis name -> size): a short axis is a ring only within one that holds
-    the major half of every long axis too."""
+    """Return the segments of a group on a twisted torus, with rings opened that the twist breaks.
+
+    A short axis is a ring only in a group with the major half of every long axis. `axes` maps axis name to size.
+    """
     short = min(axes.values())
     tops = {s.axis for s in segments if s.size * s.stride == axes.get(s.axis)}
     closed = all(name in tops for name, size in axes.items() if size > short)
@@ -21,7 +23,7 @@ def in_group(segments: Sequence[Segment], axes: dict[str, int]) -> list[Segment]
 
 
 def is_whole(segments: Sequence[Segment], axes: dict[str, int]) -> bool:
-    """Whether a group is whole axes, every long one and at least one short one among them."""
+    """Return True if a group consists of whole axes: every long axis and at least one short axis."""
     short = min(axes.values())
     whole = {s.axis for s in segments if s.size == axes.get(s.axis)}
     long = {name for name, size in axes.items() if size > short}
@@ -30,17 +32,18 @@ def is_whole(segments: Sequence[Segment], axes: dict[str, int]) -> bool:
 
 @functools.cache
 def mean_hops(shape: tuple[int, ...]) -> tuple[tuple[float, ...], int]:
-    """Mean hops along each axis of a twisted torus between two of its chips, and the most hops of any two.
+    """Return the mean hops along each axis between two chips of a twisted torus, and the most hops of any two.
 
-    By shortest paths; of several equally short ones each takes its share.
+    Paths are shortest paths; equally short paths share the traffic equally.
     """
     short = min(shape)
-    closing = np.diag(shape)
+    # Rows are the translations that close each axis; a short axis also moves half-way along every long axis.
+    lattice = np.diag(shape)
     for axis, size in enumerate(shape):
         if size == short:
-            closing[axis, [other for other, length in enumerate(shape) if length > short]] = short
+            lattice[axis, [other for other, length in enumerate(shape) if length > short]] = short
     apart = np.array(list(itertools.product(*(range(size) for size in shape))))
-    ways = np.array(list(itertools.product((-1, 0, 1, 2), repeat=len(shape)))) @ closing
+    ways = np.array(list(itertools.product((-1, 0, 1, 2), repeat=len(shape)))) @ lattice
     steps = np.abs(apart[:, None, :] - ways[None, :, :])
     total = steps.sum(axis=2)
     best = total == total.min(axis=1, keepdims=True)
@@ -49,7 +52,7 @@ def mean_hops(shape: tuple[int, ...]) -> tuple[tuple[float, ...], int]:
 
 
 def snake(shape: Sequence[int]) -> list[tuple[int, ...]]:
-    """All points of a box, each one step from the one before (boustrophedon order)."""
+    """Return all points of a box, each one step from the one before (boustrophedon order)."""
     if not shape:
         return [()]
     rest = snake(shape[1:])
@@ -57,18 +60,18 @@ def snake(shape: Sequence[int]) -> list[tuple[int, ...]]:
 
 
 def ring(shape: Sequence[int], wrap: Sequence[bool]) -> list[tuple[int, ...]]:
-    """All points of a box so that neighbours, also last and first, are one step apart where the box allows it.
+    """Return all points of a box in an order whose neighbours, also last and first, are one step apart if possible.
 
-    A box with an even side and another side longer than one has such a cycle: walk one column of it down at the end,
-    the rest as a snake. Fully wrapped boxes keep row-major order, in which the hardware's own
-    torus collectives find whole rings.
+    A box with an even side and another side longer than one has such a cycle. The cycle walks the box as a snake, and
+    returns along one column. Fully wrapped boxes stay row-major, the order in which the hardware's torus collectives
+    find whole rings.
     """
     if all(wrap) or len(shape) < 2:
         return list(itertools.product(*(range(size) for size in shape)))
     even = next((i for i, size in enumerate(shape) if size % 2 == 0 and math.prod(shape) > size), None)
     if even is None:
         return snake(shape)
-    # `path` walks the other sides; (step, place on the path) is a plain grid with an even number of rows.
+    # `path` walks the other sides. (step, place on the path) is a plain grid with an even number of rows.
     path = snake([*shape[:even], *shape[even + 1 :]])
     cells = [(0, 0)]
     for row in range(shape[even]):

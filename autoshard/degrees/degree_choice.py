@@ -1,4 +1,4 @@
-"""Degrees of parallelism for a decoder under an eager framework on GPUs: plans that multiply, priced and sorted."""
+"""Choice of degrees of parallelism for a decoder under an eager framework on GPUs: all degrees, priced and sorted."""
 
 import dataclasses
 import pathlib
@@ -14,7 +14,7 @@ from autoshard.program import read_config
 
 
 ZEROS = {"torchtitan": (2, 3), "megatron-core": (0, 1)}
-"""Frameworks that degrees are chosen for, and the ZeRO stages that each has."""
+"""Frameworks that degrees are chosen for, and the ZeRO stages of each."""
 _DENSE = ("llama", "mistral", "qwen2", "qwen3")
 _MOST_MICRO = 16
 """Sequences of the largest microbatch that is tried."""
@@ -22,29 +22,29 @@ _MOST_MICRO = 16
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class DegreeChoice:
-    """One plan of degrees, and what its step takes."""
+    """One plan of degrees, with the price of its step."""
 
     run: GpuRun
     step: GpuStep
 
     @property
     def limit_bytes(self) -> float:
-        """Bytes of one GPU that tensors may take."""
+        """Bytes of one GPU that tensors may occupy."""
         return self.run.topology.usable_bytes * host_figures().usable_share
 
     @property
     def fits(self) -> bool:
-        """Whether one GPU can hold its part."""
+        """True if one GPU has enough memory for its part."""
         return self.step.peak_bytes <= self.limit_bytes
 
     @property
     def waits(self) -> int:
-        """Messages between islands that a step waits for one after the other."""
+        """Number of messages between islands that a step waits for in sequence."""
         return waits(self.run)
 
     @property
     def mfu(self) -> float:
-        """Model FLOPs over the peak of the GPUs; half of the scores are masked."""
+        """Model FLOPs over the peak of the GPUs, with half of the scores masked."""
         decoder, run = self.run.decoder, self.run
         multiplied = decoder.layers * decoder.layer_parameters + decoder.table_parameters
         flops = run.tokens * (6.0 * multiplied + 6.0 * decoder.layers * decoder.width * run.seq)
@@ -53,9 +53,9 @@ class DegreeChoice:
 
 
 def gpu_decoder(program: str) -> GpuDecoder:
-    """The dims of a dense decoder's configuration, `hf:NAME` or `hf:PATH`.
+    """Return the dims of a dense decoder's configuration, `hf:NAME` or `hf:PATH`.
 
-    Raises: `UserError` for another program, and for a model that is no such decoder.
+    Raises: UserError for another program, and for a model that is no such decoder.
     """
     if not program.startswith("hf:"):
         raise UserError(f"degrees are chosen for a configuration, hf:CONFIG; found {program!r}.")
@@ -84,43 +84,47 @@ def gpu_decoder(program: str) -> GpuDecoder:
 def choose_degrees(
     decoder: GpuDecoder, topology: str | pathlib.Path, framework: str, batch: int, seq: int
 ) -> tuple[DegreeChoice, ...]:
-    """Every plan of a global batch of sequences of `seq` tokens, those that fit first and the fastest first of them,
-    but before them the one to take: of those that cannot be told from the fastest, what waits least for other nodes.
+    """Return every plan for a global batch of sequences of `seq` tokens, the recommended plan first.
 
-    Tensor parallelism stays inside an island. Raises: `UserError` for a topology without GPUs' prices, another
-    framework, a batch that no plan divides, and where nothing fits, with the least that a plan needs.
+    The other plans follow, those that fit first, by step time. The recommended plan waits least for other nodes among
+    the plans that are as fast as the fastest within the error (`INDISTINCT`). Tensor parallelism stays inside an
+    island.
+
+    Raises: UserError for a topology without prices for GPUs, another framework, or a batch that no plan divides. If
+    nothing fits, the UserError names the least memory that a plan needs.
     """
     if framework not in ZEROS:
         raise UserError(f"degrees are chosen for {' and '.join(ZEROS)}; found {framework!r}.")
     place = Topology.parse(str(topology))
     if place.chip.name not in host_figures().attention_efficiency["flash"]:
         raise UserError(f"{place.name} has no GPUs; degrees are chosen for topologies such as h100:8*16.")
-    found = [DegreeChoice(run, price_step(run)) for run in _runs(decoder, place, framework, batch, seq)]
-    found = [each for each in found if each.step.runs]
-    if not found:
+    choices = [DegreeChoice(run, price_step(run)) for run in _runs(decoder, place, framework, batch, seq)]
+    choices = [each for each in choices if each.step.runs]
+    if not choices:
         raise UserError(
             f"no degrees multiply to the {place.num_devices} GPUs of {place.name} and divide a batch of {batch} "
             f"sequences, {decoder.layers} layers and {decoder.kv_heads} heads of keys; name another --batch."
         )
-    if not any(each.fits for each in found):
-        least = min(found, key=lambda each: each.step.peak_bytes)
+    if not any(each.fits for each in choices):
+        least = min(choices, key=lambda each: each.step.peak_bytes)
         raise UserError(
             f"nothing fits {place.name}: the least that a plan needs is {least.step.peak_bytes / 2**30:.1f} GiB a GPU "
             f"of {least.limit_bytes / 2**30:.1f} ({said_degrees(least.run)}); use more GPUs or shorter sequences."
         )
-    found.sort(key=lambda each: (not each.fits, each.step.seconds))
-    fitting = [each for each in found if each.fits]
-    taken = steadiest(fitting, lambda each: each.step.seconds, lambda each: each.run)
-    return (taken, *(each for each in found if each is not taken))
+    choices.sort(key=lambda each: (not each.fits, each.step.seconds))
+    fitting = [each for each in choices if each.fits]
+    recommended = steadiest(fitting, lambda each: each.step.seconds, lambda each: each.run)
+    return (recommended, *(each for each in choices if each is not recommended))
 
 
 def said_degrees(run: GpuRun) -> str:
-    """A plan in a few words."""
+    """Return a plan in a few words."""
     words = [f"dp{run.dp}", f"tp{run.tp}", f"pp{run.pp}", f"ZeRO-{run.zero}", f"micro {run.micro_batch}"]
     return " ".join(words + (["recompute"] if run.recompute == "full" else []))
 
 
 def _runs(decoder: GpuDecoder, topology: Topology, framework: str, batch: int, seq: int) -> Iterator[GpuRun]:
+    """Yield every combination of degrees, microbatch, ZeRO stage and recomputation that divides devices and batch."""
     devices = topology.num_devices
     for tp in _divisors(min(devices, topology.shape[0])):
         if decoder.kv_heads % tp or decoder.ffn % tp or decoder.vocab % tp or devices % tp:
@@ -140,4 +144,5 @@ def _runs(decoder: GpuDecoder, topology: Topology, framework: str, batch: int, s
 
 
 def _divisors(number: int) -> list[int]:
+    """Return the divisors of a number in ascending order."""
     return [each for each in range(1, number + 1) if number % each == 0]

@@ -1,4 +1,4 @@
-"""Degrees of parallelism as a table, as figures, and as the configuration of torchtitan or Megatron."""
+"""Degrees of parallelism as a table, as JSON, and as the configuration of torchtitan or Megatron."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -13,11 +13,12 @@ from autoshard.degrees.degree_choice import DegreeChoice, said_degrees
 from autoshard.degrees.node_waits import INDISTINCT
 
 
+# Most plans in the table.
 _SHOWN = 8
 
 
 def degree_figures(choices: Sequence[DegreeChoice]) -> dict[str, Any]:
-    """The JSON object of `autoshard degrees --json`: seconds, GiB; the plan that is chosen first."""
+    """Return the JSON object of `autoshard degrees --json`: seconds and GiB, the recommended plan first."""
     return {
         "plans": [
             {
@@ -42,7 +43,7 @@ def degree_figures(choices: Sequence[DegreeChoice]) -> dict[str, Any]:
 
 
 def degree_report(choices: Sequence[DegreeChoice]) -> RenderableType:
-    """The fastest plans that fit, after the one to take, where their steps go, and how sure that is."""
+    """Return a table of the recommended plan and the fastest plans that fit, with their times and the uncertainty."""
     fitting = [each for each in choices if each.fits]
     table = Table(box=SIMPLE_HEAD, show_edge=False, pad_edge=False, header_style="dim")
     table.add_column("plan", no_wrap=True)
@@ -61,20 +62,20 @@ def degree_report(choices: Sequence[DegreeChoice]) -> RenderableType:
         )
     best, fastest = fitting[0], min(fitting, key=lambda each: each.step.seconds)
     near = sum(each.step.seconds <= fastest.step.seconds * (1 + INDISTINCT) for each in fitting)
-    said = (
+    text = (
         f"{len(choices)} plans multiply, {len(fitting)} of them fit, {near} within {100 * INDISTINCT:.0f} % of the "
         "fastest, as near as nine in ten predictions of measured runs on several nodes of A100 were. Of these the "
         "first waits least often for messages between nodes, which were far slower than priced in one sweep on H100"
     )
-    said += (
+    text += (
         "." if best is fastest else f"; the fastest is {said_degrees(fastest.run)}, which waits {fastest.waits} times."
     )
     limit = f"A GPU holds {best.limit_bytes / GIB:.1f} GiB of tensors. "
-    return Group(table, Text(), Text(limit + said, style="dim"))
+    return Group(table, Text(), Text(limit + text, style="dim"))
 
 
 def torchtitan_toml(choice: DegreeChoice) -> str:
-    """Sections of torchtitan's configuration that say these degrees."""
+    """Return the sections of torchtitan's configuration that set these degrees."""
     run = choice.run
     local = run.micro_batch * (run.accumulation if run.pp > 1 else 1)
     pipeline = [
@@ -104,7 +105,7 @@ def torchtitan_toml(choice: DegreeChoice) -> str:
 
 
 def megatron_arguments(choice: DegreeChoice) -> str:
-    """Arguments of Megatron's `pretrain_gpt.py` that say these degrees and the decoder's dims."""
+    """Return the arguments of Megatron's `pretrain_gpt.py` that set these degrees and the decoder's dims."""
     run, decoder = choice.run, choice.run.decoder
     lines = [
         f"--tensor-model-parallel-size {run.tp}",
@@ -138,4 +139,4 @@ def megatron_arguments(choice: DegreeChoice) -> str:
 
 
 DEGREE_FORMS = {"torchtitan": torchtitan_toml, "megatron-core": megatron_arguments}
-"""What writes a choice down, by framework."""
+"""Framework -> the function that writes a choice as its configuration."""

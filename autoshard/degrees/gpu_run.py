@@ -16,41 +16,41 @@ _FRAMEWORKS = pathlib.Path(__file__).with_name("frameworks.json")
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class EagerFramework:
-    """What a framework without a compiler runs beside matmuls, and keeps; `frameworks.json` says what is counted."""
+    """Work of a framework without a compiler in addition to matmuls, and its saved tensors (`frameworks.json`)."""
 
     source: str
     attention: str
-    """`flash`, or `scores`: scores of attention in memory."""
+    """Attention: `flash`, or `scores` with the scores in memory."""
     gated: bool
     rotary: bool
     stages: str
-    """How layers come to stages: `equal`, or `by parameters`, the head counted as layers."""
+    """Division of layers into stages: `equal`, or `by parameters`, with the head counted as layers."""
     sequence_parallel: bool
-    """Whether norms and sums between tensor-parallel matmuls are split along the sequence."""
+    """True if norms and sums between tensor-parallel matmuls are split along the sequence."""
     gradient_bytes: int
-    """Bytes of a gradient as it is summed over replicas."""
+    """Bytes of one element of a gradient when it is summed over replicas."""
     accumulated: bool
-    """Whether gradients of microbatches are added to a float32 buffer."""
+    """True if gradients of microbatches are added to a float32 buffer."""
     forward_bytes: Mapping[str, float]
     backward_bytes: Mapping[str, float]
     forward_ops: int
-    """Ops that the host starts for a layer."""
+    """Ops that the host launches for a layer's forward pass."""
     backward_ops: int
     forward_collectives: int
     backward_collectives: int
     kept_bytes: Mapping[str, float]
-    """Bytes that a layer keeps for its backward pass; `gathered` are not split along the sequence."""
+    """Bytes that a layer saves for its backward pass; `gathered` bytes are not split along the sequence."""
     bucket_bytes: int
-    """16-bit gradients that are summed over replicas at a time; 0: all."""
+    """Bytes of 16-bit gradients that are summed over replicas at a time; 0 for all."""
     overlapped_sums: bool
-    """Whether replicas that hold all state sum their gradients beside the last backward pass (torch DDP)."""
+    """True if replicas with all state overlap the sums of gradients with the last backward pass (torch DDP)."""
     gradient_copies: bool
-    """Whether 16-bit gradients stay beside the float32 buffer where there are replicas."""
+    """True if 16-bit gradients stay allocated next to the float32 buffer when there are replicas."""
 
 
 @functools.cache
 def eager_framework(name: str) -> EagerFramework:
-    """A framework of `frameworks.json`. Raises: UserError for another name."""
+    """Return a framework of `frameworks.json`. Raises: UserError for another name."""
     known = json.loads(_FRAMEWORKS.read_text())
     known.pop("about")
     if name not in known:
@@ -60,7 +60,7 @@ def eager_framework(name: str) -> EagerFramework:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class GpuDecoder:
-    """Dims of a decoder as a row states them."""
+    """Dims of a decoder, as a source states them."""
 
     layers: int
     width: int
@@ -73,17 +73,18 @@ class GpuDecoder:
 
     @property
     def head_dim(self) -> int:
+        """Width of one attention head."""
         return self.width // self.heads
 
     @property
     def layer_parameters(self) -> int:
-        """Parameters of a layer's matmuls."""
+        """Number of parameters of a layer's matmuls."""
         attention = self.width * (2 * self.width + 2 * self.kv_heads * self.head_dim)
         return attention + (3 if self.gated else 2) * self.width * self.ffn
 
     @property
     def table_parameters(self) -> int:
-        """Parameters of the embedding, and as many of the head."""
+        """Number of parameters of the embedding, and as many of the head."""
         return self.vocab * self.width
 
 
@@ -99,23 +100,23 @@ class GpuRun:
     tp: int
     pp: int
     micro_batch: int
-    """Sequences of a replica that pass at a time."""
+    """Sequences of one replica's microbatch."""
     accumulation: int
-    """Microbatches of a step and replica."""
+    """Microbatches of one replica in a step."""
     zero: int
-    """0: replicas hold all; 1: optimizer state is split over them; 2: gradients too; 3: parameters too."""
+    """ZeRO stage, the state split over replicas. 0: none; 1: optimizer state; 2: gradients too; 3: parameters too."""
     recompute: str
-    """`none`, or `full`: layers keep their input alone."""
+    """`none`, or `full`: layers save only their input."""
     chunks: int = 1
-    """Parts of a stage in an interleaved schedule."""
+    """Chunks of layers in a stage of an interleaved schedule."""
     dtype: str = "bf16"
     reduced_bytes: int = 0
-    """Bytes of a gradient as it is summed over replicas; 0: the framework's."""
+    """Bytes of one element of a gradient when it is summed over replicas; 0 for the framework's."""
     stated_batch: int = 0
-    """Sequences of a step as the source has them; 0: it does not say."""
+    """Sequences of a step according to the source; 0 if the source does not state it."""
 
     def __post_init__(self) -> None:
-        """Raises: UserError with the equation that does not hold."""
+        """Check the degrees. Raises: UserError with the equation that does not hold."""
         if self.dp * self.tp * self.pp != self.topology.num_devices:
             raise UserError(
                 f"dp {self.dp} x tp {self.tp} x pp {self.pp} = {self.dp * self.tp * self.pp}, but {self.topology.name} "
@@ -133,22 +134,23 @@ class GpuRun:
 
     @property
     def batch(self) -> int:
-        """Sequences of a step."""
+        """Sequences of a step over all replicas."""
         return self.dp * self.micro_batch * self.accumulation
 
     @property
     def tokens(self) -> int:
-        """Tokens of a step."""
+        """Tokens of a step over all replicas."""
         return self.batch * self.seq
 
     @property
     def eager(self) -> EagerFramework:
+        """The run's framework."""
         return eager_framework(self.framework)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class GpuStage:
-    """What one stage of a pipeline holds."""
+    """Blocks of a decoder on one stage of a pipeline."""
 
     layers: int
     embedding: bool
@@ -156,10 +158,10 @@ class GpuStage:
 
 
 def gpu_stages(run: GpuRun) -> tuple[GpuStage, ...] | None:
-    """The stages of a run; None where one would have nothing to do, which frameworks refuse.
+    """Return the stages of a run; None if a stage would have no work, which frameworks refuse.
 
-    By parameters, blocks come in order, and the next stage begins after the block that passes its share of all
-    parameters in matmuls: embedding, layers, norm, head, cast and loss.
+    With stages by parameters, the next stage begins after the block that passes its share of all parameters in matmuls.
+    Blocks are in the order embedding, layers, norm, head, cast and loss.
     """
     decoder, pp = run.decoder, run.pp
     if run.eager.stages == "equal":
@@ -169,28 +171,28 @@ def gpu_stages(run: GpuRun) -> tuple[GpuStage, ...] | None:
         return tuple(GpuStage(share + (place < more), place == 0, place == pp - 1) for place in range(pp))
     blocks = [("embedding", 0)] + [("layer", decoder.layer_parameters)] * decoder.layers
     blocks += [("norm", 0), ("head", decoder.table_parameters), ("cast", 0), ("loss", 0)]
-    whole = sum(cost for _, cost in blocks)
-    found = [{"layer": 0, "embedding": 0, "head": 0, "norm": 0, "cast": 0, "loss": 0} for _ in range(pp)]
+    total = sum(cost for _, cost in blocks)
+    counts = [{"layer": 0, "embedding": 0, "head": 0, "norm": 0, "cast": 0, "loss": 0} for _ in range(pp)]
     place, done, last = 0, 0, 0
     for name, cost in blocks:
         if place >= pp:
             return None
-        found[place][name] += 1
+        counts[place][name] += 1
         last = place
         done += cost
-        place += done * pp > whole * (place + 1)
+        place += done * pp > total * (place + 1)
     if last < pp - 1:
         return None
-    return tuple(GpuStage(each["layer"], bool(each["embedding"]), bool(each["head"])) for each in found)
+    return tuple(GpuStage(each["layer"], bool(each["embedding"]), bool(each["head"])) for each in counts)
 
 
 def waiting(run: GpuRun, place: int) -> int:
-    """Microbatches whose activations a stage of a 1F1B pipeline holds at once."""
+    """Return the number of microbatches whose activations a stage of a 1F1B pipeline stores at once."""
     return min(run.accumulation, run.pp - place)
 
 
 def gpu_topology(chip: str, devices: int) -> Topology:
-    """Whole islands of a chip. Raises: UserError where they do not divide."""
+    """Return a topology of a chip with that many devices, in islands whose size divides a full island."""
     from autoshard.cost import load_chip
 
     most = load_chip(chip).max_chips

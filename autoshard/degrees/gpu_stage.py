@@ -1,8 +1,8 @@
 """Seconds of a stated run's parts on its GPUs: a layer, the embedding and the head, forward and backward.
 
-A part is the list of kernels that its framework starts. Matmuls, traffic and collectives are priced as the planner
-prices them (`Compute`, `Collectives`). The host that starts the kernels runs ahead of the GPU, so that a pass takes the
-longer of the two: what its kernels take, and what starting them takes.
+A part is the list of kernels that its framework launches. Matmuls, traffic and collectives are priced as the planner
+prices them (`Compute`, `Collectives`). The host that launches the kernels runs ahead of the GPU, so a pass takes the
+longer of the kernels' time and the launch time.
 """
 
 import dataclasses
@@ -16,23 +16,23 @@ from autoshard.degrees.gpu_run import GpuRun
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class HostFigures:
-    """What the shared prices do not have: figures of eager frameworks, each with its source in `gpu_figures.json`."""
+    """Figures of eager frameworks that the shared prices lack, each with its source in `gpu_figures.json`."""
 
     host_op_s: float
-    """Seconds in which the host starts an op."""
+    """Seconds in which the host launches an op."""
     attention_efficiency: dict[str, dict[str, float]]
     """Share of peak over a forward and a backward pass by kernel and chip, without masked scores."""
     contention: float
-    """Share of the shorter of compute and what is sent beside it that is waited for."""
+    """Share of the shorter of compute and overlapped communication that is exposed."""
     eager_traffic: float
-    """Bytes at the bandwidth of a stream for each byte of kernels beside matmuls."""
+    """Bytes at the bandwidth of a stream for each byte of kernels other than matmuls."""
     usable_share: float
-    """Share of a GPU's usable memory that a program's tensors may take."""
+    """Share of a GPU's usable memory that a program's tensors may occupy."""
 
 
 @functools.cache
 def host_figures() -> HostFigures:
-    """The shipped figures."""
+    """Load the shipped figures."""
     document = json.loads(pathlib.Path(__file__).with_name("gpu_figures.json").read_text())
     return HostFigures(**{name: entry["value"] for name, entry in document.items()})
 
@@ -48,10 +48,12 @@ class Pass:
         return Pass(self.device + other.device, self.host + other.host)
 
     def times(self, count: float) -> "Pass":
+        """Return the pass repeated so many times."""
         return Pass(self.device * count, self.host * count)
 
     @property
     def seconds(self) -> float:
+        """The longer of device and host time."""
         return max(self.device, self.host)
 
 
@@ -71,18 +73,19 @@ class GpuPrices:
         """Parts into which the residual stream is cut."""
 
     def collective(self, kind: Kind, axis: str, size_bytes: float) -> float:
-        """Seconds of one collective over one of `dp`, `tp`, `pp`."""
+        """Return the seconds of one collective over one of `dp`, `tp`, `pp`."""
         return float(self.wires.time(kind, (axis,), size_bytes))
 
     def matmul(self, m: float, n: float, k: float) -> float:
+        """Return the seconds of one matmul in the run's dtype."""
         return float(self.compute.dot_seconds(m, n, k, dtype=self.run.dtype))
 
     def streamed(self, size_bytes: float, ops: float) -> float:
-        """Kernels that stream what they read and write."""
+        """Return the seconds of `ops` kernels that stream `size_bytes` from and to memory."""
         return float(self.compute.memory_seconds(size_bytes)) + ops * self.compute.calibration.op_overhead_s
 
     def _matmuls(self) -> list[tuple[float, float, float, bool]]:
-        """(rows, columns, contracted, begins a tensor-parallel block) of a layer's matmuls on one GPU."""
+        """Return (rows, columns, contracted, begins a tensor-parallel block) of a layer's matmuls on one GPU."""
         decoder, tp = self.run.decoder, self.run.tp
         kv = 2 * decoder.kv_heads * decoder.head_dim
         up = (2 if decoder.gated else 1) * decoder.ffn
@@ -94,13 +97,14 @@ class GpuPrices:
         ]
 
     def _attention(self, backward: bool) -> float:
-        """Kernels of attention: one that keeps its scores on chip, or matmuls with scores in memory."""
+        """Return the seconds of attention: one kernel with scores on chip, or matmuls with scores in memory."""
         run, decoder = self.run, self.run.decoder
         heads = decoder.heads / run.tp
         scores = run.micro_batch * heads * run.seq * run.seq
         if run.eager.attention != "scores":
             peak = run.topology.peak_flops("bf16")
             rate = peak * self.figures.attention_efficiency[run.eager.attention][run.topology.chip.name]
+            # Masked scores are omitted, which is half of them: 2 of the 4 FLOPs forward, 5 of 10 backward.
             return (5 if backward else 2) * scores * decoder.head_dim / rate
         batch = run.micro_batch * heads
         pair = [
@@ -110,6 +114,7 @@ class GpuPrices:
         return sum(pair) * (2 if backward else 1)
 
     def _elementwise(self, backward: bool) -> float:
+        """Return the seconds of a layer's kernels other than matmuls and attention."""
         run, decoder = self.run, self.run.decoder
         each = run.eager.backward_bytes if backward else run.eager.forward_bytes
         size = each["hidden"] * self.tokens * decoder.width / self.spread
@@ -120,13 +125,14 @@ class GpuPrices:
         return self.streamed(size * self.figures.eager_traffic, max(0, ops - 8))
 
     def _host(self, backward: bool) -> float:
+        """Return the seconds in which the host launches a layer's ops and collectives."""
         eager = self.run.eager
         ops = eager.backward_ops if backward else eager.forward_ops
         calls = (eager.backward_collectives if backward else eager.forward_collectives) if self.run.tp > 1 else 0
         return (ops + calls) * self.figures.host_op_s
 
     def layer_forward(self) -> Pass:
-        """One layer of one microbatch."""
+        """Price one layer of one microbatch, forward."""
         device = sum(self.matmul(m, n, k) for m, n, k, _ in self._matmuls())
         device += self._attention(False) + self._elementwise(False)
         if self.run.tp > 1:
@@ -139,7 +145,7 @@ class GpuPrices:
         return Pass(device, self._host(False))
 
     def layer_backward(self) -> Pass:
-        """Gradients of one layer, and their sum into the buffer."""
+        """Price the gradients of one layer, and their addition to the buffer."""
         run = self.run
         device = self._attention(True) + self._elementwise(True)
         size = 2.0 * self.tokens * run.decoder.width
@@ -151,21 +157,21 @@ class GpuPrices:
             if not run.eager.sequence_parallel:
                 device += self.collective("all-reduce", "tp", size) if begins else 0.0
                 continue
-            if begins:  # the gradient of the input is scattered beside the weights' matmul
+            if begins:  # the weights' matmul hides the reduce-scatter of the input's gradient
                 device += max(0.0, self.collective("reduce-scatter", "tp", size) - weights)
             else:
                 device += self.collective("all-gather", "tp", size)
         return Pass(device + self._accumulated(run.decoder.layer_parameters), self._host(True))
 
     def _accumulated(self, parameters: float) -> float:
-        """Gradients of a microbatch added to their buffer."""
+        """Return the seconds in which a microbatch's gradients are added to their buffer."""
         eager, run = self.run.eager, self.run
         if not eager.accumulated or run.accumulation == 1 and eager.gradient_bytes == 2:
             return 0.0
         return self.streamed((2 + 2 * eager.gradient_bytes) * parameters / run.tp, 4)
 
     def head(self, backward: bool) -> Pass:
-        """The head and the loss."""
+        """Price the head and the loss."""
         run, decoder = self.run, self.run.decoder
         columns = decoder.vocab / run.tp
         each = run.eager.backward_bytes if backward else run.eager.forward_bytes
@@ -184,7 +190,7 @@ class GpuPrices:
         return Pass(device, 20 * self.figures.host_op_s)
 
     def embedding(self, backward: bool) -> Pass:
-        """The table of tokens."""
+        """Price the lookup in the table of tokens."""
         run, decoder = self.run, self.run.decoder
         size = (12.0 if backward else 4.0) * self.tokens * decoder.width
         device = self.streamed(size, 4)
@@ -196,8 +202,11 @@ class GpuPrices:
         return Pass(device, 6 * self.figures.host_op_s)
 
     def sent(self) -> float:
-        """Seconds of a microbatch's activations on their way to the next stage: each GPU sends its part of the group's,
-        and where the residual stream is not cut the parts are gathered there."""
+        """Return the seconds of a microbatch's transfer to the next stage.
+
+        Each GPU sends its part of the group's activations. If the residual stream is not split, the parts are gathered
+        there.
+        """
         run = self.run
         if run.pp == 1:
             return 0.0

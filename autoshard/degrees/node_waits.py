@@ -1,10 +1,10 @@
-"""Messages between nodes that a step waits for in turn: what a prediction of times alone does not see of a network.
+"""Messages between nodes that a step waits for in sequence: a risk that predicted times do not show.
 
-A priced message takes what its bytes take on a network that does nothing else. Each that is waited for also waits for
-whoever is late at its other end, and for whatever else is on the way. Of nanotron's runs on 4 to 64 nodes, some that
-hand microbatches from node to node took up to a hundred times what their work and bytes take, while plans beside them
-took what is priced. So of plans whose predictions are too near to be told apart, the one that waits least often is
-taken. The rule holds no rate; that it is needed was seen in that table.
+A priced message takes as long as its bytes take on an idle network. A message that a step waits for also waits for a
+late sender, and for other traffic on its way. Among plans with indistinguishable predictions, the plan with the fewest
+such waits is therefore chosen. The rule contains no rate.
+
+Evidence: docs/compiler_behaviour.md, "Waits between nodes".
 """
 
 from collections.abc import Callable, Sequence
@@ -14,31 +14,32 @@ from autoshard.degrees.gpu_run import GpuRun
 
 
 INDISTINCT = 0.21
-"""Nine in ten predicted steps of vTrain's runs on several nodes are nearer to the measured ones than this share."""
+"""Relative error of predicted steps that nine in ten of vTrain's runs on several nodes stay below."""
 
 Plan = TypeVar("Plan")
 
 
 def waits(run: GpuRun) -> int:
-    """How many messages between islands a step waits for one after the other.
+    """Return the number of messages between islands that a step waits for in sequence.
 
-    Ranks of a tensor-parallel group lie side by side, replicas next, and stages outermost, as frameworks have them.
+    Ranks of a tensor-parallel group are adjacent, replicas next, and stages outermost, as frameworks lay them out.
     """
     island = run.topology.shape[0]
     if run.topology.num_devices <= island:
         return 0
     ticks = run.accumulation * run.chunks + run.pp - 1
     layers = -(-run.decoder.layers // run.pp)
-    found = 2 * ticks if run.pp > 1 else 0  # forward and back
+    messages = 2 * ticks if run.pp > 1 else 0  # forward and back
     if run.tp > island:
-        found += (8 if run.eager.sequence_parallel else 4) * layers * ticks
+        # Each layer has two blocks with two passes, each with a gather and a scatter, or with one all-reduce.
+        messages += (8 if run.eager.sequence_parallel else 4) * layers * ticks
     if run.dp > 1 and run.dp * run.tp > island:
-        found += {0: 2, 1: 2, 2: run.accumulation + 1, 3: 3 * layers * run.accumulation}[run.zero]
-    return found
+        messages += {0: 2, 1: 2, 2: run.accumulation + 1, 3: 3 * layers * run.accumulation}[run.zero]
+    return messages
 
 
 def steadiest(plans: Sequence[Plan], seconds: Callable[[Plan], float], run: Callable[[Plan], GpuRun]) -> Plan:
-    """Of plans whose seconds cannot be told from the least, the one that waits least often, and then the fastest."""
+    """Return the plan that waits least, then the fastest, of the plans within `INDISTINCT` of the least seconds."""
     least = min(map(seconds, plans))
     near = [each for each in plans if seconds(each) <= least * (1.0 + INDISTINCT)]
     return min(near, key=lambda each: (waits(run(each)), seconds(each)))

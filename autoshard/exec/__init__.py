@@ -1,4 +1,4 @@
-"""Applying plans, running, compiling ahead of time, measuring."""
+"""Application, execution, ahead-of-time compilation, measurement and refinement of plans."""
 
 from autoshard.base.providers import provides
 from autoshard.exec.ahead.compile_plans import CompileReport as CompileReport

@@ -1,4 +1,4 @@
-"""A plan as code or configuration for other frameworks, one module for each form."""
+"""A plan as code or configuration for other frameworks, with one module for each form."""
 
 from autoshard.exports.plan_exports import EXPORT_FORMS as EXPORT_FORMS
 from autoshard.exports.plan_exports import Export as Export

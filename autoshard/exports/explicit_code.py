@@ -1,4 +1,4 @@
-"""A plan for JAX's explicit sharding mode."""
+"""Export of a plan to JAX's explicit sharding mode."""
 
 from autoshard.errors import UserError
 from autoshard.exports.explicit_values import Hint, advice, explicit_hints
@@ -88,9 +88,9 @@ def jit_unchanged(fn, args, mesh=None, **options):
 
 
 def explicit_text(plan: Plan, sentence: str, program: Program | None = None) -> str:
-    """The plan for explicit mode; without its program no hints.
+    """Return the plan's code for explicit mode; without its program the code has no hints.
 
-    Raises `UserError` for a plan of what no JAX code says, and for another program than the planned one.
+    Raises: UserError for a plan of a program that is not JAX code, and for a program other than the planned one.
     """
     check_explicit(plan, program)
     hints: list[Hint] = []
@@ -105,11 +105,11 @@ def explicit_text(plan: Plan, sentence: str, program: Program | None = None) -> 
                 f"{in_gradients} of the pins, which are of gradients: explicit mode gives a gradient the type of its "
                 "value."
             )
-        open_ones = [hint for hint in hints if hint.spec is None]
-        if open_ones:
-            places = ", ".join(hint.place for hint in open_ones[:5]) + (", ..." if len(open_ones) > 5 else "")
+        unknown = [hint for hint in hints if hint.spec is None]
+        if unknown:
+            places = ", ".join(hint.place for hint in unknown[:5]) + (", ..." if len(unknown) > 5 else "")
             lacks.append(
-                f"the specs of {len(open_ones)} values for which explicit mode asks, since they are not known or "
+                f"the specs of {len(unknown)} values for which explicit mode asks, since they are not known or "
                 f"uneven: {places}."
             )
     pinned = unpinned(plan, instead="types decide, or XLA's propagation in `jit_unchanged`, but for those in HINTS")
@@ -123,7 +123,7 @@ def explicit_text(plan: Plan, sentence: str, program: Program | None = None) -> 
 
 
 def check_explicit(plan: Plan, program: Program | None) -> None:
-    """Raise `UserError` for a plan of what no JAX code says, as far as that is known without its program."""
+    """Check that a plan is of JAX code, as far as that is known without its program. Raises: UserError if it is not."""
     name = plan.source.program if plan.source is not None else ""
     if program is not None and program.source is not None:
         name = str(program.source.get("program", ""))
@@ -142,7 +142,7 @@ def check_explicit(plan: Plan, program: Program | None) -> None:
 
 
 def _hints_text(hints: list[Hint]) -> str:
-    """The table of hints, with a line above each that says of which value it is and how it is given."""
+    """Return the table of hints, with comments on how each primitive gets its spec."""
     lines = [
         "# Where the plan has another spec than explicit mode's types, in the step's order: `hint(place, value)`\n"
         "# gives it to a value. Where it says `asks`, JAX has no type of its own; `at(place)` is for the op itself:\n"

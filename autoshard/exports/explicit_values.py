@@ -1,7 +1,7 @@
-"""What JAX's explicit sharding mode makes of a step, value by value, beside what a plan has.
+"""Types that JAX's explicit sharding mode infers for the values of a step, compared with the plan's specs.
 
-JAX itself is asked, equation by equation, for the type of every value from the plan's specs of the arguments. Gradients
-are left out: explicit mode gives each the type of the value that it is a gradient of.
+JAX itself infers the type of every value, equation by equation, from the plan's specs of the arguments. Gradients are
+omitted, since explicit mode gives each gradient the type of its value.
 """
 
 import dataclasses
@@ -16,23 +16,23 @@ from autoshard.program import Program, scan_operands
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Hint:
-    """One place of a step where the plan has another spec than explicit mode's types come to, or JAX asks for one."""
+    """One place of a step where the plan has another spec than explicit mode infers, or where JAX asks for a spec."""
 
     place: str
-    """`step.py:12 dot_general`, with `operand 1` behind it where the hint is for what the op takes."""
+    """Place such as `step.py:12 dot_general`, followed by `operand 1` if the hint is for an operand."""
     shape: tuple[int, ...]
     spec: Spec | None
-    """None if the plan's spec of the value is not known, or does not split it evenly."""
+    """The plan's spec of the value; None if it is unknown, or does not split the value evenly."""
     asked: bool
-    """Whether JAX comes to no type of its own."""
+    """True if JAX infers no type of its own."""
     primitive: str
     operand: int | None = None
 
 
 def explicit_hints(plan: Plan, program: Program) -> tuple[list[Hint], int]:
-    """The hints of a plan in program order, and how many of its pinned intermediates belong to gradients.
+    """Return the hints of a plan in program order, and the number of its pins on gradients.
 
-    Raises `UserError` for another program than the planned one.
+    Raises: UserError for a program other than the planned one.
     """
     import jax
 
@@ -49,29 +49,31 @@ def explicit_hints(plan: Plan, program: Program) -> tuple[list[Hint], int]:
 Dims = tuple[tuple[str, ...], ...]
 
 _HELPERS = ("constant", "broadcast_in_dim", "convert", "iota")
-"""Kinds of ops that a primitive of another name may bring along."""
+"""Kinds of ops that a primitive of another name may emit in addition to its main op."""
 
 _REGIONS = {"jit": "jaxpr", "pjit": "jaxpr", "closed_call": "call_jaxpr", "core_call": "call_jaxpr"} | {
     "remat2": "jaxpr", "checkpoint": "jaxpr", "custom_jvp_call": "call_jaxpr", "custom_vjp_call": "call_jaxpr"
 }  # fmt: skip
-"""Primitives that do what their equations do -> the parameter that has these."""
+"""Primitives that run an inner jaxpr once -> the parameter with that jaxpr."""
 
 
 def _of_gradient(stack: str) -> bool:
+    """Return True if a name stack belongs to a backward pass."""
     return "transpose(jvp" in stack
 
 
 def _stack(eqn: Any, outer: str) -> str:
+    """Return the full name stack of an equation inside an outer stack."""
     return f"{outer}/{eqn.source_info.name_stack}"
 
 
 def _inner(value: Any) -> Any:
-    """The equations of a parameter, whether it brings constants of its own or not."""
+    """Return the jaxpr of a parameter, which may be closed over constants or open."""
     return getattr(value, "jaxpr", value)
 
 
 class _Typer:
-    """Goes through the equations of a step with the types of their values."""
+    """Walk over the equations of a step that infers the types of their values and collects hints."""
 
     def __init__(self, plan: Plan, graph: ProgramGraph) -> None:
         from jax.sharding import AbstractMesh, AxisType
@@ -84,10 +86,10 @@ class _Typer:
         self.reached: set[int] = set()
         self.hints: list[Hint] = []
 
-    # Which op of the program an equation has become
+    # Ops of the program that the equations were lowered to
 
     def match(self, jaxpr: Any) -> None:
-        """Finds the op of every equation: those of one name and shape stand in the same order."""
+        """Find the op of every equation: equations and ops of one name and shape stand in the same order."""
         equations: dict[tuple[Any, ...], list[Any]] = defaultdict(list)
         self._collect(jaxpr, "", equations)
         tensors = self.graph.reading.graph.tensors
@@ -97,13 +99,14 @@ class _Typer:
                 name = op.name.rpartition("/")[2]
                 ops[(name, tensors[op.results[0]].shape, _of_gradient(op.name))].append(op)
         for key, same in equations.items():
-            found = ops.get(key, [])
-            if len(found) != len(same):
-                found = [op for op in found if op.kind not in _HELPERS]
-            if len(found) == len(same):
-                self.ops |= {id(eqn): op for eqn, op in zip(same, found, strict=True)}
+            candidates = ops.get(key, [])
+            if len(candidates) != len(same):
+                candidates = [op for op in candidates if op.kind not in _HELPERS]
+            if len(candidates) == len(same):
+                self.ops |= {id(eqn): op for eqn, op in zip(same, candidates, strict=True)}
 
     def _collect(self, jaxpr: Any, outer: str, found: dict[tuple[Any, ...], list[Any]]) -> None:
+        """Collect the equations of a jaxpr and of its inner jaxprs by name, shape and pass."""
         for eqn in jaxpr.eqns:
             name, stack = eqn.primitive.name, _stack(eqn, outer)
             inner = [eqn.params[key] for key in (_REGIONS.get(name), "cond_jaxpr", "body_jaxpr") if key in eqn.params]
@@ -115,12 +118,12 @@ class _Typer:
             if not inner and eqn.outvars and hasattr(eqn.outvars[0].aval, "shape"):
                 found[(name, tuple(eqn.outvars[0].aval.shape), _of_gradient(stack))].append(eqn)
 
-    # Which equations the step's own code stands for
+    # Equations that the step's own code contains
 
     def reach(self, jaxpr: Any, used: Sequence[bool], outer: str) -> None:
-        """Finds the equations whose results come to the step's results otherwise than through gradients.
+        """Find the equations whose results reach the step's results without passing through gradients.
 
-        The others are derivatives, which no code of the step says.
+        All other equations are derivatives, which no code of the step contains.
         """
         wanted = {var for var, use in zip(jaxpr.outvars, used, strict=True) if use and not hasattr(var, "val")}
         for eqn in reversed(jaxpr.eqns):
@@ -142,7 +145,7 @@ class _Typer:
     # Types
 
     def run(self, jaxpr: Any, ins: Sequence[Dims | None], outer: str) -> list[Dims | None]:
-        """The types of what some equations give, from those of what they take; None for what follows gradients."""
+        """Return the types of a jaxpr's results from those of its inputs; None for values that depend on gradients."""
         known: dict[Any, Dims | None] = dict(zip(jaxpr.invars, ins, strict=True))
         known |= {var: _whole(var) for var in jaxpr.constvars}
 
@@ -155,6 +158,7 @@ class _Typer:
         return [read(atom) for atom in jaxpr.outvars]
 
     def _types(self, eqn: Any, ins: list[Dims | None], stack: str) -> list[Dims | None]:
+        """Return the types of one equation's results, inner jaxprs included."""
         name, params = eqn.primitive.name, eqn.params
         if _of_gradient(stack):
             return [None] * len(eqn.outvars)
@@ -173,6 +177,7 @@ class _Typer:
         return self._one(eqn, ins)
 
     def _scan(self, eqn: Any, ins: list[Dims | None], stack: str) -> list[Dims | None]:
+        """Return the types of a scan's results: its carries keep their types, and stacked results get a leading dim."""
         fixed, carried = scan_operands(eqn)
         slices = [None if dims is None else dims[1:] for dims in ins[fixed + carried :]]
         outs = self.run(_inner(eqn.params["jaxpr"]), [*ins[: fixed + carried], *slices], stack)
@@ -180,28 +185,28 @@ class _Typer:
         return [*ins[fixed : fixed + carried], *stacked]
 
     def _beside_gradient(self, eqn: Any, ins: Sequence[Dims | None], out: Any) -> Dims | None:
-        """The type of what is made of a gradient: that of what it is put together with, where there is such."""
+        """Return the type of a value computed from a gradient: that of another input of its shape, else None."""
         shape = out.aval.shape
-        alike = (
+        similar = (
             dims for dims, atom in zip(ins, eqn.invars, strict=True)
             if dims is not None and shape and getattr(atom.aval, "shape", None) == shape
         )  # fmt: skip
-        return next(alike, None)
+        return next(similar, None)
 
     def _one(self, eqn: Any, ins: list[Dims | None]) -> list[Dims | None]:
-        """The types of one equation's results, by JAX or, where it differs, by the plan, with hints for these."""
+        """Return the types of one equation's results, by JAX or, where it differs, by the plan; record a hint there."""
         op, written = self.ops.get(id(eqn)), id(eqn) in self.reached
         if written and op is not None and eqn.primitive.name == "dot_general":
             ins = self._operands(eqn, op, ins)
-        found = self._inferred(eqn, ins)
+        inferred = self._inferred(eqn, ins)
         outs: list[Dims | None] = []
         for number, var in enumerate(eqn.outvars):
             shape = tuple(getattr(var.aval, "shape", ()))
             tensor = op.results[number] if op is not None and number < len(op.results) else None
             wanted = None if tensor is None else self._even(self.graph.held(tensor), shape)
-            own = None if found is None else found[number]
-            firm = op is not None and (op.op_class is OpClass.HEAVY or (op.number, number) in self.pinned)
-            if own is None and shape or (firm and wanted is not None and own != wanted.dims):
+            own = None if inferred is None else inferred[number]
+            decided = op is not None and (op.op_class is OpClass.HEAVY or (op.number, number) in self.pinned)
+            if own is None and shape or (decided and wanted is not None and own != wanted.dims):
                 if written:
                     self._add(eqn, op, Hint("", shape, wanted, own is None, eqn.primitive.name))
                 own = ((),) * len(shape) if wanted is None else wanted.dims
@@ -209,14 +214,14 @@ class _Typer:
         return outs
 
     def _operands(self, eqn: Any, op: Op, ins: list[Dims | None]) -> list[Dims | None]:
-        """What a matmul takes, with hints where the plan brings it there in another spec."""
+        """Return the types of a matmul's operands, with hints where the plan reshards them."""
         outs = []
         for number, (dims, atom) in enumerate(zip(ins, eqn.invars, strict=True)):
-            taken = self.graph.taken(op, number) if number < len(op.operands) else None
+            planned = self.graph.taken(op, number) if number < len(op.operands) else None
             shape = tuple(atom.aval.shape)
             wanted = None
-            if taken is not None and len(taken.dims) == len(shape):
-                wanted = self._even(taken, shape)
+            if planned is not None and len(planned.dims) == len(shape):
+                wanted = self._even(planned, shape)
             if wanted is not None and wanted.dims != dims:
                 self._add(eqn, op, Hint("", shape, wanted, False, eqn.primitive.name, number))
                 dims = wanted.dims
@@ -224,20 +229,21 @@ class _Typer:
         return outs
 
     def _even(self, spec: Spec, shape: tuple[int, ...]) -> Spec | None:
-        """A spec, if a type can have it: explicit mode splits evenly only."""
+        """Return the spec if a type can have it, else None: explicit mode splits evenly only."""
         if len(spec.dims) != len(shape):
             return None
         counts = [self._parts(axes) for axes in spec.dims]
         return spec if all(size % count == 0 for size, count in zip(shape, counts, strict=True)) else None
 
     def _parts(self, axes: Sequence[str]) -> int:
+        """Return the number of parts that some axes split a dim into."""
         count = 1
         for axis in axes:
             count *= self.plan.mesh[axis]
         return count
 
     def _inferred(self, eqn: Any, ins: Sequence[Dims | None]) -> list[Dims] | None:
-        """The types that JAX gives to the results of an equation; None if it comes to none."""
+        """Return the types that JAX infers for the results of an equation; None if it infers none."""
         import jax
         from jax.sharding import NamedSharding
 
@@ -251,8 +257,8 @@ class _Typer:
             shapes.append(jax.ShapeDtypeStruct(aval.shape, aval.dtype, sharding=sharding))
 
         def bind(*given: Any) -> Any:
-            taken = dict(zip(places, given, strict=True))
-            values = [taken[n] if n in taken else atom.val for n, atom in enumerate(eqn.invars)]
+            arguments = dict(zip(places, given, strict=True))
+            values = [arguments[n] if n in arguments else atom.val for n, atom in enumerate(eqn.invars)]
             return eqn.primitive.bind(*values, **eqn.params)
 
         try:
@@ -263,6 +269,7 @@ class _Typer:
         return [_dims(out) for out in outs]
 
     def _add(self, eqn: Any, op: Op | None, hint: Hint) -> None:
+        """Record a hint under a name of its own, unless an equal hint stands at that place."""
         line = op.line if op is not None and op.line else _line(eqn)
         place = f"{line} {hint.primitive}".strip() + ("" if hint.operand is None else f" operand {hint.operand}")
         names = {each.place: each for each in self.hints}
@@ -276,11 +283,12 @@ class _Typer:
 
 
 def _whole(atom: Any) -> Dims:
+    """Return the type of a value that no axis splits."""
     return ((),) * len(getattr(atom.aval, "shape", ()))
 
 
 def _line(eqn: Any) -> str:
-    """The innermost line outside of JAX that an equation comes from."""
+    """Return the innermost line outside of JAX that an equation originates from."""
     traceback = eqn.source_info.traceback
     frames = [] if traceback is None else traceback.frames
     for frame in frames:
@@ -290,14 +298,14 @@ def _line(eqn: Any) -> str:
 
 
 def _dims(out: Any) -> Dims:
-    """The axes of every dim of a type."""
+    """Return the axes of every dim of a type."""
     spec: Sequence[Any] = getattr(out.sharding, "spec", ()) if out.sharding is not None else ()
     entries = [() if axes is None else (axes,) if isinstance(axes, str) else tuple(axes) for axes in spec]
     return (*entries, *((),) * (len(out.shape) - len(entries)))
 
 
 def advice(hints: Sequence[Hint]) -> Mapping[str, str]:
-    """For every primitive of some hints where the spec is written in a program."""
+    """Return for every primitive of some hints the argument or call that sets its spec in a program."""
     return {hint.primitive: _ADVICE[hint.primitive] for hint in hints if hint.asked and hint.primitive in _ADVICE}
 
 

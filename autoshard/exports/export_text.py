@@ -23,7 +23,7 @@ MAKE_MESH = '''def make_mesh(devices=None):
 
 
 def head(plan: Plan, lacks: tuple[str, ...], sentence: str, mark: str = "#") -> str:
-    """Comment lines: what this is, what a step takes with it, and what it leaves out."""
+    """Return the first comment lines of an export: origin, predicted step (`sentence`), and omissions (`lacks`)."""
     mesh = mesh_words(plan.mesh)
     lines = [f"Shardings of {clean(plan.program_name, 80)} on {plan.topology}, mesh {mesh}; made by autoshard."]
     lines.append(sentence)
@@ -34,16 +34,17 @@ def head(plan: Plan, lacks: tuple[str, ...], sentence: str, mark: str = "#") -> 
 
 
 def comment(line: str, mark: str = "#") -> str:
-    """One line of a comment, whatever names stand in it: what would end the line does not."""
+    """Return one comment line; characters in names cannot end the line."""
     return f"{mark} {clean(line)}\n"
 
 
 def _parts(plan: Plan, axis: str) -> list[str]:
-    """Axes of the mesh that are parts of a refined one, outer first."""
+    """Return the axes of the mesh that are parts of an axis in parts, outer first."""
     return [own for own in plan.mesh if own not in plan.original_mesh and own.startswith(f"{axis}(")]
 
 
 def unpinned(plan: Plan, instead: str = "XLA's propagation chooses them instead") -> tuple[str, ...]:
+    """Return a sentence for each kind of decision inside the step that an export of shardings alone omits."""
     lacks = []
     if plan.pins:
         lacks.append(f"the {len(plan.pins)} intermediates that the plan pins; {instead}.")
@@ -60,18 +61,20 @@ def unpinned(plan: Plan, instead: str = "XLA's propagation chooses them instead"
 
 
 def table(name: str, rows: Mapping[str, str]) -> str:
+    """Return the code of a dict constant; the values of `rows` are code."""
     body = "".join(f"    {key!r}: {value},\n" for key, value in rows.items())
     return f"{name} = {{\n{body}}}\n"
 
 
 def order_text(plan: Plan) -> str:
+    """Return the plan's device order as code."""
     if plan.device_order == tuple(range(len(plan.device_order))):
         return f"range({len(plan.device_order)})"
     return repr(plan.device_order)
 
 
 def partition(spec: Spec) -> str:
-    """A spec as code: `P('data', None, 'model')`."""
+    """Return a spec as code: `P('data', None, 'model')`."""
     entries = [repr(axes[0]) if len(axes) == 1 else repr(axes) if axes else "None" for axes in spec.dims]
     while entries and entries[-1] == "None":
         entries.pop()
@@ -91,42 +94,44 @@ MAXTEXT: dict[str, tuple[str, ...]] = {
     "mlpwi": ("c_fc", "fc1"),
     "mlpwo": ("down_proj", "down", "mlp.c_proj", "fc2"),
 }
-"""MaxText's name of a tensor that its custom policy places, and the values of other models that stand for it."""
+"""MaxText's name of a tensor that its custom policy places, and the names of that value in other models."""
 
 _DOTS = tuple(name for name in MAXTEXT if name not in ("decoder_layer_input", "context"))
 """Results of matmuls with a weight."""
 
 
 def maxtext_remat(plan: Plan) -> tuple[str, list[str]]:
-    """Lines of the configuration, none if the plan does not say what is computed again; and what they cannot hold.
+    """Return the remat lines of MaxText's configuration, and sentences on the parts of the policy that they omit.
 
-    MaxText places a tensor on the `device` or its host (`offload`), or computes it again (`remat`), in all layers.
+    There are no lines if the plan has no remat policy. MaxText places a tensor on the `device` or its host (`offload`),
+    or recomputes it (`remat`), in all layers.
     """
     try:
-        found = planned_remat(plan)
-    except UserError:  # a choice of the program's own, which means what it likes
-        found = None
-    if found is None:
+        planned = planned_remat(plan)
+    except UserError:  # a policy of the program's own has no known meaning
+        planned = None
+    if planned is None:
         return "", []
-    policy, lacks = found.of(0), []
-    if len(found.parts) > 1:
-        lacks.append(f"what only the first layers do ({clean(str(found))}); here all do as the first one.")
+    policy, lacks = planned.of(0), []
+    if len(planned.parts) > 1:
+        lacks.append(f"what only the first layers do ({clean(str(planned))}); here all do as the first one.")
     if not policy.names and policy.base != "dots":
         return f"remat_policy: {policy.base}\n", lacks
     places = {name: _place(policy, name, values) for name, values in MAXTEXT.items()}
     known = {value for values in MAXTEXT.values() for value in values}
-    strange = [name for name in policy.names if not any(_means(name, value) for value in known)]
-    if strange:
-        lacks.append(f"where {', '.join(clean(name) for name in strange)} wait; MaxText has no such tensor.")
+    unknown = [name for name in policy.names if not any(_means(name, value) for value in known)]
+    if unknown:
+        lacks.append(f"where {', '.join(clean(name) for name in unknown)} wait; MaxText has no such tensor.")
     return "remat_policy: custom\n" + "".join(f"{name}: {place}\n" for name, place in places.items()), lacks
 
 
 def _means(name: str, value: str) -> bool:
-    """Whether a name in a policy is that of a value, or its end, or longer than it."""
+    """Return True if a policy's name equals a value's name, or one of them ends with the other."""
     return name == value or name.endswith(f".{value}") or value.endswith(f".{name}")
 
 
 def _place(policy: Policy, name: str, values: tuple[str, ...]) -> str:
+    """Return MaxText's place of a tensor under a policy: `device`, `offload` or `remat`."""
     for names, place in ((policy.keep, "device"), (policy.offload, "offload")):
         if any(_means(own, value) for own in names for value in values):
             return place

@@ -1,4 +1,4 @@
-"""A plan as code for PyTorch's FSDP2: `fully_shard` over the devices that share the batch, DTensor over the others."""
+"""Export of a plan to PyTorch's FSDP2: `fully_shard` over the devices that share the batch, DTensor over the others."""
 
 import math
 
@@ -79,7 +79,10 @@ def local_inputs(mesh, **inputs):
 
 
 def fsdp2_text(plan: Plan, sentence: str) -> str:
-    """The code. Raises `UserError` for a plan that splits no batch, which FSDP2 has no use for."""
+    """Return the plan's code for FSDP2.
+
+    Raises: UserError for a plan that splits no batch, and for mesh axes that split neither batch nor parameters.
+    """
     specs, lost = plan_parameters(plan)
     inputs = plan_inputs(plan)
     data, tensor = batch_and_tensor_axes(plan)
@@ -96,18 +99,18 @@ def fsdp2_text(plan: Plan, sentence: str) -> str:
     rows, unlike, whole = {}, [], []
     for name, spec in specs.items():
         shape = plan.shapes[name][len(plan.shapes[name]) - len(spec.dims) :]
-        dims = gathered, kept = split_by(spec, data), split_by(spec, tensor)
-        if kept is not None and not split_together(spec, kept, tensor):
-            dims = gathered, kept = gathered, None
-        if gathered and shape[gathered] % math.prod(sizes if gathered == kept else sizes[:1]):
-            dims = None, kept  # FSDP2 splits unevenly by the first dim alone
+        dims = gathered, tensor_dim = split_by(spec, data), split_by(spec, tensor)
+        if tensor_dim is not None and not split_together(spec, tensor_dim, tensor):
+            dims = gathered, tensor_dim = gathered, None
+        if gathered and shape[gathered] % math.prod(sizes if gathered == tensor_dim else sizes[:1]):
+            dims = None, tensor_dim  # FSDP2 splits only the first dim unevenly
         if gathered is None:
             whole.append(name)
         if any(axis in spec.axes for axis in data) and not (
             dims[0] is not None and split_together(spec, dims[0], data)
         ):
             unlike.append(name)
-        elif any(axis in spec.axes for axis in tensor) and kept is None:
+        elif any(axis in spec.axes for axis in tensor) and tensor_dim is None:
             unlike.append(name)
         rows[module_pattern(plan, name)] = repr(dims)
     batch = {name: split_by(spec, data) for name, spec in inputs.items()}

@@ -1,4 +1,4 @@
-"""A plan as Haliax's mappings of axis names, which Levanter's configuration takes as well."""
+"""Export of a plan to Haliax's mappings of axis names, which Levanter's configuration accepts as well."""
 
 import json
 import math
@@ -27,14 +27,14 @@ from jax.sharding import Mesh
 {make_mesh}"""
 
 _SHARED = ("mlp", "heads")
-"""Names that Levanter maps by itself where its configuration does not; the batch as well."""
+"""Names, in addition to the batch, that Levanter maps by default if its configuration does not."""
 _IDLE = "replica"
-"""An axis of one device that every mesh of Levanter has."""
+"""An axis of one device in every mesh of Levanter."""
 
 
 def haliax_text(plan: Plan, sentence: str, program: Program | None = None) -> str:
-    """The plan's mappings for Haliax, and below them the lines of Levanter's configuration."""
-    assert program is not None  # `check_names` has asked for it
+    """Return the plan's mappings for Haliax, followed by the lines of Levanter's configuration."""
+    assert program is not None  # `check_names` requires it
     mappings, specs = by_name(plan, program)
     names = list(dict.fromkeys(name for dims in program.dims.values() for name in dims))
     return (
@@ -51,11 +51,11 @@ def haliax_text(plan: Plan, sentence: str, program: Program | None = None) -> st
 
 
 def _lacks(plan: Plan, specs: Mapping[str, Spec]) -> tuple[str, ...]:
-    """The tensors that one mapping for all does not split as the plan does."""
+    """Return sentences on the tensors that a mapping common to all tensors does not split as the plan does."""
     others = []
-    for name, said in specs.items():
-        if said != plan.arguments[name]:
-            ours, theirs = (spec_text(each, plan.shapes[name]) for each in (plan.arguments[name], said))
+    for name, mapped in specs.items():
+        if mapped != plan.arguments[name]:
+            ours, theirs = (spec_text(each, plan.shapes[name]) for each in (plan.arguments[name], mapped))
             others.append(f"{name} ({ours}; the mapping has {theirs})")
     unnamed = [name for name, spec in plan.arguments.items() if name not in specs and spec.axes]
     lacks = []
@@ -70,11 +70,12 @@ def _lacks(plan: Plan, specs: Mapping[str, Spec]) -> tuple[str, ...]:
 
 
 def _mapping(axes: Mapping[str, tuple[str, ...]]) -> dict[str, str | tuple[str, ...]]:
+    """Return a mapping with single axes as plain strings."""
     return {name: own[0] if len(own) == 1 else own for name, own in axes.items()}
 
 
 def _levanter(plan: Plan, names: list[str], mappings: Mappings) -> str:
-    """The same as a section of Levanter's configuration, in comments."""
+    """Return the mappings as a section of Levanter's configuration, in comments."""
     slices = Topology.parse(plan.topology).slices
     across = [axis for k, axis in enumerate(plan.mesh) if math.prod([*plan.mesh.values()][: k + 1]) <= slices > 1]
     if math.prod(plan.mesh[axis] for axis in across) != slices:
@@ -95,6 +96,8 @@ def _levanter(plan: Plan, names: list[str], mappings: Mappings) -> str:
 
 
 def _yaml(mapping: Mapping[str, object]) -> str:
+    """Return a mapping in YAML's flow style."""
+
     def word(name: object) -> str:
         return str(name) if re.fullmatch(r"\w+", str(name)) else json.dumps(name)
 

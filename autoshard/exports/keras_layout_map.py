@@ -1,4 +1,4 @@
-"""A plan as a `keras.distribution.LayoutMap`."""
+"""Export of a plan to a `keras.distribution.LayoutMap`."""
 
 import re
 
@@ -54,8 +54,9 @@ def check(model):
 
 
 def keras_text(plan: Plan, sentence: str) -> str:
+    """Return the plan's code for Keras."""
     form = form_named("keras")
-    held = held_specs(form, plan.arguments, plan.shapes, plan.roles, plan.mesh)
+    layouts = held_specs(form, plan.arguments, plan.shapes, plan.roles, plan.mesh)
     names = [
         name
         for name in plan.arguments
@@ -63,11 +64,11 @@ def keras_text(plan: Plan, sentence: str) -> str:
     ]
     axes = inputs_axis(plan.arguments, plan.roles)
     inputs = {name: repr(tuple(plan.shapes[name])) for name in plan.arguments if plan.roles[name] == "batch"}
-    rows = {re.escape(name): _axes(spec) for name in names if (spec := held[name]) is not None and spec.axes}
+    rows = {re.escape(name): _axes(spec) for name in names if (spec := layouts[name]) is not None and spec.axes}
     return head(plan, (*unpinned(plan), *_lacks(plan)), sentence) + _KERAS.format(
         mesh=f"MESH = {plan.mesh!r}",
         order=f"DEVICE_ORDER = {order_text(plan)}",
-        # Keras always splits the batch: where the plan does not, over an axis of one device.
+        # Keras always splits the batch. If the plan does not, the code splits it over an axis of one device.
         batch=f"BATCH_AXIS = {(axes or (_unused(plan),))[0]!r}",
         layouts=table("LAYOUTS", rows),
         shapes=table("SHAPES", {name: repr(tuple(plan.shapes[name])) for name in names}),
@@ -76,6 +77,7 @@ def keras_text(plan: Plan, sentence: str) -> str:
 
 
 def _lacks(plan: Plan) -> tuple[str, ...]:
+    """Return sentences on the parts of the plan that a `LayoutMap` cannot represent."""
     several = [name for name, spec in plan.arguments.items() if any(len(axes) > 1 for axes in spec.dims)]
     lacks = ["optimizer state of its own; Keras splits it like its variable."]
     if several:
@@ -88,10 +90,12 @@ def _lacks(plan: Plan) -> tuple[str, ...]:
 
 
 def _axes(spec: Spec) -> str:
+    """Return the code of a layout's axes, one for each dim."""
     return repr(tuple(axes[0] if axes else None for axes in spec.dims))
 
 
 def _unused(plan: Plan) -> str:
+    """Return a name for an axis that the plan's mesh does not have."""
     name = "batch"
     while name in plan.mesh:
         name += "_"

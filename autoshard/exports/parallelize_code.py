@@ -1,4 +1,4 @@
-"""A plan in the words of tensor parallelism: transformers' `tp_plan`, and `parallelize` as torchtitan has it."""
+"""Exports of a plan to tensor parallelism: transformers' `tp_plan`, and a `parallelize` function like torchtitan's."""
 
 from collections.abc import Mapping
 
@@ -100,35 +100,38 @@ _CALLS = {
 
 
 def transformers_text(plan: Plan, sentence: str) -> str:
-    """The code. Raises `UserError` as `read_transformers` does."""
-    found = read_transformers(plan)
-    lacks = _lacks(plan, found.tensor, found.rules, found.lacks)
-    if found.data > 1:
-        lacks = (*lacks, f"the batch, which {found.data} groups of {found.tensor} processes share; give each its part.")
-    own = any(style.startswith(COLUMNS_LAST) for style in found.rules.values())
-    experts = {name: repr(style) for name, style in found.experts.items()}
+    """Return the plan's code for transformers. Raises: UserError as `read_transformers` does."""
+    styles = read_transformers(plan)
+    lacks = _lacks(plan, styles.tensor, styles.rules, styles.lacks)
+    if styles.data > 1:
+        lacks = (
+            *lacks,
+            f"the batch, which {styles.data} groups of {styles.tensor} processes share; give each its part.",
+        )
+    own = any(style.startswith(COLUMNS_LAST) for style in styles.rules.values())
+    experts = {name: repr(style) for name, style in styles.experts.items()}
     return head(plan, lacks, sentence) + _TRANSFORMERS.format(
         imports=_CONV1D_IMPORTS if own else "",
         registry=_CONV1D_REGISTRY if own else "",
         conv1d=_CONV1D if own else "",
-        size=found.tensor,
-        plan=table("TP_PLAN", {name: repr(style) for name, style in found.rules.items()}),
-        whole="(\n" + "".join(f"    {name!r},\n" for name in found.whole) + ")",
+        size=styles.tensor,
+        plan=table("TP_PLAN", {name: repr(style) for name, style in styles.rules.items()}),
+        whole="(\n" + "".join(f"    {name!r},\n" for name in styles.whole) + ")",
         experts=f"{_EXPERTS}{table('EP_PLAN', experts)}" if experts else "",
         options=", ep_plan=EP_PLAN, ep_size=TP_SIZE" if experts else "",
     )
 
 
 def torchtitan_text(plan: Plan, sentence: str) -> str:
-    """The code. Raises `UserError` as `read_styles` does."""
-    found = read_styles(plan, "torchtitan")
-    data = found.data > 1
-    lacks = _lacks(plan, found.tensor, found.styles, found.lacks)
+    """Return the plan's code for torchtitan. Raises: UserError as `read_styles` does."""
+    styles = read_styles(plan, "torchtitan")
+    data = styles.data > 1
+    lacks = _lacks(plan, styles.tensor, styles.styles, styles.lacks)
     if data:
         lacks = (*lacks, "what of a parameter each device of the batch holds: FSDP splits every one by its first dim.")
     return head(plan, lacks, sentence) + _TORCHTITAN.format(
-        mesh=({"fsdp": found.data} if data else {}) | {"tp": found.tensor},
-        rows="".join(f"            {name!r}: {_CALLS[style]},\n" for name, style in found.styles.items()),
+        mesh=({"fsdp": styles.data} if data else {}) | {"tp": styles.tensor},
+        rows="".join(f"            {name!r}: {_CALLS[style]},\n" for name, style in styles.styles.items()),
         fsdp=_FSDP if data else "",
         fsdp_import="from torch.distributed.fsdp import fully_shard\n" if data else "",
         list_import="from torch.nn import ModuleList\n" if data else "",
@@ -138,6 +141,7 @@ def torchtitan_text(plan: Plan, sentence: str) -> str:
 
 
 def _lacks(plan: Plan, tensor: int, styles: Mapping[str, str], own: tuple[str, ...]) -> tuple[str, ...]:
+    """Return sentences on the omitted parts of the plan. Raises: UserError for one tensor-parallel device."""
     gathers = sorted(name for name, style in styles.items() if style.removeprefix(COLUMNS_LAST) in GATHERED.values())
     if tensor == 1:
         raise UserError("tensor parallelism over one device splits nothing: the plan splits only the batch.")

@@ -1,4 +1,4 @@
-"""A plan as rules: patterns of the paths of parameters, and the spec of what each matches."""
+"""Export of a plan to rules: patterns of the paths of parameters, and the spec for each pattern."""
 
 import itertools
 import os
@@ -44,15 +44,16 @@ def specs(tree):
 '''
 
 _BETWEEN = "[/.]"
-"""Between the parts of a path: a key of a dict may have dots of its own, which a plan's names do not tell apart."""
+"""Pattern between the parts of a path. A dict's key may contain dots, which look like separators in a plan's names."""
 _NUMBERED = r"(?:^|(?<=_))\d+$"
-"""The number of a layer: `3`, `encoderblock_3`."""
+"""Pattern of a layer's number: `3`, `encoderblock_3`."""
 _NUMBER = "\0"
-"""What stands for any number; no name has it."""
+"""Placeholder for any number; no name contains it."""
 _STATE = "optimizer state of its own; it is split like its parameter."
 
 
 def rules_text(plan: Plan, sentence: str) -> str:
+    """Return the plan's code with rules."""
     specs = {
         name: spec
         for name, spec in plan.arguments.items()
@@ -71,28 +72,28 @@ def rules_text(plan: Plan, sentence: str) -> str:
 
 
 def _paths(specs: dict[str, Spec]) -> dict[tuple[str, ...], Spec]:
-    """The paths of parameters, without what all of them begin with: the name of an argument, or of a part of it."""
+    """Return the paths of parameters without their common beginning: an argument's name, or that of a part of it."""
     parts = {name: tuple(name.split(".")) for name in specs}
     start = len(os.path.commonprefix([path[:-1] for path in parts.values()]))
     return {path[start:]: specs[name] for name, path in parts.items()}
 
 
 def _rules(specs: dict[tuple[str, ...], Spec]) -> list[tuple[str, Spec]]:
-    """Patterns, the longest first: layers that are numbered share one where their specs are the same."""
-    said: dict[tuple[str, ...], set[Spec]] = defaultdict(set)
+    """Return patterns with their specs, the longest first; numbered layers with equal specs share one pattern."""
+    specs_of: dict[tuple[str, ...], set[Spec]] = defaultdict(set)
     for path, spec in specs.items():
         for form in _forms(path):
-            said[form].add(spec)
-    alike: dict[tuple[str, ...], list[tuple[str, ...]]] = defaultdict(list)
+            specs_of[form].add(spec)
+    groups: dict[tuple[str, ...], list[tuple[str, ...]]] = defaultdict(list)
     for path in specs:
-        alike[next(form for form in _forms(path) if len(said[form]) == 1)].append(path)
-    found = [
+        groups[next(form for form in _forms(path) if len(specs_of[form]) == 1)].append(path)
+    patterns = [
         (len(form), _BETWEEN.join(map(_part, form, zip(*paths, strict=True))), specs[paths[0]])
-        for form, paths in alike.items()
+        for form, paths in groups.items()
     ]
-    found.sort(key=lambda each: (-each[0], each[1]))
-    rules = [(f"^(.*/)?{pattern}$", spec) for _, pattern, spec in found]
-    # What is whole needs a rule only where that of a shorter path would match it.
+    patterns.sort(key=lambda each: (-each[0], each[1]))
+    rules = [(f"^(.*/)?{pattern}$", spec) for _, pattern, spec in patterns]
+    # A whole parameter needs a rule only if the rule of a shorter path would match it.
     paths = ["/".join(path) for path in specs]
     return [
         (pattern, spec)
@@ -106,12 +107,12 @@ def _rules(specs: dict[tuple[str, ...], Spec]) -> list[tuple[str, Spec]]:
 
 
 def _part(form: str, parts: Sequence[str]) -> str:
-    """The pattern of one part of paths; a number that all of them have stands as it is."""
+    """Return the pattern of one part of paths; a number that all of them share stays literal."""
     return re.escape(form if len({*parts}) > 1 else parts[0]).replace(_NUMBER, r"\d+")
 
 
 def _forms(path: tuple[str, ...]) -> list[tuple[str, ...]]:
-    """The path with any number for some of its numbers, the most first; at last itself."""
+    """Return the path with placeholders for some of its numbers, most placeholders first, itself last."""
     numbered = [at for at, part in enumerate(path) if re.search(_NUMBERED, part)]
     subsets = [each for count in range(len(numbered), -1, -1) for each in itertools.combinations(numbered, count)]
     return [
@@ -121,7 +122,7 @@ def _forms(path: tuple[str, ...]) -> list[tuple[str, ...]]:
 
 
 def _tactic(spec: Spec) -> str:
-    """The tactic of big_vision that splits the same dims."""
+    """Return the tactic of big_vision that splits the same dims."""
     return "|".join(
         f"shard_dim({(axes[0] if len(axes) == 1 else axes)!r}, {dim})" for dim, axes in enumerate(spec.dims) if axes
     )

@@ -63,7 +63,10 @@ def make_schedule(model, args, kwargs=None, loss=None, device="cpu", group=None)
 
 
 def pipelining_text(plan: Plan, sentence: str) -> str:
-    """The code. Raises `UserError` for a plan without a program for each stage."""
+    """Return the plan's code for `torch.distributed.pipelining`.
+
+    Raises: UserError for a plan without a program for each stage, and for a forward pass with an interleaved schedule.
+    """
     pipeline = plan.pipeline
     if pipeline is None or pipeline.together:
         what = "is one program for all stages" if pipeline is not None else "has no stages"
@@ -76,7 +79,7 @@ def pipelining_text(plan: Plan, sentence: str) -> str:
                 f"schedule `{pipeline.schedule}` is for training in torch.distributed.pipelining; plan a forward pass "
                 "with --schedule gpipe."
             )
-        name = "gpipe"  # torch's 1F1B has a backward pass in any case; without one both do the same
+        name = "gpipe"  # torch's 1F1B requires a backward pass; without one both schedules are equal
     inside = {axis: size for axis, size in plan.mesh.items() if axis != "stage"}
     lacks = ["the optimizer, which runs in every process on the parameters of its own chunks."]
     if math.prod(inside.values()) > 1:
@@ -92,10 +95,11 @@ def pipelining_text(plan: Plan, sentence: str) -> str:
 
 
 def maxtext_pipeline(plan: Plan, parts: int) -> tuple[str, list[str]]:
-    """Lines of MaxText's configuration for a pipeline whose stages lie on `parts` parts of the devices; what they lack.
+    """Return the pipeline lines of MaxText's configuration, and sentences on the parts of the pipeline that they omit.
 
-    MaxText has a stage on each part, and decoder layers are stages x layers per stage x repeats; its microbatches are
-    a multiple of its stages (the comments of its base.yml).
+    `parts` is the number of parts of the devices with stages. MaxText has one stage on each part. Its decoder layers
+    are stages x layers per stage x repeats, and its microbatches a multiple of its stages (the comments of its
+    base.yml).
     """
     pipeline = plan.pipeline
     if pipeline is None or not pipeline.layers:

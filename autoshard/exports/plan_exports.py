@@ -1,6 +1,6 @@
-"""A plan as code or configuration for the places where people already work.
+"""A plan as code or configuration for other frameworks.
 
-Every form says in its first lines what of the plan it cannot express.
+The first lines of every form list the parts of the plan that it cannot express.
 """
 
 import dataclasses
@@ -52,30 +52,32 @@ from autoshard.program import Program
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Export:
-    """A plan in one form, and what the form holds of it."""
+    """A plan in one form, with the prediction for that form."""
 
     form: str
     text: str
     prediction: Prediction | None
-    """The prediction of a step with what the form holds; None if that could not be told."""
+    """The prediction of a step with the form's shardings; None if the form cannot be priced."""
     sentence: str
-    """That prediction in words, beside the plan's own."""
+    """The form's prediction in words, compared with that of the plan."""
 
 
 def export_plan(plan: Plan, form: str, program: Program | None = None, *, force: bool = False) -> str:
-    """The plan as text in one of `EXPORT_FORMS`.
+    """Return the plan as text in one of `EXPORT_FORMS`.
 
-    Its first lines say what of the plan the form cannot hold, and the predicted step time and memory of what it holds:
-    for these the plan's program is opened again where it came from, unless it is given. Raises `UserError` for another
-    form, and for one that would split nothing of a plan that splits, unless it is asked for with `force`.
+    The first lines list the parts of the plan that the form cannot represent, and predict step time and memory of the
+    rest. The prediction needs the plan's program, which is opened again at its source unless it is given.
+
+    Raises: UserError for another form, and for a form that would split nothing of a plan that splits, unless `force` is
+    set.
     """
     return make_export(plan, form, program, force=force).text
 
 
 def make_export(plan: Plan, form: str, program: Program | None = None, *, force: bool = False) -> Export:
-    """The same with what the form holds of the plan.
+    """Return the plan in one of `EXPORT_FORMS`, with the prediction for that form.
 
-    Raises `UserError` as `export_plan` does, and for a form that is a file of bytes.
+    Raises: UserError as `export_plan` does, and for a form that is a file of bytes.
     """
     known = form_named(form)
     if known.rest is not Rest.STAGES:
@@ -94,7 +96,7 @@ def make_export(plan: Plan, form: str, program: Program | None = None, *, force:
     prediction, sentence = _priced(plan, known, program, problem)
     if plan.flags:
         sentence += f' The step is to run with LIBTPU_INIT_ARGS="{" ".join(plan.flags)}".'
-    # Hints and names are read off the program itself; other forms have no more of it than its price.
+    # Hints and names need the program itself; other forms need it for the price only.
     if form in OF_PROGRAM:
         text = OF_PROGRAM[form](plan, sentence, program)
     else:
@@ -103,17 +105,18 @@ def make_export(plan: Plan, form: str, program: Program | None = None, *, force:
 
 
 def _refuse_nothing(plan: Plan, form: Form, program: Program | None) -> None:
+    """Refuse a form that would split nothing of a plan that splits."""
     if form.rest in (Rest.MAXTEXT, Rest.STAGES) or math.prod(plan.mesh.values()) == 1:
         return
-    held: dict[str, Spec | None] = {}
+    specs: dict[str, Spec | None] = {}
     if form.rest is not Rest.NAMES:
-        held.update(held_specs(form, plan.arguments, plan.shapes, plan.roles, plan.mesh))
+        specs.update(held_specs(form, plan.arguments, plan.shapes, plan.roles, plan.mesh))
     elif program is not None:
-        held.update(by_name(plan, program)[1])
+        specs.update(by_name(plan, program)[1])
     if form.state:
-        held = {**held, **{f"result {name}": spec for name, spec in plan.results.items()}}
+        specs = {**specs, **{f"result {name}": spec for name, spec in plan.results.items()}}
     count = splits_in_plan(plan)
-    if count and splits_nothing(held, plan.mesh):
+    if count and splits_nothing(specs, plan.mesh):
         raise UserError(
             f"in the {form.name} form every device would hold and do everything: all {count} splits of the plan are "
             f"of values that it cannot hold; plan for it with --for {form.name}, or write it all the same with --force."
@@ -121,7 +124,7 @@ def _refuse_nothing(plan: Plan, form: Form, program: Program | None) -> None:
 
 
 def _opened(plan: Plan, form: Form, program: Program | None) -> tuple[Program | None, str]:
-    """The plan's program where a form or its price needs it, and what is wrong if it cannot be opened."""
+    """Open the plan's program if a form or its price needs it; return the problem as text if it cannot be opened."""
     unpriced = plan.origin.form == form.name and form.name not in OF_PROGRAM
     if program is not None or unpriced or form.rest is Rest.STAGES:
         return program, ""
@@ -132,26 +135,26 @@ def _opened(plan: Plan, form: Form, program: Program | None) -> tuple[Program | 
 
 
 def _priced(plan: Plan, form: Form, program: Program | None, problem: str) -> tuple[Prediction | None, str]:
-    """The prediction of what a form holds, and what is said of it."""
+    """Return the prediction for a form's shardings, and the sentence that reports it."""
     if form.rest is Rest.STAGES:
-        whole = plan.prediction
-        step, peak = format_seconds(whole.step_time_s), format_bytes(whole.peak_bytes)
-        return whole, f"Predicted: a step of {step}, {peak} of one device of the fullest stage."
+        planned = plan.prediction
+        step, peak = format_seconds(planned.step_time_s), format_bytes(planned.peak_bytes)
+        return planned, f"Predicted: a step of {step}, {peak} of one device of the fullest stage."
     if problem and plan.origin.form != form.name:
         return None, f"What this form holds is not priced: {problem}"
     try:
-        found = plan.prediction if program is None else price_form(plan, program, form)
+        prediction = plan.prediction if program is None else price_form(plan, program, form)
     except UserError as error:
         return None, f"What this form holds is not priced: {error}"
-    if found is None:
+    if prediction is None:
         return None, "What this form holds is not priced: it splits in ways that are not modelled."
-    whole = plan.prediction
-    both = f"the plan whole: {format_seconds(whole.step_time_s)}, {format_bytes(whole.peak_bytes)}"
-    if (found.step_time_s, found.peak_bytes) == (whole.step_time_s, whole.peak_bytes):
+    planned = plan.prediction
+    both = f"the plan whole: {format_seconds(planned.step_time_s)}, {format_bytes(planned.peak_bytes)}"
+    if (prediction.step_time_s, prediction.peak_bytes) == (planned.step_time_s, planned.peak_bytes):
         both = "as the plan whole"
-    fits = "" if found.fits else ", which does not fit"
-    step, peak = format_seconds(found.step_time_s), format_bytes(found.peak_bytes)
-    return found, f"Predicted with what this form holds: a step of {step}, {peak} of one device{fits} ({both})."
+    fits = "" if prediction.fits else ", which does not fit"
+    step, peak = format_seconds(prediction.step_time_s), format_bytes(prediction.peak_bytes)
+    return prediction, f"Predicted with what this form holds: a step of {step}, {peak} of one device{fits} ({both})."
 
 
 _JAX = '''
@@ -187,6 +190,7 @@ def jit(fn, args, mesh=None, **options):
 
 
 def _jax(plan: Plan, sentence: str) -> str:
+    """Return the plan's code for `jax.jit`."""
     return head(plan, unpinned(plan), sentence) + _JAX.format(
         mesh=f"MESH = {plan.mesh!r}",
         order=f"DEVICE_ORDER = {order_text(plan)}",
@@ -197,6 +201,7 @@ def _jax(plan: Plan, sentence: str) -> str:
 
 
 def _hlo(plan: Plan, sentence: str) -> str:
+    """Return the plan's shardings in HLO's syntax, one line for each argument and result."""
     order = ",".join(map(str, plan.device_order))
     lines = [head(plan, unpinned(plan), sentence), f"# device assignment (numbers in the topology's order): {order}\n"]
     for kind, specs in (("argument", plan.arguments), ("result", plan.results)):
@@ -205,7 +210,7 @@ def _hlo(plan: Plan, sentence: str) -> str:
 
 
 def _word(name: str) -> str:
-    """A name as one word of a line; one that is none, or looks like text in quotes, is written as JSON."""
+    """Return a name as one word of a line; a name with spaces or quotes is written as JSON."""
     return name if name.isprintable() and not re.search(r'[\s"{}\\]', name) and name else json.dumps(name)
 
 
@@ -224,7 +229,7 @@ def partition_specs(axes=LOGICAL_AXES):
 
 
 def _flax(plan: Plan, sentence: str) -> str:
-    """A logical axis for each way in which a dim is split, since one name may have one rule only."""
+    """Return the plan's logical axes for Flax, one for each way to split a dim, since a name may have only one rule."""
     rules: dict[tuple[str, ...], str] = {}
     rows, inputs = {}, {}
     for name, spec in plan.arguments.items():
@@ -243,7 +248,7 @@ def _flax(plan: Plan, sentence: str) -> str:
 
 
 def _rule(rules: dict[tuple[str, ...], str], axes: tuple[str, ...]) -> str:
-    """The name of the rule for these axes, which no other rule has."""
+    """Return the name of the rule for these axes, which no other rule has."""
     name = f"over_{'_'.join(axis_words(axes))}"
     while axes not in rules and name in rules.values():
         name += "_"
@@ -251,7 +256,7 @@ def _rule(rules: dict[tuple[str, ...], str], axes: tuple[str, ...]) -> str:
 
 
 def _maxtext(plan: Plan, sentence: str) -> str:
-    """The parallelism settings of MaxText's base.yml that come nearest; an axis's use is read off the plan."""
+    """Return the parallelism settings of MaxText's base.yml that are nearest to the plan's uses of axes."""
     from autoshard.cost import Topology
 
     slices = Topology.parse(plan.topology).slices
@@ -268,7 +273,7 @@ def _maxtext(plan: Plan, sentence: str) -> str:
             if part > 1:
                 key = f"{prefix}_{use}_parallelism"
                 settings[key] = settings.get(key, 1) * part
-    again, missing = maxtext_remat(plan)
+    remat, missing = maxtext_remat(plan)
     piped, unpiped = maxtext_pipeline(
         plan, math.prod(plan.mesh[axis] for axis, use in uses.items() if use == "pipeline")
     )
@@ -279,7 +284,7 @@ def _maxtext(plan: Plan, sentence: str) -> str:
         *missing,
         *unpiped,
     )
-    body = "".join(f"{key}: {value}\n" for key, value in settings.items()) + piped + again
+    body = "".join(f"{key}: {value}\n" for key, value in settings.items()) + piped + remat
     return head(plan, lacks, sentence) + "".join(map(comment, notes)) + body
 
 

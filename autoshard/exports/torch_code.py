@@ -1,11 +1,11 @@
-"""A plan as code for PyTorch: PyTorch/XLA marks, and DTensor placements."""
+"""Exports of a plan to PyTorch: PyTorch/XLA marks, and DTensor placements."""
 
 from autoshard.exports.export_text import head, order_text, table, unpinned
 from autoshard.planning import Plan, Spec, dims_by_axis, is_stacked, layer_spec, module_pattern, spec_text
 
 
 def plan_parameters(plan: Plan) -> tuple[dict[str, Spec], tuple[str, ...]]:
-    """Parameters by the name that a torch module gives them, `*` for any layer; and sentences on what is left out.
+    """Return parameters by their name in a torch module, `*` for any layer, and sentences on omitted splits.
 
     A stacked parameter has its layers as leading dim, which a module with a list of layers does not have.
     """
@@ -16,9 +16,11 @@ def plan_parameters(plan: Plan) -> tuple[dict[str, Spec], tuple[str, ...]]:
 
 
 def plan_inputs(plan: Plan) -> dict[str, Spec]:
-    """What a step takes beside parameters and optimizer state, by the name that a torch module gives it."""
-    taken = ("batch", "other")
-    return {name.removeprefix("batch."): spec for name, spec in plan.arguments.items() if plan.roles[name] in taken}
+    """Return the specs of a step's inputs without parameters and optimizer state, by their name in a torch module."""
+    input_roles = ("batch", "other")
+    return {
+        name.removeprefix("batch."): spec for name, spec in plan.arguments.items() if plan.roles[name] in input_roles
+    }
 
 
 _TORCH_XLA = '''
@@ -56,10 +58,12 @@ def mark_inputs(mesh, **inputs):
 
 
 def _tuple(spec: Spec) -> str:
+    """Return a spec as the tuple that `mark_sharding` accepts, as code."""
     return repr(tuple(axes[0] if len(axes) == 1 else axes if axes else None for axes in spec.dims))
 
 
 def torch_xla_text(plan: Plan, sentence: str) -> str:
+    """Return the plan's code for PyTorch/XLA."""
     specs, lost = plan_parameters(plan)
     lacks = (*unpinned(plan), *lost, "optimizer state; state made like its parameter is split like it.")
     rows = {module_pattern(plan, name): _tuple(spec) for name, spec in specs.items()}
@@ -112,17 +116,18 @@ def distribute_inputs(mesh, **inputs):
 
 
 def dtensor_text(plan: Plan, sentence: str) -> str:
+    """Return the plan's code for DTensor."""
     specs, lost = plan_parameters(plan)
     unlike: list[str] = []
 
     def row(name: str, spec: Spec) -> str:
-        found = dims_by_axis(spec, plan.mesh)
-        if found is None:
+        dims = dims_by_axis(spec, plan.mesh)
+        if dims is None:
             unlike.append(
                 f"{name}: {spec_text(spec)} splits a dim by axes in another order than the mesh; it is replicated here."
             )
-            found = [None] * len(plan.mesh)
-        return "[" + ", ".join("Replicate()" if dim is None else f"Shard({dim})" for dim in found) + "]"
+            dims = [None] * len(plan.mesh)
+        return "[" + ", ".join("Replicate()" if dim is None else f"Shard({dim})" for dim in dims) + "]"
 
     rows = {module_pattern(plan, name): row(name, spec) for name, spec in specs.items()}
     inputs = {name: row(name, spec) for name, spec in plan_inputs(plan).items()}

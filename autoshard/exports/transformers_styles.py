@@ -1,4 +1,4 @@
-"""Which style of transformers' `tp_plan` and `ep_plan` each module and parameter of a plan's model has."""
+"""Styles of transformers' `tp_plan` and `ep_plan` for the modules and parameters of a plan's model."""
 
 import dataclasses
 import re
@@ -21,19 +21,20 @@ from autoshard.planning import Plan, layer_spec
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class TransformersStyles:
-    """Every rule that transformers is to follow; names have `*` for numbers, as it writes them."""
+    """All rules of a plan for transformers; names have `*` for numbers, as transformers writes them."""
 
     data: int
-    """Devices that each take their own part of the batch."""
+    """Number of devices that each process their own part of the batch."""
     tensor: int
-    """Devices that split modules between them."""
+    """Number of devices that split modules between them."""
     rules: dict[str, str]
-    """Name of a module or parameter that is split -> its style."""
+    """Name of a split module or parameter -> its style."""
     experts: dict[str, str]
-    """Name of a module of experts of which every device holds some -> its style, a rule of an `ep_plan`."""
+    """Name of a module whose experts are split over devices -> its style, a rule of an `ep_plan`."""
     whole: tuple[str, ...]
-    """All other modules, and parameters that are a module's own: rules that a model class has for them give way."""
+    """All other modules and the parameters of modules themselves. They override the rules of a model class."""
     lacks: tuple[str, ...]
+    """A sentence for each split that no style expresses."""
 
 
 _PACKED = {
@@ -42,36 +43,40 @@ _PACKED = {
     ("turned", "gate_up_proj"): "packed_rowwise",
     ("turned", "down_proj"): "colwise",
 }
-"""Weights `[experts, out, in]`, or `[experts, in, out]` -> the style that splits the width of every expert."""
+"""Layout and name of experts' weights -> the style that splits the width of every expert. `linear` is `[experts, out,
+in]`, `turned` is `[experts, in, out]`.
+"""
 _BIASES = {"gate_up_proj_bias", "down_proj_bias"}
 _GRADIENTS = "replicated_with_grad_allreduce"
 
 
 def read_transformers(plan: Plan) -> TransformersStyles:
-    """The rules of a plan.
+    """Return the rules of a plan.
 
-    Raises `UserError` for a plan that splits nothing that a style says, and as `read_layers` does.
+    Raises: UserError for a plan without a split that a style expresses, and as `read_layers` does.
     """
-    found = read_layers(plan, "transformers")
-    experts, of_experts, lacks = _experts(plan, found)
-    routers = {name for name in found.styles if _is_router(plan, name)}
+    layers = read_layers(plan, "transformers")
+    experts, of_experts, lacks = _experts(plan, layers)
+    routers = {name for name in layers.styles if _is_router(plan, name)}
     lacks += [f"{name}.weight: it is the router of experts, which no style splits; it is whole here."
               for name in sorted(routers)]  # fmt: skip
-    own = {name: style for name, style in found.styles.items() if name not in routers}
-    for name in sorted(name for name in own if name in found.tied and not _has_head(plan, name)):
+    styles = {name: style for name, style in layers.styles.items() if name not in routers}
+    for name in sorted(name for name in styles if name in layers.tied and not _has_head(plan, name)):
         lacks.append(f"{name}.weight: a layer that is not found shares it with the embedding; it is whole here.")
-        del own[name]
-    norms = _norms(plan, found)
-    rules = fitting(plan, found, own, frozenset(norms))
-    for name in sorted(found.tied):
+        del styles[name]
+    norms = _norms(plan, layers)
+    rules = fitting(plan, layers, styles, frozenset(norms))
+    for name in sorted(layers.tied):
         if _has_head(plan, name):
             rules["lm_head"] = _HEADS.get(rules.get(name, ""), "replicate")
     for name in norms:
         path = name.rpartition(".")[0]
-        if any(rules.get(each) in _STAY for each in found.linear if each.rpartition(".")[0] == path.rpartition(".")[0]):
+        if any(
+            rules.get(each) in _STAY for each in layers.linear if each.rpartition(".")[0] == path.rpartition(".")[0]
+        ):
             rules[path] = _GRADIENTS
     ruled = {name.rpartition(".")[0] for name in (*experts, *of_experts)}
-    rest = [name for name in found.others if name.rpartition(".")[0] not in ruled and not _named(name, lacks)]
+    rest = [name for name in layers.others if name.rpartition(".")[0] not in ruled and not _named(name, lacks)]
     lacks += [f"{name}: it is of no linear layer or embedding; it is whole here." for name in rest]
     if not any(style != "replicate" for style in (*rules.values(), *of_experts.values(), *experts.values())):
         raise UserError(
@@ -84,27 +89,28 @@ def read_transformers(plan: Plan) -> TransformersStyles:
         f"{name}: layers of it differ, of which transformers takes one style; it is whole here." for name in unlike
     ]
     data, tensor = sizes(plan)
-    return TransformersStyles(data, tensor, rules, experts, _whole(plan, rules, experts), (*found.lacks, *lacks))
+    return TransformersStyles(data, tensor, rules, experts, _whole(plan, rules, experts), (*layers.lacks, *lacks))
 
 
 _STAY = {"colwise", f"{COLUMNS_LAST}colwise"}
 _HEADS = {"embedding_rowwise": "colwise_gather_output", "embedding_colwise": "rowwise_split_input"}
-"""The style of a linear layer that has its weight from an embedding."""
+"""Style of an embedding -> the style of a linear layer that shares its weight."""
 
 
 def _named(name: str, lacks: Iterable[str]) -> bool:
+    """Return True if one of the sentences is about that name."""
     return any(lack.startswith(f"{name}:") for lack in lacks)
 
 
 def _has_head(plan: Plan, embedding: str) -> bool:
-    """Whether the layer that shares an embedding is `lm_head`: no other parameter is outside of the base model."""
+    """Return True if the layer that shares an embedding is `lm_head`: no parameter is outside of the base model."""
     base = embedding.partition(".")[0]
     names = [name for name in plan.arguments if plan.is_weight(name)]
     return base != embedding and all(name.startswith(f"{base}.") for name in names)
 
 
 def _norms(plan: Plan, found: Layers) -> list[str]:
-    """Norms of single heads between layers: each device sees its own heads, and so a part of their gradients."""
+    """Return the norms of single heads between layers; each device computes a part of their gradients."""
     parents = {name.rpartition(".")[0] for name in found.styles if found.styles[name] in _STAY}
     norms = []
     for parent in parents:
@@ -119,7 +125,7 @@ def _norms(plan: Plan, found: Layers) -> list[str]:
 
 
 def _experts(plan: Plan, found: Layers) -> tuple[dict[str, str], dict[str, str], list[str]]:
-    """Rules of modules of experts: by experts, by their width, and sentences on what no style says."""
+    """Return the rules of modules split by experts, those of modules split by width, and sentences on other splits."""
     modules: dict[str, list[str]] = {}
     for name in plan.arguments:
         if plan.is_weight(name) and len(layer_shape(plan, name)) == 3 and not name.endswith(".weight"):
@@ -145,7 +151,15 @@ def _experts(plan: Plan, found: Layers) -> tuple[dict[str, str], dict[str, str],
 def _expert_rules(
     plan: Plan, path: str, names: list[str], split: list[str], axes: tuple[str, ...]
 ) -> tuple[str, dict[str, str]]:
-    """How a module's experts are split, `experts` or `width`, and its rules; or why no style says it, and none."""
+    """Return the split of a module's experts, `experts` or `width`, and its rules.
+
+    If no style expresses the split, return the reason and no rules.
+
+    - `path`: name of the module.
+    - `names`: its parameters.
+    - `split`: those of its parameters that the axes split.
+    - `axes`: mesh axes that split modules.
+    """
     keys = {name.rpartition(".")[2]: name for name in names}
     layout = _layout(plan, keys)
     if not layout:
@@ -175,7 +189,7 @@ def _expert_rules(
 
 
 def _layout(plan: Plan, keys: Mapping[str, str]) -> str:
-    """`linear` for weights `[experts, out, in]`, `turned` for `[experts, in, out]`; empty for other modules."""
+    """Return `linear` for weights `[experts, out, in]`, `turned` for `[experts, in, out]`; empty for other modules."""
     if not {"gate_up_proj", "down_proj"} <= keys.keys() <= {"gate_up_proj", "down_proj"} | _BIASES:
         return ""
     up, down = (layer_shape(plan, keys[key]) for key in ("gate_up_proj", "down_proj"))
@@ -187,38 +201,41 @@ def _layout(plan: Plan, keys: Mapping[str, str]) -> str:
 
 
 def _is_router(plan: Plan, name: str) -> bool:
-    """Whether a layer gives a number for every expert of a module beside it."""
+    """Return True if a layer outputs a number for every expert of a module next to it."""
     count = layer_shape(plan, f"{name}.weight")[0]
     while name := name.rpartition(".")[0]:
-        beside = [n for n in plan.arguments if n.startswith(f"{name}.") and plan.is_weight(n)]
-        if any(len(layer_shape(plan, n)) == 3 and layer_shape(plan, n)[0] == count for n in beside
+        siblings = [n for n in plan.arguments if n.startswith(f"{name}.") and plan.is_weight(n)]
+        if any(len(layer_shape(plan, n)) == 3 and layer_shape(plan, n)[0] == count for n in siblings
                if n.removeprefix(f"{name}.").count(".") == 1 and not n.endswith(".weight")):  # fmt: skip
             return True
     return False
 
 
 def _by_wildcard(plan: Plan, rules: Mapping[str, str]) -> tuple[dict[str, str], list[str]]:
-    """Rules by names with `*` for every number; and parents whose layers differ, none of whose modules is split."""
+    """Return rules by names with `*` for every number, and the parents whose layers differ.
+
+    Modules of such parents get no rule.
+    """
     styles: dict[str, set[str]] = {}
     for name, style in rules.items():
         styles.setdefault(_wildcard(name), set()).add(style)
-    # A module that some layers have split and others whole has two styles as well.
+    # A module that is split in some layers and whole in others has two styles as well.
     for name in _owners(plan):
         if _wildcard(name) in styles and name not in rules:
             styles[_wildcard(name)].add("")
     unlike = {name.rpartition(".")[0] for name, found in styles.items() if len(found) > 1}
-    kept = {name: min(found) for name, found in styles.items() if name.rpartition(".")[0] not in unlike}
-    return kept, sorted(unlike)
+    uniform = {name: min(found) for name, found in styles.items() if name.rpartition(".")[0] not in unlike}
+    return uniform, sorted(unlike)
 
 
 def _owners(plan: Plan) -> list[str]:
-    """Modules that own weights, and parameters that are called by no module's `weight` or `bias`."""
+    """Return the modules that own weights, and parameters that are no module's `weight` or `bias`."""
     names = [name for name in plan.arguments if plan.is_weight(name)]
     return [re.sub(r"\.(weight|bias)$", "", name) for name in names]
 
 
 def _whole(plan: Plan, rules: Mapping[str, str], experts: Mapping[str, str]) -> tuple[str, ...]:
-    """Every module with parameters below it that has no rule, but for those that hold nothing but layers."""
+    """Return every module with parameters that has no rule, except for modules that contain only layers."""
     names: dict[str, None] = {}
     for owner in map(_wildcard, _owners(plan)):
         parts = owner.split(".")
@@ -228,5 +245,5 @@ def _whole(plan: Plan, rules: Mapping[str, str], experts: Mapping[str, str]) -> 
 
 
 def _wildcard(name: str) -> str:
-    """A name as transformers writes it in a plan: `*` for every number, and for a stack of some layers."""
+    """Return a name as transformers writes it in a plan: `*` for every number, and for a stack of some layers."""
     return re.sub(r"(?<=\.)(\d+|\[[\d:]*\])(?=\.|$)", "*", name)

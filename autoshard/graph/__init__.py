@@ -1,4 +1,4 @@
-"""What a program does: ops, tensors, loops, sharding rules. Knows no meshes and no chips."""
+"""Ops, tensors, loops and sharding rules of a program; knows no meshes and no chips."""
 
 from autoshard.graph.clusters import Cluster as Cluster
 from autoshard.graph.clusters import Edge as Edge

@@ -1,7 +1,7 @@
-"""Clusters: tensors that are bound to share one spec, because only pointwise ops stand between them.
+"""Clusters: tensors that must share one spec because only pointwise ops connect them.
 
-A cluster has factors of its own; every tensor in it has some of them as dims, each at most once, and one tensor
-has all that may be split. So a spec of the cluster is a choice of mesh axes for its factors, whatever the number of
+A cluster has factors of its own. Each tensor in it has some of these factors as dims, each at most once. One tensor has
+all factors that may be split. A spec of the cluster is thus a choice of mesh axes for its factors, for any number of
 tensors.
 """
 
@@ -17,49 +17,52 @@ class Cluster:
 
     id: int
     sizes: tuple[int, ...]
-    """The size of each factor of the cluster."""
+    """Size of each factor of the cluster."""
     blocked: frozenset[int]
-    """Factors that must stay whole (the layer dim of a stack)."""
+    """Factors that no axis may split, such as the layer dim of a stack."""
     tensors: tuple[int, ...]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Edge:
-    """A value that goes from one decision to another, where a reshard may be needed."""
+    """A value that connects two decisions, and that may need a reshard."""
 
     tensor: int
-    """The tensor whose value moves along the edge."""
+    """Tensor whose value crosses the edge."""
     op: int
-    """The op between them; -1 for a tie between an updated result and the argument it replaces."""
+    """The op between the two decisions; -1 for a tie between an updated result and the argument that it replaces."""
     operand: int
-    """Which operand of `op` the tensor is; -1 if it is `op`'s result number `result`."""
+    """Position of the tensor among the op's operands; -1 if the tensor is the op's result number `result`."""
     result: int
-    """Which result of `op` names the consumer's (or producer's) cluster; -1 for an operand of a heavy op."""
+    """Position of the op's result whose cluster consumes (or produces) the value; -1 for an operand of a heavy op."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Structure:
-    """Who decides what: clusters and heavy ops are the nodes, edges the values between them."""
+    """Graph of decisions: its nodes are clusters and heavy ops, its edges the values between them."""
 
     clusters: tuple[Cluster, ...]
     cluster_of: tuple[int, ...]
-    """Cluster of every tensor, -1 for values that need no decision (scalars and generated values)."""
+    """Cluster of every tensor; -1 for values that need no decision (scalars and generated values)."""
     dims_of: tuple[tuple[int, ...], ...]
-    """For every tensor the cluster factor of each dim, -1 for a dim of one."""
+    """Cluster factor of each dim of every tensor; -1 for a dim of size one."""
     heavy: tuple[int, ...]
-    """Ops with strategies of their own."""
+    """Ids of the ops that have strategies of their own."""
     edges: tuple[Edge, ...]
     ties: tuple[tuple[int, int], ...]
-    """(result tensor, argument tensor) pairs that must end with one spec but are in different clusters."""
+    """The (result tensor, argument tensor) pairs that must end with one spec but are in different clusters."""
 
 
 class _Merged:
-    """Clusters while they grow: factors are numbered within each cluster, the smaller joins the larger."""
+    """Clusters under construction: a union-find that also unifies factors.
+
+    Factors are numbered within each cluster. The smaller cluster is merged into the larger.
+    """
 
     def __init__(self, shapes: list[tuple[int, ...] | None], stored: Collection[int] = ()) -> None:
         self.owner = list(range(len(shapes)))
         self.stores = set(stored)
-        """Clusters with a stored value in them."""
+        """Clusters that contain a stored value."""
         self.members: list[list[int]] = [[t] for t in range(len(shapes))]
         self.sizes: list[list[int]] = []
         self.dims: list[list[int]] = []
@@ -74,7 +77,10 @@ class _Merged:
             self.sizes.append(sizes)
 
     def merge(self, a: int, b: int, pairs: list[tuple[int, int]]) -> bool:
-        """Joins the clusters of tensors a and b, whose dims `pairs` are the same; False if they must stay apart."""
+        """Merge the clusters of tensors `a` and `b`, whose dims `pairs` are the same.
+
+        Returns False if the two clusters must stay separate.
+        """
         big, small = self.owner[a], self.owner[b]
         links = [(self.dims[a][p], self.dims[b][q]) for p, q in pairs]
         links = [(p, q) for p, q in links if p >= 0 and q >= 0]
@@ -100,17 +106,20 @@ class _Merged:
         return True
 
     def _extent(self, cluster: int) -> tuple[int, int]:
-        """The smaller cluster is the one with fewer factors, and of those the one with fewer members to rename."""
+        """Return the number of factors of a cluster, then of its members; the smaller of two clusters is renumbered."""
         return len(self.sizes[cluster]), len(self.members[cluster])
 
     def _place_blocked(self, big: int, small: int, mapping: dict[int, int]) -> bool:
-        """Finds a place for the small cluster's other factors; only such as stay whole (layer dims) have one."""
+        """Map the small cluster's unmatched factors into the big cluster.
+
+        Only blocked factors (layer dims) can be mapped; return False if another factor is unmatched.
+        """
         rest = [f for f in range(len(self.sizes[small])) if f not in mapping]
         if any(f not in self.blocked[small] for f in rest):
             return False
         for f in rest:
-            size, taken = self.sizes[small][f], set(mapping.values())
-            twin = next((b for b in self.blocked[big] - taken if self.sizes[big][b] == size), None)
+            size, used = self.sizes[small][f], set(mapping.values())
+            twin = next((b for b in self.blocked[big] - used if self.sizes[big][b] == size), None)
             if twin is None:
                 twin = len(self.sizes[big])
                 self.sizes[big].append(size)
@@ -119,6 +128,7 @@ class _Merged:
         return True
 
     def block(self, tensor: int, dim: int) -> None:
+        """Forbid every axis to split this dim's factor."""
         if self.dims[tensor][dim] >= 0:
             self.blocked[self.owner[tensor]].add(self.dims[tensor][dim])
 
@@ -129,15 +139,16 @@ def build_structure(
     ties: Collection[tuple[int, int]] = (),
     whole: Collection[tuple[int, int]] = (),
 ) -> Structure:
-    """Clusters, heavy ops and the edges between them.
+    """Build the clusters, the list of heavy ops, and the edges between them.
 
-    `parameters` are argument tensors kept apart from the update that replaces them, so that a parameter may be
-    whole where its optimizer state is split; `ties` are (result tensor, argument tensor) pairs with one spec;
-    `whole` are (tensor, dim) that no axis may split.
+    - `parameters`: argument tensors that are not merged with the update that replaces them. A parameter may then be
+      whole although its optimizer state is split.
+    - `ties`: (result tensor, argument tensor) pairs that must have one spec.
+    - `whole`: (tensor, dim) pairs that no axis may split.
     """
     free = {t for op in graph.ops if op.op_class is OpClass.FREE for t in op.results}
     trivial = {t.id for t in graph.tensors if t.elements <= 1 or not t.shape or t.dtype == "token"}
-    # A generated value that starts a loop is held like any other once the loop changes it.
+    # A generated value that starts a loop is stored like any other once the loop changes it.
     started = {c.init for loop in graph.loops for c in loop.carries}
     skip = (free - started) | trivial
     stored = set(parameters)
@@ -171,7 +182,7 @@ def build_structure(
 
 
 def _writes_in_layer(graph: OpGraph, op: Op) -> bool:
-    """True if a loop writes a part of one layer into a stack that it carries, as decoders do to their caches."""
+    """Return True if a loop writes a part of one layer into a carried stack, as decoders do with their caches."""
     if op.kind != "dynamic_update_slice" or op.loop < 0:
         return False
     whole, part = (graph.tensors[t].shape for t in op.operands[:2])
@@ -182,9 +193,9 @@ def _writes_in_layer(graph: OpGraph, op: Op) -> bool:
 def _tie_carries(
     graph: OpGraph, union: _Merged, skip: set[int], stored: set[int], asked: Mapping[int, Sharding]
 ) -> None:
-    """One spec for the four tensors of every carried value; factors that cannot be matched must stay whole.
+    """Give the four tensors of every carried value one spec; block factors that cannot be matched.
 
-    What starts a loop may stay apart: a parameter, or a value that the program wants in another spec.
+    The initial value stays separate if it is a parameter, or if the program requests another spec for it.
     """
     waiting = []
     for carry in (c for loop in graph.loops for c in loop.carries if c.body not in skip):
@@ -193,11 +204,11 @@ def _tie_carries(
             others.append(carry.init)
         waiting.extend((carry.body, t) for t in others if t not in skip)
     while waiting:
-        # A tie may become possible once another has brought a stack and its slices together.
-        left = [(a, b) for a, b in waiting if not union.merge(a, b, _all_dims(union, a))]
-        if len(left) == len(waiting):
+        # A merge may become possible once another one has merged a stack with its slices.
+        unmerged = [(a, b) for a, b in waiting if not union.merge(a, b, _all_dims(union, a))]
+        if len(unmerged) == len(waiting):
             break
-        waiting = left
+        waiting = unmerged
     for a, b in waiting:
         for d in range(len(union.dims[a])):
             if union.owner[a] != union.owner[b] or union.dims[a][d] != union.dims[b][d]:
@@ -206,10 +217,10 @@ def _tie_carries(
 
 
 def _block_whole_parts(graph: OpGraph, union: _Merged, skip: set[int]) -> None:
-    """A dim that a reshape makes of others stays whole if the outermost of them must.
+    """Block a dim that a reshape forms from several dims if the outermost of these is blocked.
 
-    Axes split the outermost part of a dim first, so that what splits it would have to be gathered at the reshape: the
-    layers of a stack that rounds of stages take in turn.
+    Axes split the outermost part of a dim first, so a split of the joined dim would be gathered at the reshape. An
+    example is the layers of a stack that pipeline stages process in rounds.
     """
     for op in graph.ops:
         if op.kind != "reshape" or op.rule is None or skip.intersection((op.operands[0], op.results[0])):
@@ -225,15 +236,16 @@ def _block_whole_parts(graph: OpGraph, union: _Merged, skip: set[int]) -> None:
 
 
 def _all_dims(union: _Merged, tensor: int) -> list[tuple[int, int]]:
+    """Return the pairs that match each dim of a tensor with itself."""
     return [(d, d) for d in range(len(union.dims[tensor]))]
 
 
 def _merge_op(
     union: _Merged, op: Op, result: int, skip: set[int], asked: Mapping[int, Sharding]
 ) -> list[tuple[int, int, int]]:
-    """Merges an op's operands with one of its results where that is sound; returns the operands left apart.
+    """Merge an op's operands with one of its results where that is sound; return the operands left separate.
 
-    A value that the program itself wants in some spec keeps to itself: what is made of it may have another.
+    A value for which the program requests a spec is not merged with its consumers, which may have another spec.
     """
     if op.op_class is OpClass.HEAVY or op.rule is None:
         return []
@@ -242,7 +254,7 @@ def _merge_op(
         return []
     apart = []
     operands = [k for k, t in enumerate(op.operands) if t not in skip]
-    # As before this op: what it joins to a store here is none of its own yet.
+    # Evaluated before the merges below, so that operands which this op merges with a store do not count as stored.
     of_store = [k for k in operands if union.owner[op.operands[k]] in union.stores]
     mixed = len(of_store) < len(operands)
     for k in operands:
@@ -259,7 +271,7 @@ def _merge_op(
 
 
 def _same_dims(op: Op, operand: int, result: int) -> list[tuple[int, int]]:
-    """(result dim, operand dim) pairs made of the same single factor."""
+    """Return the (result dim, operand dim) pairs that consist of the same single factor."""
     if op.rule is None:
         return []
     where = {f[0]: d for d, f in enumerate(op.rule.operands[operand]) if len(f) == 1}
@@ -267,7 +279,7 @@ def _same_dims(op: Op, operand: int, result: int) -> list[tuple[int, int]]:
 
 
 def _trivial_reshape(op: Op, operand: int, result: int, pairs: list[tuple[int, int]], union: _Merged) -> bool:
-    """True for a reshape or broadcast that only adds or drops dims of one."""
+    """Return True for a reshape or broadcast that only adds or drops dims of size one."""
     if op.kind not in ("reshape", "broadcast_in_dim"):
         return False
     source, out = op.operands[operand], op.results[result]
@@ -279,6 +291,7 @@ def _trivial_reshape(op: Op, operand: int, result: int, pairs: list[tuple[int, i
 def _freeze(
     graph: OpGraph, union: _Merged, skip: set[int], unmerged: list[tuple[int, int, int]], apart: list[tuple[int, int]]
 ) -> Structure:
+    """Build the final `Structure`: numbered clusters, and edges sorted by op."""
     numbers: dict[int, int] = {}
     clusters = []
     for tensor in range(len(graph.tensors)):

@@ -1,4 +1,4 @@
-"""FLOPs of the ops of a matrix unit, of factorisations, and of custom calls whose meaning is known."""
+"""FLOPs of matrix-unit ops, of factorisations, and of custom calls whose meaning is known."""
 
 import dataclasses
 import math
@@ -14,14 +14,15 @@ ATTENTION_FUSED = "attention_backward_fused"
 GROUPED = "grouped_matmul"
 GROUPED_GRADIENT = "grouped_matmul_gradient"
 CUDNN = "cudnn_attention"
-"""Beginning of the names of calls that cuDNN's attention computes (`program/kernels/cudnn_attention.py`)."""
+"""Prefix of the names of calls that cuDNN's attention computes (`program/kernels/cudnn_attention.py`)."""
 RING = "ring_attention"
-"""Beginning of the names of calls that send keys and values around a ring of devices (`ring_attention.py`)."""
+"""Prefix of the names of calls that send keys and values around a ring of devices (`ring_attention.py`)."""
 RAGGED = "ragged_exchange"
-"""Beginning of the names of calls that send rows to the devices of their experts (`ragged_exchange.py`); the share
-of the rows that is real ends them."""
+"""Prefix of the names of calls that send rows to their experts' devices (`ragged_exchange.py`). The name ends with the
+share of rows that are real.
+"""
 RING_ATTENTION, RING_BACKWARD, RING_FUSED = RING, f"{RING}_backward", f"{RING}_backward_fused"
-"""Kinds that these calls have as ops of a graph."""
+"""Op kinds of the ring calls in a graph."""
 
 _TARGETS = {
     "autoshard_attention": ATTENTION,
@@ -38,32 +39,36 @@ MATMULS: Mapping[str, int] = {
     **{ATTENTION: 2, ATTENTION_BACKWARD: 7, ATTENTION_FUSED: 5},
     **{RING_ATTENTION: 2, RING_BACKWARD: 7, RING_FUSED: 5},
 }
-"""Matmuls over the scores: q k and p v; backward one kernel for dk and dv and one for dq, each of which computes the
-scores and dp again (jax's splash attention, as MaxText sets it), or one for all, which computes them once."""
+"""Number of matmuls over the scores in each attention kernel.
+
+Forward there are two: q k and p v. Separate backward kernels for dk and dv and for dq both recompute the scores and dp:
+seven matmuls in total. MaxText configures jax's splash attention like this. A fused backward kernel computes them once:
+five matmuls in total.
+"""
 
 _QUERY, _KEY, _VALUE, _MIXED, _ROWS = (0, 1, 2, 3, 5), (0, 1, 4, 5), (0, 1, 4, 6), (0, 1, 2, 3, 6), (0, 1, 2, 3)
-"""Factors of each tensor's dims, in the order b, k, g, s, t, d, e."""
+"""Factors of each tensor's dims, where factors 0 to 6 are b, k, g, s, t, d, e."""
 _SEQUENCE = 3
-"""The factor of the queries' sequence."""
+"""Factor of the queries' sequence."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class KnownCall:
-    """What is known of one call, over all devices."""
+    """Rule and work of one known call, over all devices."""
 
     kind: str
     rule: Rule
     flops: int
     steps: int
-    """Steps of its grid that compute something."""
+    """Steps of the kernel's grid that compute something."""
     traffic: int = 0
-    """Bytes that it reads and writes; 0: each operand and result once."""
+    """Bytes that the call reads and writes; 0 means each operand and result once."""
     sloping: tuple[tuple[int, int], ...] = ()
-    """The (factor, blocks) along which the work grows evenly from next to none."""
+    """The (factor, blocks) pairs along which the work rises evenly from almost zero."""
 
 
 def known_call(target: str, attributes: str, operands: Sequence[Tensor], results: Sequence[Tensor]) -> KnownCall | None:
-    """A custom call by its target; None for one that is not known."""
+    """Return rule and work of a custom call by its target; None for an unknown target."""
     kind = _TARGETS.get(target)
     if kind is None:
         return None
@@ -75,7 +80,8 @@ def known_call(target: str, attributes: str, operands: Sequence[Tensor], results
     outs = (_QUERY, key, value) if backward else (_MIXED, _ROWS)
     query, lead = operands[0].shape, len(operands[0].shape) - len(_QUERY)
     sizes = (*query[-5:-1], operands[1].shape[-2], query[-1], operands[2].shape[-1])
-    # In parts of the queries' sequence the gradients of keys are sums, but in a ring, where these keep their place.
+    # If the queries' sequence is split, the keys' gradients are sums over its shards. In a ring each device keeps the
+    # gradients of its own keys.
     along = FactorKind.REDUCTION if backward and not ring else FactorKind.PARALLEL
     kinds = (*(FactorKind.PARALLEL,) * 3, along, *(FactorKind.NEED_REPLICATION,) * 3)
     rule = _rule(query[:lead], sizes, kinds, (ins, outs))
@@ -90,25 +96,34 @@ def known_call(target: str, attributes: str, operands: Sequence[Tensor], results
 def _rule(
     lead: Sequence[int], sizes: Sequence[int], kinds: Sequence[FactorKind], sides: Sequence[Sequence[Sequence[int]]]
 ) -> Rule:
-    """The rule of a call whose tensors all have the dims `lead` in front of those that `sides` gives the factors of."""
+    """Build a rule for a call whose tensors all begin with the dims `lead`.
+
+    - `lead`: sizes of the shared leading dims, one parallel factor each.
+    - `sizes`, `kinds`: the other factors.
+    - `sides`: for operands and for results, the factors of each tensor's remaining dims, counted after those of `lead`.
+    """
     first = range(len(lead))
-    found = (
+    mappings = (
         tuple(tuple((f,) for f in (*first, *(len(lead) + own for own in dims))) for dims in side) for side in sides
     )
-    return Rule((*lead, *sizes), (*(FactorKind.PARALLEL,) * len(lead), *kinds), *found)
+    return Rule((*lead, *sizes), (*(FactorKind.PARALLEL,) * len(lead), *kinds), *mappings)
 
 
 def _told(attributes: str, name: str, without: float) -> float:
-    found = re.search(rf"\b{name}\s*=\s*([0-9.eE+-]+)", attributes)
-    return float(found[1]) if found else without
+    """Return the number after `name =` in the text of the attributes, or the default `without`."""
+    match = re.search(rf"\b{name}\s*=\s*([0-9.eE+-]+)", attributes)
+    return float(match[1]) if match else without
 
 
 _BATCH, _GROUP, _COUNT, _DEEP, _WIDE = range(5)
-"""Factors of a kernel for rows in groups: sequences, groups, rows of one, what is contracted, columns."""
+"""Factors of a grouped matmul: sequences, groups, rows of one group, contracted dim, columns."""
 
 
 def _grouped(kind: str, attributes: str, operands: Sequence[Tensor], results: Sequence[Tensor]) -> KnownCall:
-    """Rows of one group stay together. A gradient of matrices is a sum over sequences."""
+    """Return rule and work of a grouped matmul or of its weight gradient.
+
+    Rows of one group stay on one device. The weight gradient sums over sequences.
+    """
     rows, made = (_BATCH, _GROUP, _COUNT, _DEEP), (_BATCH, _GROUP, _COUNT, _WIDE)
     shape = operands[0].shape
     lead = shape[: len(shape) - len(rows)]
@@ -132,10 +147,10 @@ def _grouped(kind: str, attributes: str, operands: Sequence[Tensor], results: Se
 def op_flops(
     kind: str, rule: Rule | None, operands: Sequence[Tensor], results: Sequence[Tensor], dilation: int = 1
 ) -> int:
-    """Multiply-adds counted as two; 0 for ops that only the vector unit runs.
+    """Return an op's FLOPs, a multiply-add counted as two; 0 for ops that only the vector unit runs.
 
-    `dilation`: of a convolution's input, one element in so many is not an inserted zero (the gradient of a strided
-    convolution); products with the zeros do not count.
+    In a convolution one input element in `dilation` is real, and the others are inserted zeros (the gradient of a
+    strided convolution). Products with these zeros do not count.
     """
     if kind == "dot_general" and rule is not None:
         contracted = math.prod(s for s, k in zip(rule.sizes, rule.kinds, strict=True) if k is FactorKind.REDUCTION)
@@ -148,10 +163,10 @@ def op_flops(
 
 
 def is_sum(rule: Rule) -> bool:
-    """Return whether XLA computes a dot by a product and a sum, in place of a matmul.
+    """Return True if XLA computes a dot as a product and a sum instead of a matmul.
 
-    It does so where nothing is contracted, and where one side has no dim of its own (a matrix times a vector), in
-    batches as well. Dims of size 1 do not count.
+    XLA does so if nothing is contracted, or if one side has no dim of its own (a matrix times a vector). The rule holds
+    with batch dims as well. Dims of size 1 do not count.
     """
     left, right = ({f for dim in dims for f in dim if rule.sizes[f] > 1} for dims in rule.operands[:2])
     contracted = (left & right) - {f for dim in rule.results[0] for f in dim}
@@ -159,7 +174,7 @@ def is_sum(rule: Rule) -> bool:
 
 
 def _kernel_output_features(rule: Rule, kernel: Tensor) -> int:
-    """Size of the kernel dim whose factor also stands in the result (output features)."""
+    """Return the size of the kernel dims whose factors also appear in the result (output features)."""
     in_result = {factor for dim in rule.results[0] for factor in dim}
     sizes = [
         size
@@ -170,7 +185,7 @@ def _kernel_output_features(rule: Rule, kernel: Tensor) -> int:
 
 
 Count = Callable[[int, int], float]
-"""FLOPs for m rows and n columns."""
+"""FLOPs as a function of m rows and n columns."""
 
 
 def _qr(m: int, n: int) -> float:
@@ -191,13 +206,13 @@ _CALLS: tuple[tuple[tuple[str, ...], Count], ...] = (
     (("sytrd", "hetrd"), lambda m, n: 4 * n**3 / 3),
     (("trsm",), lambda m, n: n * m**2),
 )
-"""Parts of targets, and what the calls compute of one matrix."""
+"""Parts of target names, and the FLOPs of such a call for one matrix."""
 SMALL = ("pivots_to_permutation", "gtsv", "threefry")
-"""Parts of targets of calls whose time is that of reading and writing their operands."""
+"""Parts of target names of calls that are bound by reading and writing their operands."""
 
 
 def call_flops(target: str, operands: Sequence[Tensor]) -> int:
-    """Return the FLOPs of a custom call of linear algebra; 0 for any other."""
+    """Return the FLOPs of a custom call of linear algebra; 0 for any other call."""
     for parts, count in _CALLS:
         if any(part in target for part in parts) and operands and len(operands[0].shape) >= 2:
             return _of(operands[0].shape, count)

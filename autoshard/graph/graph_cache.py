@@ -1,4 +1,4 @@
-"""Graphs cached on disk by the module they were read from, as strict rows of JSON."""
+"""Graphs cached on disk by the hash of their module, as strict rows of JSON."""
 
 import dataclasses
 import enum
@@ -22,7 +22,10 @@ _SOURCES = ("graph/**/*.py", "mlir/*.py", "base/call_rules.py", "base/disk_cache
 
 
 def kept_graph(module: bytes) -> OpGraph:
-    """`read_graph`, from disk where it is there; rules that were registered are in no module: with any, read anew."""
+    """Return `read_graph(module)`, from the disk cache if it is there.
+
+    If the user registered call rules, the cache is bypassed, since the module does not contain these rules.
+    """
     if registrations():
         return read_graph(module)
     key = key_of(hashlib.sha256(module).hexdigest(), _PACKAGES, _SOURCES)
@@ -31,33 +34,38 @@ def kept_graph(module: bytes) -> OpGraph:
         try:
             return from_json(OpGraph, body)
         except (ValueError, TypeError):
-            pass  # not what was written here, whatever its hash says
+            pass  # the hash matches, but the text is no graph
     graph = read_graph(module)
     write_entry(_KIND, key, to_json(graph).encode())
     return graph
 
 
 def to_json(record: Any) -> str:
-    """A dataclass of numbers, texts, enums, tuples and dataclasses as JSON text."""
+    """Serialise a dataclass of numbers, texts, enums, tuples and dataclasses as JSON text."""
     return json.dumps(record, default=_row, separators=(",", ":"))
 
 
 def from_json(kind: Any, text: str | bytes) -> Any:
-    """The record of type `kind` that `to_json` wrote; raises `ValueError` or `TypeError` for any other text."""
+    """Deserialise a record of type `kind` from the text of `to_json`.
+
+    Raises `ValueError` or `TypeError` for any other text.
+    """
     return _reader(kind)(json.loads(text))
 
 
 def _row(record: Any) -> list[Any]:
+    """Return a dataclass as the list of its fields' values."""
     return [getattr(record, field.name) for field in dataclasses.fields(record)]
 
 
 def _same(value: Any) -> Any:
+    """Return the value itself: the reader of numbers and texts."""
     return value
 
 
 @functools.cache
 def _reader(kind: Any) -> Callable[[Any], Any]:
-    """What turns JSON values into values of a type."""
+    """Return a function that converts JSON values into values of the type `kind`."""
     origin, parts = typing.get_origin(kind), typing.get_args(kind)
     if origin is types.UnionType:
         (part,) = (_reader(part) for part in parts if part is not type(None))

@@ -1,4 +1,4 @@
-"""Which part an op plays in planning: pointwise, a view, a layer of a stack, or one with strategies of its own."""
+"""Class of each op for the planner (`OpClass`): pointwise, view, layer of a stack, or heavy."""
 
 from autoshard.graph.records import FactorKind, OpClass, Rule, Tensor
 
@@ -8,6 +8,7 @@ _REDUCERS = frozenset({"reduce"})
 
 
 def classify(kind: str, rule: Rule | None, operands: list[Tensor], results: list[Tensor]) -> OpClass:
+    """Return the class of an op that has computed inputs; an op without a rule or without results is heavy."""
     if rule is None or not results:
         return OpClass.HEAVY
     if kind in _RESHAPES or (kind in _REDUCERS and FactorKind.NEED_REPLICATION not in rule.kinds):
@@ -21,13 +22,13 @@ def classify(kind: str, rule: Rule | None, operands: list[Tensor], results: list
 
 
 def _one_slice(operands: list[Tensor], results: list[Tensor], kind: str) -> bool:
-    """True if exactly the leading dim is cut to one slice (a layer of a stack)."""
+    """Return True if the op reads or writes exactly one slice along the leading dim (one layer of a stack)."""
     whole, part = (operands[0], results[0]) if kind == "dynamic_slice" else (operands[0], operands[1])
     return bool(whole.shape) and part.shape[0] == 1 and whole.shape[1:] == part.shape[1:] and whole.shape[0] > 1
 
 
 def _dims_agree(rule: Rule, operands: list[Tensor], results: list[Tensor]) -> bool:
-    """True if every non-scalar operand and result has the same factors, one per dim, in any order."""
+    """Return True if every non-scalar operand and result has the same factors, one for each dim, in any order."""
     wanted = None
     for tensor, dims in zip((*operands, *results), (*rule.operands, *rule.results), strict=True):
         if tensor.elements == 1:

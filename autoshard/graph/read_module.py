@@ -1,6 +1,6 @@
-"""From an inlined StableHLO module to an `OpGraph`.
+"""Construction of an `OpGraph` from an inlined StableHLO module.
 
-Works on the objects that the room `mlir` hands out and never imports MLIR itself.
+The module works on the objects that the room `mlir` returns, and never imports MLIR itself.
 """
 
 import dataclasses
@@ -31,18 +31,20 @@ from autoshard.graph.records import Constraint, Halo, Op, Opaque, OpClass, OpGra
 
 _GENERATED = frozenset({"constant", "iota", "partition_id"})
 _OTHER_NAMES = {"dot": "dot_general"}
-"""Ops that are special cases of others: HLO files have products of two dims as their own op."""
+"""Ops that are special cases of others: HLO files have matrix products of two dims as a separate op."""
 _ALIASES = frozenset({"optimization_barrier", "propagation_barrier"})
 _CUTS = {
     "slice": ("start_indices", "limit_indices", "strides"),
     "pad": ("edge_padding_low", "edge_padding_high", "interior_padding"),
     "concatenate": ("dimension",),
 }
-"""Attributes that say what a slice, pad or concatenation does."""
+"""Attributes that define the elements of a slice, pad or concatenation."""
 
 
 def read_graph(module: bytes) -> OpGraph:
-    """The graph of a lowered module (StableHLO bytecode or text), calls inlined and rules populated."""
+    """Build the graph of a lowered module (StableHLO bytecode or text), with calls inlined and sharding rules
+    populated.
+    """
     with mlir.new_context() as context:
         parsed = mlir.parse_module(module, context)
         mlir.inline_calls(parsed)
@@ -51,13 +53,16 @@ def read_graph(module: bytes) -> OpGraph:
         mlir.populate_rules(parsed)
         meshes = mlir.mesh_texts(parsed)
         reader.meshes = {name: parse_mesh(text) for name, text in meshes.items()}
-        said = {n: text for n, text in mlir.argument_shardings(parsed).items() if not mlir.is_idle(text, meshes)}
-        reader.read_main(mlir.main_block(parsed), said)
+        shardings = {n: text for n, text in mlir.argument_shardings(parsed).items() if not mlir.is_idle(text, meshes)}
+        reader.read_main(mlir.main_block(parsed), shardings)
         return reader.graph()
 
 
 class _ModuleReader(UseReading):
+    """Graph builder that walks the blocks of a module."""
+
     def read_main(self, block: Any, shardings: dict[int, str]) -> None:
+        """Read the main function, with the shardings of its arguments by position as text."""
         for position, value in enumerate(block.arguments):
             self.arguments.append(self.new_tensor(value, -1, -1, (-1, position)))
             for sharding in parse_shardings(shardings.get(position, ""), self.meshes):
@@ -67,7 +72,7 @@ class _ModuleReader(UseReading):
         self.results = self.read_block(block, -1)
 
     def read_block(self, block: Any, loop: int) -> list[int]:
-        """Reads the ops of a block; gives the tensors its terminator returns."""
+        """Read the ops of a block and return the tensors that its terminator returns."""
         for handle in block.operations:
             op = handle.operation
             self.number += 1
@@ -75,7 +80,7 @@ class _ModuleReader(UseReading):
             if kind == "return":
                 return [self.ids[value] for value in op.operands]
             if mlir.is_idle_call(op):
-                continue  # a kernel in what is computed again, whose results were kept
+                continue  # a kernel inside recomputation whose saved results make it unused
             if kind == "while":
                 read_while(self, op, loop, self.read_block)
             elif kind in BRANCHING:
@@ -91,6 +96,7 @@ class _ModuleReader(UseReading):
         return []
 
     def read_op(self, op: Any, kind: str, loop: int) -> None:
+        """Append one op that is no loop, region, alias or constraint."""
         number = self.number
         name = mlir.location_name(op.location)
         op_id = len(self.ops)
@@ -119,7 +125,8 @@ class _ModuleReader(UseReading):
         halos: tuple[Halo, ...] = ()
         if rule is not None and kind in mlir.WINDOWED:
             shapes = [[self.tensors[t] for t in side] for side in (operands, results)]
-            # A region in a region would be one of the program's own; and what lies beyond the edges must be known.
+            # Halos need a manual region, which cannot be nested in one of the program's own. Padding values at the
+            # edges must be known, as for a maximum or minimum.
             split = not self.manual and (kind != "select_and_scatter" or mlir.selects_extreme(op))
             rule, halos = windowed_rule(kind, rule, mlir.attribute_texts(op), *shapes, split=split)
         passes = mlir.precision_passes(mlir.attribute_texts(op)) if kind in ROUNDING else 1
@@ -163,13 +170,13 @@ class _ModuleReader(UseReading):
 
 
 def _integers(text: str) -> tuple[int, ...]:
-    """The numbers of `array<i64: 3, 0>` or `0 : i64`."""
+    """Return the numbers of `array<i64: 3, 0>` or `0 : i64`."""
     body = text.partition(":")[2] if text.startswith("array") else text.partition(":")[0]
     return tuple(int(n) for n in re.findall(r"-?\d+", body))
 
 
 def replace_names(graph: OpGraph, names: list[str]) -> OpGraph:
-    """The same graph with argument tensors named as the program names them."""
+    """Return the graph with argument tensors named as the program names them."""
     tensors = list(graph.tensors)
     for tensor, name in zip(graph.arguments, names, strict=True):
         tensors[tensor] = dataclasses.replace(tensors[tensor], name=name)

@@ -9,7 +9,7 @@ from autoshard.mlir import WindowedDim
 
 
 class FactorKind(enum.StrEnum):
-    """What may happen to a factor that a mesh axis splits (Shardy's op sharding rule)."""
+    """Effect of splitting a factor over a mesh axis, as in Shardy's op sharding rules."""
 
     PARALLEL = "parallel"
     REDUCTION = "reduction"
@@ -18,23 +18,25 @@ class FactorKind(enum.StrEnum):
 
 
 class OpClass(enum.StrEnum):
-    """How the planner treats an op."""
+    """Treatment of an op by the planner."""
 
     FREE = "free"
-    """Constants, iota and what is derived from them alone: generated in any spec at no cost."""
+    """Constants, iota and values derived from them alone: generated in any spec at no cost."""
     POINTWISE = "pointwise"
-    """All operands and results share their dims; merged with its neighbours into a cluster."""
+    """Ops whose operands and results share all dims; merged with their neighbours into a cluster."""
     VIEW = "view"
-    """Reshape with merged or split dims, broadcast, reduce: maps one spec to another, chosen by its neighbours."""
+    """Reshapes with merged or split dims, broadcasts and reduces: each maps one spec to another, which its neighbours
+    choose.
+    """
     LAYER = "layer"
-    """Takes one slice of, or writes one slice into, a stacked tensor."""
+    """Ops that read one slice of a stacked tensor, or write one slice into a stacked tensor."""
     HEAVY = "heavy"
-    """Everything else (matmuls, convolutions, gathers, concatenations ...): strategies of its own."""
+    """All other ops (matmuls, convolutions, gathers, concatenations ...), which have strategies of their own."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Rule:
-    """Factors of one op, and the factors (major first) that make up each dim of each operand and result."""
+    """Factors of one op, and the factors (major first) that form each dim of each operand and result."""
 
     sizes: tuple[int, ...]
     kinds: tuple[FactorKind, ...]
@@ -59,50 +61,57 @@ class Tensor:
     dtype: str
     bytes: int
     producer: int
-    """Op that makes it, -1 for an argument or a loop's carried value."""
+    """Id of the op that computes the tensor; -1 for an argument or a loop's carried value."""
     loop: int
-    """Loop whose body it lives in, -1 for the top level."""
+    """Id of the loop whose body contains the tensor; -1 for the top level."""
     value: tuple[int, int]
-    """(op number, result index) in the inlined module; (-1, argument number) for an argument of the module;
-    (op number of the loop, number of its results + k) for the k-th carried value inside the body."""
+    """Place of the value in the inlined module, as a pair of numbers.
+
+    - (op number, result index) for the result of an op;
+    - (-1, argument number) for an argument of the module;
+    - (op number of the loop, number of its results + k) for the k-th carried value inside the body.
+    """
     name: str = ""
     manual: tuple[str, ...] = ()
-    """Axes that the program itself has split it over (inside a `shard_map`): they are not there to plan with."""
+    """Mesh axes over which an enclosing `shard_map` already splits the tensor, and which the planner cannot use for
+    it.
+    """
 
     @property
     def elements(self) -> int:
+        """Number of elements of the whole tensor."""
         return math.prod(self.shape)
 
     @property
     def itemsize(self) -> int:
-        """Bytes of one element; 0 of a tensor without elements."""
+        """Bytes of one element; 0 for a tensor without elements."""
         return self.bytes // max(1, self.elements)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Opaque:
-    """What is known of a custom call."""
+    """Rule, work and restrictions of one custom call."""
 
     target: str
     rule: Rule | None
     flops: int = 0
     traffic: int = 0
     on_shards: bool = False
-    """True if it is run on shards by the plan's own doing, False if the partitioner splits it, or nobody."""
+    """True if the plan itself runs the call on shards; False if the partitioner splits the call, or if nothing does."""
     fixed: bool = False
-    """True if it holds code for whole tensors, so that no device can run it on a shard."""
+    """True if the call contains code for whole tensors, so that no device can run it on a shard."""
     dtype: str = ""
-    """The dtype in which most of its FLOPs multiply; empty if it is not known."""
+    """Dtype in which most of the call's FLOPs multiply; empty if unknown."""
     head: int = 0
-    """The head dim over which one of jax's attention kernels multiplies; 0 for any other call."""
+    """Head dim over which one of jax's attention kernels multiplies; 0 for any other call."""
     sloping: tuple[tuple[int, int], ...] = ()
-    """(factor, blocks): the work grows evenly along it from next to none, so that parts of it are not alike."""
+    """The (factor, blocks) pairs along which work rises evenly from almost zero, so that shards differ in work."""
     steps: int = 0
-    """Steps of a Pallas kernel's grid, without those that a mask skips."""
+    """Steps of a Pallas kernel's grid, without the steps that a mask skips."""
     uneven: tuple[tuple[int, float], ...] = ()
-    """The (factor, times): where the factor is split, the busiest part has so many times the mean work."""
+    """The (factor, times) pairs: if the factor is split, the busiest shard has `times` the mean work."""
     sent: float = 1.0
-    """Share of the rows of a call that exchanges them between devices which is real, and sent."""
+    """Share of the rows that are real and so sent, for a call that exchanges rows between devices."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -111,9 +120,9 @@ class Op:
 
     id: int
     number: int
-    """Position in the inlined module (`number_ops`); -1 for one that the compiler inserts (`rounded`)."""
+    """Position in the inlined module (`number_ops`); -1 for an op that the compiler inserts (`rounded`)."""
     kind: str
-    """`dot_general`, `reduce`, ...: the op's name without its dialect."""
+    """Name of the op without its dialect: `dot_general`, `reduce`, ..."""
     op_class: OpClass
     operands: tuple[int, ...]
     results: tuple[int, ...]
@@ -121,49 +130,51 @@ class Op:
     loop: int
     flops: int
     name: str
-    """The source's own name for it (JAX name stack or torch module path), may be empty."""
+    """The source's own name for the op (JAX name stack or torch module path); may be empty."""
     operand_numbers: tuple[int, ...]
     """Position of each of `operands` among the op's operands in the module."""
     groups: tuple[tuple[int, ...], ...] = ()
-    """Groups of devices of a collective that the program itself does, or (source, target) pairs."""
+    """Device groups of a collective that the program itself contains, or its (source, target) pairs."""
     manual: tuple[str, ...] = ()
-    """Axes that the program itself has split the op over: they may split `fixed` factors only."""
+    """Mesh axes that an enclosing `shard_map` splits by hand; here these axes may split `fixed` factors only."""
     fixed: tuple[tuple[int, tuple[str, ...]], ...] = ()
-    """(factor, axes that split it and nothing else) where a region by hand begins or ends."""
+    """The (factor, axes) pairs at an end of a `shard_map` region: exactly these axes split the factor."""
     seats: tuple[tuple[int, int], ...] = ()
-    """Every use of the one operand of an op made of several: (number of the op in the module, operand)."""
+    """Every use of the single operand of an op that joins several: (op number in the module, operand position)."""
     shift: int = 0
-    """The number of places by which a `rotate` shifts."""
+    """Number of places by which a `rotate` shifts; 0 for other ops."""
     opaque: Opaque | None = None
-    """For a custom call, what is known of it."""
+    """Record of a custom call that is not fully known by its kind; None for other ops."""
 
     halos: tuple[Halo, ...] = ()
     """Factors along which windows reach into neighbouring shards, in the order in which halos are exchanged."""
     offsets: tuple[tuple[int, int], ...] = ()
-    """Dims that a slice or pad cuts or lengthens: (factor, where the result begins in the operand)."""
+    """Dims that a slice or pad shortens or lengthens: (factor, start of the result within the operand)."""
     grouped: bool = False
-    """True for a convolution of groups (of features or of the batch), which the partitioner may split wrongly."""
+    """True for a convolution of feature or batch groups, which the partitioner may split wrongly."""
     passes: int = 1
-    """How often a unit that multiplies in bfloat16 runs a matmul of float32: more than once above default precision."""
+    """Passes of a bfloat16 matrix unit for this matmul: more than one for float32 above default precision."""
     line: str = ""
-    """Where the user's own code asks for it, `model.py:12`; may be empty."""
+    """Source line of the user's code that asks for the op, `model.py:12`; may be empty."""
     strided: tuple[int, ...] = ()
-    """Dims of which a slice takes elements that lie apart, or in which a pad puts places between elements."""
+    """Dims in which a slice steps by more than one, or in which a pad inserts places between elements."""
     steps: int = 0
-    """Steps of a kernel's grid, without those that a mask skips."""
+    """Steps of a kernel's grid, without the steps that a mask skips."""
     sloping: tuple[tuple[int, int], ...] = ()
-    """The (factor, blocks) of a call along which its work grows evenly from next to none: its parts are not alike."""
+    """The (factor, blocks) pairs along which a call's work rises evenly from almost zero, so that shards differ in
+    work.
+    """
 
     @property
     def sides(self) -> list[tuple[int, tuple[tuple[int, ...], ...]]]:
-        """Every operand and then every result, with the factors of each of its dims; only of an op with a rule."""
+        """Every operand and then every result, each with the factors of its dims; requires a rule."""
         assert self.rule is not None
         factors = (*self.rule.operands, *self.rule.results)
         return list(zip((*self.operands, *self.results), factors, strict=True))
 
     @property
     def label(self) -> str:
-        """Kind and name for people: `dot_general layers/mlp`, `my_kernel layers/attention`."""
+        """Kind and name for display: `dot_general layers/mlp`, `my_kernel layers/attention`."""
         kind = self.opaque.target if self.opaque else self.kind
         return f"{kind} {self.name}" if self.name and self.name != kind else kind
 
@@ -187,16 +198,16 @@ class Loop:
     parent: int
     trips: int
     known: bool
-    """False if the number of trips could not be read from the program; it is then counted as one."""
+    """True if the number of trips was read from the program; otherwise it counts as one."""
     carries: tuple[Carry, ...]
     start: int
-    """First op of the body, as op id."""
+    """Op id of the first op of the body."""
     stop: int
-    """One past the last op of the body."""
+    """Op id one past the last op of the body."""
     width: int
-    """Carried values of the `while` op, those that the body does not change included."""
+    """Number of carried values of the `while` op, including those that the body does not change."""
     branches: int = 0
-    """For one branch of a conditional, which is no loop but a block of its own too: how many branches there are."""
+    """Number of branches of the conditional, if this block is one of them; 0 for a real loop."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -205,73 +216,74 @@ class AxisUse:
 
     name: str
     part: tuple[int, int] | None = None
-    """(size of what comes before, size) of a part of the axis; None for the whole axis."""
+    """The (size of the preceding part, size) of a part of the axis; None for the whole axis."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Sharding:
-    """What the program says of one value."""
+    """Sharding that the program itself requests for one value."""
 
     dims: tuple[tuple[AxisUse, ...], ...]
     """Axes that split each dim, major first."""
     open: tuple[bool, ...]
-    """Dims that may be split further."""
+    """One flag for each dim: True if more axes may split it."""
     whole: tuple[AxisUse, ...] = ()
-    """Axes that are known to split nothing of the tensor."""
+    """Axes over which the tensor is explicitly replicated."""
     unreduced: tuple[AxisUse, ...] = ()
-    """Axes over which the value is still to be summed."""
+    """Axes over which partial sums of the value are not yet reduced."""
     mesh: tuple[tuple[str, int], ...] = ()
     """Axes and sizes of the mesh that the program names."""
     tiles: str = ""
-    """GSPMD's text, which names no axes; then `dims` are empty and only a mesh tells what it means."""
+    """GSPMD's sharding text, which names no axes; `dims` are then empty, and a mesh is needed to interpret the text."""
 
     @property
     def is_free(self) -> bool:
+        """True if the sharding constrains nothing."""
         return not self.tiles and all(self.open) and not any(self.dims) and not self.whole and not self.unreduced
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Constraint:
-    """A spec that the program itself asks for."""
+    """A spec that the program itself requests for a tensor."""
 
     tensor: int
     sharding: Sharding
     where: str
-    """What asks, for a person: `with_sharding_constraint f/g at model.py:12`."""
+    """Origin of the request, for display: `with_sharding_constraint f/g at model.py:12`."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Manual:
-    """A region that the program splits by hand (`shard_map`): its values are what one device holds."""
+    """A region that the program splits by hand (`shard_map`); its inner values have the shapes of shards."""
 
     number: int
     axes: tuple[str, ...]
-    """Axes that the region splits by hand; the others are free inside."""
+    """Axes that the region splits by hand; the planner may use the other axes inside."""
     mesh: tuple[tuple[str, int], ...]
     where: str
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class OpGraph:
-    """The whole step: ops in program order with loops' bodies inlined once."""
+    """The whole step: ops in program order, with each loop's body inlined once."""
 
     tensors: tuple[Tensor, ...]
     ops: tuple[Op, ...]
     loops: tuple[Loop, ...]
     arguments: tuple[int, ...]
-    """Tensor of every argument, in module order."""
+    """Tensor id of every argument, in module order."""
     results: tuple[int, ...]
-    """Tensor of every result, in module order."""
+    """Tensor id of every result, in module order."""
     constraints: tuple[Constraint, ...]
     without_rule: tuple[int, ...]
-    """Ops planned as replicated, for lack of a rule."""
+    """Ops that are planned as replicated because they have no rule."""
     module_hash: str = ""
-    """`structure_hash` of the inlined module that op numbers count in."""
+    """`structure_hash` of the inlined module; op numbers are positions in this module."""
     regions: tuple[Manual, ...] = ()
     """Regions that the program splits by hand, in order."""
 
     def trips(self, loop: int) -> float:
-        """Executions in one step of an op whose loop is `loop`; each branch of a conditional runs equally often."""
+        """Return how often an op of block `loop` runs in one step; branches of a conditional share its runs equally."""
         count = 1
         while loop >= 0:
             record = self.loops[loop]
@@ -281,22 +293,22 @@ class OpGraph:
 
     @property
     def flops(self) -> int:
-        """Matmul and convolution FLOPs of one step, loop trips counted, unsharded."""
+        """FLOPs of the ops of one unsharded step, loop trips included."""
         return round(sum(op.flops * self.trips(op.loop) for op in self.ops))
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Fusion:
-    """One kernel: the op that ends it, the values it writes and the values in memory that it reads."""
+    """One kernel: its root op, the values that it writes, and the values in memory that it reads."""
 
     root: int
     writes: tuple[int, ...]
     reads: tuple[int, ...]
-    """A slice of what is in memory stands for itself: only the slice is read."""
+    """Tensors read from memory; a slice of a stored stack stands for the slice's bytes, not the stack's."""
     moved: tuple[int, ...]
     """Values whose bytes are written: `writes`, or the slice that is put into a stack in place."""
     beside: bool = False
-    """True if the kernel of an earlier fusion does its work, and nothing is started for it."""
+    """True if the kernel of an earlier fusion also does this fusion's work, so that no kernel is launched for it."""
 
 
 _OP_FIELDS, _TENSOR_FIELDS = (
@@ -309,7 +321,7 @@ _OPERANDS, _PRODUCER = (
 
 
 def renumbered(op: Op, number: int, operands: tuple[int, ...]) -> Op:
-    """The same op with another id and operands; of a large program `dataclasses.replace` takes seconds."""
+    """Return the op with another id and other operands; `dataclasses.replace` would cost seconds on large graphs."""
     if op.id == number and op.operands == operands:
         return op
     _, *fields = _OP_FIELDS(op)
@@ -318,7 +330,7 @@ def renumbered(op: Op, number: int, operands: tuple[int, ...]) -> Op:
 
 
 def made_by(tensor: Tensor, producer: int) -> Tensor:
-    """The same tensor, made by another op."""
+    """Return the tensor with another producer."""
     if tensor.producer == producer:
         return tensor
     fields = list(_TENSOR_FIELDS(tensor))

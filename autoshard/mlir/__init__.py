@@ -1,7 +1,7 @@
-"""The only room that touches jaxlib's MLIR bindings: reading, inlining, numbering, pinning, propagating.
+"""The only room that touches jaxlib's MLIR bindings: reading, inlining, numbering, pinning, propagation.
 
-Nothing here knows costs or strategies. Positions of ops are those of `number_ops`; they are equal for the
-sharded and the unsharded lowering of one program, which `structure_hash` proves.
+The room knows neither costs nor strategies. Positions of ops are those of `number_ops`. They are equal for the sharded
+and the unsharded lowering of one program, which `structure_hash` proves.
 """
 
 from autoshard.mlir.annotations import PinLike as PinLike

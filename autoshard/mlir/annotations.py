@@ -1,4 +1,4 @@
-"""Specs, meshes, aliases and pins, written on a module."""
+"""Specs, meshes, aliases and pins, as attributes and ops of a module."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
@@ -12,12 +12,14 @@ CONSTRAINT = "sdy.sharding_constraint"
 
 
 class SpecLike(Protocol):
+    """Interface of a spec: the mesh axes that split each dim."""
+
     @property
     def dims(self) -> tuple[tuple[str, ...], ...]: ...
 
 
 def sharding_attribute(mesh_name: str, dims: Sequence[Sequence[str]]) -> Any:
-    """`#sdy.sharding<@mesh, [{"a"}, {}]>`, every dim closed; needs a current context."""
+    """Build `#sdy.sharding<@mesh, [{"a"}, {}]>` with every dim closed; needs a current context."""
     from jaxlib.mlir.dialects import sdy
 
     return sdy.TensorShardingAttr.get(
@@ -27,21 +29,21 @@ def sharding_attribute(mesh_name: str, dims: Sequence[Sequence[str]]) -> Any:
 
 
 def ensure_mesh(module: Any, mesh_name: str, sizes: Mapping[str, int]) -> str:
-    """Name of the module's mesh with these axes; adds `sdy.mesh @mesh_name` if there is none."""
+    """Return the name of the module's mesh with these axes; add `sdy.mesh @mesh_name` if there is none."""
     from jaxlib.mlir import ir
     from jaxlib.mlir.dialects import sdy
 
     wanted = list(sizes.items())
-    taken = set()
+    used = set()
     for op in module.body.operations:
         if op.operation.name == "sdy.mesh":
             mesh = sdy.MeshAttr(op.operation.attributes["mesh"])
             axes = [(axis.name, axis.size) for axis in map(sdy.MeshAxisAttr, mesh.axes)]
             if axes == wanted and not list(mesh.device_ids):
                 return symbol(op)
-            taken.add(symbol(op))
+            used.add(symbol(op))
     name = mesh_name
-    while name in taken:
+    while name in used:
         name += "_"
     with module.context, ir.Location.unknown(module.context), ir.InsertionPoint.at_block_begin(module.body):
         attribute = sdy.MeshAttr.get([sdy.MeshAxisAttr.get(axis, size) for axis, size in wanted])
@@ -56,9 +58,12 @@ def set_shardings(
     arguments: Sequence[SpecLike | None],
     results: Sequence[SpecLike | None],
 ) -> Any:
-    """Give `@main`'s arguments and results these specs (in place); None leaves one open.
+    """Give `@main`'s arguments and results these specs (in place); None leaves a value open.
 
-    Dims that a spec says nothing of, such as the words of a typed PRNG key, stay whole.
+    - `mesh_name`: name for the mesh if the module has none with these axes.
+    - `sizes`: mesh axes with their sizes.
+
+    Dims beyond a spec's last, such as the words of a typed PRNG key, stay whole.
     """
     from jaxlib.mlir import ir
 
@@ -79,7 +84,7 @@ def set_shardings(
 
 
 def set_aliases(module: Any, aliases: Mapping[int, int]) -> Any:
-    """Donate argument `i` of `@main` to result `aliases[i]` (in place); other donations are dropped."""
+    """Mark argument `i` of `@main` as donated to result `aliases[i]` (in place); other donations are dropped."""
     from jaxlib.mlir import ir
 
     function = main_function(module).operation
@@ -97,18 +102,18 @@ def set_aliases(module: Any, aliases: Mapping[int, int]) -> Any:
 
 
 def aliases(module: Any) -> dict[int, int]:
-    """Argument number -> result number of every donated argument of `@main` that has a result."""
+    """Return the result number of every donated argument of `@main` that has a result, by argument number."""
     from jaxlib.mlir import ir
 
-    found = {}
+    results = {}
     for position, entry in enumerate(argument_entries(main_function(module).operation, "arg_attrs")):
         if "tf.aliasing_output" in entry:
-            found[position] = ir.IntegerAttr(entry["tf.aliasing_output"]).value
-    return found
+            results[position] = ir.IntegerAttr(entry["tf.aliasing_output"]).value
+    return results
 
 
 def read_shardings(op: Any) -> list[tuple[tuple[str, ...], ...] | None]:
-    """The spec of each result of an op after `run_propagation`; None where Shardy gave none (not split)."""
+    """Return the spec of each result of an op after `run_propagation`; None where Shardy gave none (not split)."""
     from jaxlib.mlir.dialects import sdy
 
     attributes = op.attributes
@@ -122,6 +127,7 @@ def read_shardings(op: Any) -> list[tuple[tuple[str, ...], ...] | None]:
 
 
 def axes_of(sharding: Any) -> tuple[tuple[str, ...], ...]:
+    """Return the axes of each dim of an `sdy.sharding`."""
     from jaxlib.mlir.dialects import sdy
 
     return tuple(
@@ -138,7 +144,7 @@ def pinned_axes(pin: Any) -> tuple[tuple[str, ...], ...]:
 
 
 class PinLike(Protocol):
-    """What `insert_pins` reads of a pin; `autoshard.planning.Pin` is one."""
+    """Interface of a pin for `insert_pins`; `autoshard.planning.Pin` implements it."""
 
     @property
     def op(self) -> int: ...
@@ -151,13 +157,18 @@ class PinLike(Protocol):
 
 
 def insert_pins(module: Any, mesh_name: str, sizes: Mapping[str, int], pins: Sequence[PinLike]) -> int:
-    """Insert one `sdy.sharding_constraint` for every pin (in place); returns how many.
+    """Insert one `sdy.sharding_constraint` for every pin (in place); return the number of constraints.
 
-    A pin without `operand` constrains result `index` of op `op` for all its uses; an index past the op's
-    results counts on into the arguments of its last region (a loop's carried values), and op -1 means
-    argument `index` of `@main`. A pin with `operand = (user_op, number)` constrains that one use. Pins of one
-    value chain in the order given. All positions are those of `number_ops` before any insertion. Branches of a
-    conditional whose pinned results differ get constraints to one spec as well.
+    - `mesh_name`: name for the mesh if the module has none with these axes.
+    - `sizes`: mesh axes with their sizes.
+
+    A pin without `operand` constrains result `index` of op `op` for all its uses. Indices past the op's results count
+    the arguments of its last region (a loop's carried values). Op -1 means argument `index` of `@main`. A pin with
+    `operand = (user_op, number)` constrains that one use. Pins of one value chain in the given order. All positions are
+    those of `number_ops` before any insertion. Branches of a conditional whose pinned results differ get constraints to
+    one spec as well.
+
+    Raises `UserError` if the module lacks a pinned value, or if its rank differs.
     """
     from jaxlib.mlir import ir
     from jaxlib.mlir.dialects import sdy
@@ -188,22 +199,22 @@ def insert_pins(module: Any, mesh_name: str, sizes: Mapping[str, int], pins: Seq
                 new = constrain(user.operands[number], pin, ir.InsertionPoint(user))
                 user.operands[number] = new.results[0]
                 continue
-            key = (pin.op, pin.index)
+            pinned = (pin.op, pin.index)
             value, point = _pinned_value(module, ops, pin)
-            if key in latest:
-                value = latest[key].results[0]
-                point = ir.InsertionPoint.after(latest[key])
+            if pinned in latest:
+                value = latest[pinned].results[0]
+                point = ir.InsertionPoint.after(latest[pinned])
             new = constrain(value, pin, point)
             value.replace_all_uses_except(new.results[0], new)
-            latest[key] = new
+            latest[pinned] = new
         return len(pins) + _agree_branches(module)
 
 
 def _agree_branches(module: Any) -> int:
-    """Constrain results of all branches of a conditional to one spec where pins differ (in place); returns how many.
+    """Pin results of all branches of a conditional to one spec where pins differ (in place); return their number.
 
-    XLA compiles no conditional whose branches end in different shardings. The spec is that of the conditional's own
-    result, or that of the first pinned branch.
+    XLA compiles no conditional whose branches end in different shardings. The chosen spec is that of the conditional's
+    own result, or that of the first pinned branch.
     """
     from jaxlib.mlir import ir
     from jaxlib.mlir.dialects import sdy
@@ -226,6 +237,7 @@ def _agree_branches(module: Any) -> int:
 
 
 def _pinned_value(module: Any, ops: list[Any], pin: PinLike) -> tuple[Any, Any]:
+    """Return the value that a pin without `operand` constrains, and the insertion point after it."""
     from jaxlib.mlir import ir
 
     if pin.op == -1:
@@ -249,5 +261,5 @@ def _no_such_op(pin: PinLike, count: int) -> str:
 
 
 def count_pins(module: Any) -> int:
-    """How many `sdy.sharding_constraint` ops the module has."""
+    """Count the `sdy.sharding_constraint` ops of the module."""
     return len(collect(module.operation, {CONSTRAINT}))

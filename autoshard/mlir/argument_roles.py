@@ -14,18 +14,18 @@ from autoshard.mlir.numbering import BRANCHING, number_ops
 
 
 class Use(enum.Enum):
-    """What an argument's first op that takes another value besides makes of it."""
+    """Use of an argument by its first op that also reads another value."""
 
     NONE = "none"
-    """There is no such op, or it tells nothing."""
+    """No such op exists, or the op does not reveal a use."""
     WEIGHT = "weight"
     """A table, a kernel, the right side of a matmul, or broadcast against something larger."""
     DATA = "data"
-    """Multiplied by a weight, looked up with, summed, or carried by a loop."""
+    """Multiplied by a weight, used as an index, summed, or carried by a loop."""
     PEER = "peer"
-    """Meets a value of its own shape: a moment its gradient, a target its prediction."""
+    """Combined with a value of its own shape: a moment with its gradient, a target with its prediction."""
     WRITTEN = "written"
-    """Part of it is overwritten: a cache."""
+    """Overwritten in part, such as a cache."""
 
 
 _VIEWS = frozenset(
@@ -45,25 +45,26 @@ _MIXING = frozenset(
     f"stablehlo.{name}"
     for name in ("dot_general", "dot", "convolution", "transpose", "reverse", "fft", "cholesky", "triangular_solve")
 ) | {"stablehlo.custom_call"}
-"""Ops without a region that may have operands and results of one shape and yet are not element by element."""
+"""Ops without a region that are not elementwise, though their operands and results may have one shape."""
 _UPDATES = frozenset({"stablehlo.dynamic_update_slice", "stablehlo.scatter"})
 
 
 def argument_uses(module: Any) -> list[Use]:
-    """The use of every argument of `main`, by its number. Leaves `module` as it is."""
+    """Return the use of every argument of `main`, by its number. Leaves `module` unchanged."""
     copy, block, _ = flat_main(module)
     reader = _Uses(len(block.arguments))
     reader.block(block, [(number, False) for number in range(len(block.arguments))])
     count = len(block.arguments)
-    del copy  # not before: it owns the block
+    del copy  # only now: the copy owns the block
     return [reader.found.get(number, Use.NONE) for number in range(count)]
 
 
 def updated_arguments(module: Any) -> dict[int, int]:
-    """Argument -> the result that is its updated value: made from it element by element, and of its type.
+    """Return the number of the result that is the updated value of each argument, by argument number.
 
-    A result made from several (a parameter from its moments too) goes to the one that is left once results made
-    from fewer have theirs. Leaves `module` as it is.
+    Such a result is an elementwise function of the argument and has its type. A result can depend on several arguments
+    (a parameter on its moments too). It is then assigned to the argument that remains after results of fewer arguments
+    are assigned. Leaves `module` unchanged.
     """
     copy, block, results = flat_main(module)
     origins = _Origins()
@@ -73,7 +74,7 @@ def updated_arguments(module: Any) -> dict[int, int]:
         result: {a for a in origins.of.get(value, frozenset()) if kinds[a] == value.type}
         for result, value in enumerate(results)
     }
-    del copy  # not before: it owns the values
+    del copy  # only now: the copy owns the values
     ties: dict[int, int] = {}
     for result in sorted(candidates, key=lambda r: (len(candidates[r]), r)):
         free = candidates[result] - set(ties)
@@ -83,7 +84,7 @@ def updated_arguments(module: Any) -> dict[int, int]:
 
 
 def flat_main(module: Any) -> tuple[Any, Any, list[Any]]:
-    """An inlined copy, the block of its `main`, and the values that returns."""
+    """Return an inlined copy, the block of its `main`, and the values that the block returns."""
     with module.context:
         copy = inline_calls(parse_module(to_bytes(module), module.context))
     block = main_block(copy)
@@ -91,23 +92,26 @@ def flat_main(module: Any) -> tuple[Any, Any, list[Any]]:
 
 
 Source = tuple[int, bool] | None
-"""The argument that a value is a view of, and whether it was broadcast; None for a computed value."""
+"""The argument that a value is a view of, and True if it was broadcast; None for a computed value."""
 
 _CONSTANT: Any = object()
-"""The source of what depends on no argument."""
+"""The source of a value that depends on no argument."""
 
 
 class _Uses:
+    """Reader of the uses of arguments, from a walk over the ops."""
+
     def __init__(self, count: int) -> None:
         self.of: dict[Any, Any] = {}
         self.found: dict[int, Use] = {}
 
     def vote(self, source: Any, use: Use) -> None:
+        """Record the use of a source's argument, unless an earlier op has decided it."""
         if source is not None and source is not _CONSTANT:
             self.found.setdefault(source[0], use)
 
     def block(self, block: Any, sources: list[Any]) -> list[Any]:
-        """Read a block whose arguments have these sources; the sources of what it returns."""
+        """Read a block whose arguments have these sources; return the sources of its results."""
         for argument, source in zip(block.arguments, sources, strict=True):
             self.of[argument] = source
         returned: list[Any] = []
@@ -123,6 +127,7 @@ class _Uses:
         return returned
 
     def op(self, op: Any, operands: list[Any]) -> list[Any]:
+        """Read an op whose operands have these sources; return the sources of its results."""
         count = len(op.results)
         if op.name == "stablehlo.while":
             return self.loop(op, operands)
@@ -140,7 +145,8 @@ class _Uses:
         first, rest = operands[0], operands[1:]
         if op.name == "stablehlo.dot_general":
             if first is not _CONSTANT and rest[0] is not _CONSTANT:
-                # `x @ w` of two arguments: the right one is the weight; beside a computed value any argument is.
+                # In `x @ w` of two arguments the right one is the weight. If the other operand is computed, any
+                # argument is.
                 self.vote(first, Use.WEIGHT if rest[0] is None else Use.DATA)
                 self.vote(rest[0], Use.WEIGHT)
         elif op.name == "stablehlo.convolution":
@@ -162,7 +168,7 @@ class _Uses:
         return [None] * count
 
     def together(self, operands: list[Any]) -> None:
-        """Values of one shape meet element by element."""
+        """Decide the uses of operands that an elementwise op combines."""
         for place, source in enumerate(operands):
             if not isinstance(source, tuple):
                 continue
@@ -171,7 +177,10 @@ class _Uses:
                 self.vote(source, Use.WEIGHT if source[1] else Use.PEER)
 
     def lookup(self, op: Any, operands: list[Any]) -> Any:
-        """A row of a table is a new value; a layer of a stack, or what stands at fixed places, is a view of it."""
+        """Return the source of a slice or gather.
+
+        A row of a table is a computed value. A layer of a stack, or a slice at fixed places, is a view of its operand.
+        """
         table, indices = operands[0], operands[1:]
         counted = op.name == "stablehlo.dynamic_slice" and not any(isinstance(s, tuple) for s in indices)
         if counted or all(source is _CONSTANT for source in indices):
@@ -182,33 +191,35 @@ class _Uses:
         return None
 
     def loop(self, op: Any, operands: list[Any]) -> list[Any]:
+        """Read a loop; return the sources of its results: those of the values that it carries unchanged."""
         body = op.regions[1].blocks[0]
-        kept = [
+        unchanged = [
             value == argument
             for value, argument in zip(list(body.operations)[-1].operation.operands, body.arguments, strict=True)
         ]
         written = _written_in(body)
-        for number, (source, same) in enumerate(zip(operands, kept, strict=True)):
+        for number, (source, same) in enumerate(zip(operands, unchanged, strict=True)):
             if not same:
                 self.vote(source, Use.WRITTEN if number in written else Use.DATA)
-        # What a loop counts is no data: a constant at the start stays one only if nothing is carried into it.
+        # A loop's counter is not data. Any other carried value that the loop changes is computed, even if it starts as
+        # a constant.
         inner = [
             source if same else (_CONSTANT if _is_counter(argument) else None)
-            for source, same, argument in zip(operands, kept, body.arguments, strict=True)
+            for source, same, argument in zip(operands, unchanged, body.arguments, strict=True)
         ]
         self.block(body, inner)
-        return [source if same else None for source, same in zip(operands, kept, strict=True)]
+        return [source if same else None for source, same in zip(operands, unchanged, strict=True)]
 
 
 def _written_in(body: Any) -> set[int]:
-    """Carried values of a loop of which it overwrites a part."""
+    """Return the carried values of a loop of which it overwrites a part."""
     returned = list(list(body.operations)[-1].operation.operands)
-    found = set()
+    written = set()
     for number, (value, argument) in enumerate(zip(returned, body.arguments, strict=True)):
         owner = value.owner
         if getattr(owner, "name", "") in _UPDATES and owner.operands[0] == argument:
-            found.add(number)
-    return found
+            written.add(number)
+    return written
 
 
 def _is_counter(value: Any) -> bool:
@@ -216,6 +227,7 @@ def _is_counter(value: Any) -> bool:
 
 
 def _grows(op: Any) -> bool:
+    """Return True if a broadcast enlarges a tensor by more than dims of size 1."""
     from jaxlib.mlir import ir
 
     before, after = (ir.RankedTensorType(value.type).shape for value in (op.operands[0], op.results[0]))
@@ -223,7 +235,7 @@ def _grows(op: Any) -> bool:
 
 
 def is_pointwise(op: Any) -> bool:
-    """Element by element: every operand and result has one shape."""
+    """Return True for an elementwise op: every operand and result has one shape."""
     from jaxlib.mlir import ir
 
     shapes = [ir.RankedTensorType(value.type).shape for value in (*op.operands, *op.results)]
@@ -231,12 +243,13 @@ def is_pointwise(op: Any) -> bool:
 
 
 class _Origins:
-    """For every value: the arguments it is made from element by element."""
+    """The arguments that each value is an elementwise function of."""
 
     def __init__(self) -> None:
         self.of: dict[Any, frozenset[int]] = {}
 
     def block(self, block: Any, sources: list[frozenset[int]]) -> list[frozenset[int]]:
+        """Read a block whose arguments have these origins; return the origins of its results."""
         self.of.update(zip(block.arguments, sources, strict=True))
         returned: list[frozenset[int]] = []
         nothing: frozenset[int] = frozenset()
@@ -256,54 +269,54 @@ class _Origins:
 
 
 Value = tuple[int, int]
-"""Number of the op that makes it and which of its results; `(-1, i)` is argument `i` of `@main`."""
+"""Number of the op that computes a value, and number of the result; `(-1, i)` is argument `i` of `@main`."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Flow:
-    """What each op of a module takes, by its number."""
+    """The operands of each op of a module, by the op's number."""
 
     operands: Sequence[tuple[Value | None, ...]]
-    """None for what is made inside of a region by no op. What only ends a region takes nothing."""
+    """Operands of each op; None for arguments of a region. Ops without results, which end a region, have none."""
     alike: Sequence[tuple[Value | None, ...]]
-    """As `operands`, for ops that work element by element; the other ops have nothing here."""
+    """Operands of elementwise ops; empty for all other ops."""
     products: frozenset[int]
-    """The ops that contract dims, by their numbers."""
+    """Numbers of the ops that contract dims."""
     lookups: frozenset[int]
-    """Ops that look up in dims, or write there."""
+    """Numbers of the ops that gather from dims, or scatter to them."""
     views: Mapping[int, tuple[int | None, ...]]
-    """Ops that only put the same elements into other dims: where each dim of the operand is found in the result.
+    """Dim of the result where each dim of the operand begins, for ops that only rearrange elements into other dims.
 
-    None for what is not the outermost part of a dim there.
+    None for a dim that is not the outermost part of a dim of the result.
     """
     kept: Mapping[int, tuple[int, ...]]
-    """Dims of their first operand that reductions do not reduce."""
+    """Dims of the first operand that a reduction does not reduce."""
     spread: Mapping[int, tuple[int, ...]]
-    """Ops that spread an operand over further dims: those of the result in which it is found again."""
+    """Dims of the result that an operand of a broadcast becomes."""
 
     @functools.cached_property
     def users(self) -> Mapping[Value, list[int]]:
-        """Ops that take a value."""
-        found: dict[Value, list[int]] = {}
+        """Numbers of the ops that read each value."""
+        users: dict[Value, list[int]] = {}
         for op, operands in enumerate(self.operands):
             for value in operands:
                 if value is not None:
-                    found.setdefault(value, []).append(op)
-        return found
+                    users.setdefault(value, []).append(op)
+        return users
 
     def between(self, taken: Collection[Value], made: Value) -> set[int]:
-        """Ops that make a value of `taken` (and of arguments)."""
-        found: set[int] = set()
+        """Return the ops that compute a value from the values `taken` (and from arguments)."""
+        ops: set[int] = set()
         queue = [made[0]]
         for op in queue:  # grows as it is walked
-            if op < 0 or op in found:
+            if op < 0 or op in ops:
                 continue
-            found.add(op)
+            ops.add(op)
             queue += [value[0] for value in self.operands[op] if value is not None and value not in taken]
-        return found
+        return ops
 
     def unchanged(self, ops: Collection[int], made: Value) -> Iterator[Value]:
-        """Values that become `made` element by element within `ops`, nearest first."""
+        """Yield the values that become `made` through elementwise ops within `ops`, nearest first."""
         queue, seen = [made], {made}
         for value in queue:
             before = self.alike[value[0]] if value[0] in ops else ()
@@ -315,23 +328,25 @@ class Flow:
 
 
 def flow(module: Any) -> Flow:
-    """Read a module. Call `inline_calls` first."""
+    """Read the flow of values in a module. Call `inline_calls` first."""
     ops = number_ops(module)
     numbers = {op: number for number, op in enumerate(ops)}
     operands = [tuple(place_of(v, numbers) for v in op.operands) if len(op.results) else () for op in ops]
     alike = []
-    for op, taken in zip(ops, operands, strict=True):
-        alike.append(taken if len(op.results) == 1 and is_pointwise(op) else ())
+    for op, inputs in zip(ops, operands, strict=True):
+        alike.append(inputs if len(op.results) == 1 and is_pointwise(op) else ())
     products = frozenset(number for number, op in enumerate(ops) if op.name in _PRODUCTS)
     lookups = frozenset(number for number, op in enumerate(ops) if op.name in _LOOKUPS)
     views = {number: _FLOW_VIEWS[op.name](op) for number, op in enumerate(ops) if op.name in _FLOW_VIEWS}
-    kept = {number: _kept(op) for number, op in enumerate(ops) if op.name == "stablehlo.reduce"}
+    retained = {number: _kept(op) for number, op in enumerate(ops) if op.name == "stablehlo.reduce"}
     spread = {number: _spread(op) for number, op in enumerate(ops) if op.name == "stablehlo.broadcast_in_dim"}
-    return Flow(operands, alike, products, lookups, views, kept, spread)
+    return Flow(operands, alike, products, lookups, views, retained, spread)
 
 
 def _reshaped(reshape: Any) -> tuple[int | None, ...]:
-    """Dims begin where the elements outside of them are as many."""
+    """Map dims of a reshape's operand to dims of its result: two dims begin together if equally many elements
+    precede.
+    """
     from jaxlib.mlir import ir
 
     shapes = [list(ir.RankedTensorType(value.type).shape) for value in (reshape.operands[0], reshape.results[0])]
@@ -341,6 +356,7 @@ def _reshaped(reshape: Any) -> tuple[int | None, ...]:
 
 
 def _transposed(transpose: Any) -> tuple[int | None, ...]:
+    """Map dims of a transpose's operand to dims of its result."""
     order = list(transpose.attributes["permutation"])
     return tuple(order.index(dim) for dim in range(len(order)))
 
@@ -350,6 +366,7 @@ def _spread(broadcast: Any) -> tuple[int, ...]:
 
 
 def _kept(reduction: Any) -> tuple[int, ...]:
+    """Return the dims that a reduction does not reduce."""
     from jaxlib.mlir import ir
 
     reduced = set(reduction.attributes["dimensions"])

@@ -9,7 +9,7 @@ from autoshard.mlir.module import collect, main_block, parse_module, replace_by_
 
 _NORMS = frozenset({"stablehlo.batch_norm_training", "stablehlo.batch_norm_grad", "stablehlo.batch_norm_inference"})
 _ROUGH = frozenset({"bf16", "f16"})
-"""Types whose sums are made in f32."""
+"""Types whose sums are computed in f32."""
 
 
 def expand_norms(module: Any) -> None:
@@ -30,7 +30,7 @@ def expand_norms(module: Any) -> None:
 
 
 class _Expansion:
-    """The text of a function with an op's operands and results."""
+    """Writer of the text of a function that computes one batch norm."""
 
     def __init__(self, op: Any) -> None:
         from jaxlib.mlir import ir
@@ -50,6 +50,7 @@ class _Expansion:
         self.lines: list[str] = []
 
     def text(self) -> str:
+        """Return the function with the op's operands as arguments and its results."""
         arguments = [f"%a{k}" for k in range(len(self.takes))]
         values = [self.as_type(a, old, self.wide(old)) for a, old in zip(arguments, self.takes, strict=True)]
         results = getattr(self, self.kind)(*values)
@@ -60,15 +61,18 @@ class _Expansion:
         return f"func.func public @main({signature}) -> ({types}) {{\n{body}\nreturn {', '.join(results)} : {types}\n}}"
 
     def training(self, x: str, scale: str, offset: str) -> tuple[str, str, str]:
+        """Emit the norm with the batch's own mean and variance."""
         mean = self.mean(x)
         centred = self.op("subtract", x, self.spread(mean))
         variance = self.mean(self.op("multiply", centred, centred))
         return self.scaled(centred, scale, offset, variance), mean, variance
 
     def inference(self, x: str, scale: str, offset: str, mean: str, variance: str) -> tuple[str]:
+        """Emit the norm with a given mean and variance."""
         return (self.scaled(self.op("subtract", x, self.spread(mean)), scale, offset, variance),)
 
     def grad(self, x: str, scale: str, mean: str, variance: str, g: str) -> tuple[str, str, str]:
+        """Emit the gradients of the input, the scale and the offset, from the gradient `g` of the output."""
         inverse = self.inverse(variance)
         unit = self.op("multiply", self.op("subtract", x, self.spread(mean)), self.spread(inverse))
         of_scale, of_offset = self.sum(self.op("multiply", g, unit)), self.sum(g)
@@ -78,11 +82,12 @@ class _Expansion:
         return self.op("multiply", rest, self.spread(slope)), of_scale, of_offset
 
     def scaled(self, centred: str, scale: str, offset: str, variance: str) -> str:
+        """Emit the centred input over the deviation, times the scale, plus the offset."""
         slope = self.op("multiply", scale, self.inverse(variance), self.row)
         return self.op("add", self.op("multiply", centred, self.spread(slope)), self.spread(offset))
 
     def inverse(self, variance: str) -> str:
-        """One over the standard deviation."""
+        """Emit one over the standard deviation."""
         return self.new(
             f"stablehlo.rsqrt {self.op('add', variance, self.constant(self.epsilon, self.row), self.row)} : {self.row}"
         )
@@ -94,6 +99,7 @@ class _Expansion:
         return self.op("divide", row, self.constant(self.count, self.row), self.row)
 
     def sum(self, value: str) -> str:
+        """Emit the sum over all dims but the feature."""
         zero = self.constant(0, f"tensor<{self.element}>")
         return self.new(
             f"stablehlo.reduce({value} init: {zero}) applies stablehlo.add across dimensions = {self.others} : "
@@ -101,6 +107,7 @@ class _Expansion:
         )
 
     def spread(self, row: str) -> str:
+        """Emit the broadcast of one number per feature to the whole shape."""
         return self.new(f"stablehlo.broadcast_in_dim {row}, dims = [{self.feature}] : ({self.row}) -> {self.whole}")
 
     def constant(self, number: float, kind: str) -> str:
@@ -110,13 +117,14 @@ class _Expansion:
         return self.new(f"stablehlo.{name} {a}, {b} : {kind or self.whole}")
 
     def wide(self, kind: str) -> str:
-        """The type in which a tensor of a type is computed with."""
+        """Return the type in which a tensor of this type is computed."""
         return re.sub(r"(?<=[x<])[a-z]+\d+(?=>)", self.element, kind)
 
     def as_type(self, value: str, old: str, new: str) -> str:
         return value if old == new else self.new(f"stablehlo.convert {value} : ({old}) -> {new}")
 
     def new(self, line: str) -> str:
+        """Append a line that defines a new value; return the value's name."""
         name = f"%v{len(self.lines)}"
         self.lines.append(f"{name} = {line}")
         return name
@@ -126,13 +134,16 @@ _SCATTER = "stablehlo.select_and_scatter"
 
 
 def fold_pooling(function: Any) -> None:
-    """Fold pad, select_and_scatter, slice into one select_and_scatter wherever they undo each other (in place)."""
+    """Fold pad, select_and_scatter, slice into one select_and_scatter if the slice undoes the pad (in place)."""
     for op in collect(function, {_SCATTER}):
         _fold(op)
 
 
 def unfold_pooling(module: Any) -> Any:
-    """The reverse, for platforms whose compilers cannot do padding in a select_and_scatter (in place)."""
+    """Split padded select_and_scatters into pad, select_and_scatter and slice (in place).
+
+    Compilers of some platforms cannot pad in a select_and_scatter.
+    """
     with module.context:
         for op in collect(module.operation, {_SCATTER}):
             _unfold(op)
@@ -140,14 +151,14 @@ def unfold_pooling(module: Any) -> Any:
 
 
 def selects_extreme(op: Any) -> bool:
-    """True if a select_and_scatter selects the largest or the smallest value of a window."""
+    """Return True if a select_and_scatter selects the largest or the smallest value of a window."""
     return _never_selected(op) is not None
 
 
 def identity_of_selection(op: Any) -> Any:
-    """A scalar constant that a select_and_scatter never selects, at the current insertion point.
+    """Emit a scalar constant that a select_and_scatter never selects, at the current insertion point.
 
-    None if the selection is neither of the largest nor of the smallest value.
+    Return None if the selection is neither of the largest nor of the smallest value.
     """
     from jaxlib.mlir import ir
     from jaxlib.mlir.dialects import stablehlo
@@ -160,6 +171,9 @@ def identity_of_selection(op: Any) -> Any:
 
 
 def _never_selected(op: Any) -> Any | None:
+    """Return the smallest (or largest) value of the element type as an attribute, if the op selects the largest (or
+    smallest).
+    """
     from jaxlib.mlir import ir
 
     first = op.regions[0].blocks[0].operations[0].operation
@@ -180,6 +194,7 @@ def _never_selected(op: Any) -> Any | None:
 
 
 def _fold(op: Any) -> None:
+    """Fold one select_and_scatter with its pad and the slices of its result; do nothing if they do not match."""
     from jaxlib.mlir import ir
 
     if any(any(row) for row in _padding(op)):
@@ -220,8 +235,11 @@ def _fold(op: Any) -> None:
 
 
 def _slices(op: Any) -> list[Any]:
-    """The slices that crop the op's result, slices of everything between left out; none if something else uses it."""
-    found: list[Any] = []
+    """Return the slices that crop the op's result; empty if anything else uses it.
+
+    A slice of the whole result is skipped; the slices of it count instead.
+    """
+    slices: list[Any] = []
     for user in _users(op):
         if user.name != "stablehlo.slice":
             return []
@@ -229,10 +247,10 @@ def _slices(op: Any) -> list[Any]:
             inner = _users(user)
             if not inner or any(u.name != "stablehlo.slice" for u in inner):
                 return []
-            found += inner
+            slices += inner
         else:
-            found.append(user)
-    return found
+            slices.append(user)
+    return slices
 
 
 def _users(op: Any) -> list[Any]:
@@ -256,7 +274,7 @@ def _attribute(op: Any, key: str) -> list[int]:
 
 
 def _pads_with(pad: Any, number: Any | None) -> bool:
-    """True if what is padded is a constant of this number."""
+    """Return True if the pad's value is a constant of this number."""
     from jaxlib.mlir import ir
 
     source = _producer(pad.operands[1])
@@ -266,6 +284,7 @@ def _pads_with(pad: Any, number: Any | None) -> bool:
 
 
 def _padding(op: Any) -> list[list[int]]:
+    """Return (low, high) padding of each dim of a select_and_scatter."""
     from jaxlib.mlir import ir
 
     rank = len(ir.RankedTensorType(op.operands[0].type).shape)
@@ -276,6 +295,7 @@ def _padding(op: Any) -> list[list[int]]:
 
 
 def _unfold(op: Any) -> None:
+    """Split one padded select_and_scatter; do nothing if it has no padding or selects no extreme."""
     from jaxlib.mlir import ir
     from jaxlib.mlir.dialects import stablehlo
 

@@ -1,4 +1,4 @@
-"""Ops that read and write by index: guards where XLA computes other elements of split values, and index arguments."""
+"""Ops that read and write by index: guards where XLA computes wrong elements of split values, and index arguments."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -12,14 +12,14 @@ from autoshard.mlir.numbering import BRANCHING
 _SLICE, _UPDATE = "stablehlo.dynamic_slice", "stablehlo.dynamic_update_slice"
 _GATHER, _SCATTER = "stablehlo.gather", "stablehlo.scatter"
 _VIEWS = frozenset(f"stablehlo.{name}" for name in ("reshape", "transpose", "convert", "bitcast_convert", "slice"))
-"""Ops that the simplifier moves a slice through."""
+"""Ops that XLA's simplifier moves a slice through."""
 _MOVING = frozenset({"stablehlo.reshape", "stablehlo.transpose"})
-"""Those after which dims have other numbers."""
+"""Views that renumber the dims."""
 _BARRIER = "stablehlo.optimization_barrier"
 
 
 def guard_indexing(module: Any) -> None:
-    """Clamp starts, and keep slices of pinned values apart from those of the ops that index them (in place).
+    """Clamp starts, and separate slices of pinned values from the ops that index the values (in place).
 
     Call it after `insert_pins`.
     """
@@ -42,14 +42,14 @@ def _clamp_starts(op: Any) -> None:
     spec = _pinned_spec(op.operands[0]) if update else None
     for dim, (size, part) in enumerate(zip(shape, window, strict=True)):
         start = op.operands[first + dim]
-        # One row of a slice is no dim to split, and XLA looks up whole rows before it moves them.
+        # A dim of one row cannot be split, and XLA looks up whole rows before it moves them.
         if (part == 1 and not update) or (spec is not None and not spec[dim]) or _in_range(start, size - part):
             continue
         op.operands[first + dim] = _clamped(op, start, size - part)
 
 
 def _clamp_windows(op: Any) -> None:
-    """Clamp the starts of a gather of windows: where a shard reads one, XLA makes a slice of it."""
+    """Clamp the starts of a gather of windows: XLA lowers it to a slice where a shard reads one window."""
     from jaxlib.mlir import ir
     from jaxlib.mlir.dialects import stablehlo
 
@@ -60,6 +60,7 @@ def _clamp_windows(op: Any) -> None:
     starts = op.operands[1]
     kind = ir.RankedTensorType(starts.type)
     element = ir.IntegerType(kind.element_type)
+    # The bound must be a number of the index type, even if the dim is longer.
     highest = 2 ** (element.width - (not element.is_unsigned)) - 1
     ends = [min(sizes[dim] - windows[dim], highest) for dim in numbers.start_index_map]
     with op.location, ir.InsertionPoint(op):
@@ -74,6 +75,7 @@ def _clamp_windows(op: Any) -> None:
 
 
 def _clamped(op: Any, start: Any, last: int) -> Any:
+    """Emit a clamp of a start to the range from 0 to `last`."""
     from jaxlib.mlir import ir
     from jaxlib.mlir.dialects import stablehlo
 
@@ -85,6 +87,7 @@ def _clamped(op: Any, start: Any, last: int) -> Any:
 
 
 def _in_range(start: Any, last: int) -> bool:
+    """Return True if a start is a constant from 0 to `last`."""
     from jaxlib.mlir import ir
 
     maker = maker_of(start)
@@ -94,7 +97,7 @@ def _in_range(start: Any, last: int) -> bool:
 
 
 def _pins_before(op: Any) -> Iterator[Any]:
-    """Yield the constraints that split dims which the op indexes, with nothing but views between."""
+    """Yield the constraints that split dims which the op indexes, with only views in between."""
     indexed = _indexed_dims(op)
     count = len(op.results) if op.name == _SCATTER else 1
     for value in list(op.operands)[:count]:
@@ -125,7 +128,7 @@ def _indexed_dims(op: Any) -> set[int]:
 
 
 def _is_splat(value: Any) -> bool:
-    """Return True for a value that is a number spread over its shape: no slice of it is ever cut."""
+    """Return True for one number that is broadcast to a shape: XLA never slices it."""
     maker = maker_of(value)
     while maker is not None and maker.name in (CONSTRAINT, *_VIEWS):
         maker = maker_of(maker.operands[0])
@@ -136,7 +139,7 @@ def _is_splat(value: Any) -> bool:
 
 
 def _separate(pin: Any) -> None:
-    """Put a barrier after a constraint, unless one is there."""
+    """Insert a barrier after a constraint, unless it has one."""
     from jaxlib.mlir import ir
     from jaxlib.mlir.dialects import stablehlo
 
@@ -172,18 +175,18 @@ _FIRST_INDEX = {"stablehlo.dynamic_slice": 1, "stablehlo.dynamic_update_slice": 
 def indexed_sizes(module: Any) -> dict[int, tuple[int, ...]]:
     """Return the sizes of the dims that integer arguments of `main` index, by the argument's number.
 
-    An argument that decides how often a loop runs is left out: no number of it is safe to change. Leaves `module` as
-    it is.
+    An argument that decides the number of a loop's iterations is omitted, since no value of it is safe to change.
+    Leaves `module` unchanged.
     """
     copy, block, _ = flat_main(module)
     reader = _IndexUses()
     reader.block(block, [frozenset({n}) if _is_whole(v) else frozenset() for n, v in enumerate(block.arguments)])
-    del copy  # not before: it owns the block
+    del copy  # only now: the copy owns the block
     return {number: tuple(sorted(sizes)) for number, sizes in reader.sizes.items() if number not in reader.counting}
 
 
 class _IndexUses:
-    """Integer arguments that reach each value, and the dims that they index."""
+    """Reader of the integer arguments that reach each value, and of the dims that they index."""
 
     def __init__(self) -> None:
         self.of: dict[Any, frozenset[int]] = {}
@@ -191,7 +194,7 @@ class _IndexUses:
         self.counting: set[int] = set()
 
     def block(self, block: Any, sources: list[frozenset[int]]) -> list[frozenset[int]]:
-        """Read a block whose arguments have these sources; return the sources of what it returns."""
+        """Read a block whose arguments have these sources; return the sources of its results."""
         self.of.update(zip(block.arguments, sources, strict=True))
         returned: list[frozenset[int]] = []
         for view in block.operations:
@@ -205,6 +208,7 @@ class _IndexUses:
         return returned
 
     def op(self, op: Any, operands: list[frozenset[int]]) -> list[frozenset[int]]:
+        """Read an op whose operands have these sources; return the sources of its results."""
         if op.name == "stablehlo.while":
             return self.loop(op, operands)
         if op.name in BRANCHING:
@@ -216,6 +220,7 @@ class _IndexUses:
         return [frozenset().union(*operands)] * len(op.results)
 
     def loop(self, op: Any, operands: list[frozenset[int]]) -> list[frozenset[int]]:
+        """Read a loop until its sources no longer grow; return the sources of its results."""
         carried = operands
         while True:
             (ends,) = self.block(op.regions[0].blocks[0], carried)
@@ -248,6 +253,7 @@ def _indexed(op: Any, operands: list[frozenset[int]]) -> list[tuple[frozenset[in
 
 
 def _is_whole(value: Any) -> bool:
+    """Return True for a tensor of integers."""
     from jaxlib.mlir import ir
 
     return isinstance(ir.RankedTensorType(value.type).element_type, ir.IntegerType)

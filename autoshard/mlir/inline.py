@@ -1,4 +1,4 @@
-"""Inlining: calls, composites and tuples replaced by the bodies and values that they stand for."""
+"""Inlining: calls, composites and tuples are replaced by their bodies and elements."""
 
 import graphlib
 from collections.abc import Mapping
@@ -14,12 +14,13 @@ _CALLS = {"func.call": "callee", "stablehlo.composite": "decomposition"}
 
 
 def inline_calls(module: Any) -> Any:
-    """Replace every call and composite by a clone of its body, in every region; leaves `@main` alone (in place).
+    """Replace every call and composite by a clone of its body, in every region, so that only `@main` remains (in
+    place).
 
-    Functions that a custom call names stay. An inlined op's location is `<name of the call>/<name of the op>`.
-    What platforms lower differently gets one form too (`fold_pooling`), so that positions of ops agree, and what the
-    partitioner cannot split is expanded first (`expand_norms`). Tuples are taken apart.
-    Constraints that say nothing go.
+    Functions that a custom call names remain too. The location of an inlined op is `<name of the call>/<name of the
+    op>`. Max pooling, which platforms lower differently, gets one form (`fold_pooling`), so that positions of ops
+    agree. Batch norms, which the partitioner cannot split, are expanded (`expand_norms`). Tuples are folded, and idle
+    constraints are dropped. Raises `UserError` if a function calls itself.
     """
     functions = {symbol(op): op for op in module.body.operations if op.operation.name == "func.func"}
     done: set[str] = set()
@@ -33,11 +34,11 @@ def inline_calls(module: Any) -> Any:
 
     with module.context:
         flatten(symbol(main_function(module)))
-        kept = _named_by_custom_calls(main_function(module).operation)
-        for name in kept:
+        named = _named_by_custom_calls(main_function(module).operation)
+        for name in named:
             flatten(name)
         for name, function in functions.items():
-            if name != "main" and name not in kept:
+            if name != "main" and name not in named:
                 function.operation.erase()
         fold_tuples(main_function(module).operation)
         drop_idle_constraints(module)
@@ -47,7 +48,7 @@ def inline_calls(module: Any) -> Any:
 
 
 def check_calls(module: Any, what: str) -> None:
-    """Raise `UserError` if a function that `@main` reaches calls itself, through others or not."""
+    """Raise `UserError` if a function that `@main` reaches calls itself, directly or through others."""
     functions = {symbol(op): op for op in module.body.operations if op.operation.name == "func.func"}
     with module.context:
         _callees_first(functions, symbol(main_function(module)), what)
@@ -73,6 +74,7 @@ def _callees_first(functions: Mapping[str, Any], root: str, what: str = "the pro
 
 
 def _inline_one(call: Any, function: Any) -> None:
+    """Replace a call by a clone of the function's body."""
     clone = function.operation.clone(ip=False)
     _prefix_locations(clone, call.location)
     replace_by_block(call, clone.regions[0].blocks[0])
@@ -80,6 +82,7 @@ def _inline_one(call: Any, function: Any) -> None:
 
 
 def _prefix_locations(function: Any, location: Any) -> None:
+    """Prepend the name of the call to the names of a function's ops."""
     from jaxlib.mlir import ir
 
     prefix = location_name(location)
@@ -108,6 +111,7 @@ def _callee(call: Any) -> str:
 
 
 def _named_by_custom_calls(function: Any) -> set[str]:
+    """Return the names of functions that custom calls refer to."""
     from jaxlib.mlir import ir
 
     names = set()
@@ -118,9 +122,11 @@ def _named_by_custom_calls(function: Any) -> set[str]:
 
 
 def replace_body(module: Any, donor: bytes | str) -> Any:
-    """Give `@main` the body of another module's `@main` of the same type (in place), argument attributes kept.
+    """Replace the body of `@main` by that of another module's `@main` of the same type, except argument attributes (in
+    place).
 
-    So that one program's ops, numbered once, are what every platform compiles. Both end up inlined.
+    Thus every platform compiles the ops of one program, numbered once. Both modules are inlined. Raises `UserError` if
+    the types differ.
     """
     from jaxlib.mlir import ir
 
@@ -147,22 +153,22 @@ def replace_body(module: Any, donor: bytes | str) -> Any:
 
 
 def tuple_calls(module: Any) -> list[str]:
-    """Targets of the custom calls that give tuples: factorisations of LAPACK, say."""
+    """Return the targets of custom calls whose result is a tuple, such as factorisations of LAPACK."""
     calls = collect(module.operation, {"stablehlo.custom_call"})
     tupled = [op for op in calls if any("tuple<" in str(result.type) for result in op.results)]
     return sorted({str(op.attributes["call_target_name"]).strip('"') for op in tupled})
 
 
 def fold_tuples(root: Any) -> None:
-    """Replace every element that is taken out of a tuple by what was put into it, and drop the tuples (in place)."""
+    """Replace every element that is read from a tuple by the operand of the tuple; drop unused tuples (in place)."""
     from jaxlib.mlir import ir
 
     for op in collect(root, {"stablehlo.get_tuple_element"}):
-        whole = op.operands[0].owner
-        if isinstance(whole, ir.Block) or whole.name != "stablehlo.tuple":
+        maker = op.operands[0].owner
+        if isinstance(maker, ir.Block) or maker.name != "stablehlo.tuple":
             continue
         number = ir.IntegerAttr(op.attributes["index"]).value
-        op.results[0].replace_all_uses_with(whole.operands[number])
+        op.results[0].replace_all_uses_with(maker.operands[number])
         op.erase()
     for op in reversed(collect(root, {"stablehlo.tuple"})):
         if not any(True for _ in op.results[0].uses):

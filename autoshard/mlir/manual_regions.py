@@ -1,8 +1,7 @@
-"""Windowed ops as manual regions: shards exchange halos where they are split in space, then each computes alone.
+"""Windowed ops as manual regions: shards exchange halos of dims that are split in space, then each computes alone.
 
-The partitioner can do this itself, but in jax 0.10.2 it gives wrong values where mesh axes that split something else,
-or nothing, stand beside the one that a kernel's gradient is summed over: it sums over them too. It does so in space
-and, in convolutions of groups, of the batch as well.
+The partitioner can do this itself, but it computes wrong values on some meshes, by summing over too many axes.
+Evidence: docs/compiler_behaviour.md, "Windowed ops and idle mesh axes".
 """
 
 import dataclasses
@@ -20,7 +19,7 @@ from autoshard.mlir.op_windows import WindowedDim, windowed_dims
 
 
 class RegionLike(Protocol):
-    """What `insert_regions` reads of a region; `autoshard.planning.Region` is one."""
+    """Interface of a region for `insert_regions`; `autoshard.planning.Region` implements it."""
 
     @property
     def op(self) -> int: ...
@@ -33,15 +32,19 @@ class RegionLike(Protocol):
 
 
 def regions_of(module: Any, regions: Sequence[RegionLike]) -> list[tuple[Any, RegionLike]]:
-    """The ops of regions, found by number before anything is inserted."""
+    """Return the ops of regions with the regions; call it before anything is inserted, since regions name ops by
+    number.
+
+    Raises `UserError` if the module has no such op.
+    """
     if not regions:
         return []
     ops = number_ops(module)
     for region in regions:
-        found = ops[region.op].name.rpartition(".")[2] if region.op < len(ops) else "nothing"
-        if found == "nothing" or len(ops[region.op].operands) != len(region.operands):
+        kind = ops[region.op].name.rpartition(".")[2] if region.op < len(ops) else "nothing"
+        if kind == "nothing" or len(ops[region.op].operands) != len(region.operands):
             raise UserError(
-                f"the plan runs op {region.op} shard by shard, which is {found} here: the plan belongs to another "
+                f"the plan runs op {region.op} shard by shard, which is {kind} here: the plan belongs to another "
                 "program."
             )
     return [(ops[region.op], region) for region in regions]
@@ -50,7 +53,12 @@ def regions_of(module: Any, regions: Sequence[RegionLike]) -> list[tuple[Any, Re
 def insert_regions(
     module: Any, mesh_name: str, sizes: Mapping[str, int], found: Sequence[tuple[Any, RegionLike]]
 ) -> int:
-    """Replace every op of `regions_of` by a manual region over all mesh axes (in place); returns how many."""
+    """Replace every op of `regions_of` by a manual region over all mesh axes (in place); return the number of ops.
+
+    - `mesh_name`: name for the mesh if the module has none with these axes.
+    - `sizes`: mesh axes with their sizes.
+    - `found`: the ops with their regions.
+    """
     if not found:
         return 0
     name = ensure_mesh(module, mesh_name, sizes)
@@ -62,6 +70,7 @@ def insert_regions(
 
 
 def _last_channel(module: Any) -> int:
+    """Return the largest channel number of the module's collectives; 0 if there is none."""
     from jaxlib.mlir import ir
     from jaxlib.mlir.dialects import stablehlo
 
@@ -75,7 +84,7 @@ def _last_channel(module: Any) -> int:
 
 @dataclasses.dataclass(slots=True)
 class _Splitter:
-    """One op, its region, and what both are built with."""
+    """One op, its region, and the mesh and channel numbers that the manual region is built with."""
 
     op: Any
     region: RegionLike
@@ -84,20 +93,21 @@ class _Splitter:
     channels: Any
 
     def replace(self) -> None:
+        """Replace the op by a manual region; partial results are stacked and summed outside of it."""
         from jaxlib.mlir import ir
         from jaxlib.mlir.dialects import sdy, stablehlo
 
         operands, specs = list(self.op.operands), [spec.dims for spec in self.region.operands]
         results, out = [r.type for r in self.op.results], [spec.dims for spec in self.region.results]
         parts = self.count(self.region.summed)
-        whole = results
+        stacked = results
         if self.region.summed:
             out = [(self.region.summed, *dims) for dims in out]
             with self.op.location:
-                whole = [ir.RankedTensorType.get([parts, *_shape(t)], _element(t)) for t in results]
+                stacked = [ir.RankedTensorType.get([parts, *_shape(t)], _element(t)) for t in results]
         dims = [d for d in self.dims() if self.count(specs[0][d.source]) > 1]
         with self.op.location, ir.InsertionPoint(self.op):
-            # The place of a shard among its neighbours comes in as a value, split like the dim.
+            # The position of a shard among its neighbours is an operand, split like the dim.
             places = {}
             for dim in dims:
                 if (dim.before or dim.after) and self.filled():
@@ -107,7 +117,7 @@ class _Splitter:
                     operands.append(stablehlo.iota(kind, 0))
                     specs.append((axes,))
             manual = sdy.ManualComputationOp(
-                whole,
+                stacked,
                 operands,
                 sdy.TensorShardingPerValueAttr.get([sharding_attribute(self.mesh_name, s) for s in specs]),
                 sdy.TensorShardingPerValueAttr.get([sharding_attribute(self.mesh_name, s) for s in out]),
@@ -119,7 +129,8 @@ class _Splitter:
                 values = self.body(list(block.arguments), dims, places, [s.dims for s in self.region.results])
                 if self.region.summed:
                     values = [
-                        stablehlo.reshape(self.local_type(t, s), v) for v, t, s in zip(values, whole, out, strict=True)
+                        stablehlo.reshape(self.local_type(t, s), v)
+                        for v, t, s in zip(values, stacked, out, strict=True)
                     ]
                 sdy.ReturnOp(values)
             new = list(manual.results)
@@ -130,25 +141,34 @@ class _Splitter:
         self.op.erase()
 
     def dims(self) -> list[WindowedDim]:
+        """Return the dims of the op that can be split in space."""
         kind = self.op.name.rpartition(".")[2]
         shapes = [_shape(v.type) for v in self.op.operands]
         return windowed_dims(kind, attribute_texts(self.op), shapes, _shape(self.op.results[0].type))
 
     def filled(self) -> bool:
-        """True if what lies beyond the edges is not the zeros that a permute leaves there."""
+        """Return True if the elements beyond the edges are not the zeros that a permute leaves there."""
         return self.op.name != "stablehlo.convolution"
 
     def count(self, axes: Sequence[str]) -> int:
+        """Return the number of shards along some axes."""
         return math.prod(self.sizes[axis] for axis in axes)
 
     def local_type(self, kind: Any, dims: Sequence[Sequence[str]]) -> Any:
+        """Return the type of a shard."""
         from jaxlib.mlir import ir
 
         shape = [size // self.count(axes) for size, axes in zip(_shape(kind), dims, strict=True)]
         return ir.RankedTensorType.get(shape, _element(kind))
 
     def body(self, values: list[Any], dims: list[WindowedDim], places: dict[int, int], out: list[Any]) -> list[Any]:
-        """The op on one shard: halos first, dim after dim, so that corners come along."""
+        """Emit the op on one shard.
+
+        - `values`: the shards of the op's operands, then the positions in `places`.
+        - `dims`: the dims that are split in space. Halos are exchanged dim after dim, so that corners are included.
+        - `places`: index in `values` of the shard's position along a dim.
+        - `out`: axes of each dim of each result.
+        """
         specs = self.region.operands
         windowed = len(self.op.results) if self.op.name == "stablehlo.reduce_window" else 1
         fills = self.fills(values)
@@ -172,7 +192,7 @@ class _Splitter:
         return [result]
 
     def fills(self, values: list[Any]) -> list[Any]:
-        """What stands beyond the edges, a scalar for each windowed operand; None where a permute's zeros do."""
+        """Return the scalar beyond the edges of each windowed operand; None if the zeros of a permute are right."""
         kind = self.op.name
         if kind == "stablehlo.reduce_window":
             return values[len(self.op.results) : len(self.op.operands)]
@@ -183,7 +203,12 @@ class _Splitter:
         return [None]
 
     def extended(self, value: Any, dim: WindowedDim, axes: Sequence[str], fill: Any, place: Any) -> Any:
-        """A shard with its halo along one dim."""
+        """Extend a shard by its halo along one dim.
+
+        - `axes`: mesh axes that split the dim.
+        - `fill`: scalar beyond the edges, or None.
+        - `place`: the shard's position along the dim, or None.
+        """
         from jaxlib.mlir.dialects import stablehlo
 
         size, pieces = _shape(value.type)[dim.source], [value]
@@ -196,7 +221,7 @@ class _Splitter:
         return stablehlo.concatenate(pieces, dim.source) if len(pieces) > 1 else value
 
     def returned(self, value: Any, dim: WindowedDim, axes: Sequence[str]) -> Any:
-        """A shard to which the neighbours have added what falls on it from their halos."""
+        """Add the halos' results of the neighbours to a shard, and cut off its own halos."""
         from jaxlib.mlir.dialects import stablehlo
 
         own = _shape(value.type)[dim.source] - dim.before - dim.after
@@ -210,7 +235,7 @@ class _Splitter:
         return total
 
     def at_edge(self, halo: Any, fill: Any, place: Any, edge: int) -> Any:
-        """The halo, or `fill` on the shard that has no neighbour there."""
+        """Replace the halo by `fill` on the shard at position `edge`, which has no neighbour there."""
         from jaxlib.mlir import ir
         from jaxlib.mlir.dialects import stablehlo
 
@@ -225,7 +250,9 @@ class _Splitter:
         return stablehlo.select(mask, stablehlo.broadcast_in_dim(halo.type, fill, []), halo)
 
     def shifted(self, value: Any, axes: Sequence[str], step: int) -> Any:
-        """The value of the neighbour `step` places before, along mesh axes (major first); zeros where there is none."""
+        """Fetch the value of the neighbour `step` places before, along mesh axes (major first); zeros if there is
+        none.
+        """
         from jaxlib.mlir.dialects import stablehlo
 
         channel = stablehlo.ChannelHandle.get(next(self.channels), 1)
@@ -233,7 +260,7 @@ class _Splitter:
         return stablehlo.collective_permute(value, _int64(pairs), channel_handle=channel)
 
     def set_window(self, new: Any, dims: list[WindowedDim]) -> None:
-        """Window attributes of the op on one shard."""
+        """Set the window attributes of the op on one shard."""
         from jaxlib.mlir import ir
 
         texts, kind = attribute_texts(self.op), self.op.name.rpartition(".")[2]
@@ -264,6 +291,7 @@ class _Splitter:
             self.set_groups(new)
 
     def set_slice(self, new: Any, local: dict[int, Any]) -> None:
+        """Set starts and limits of a slice on one shard."""
         from jaxlib.mlir import ir
 
         starts, limits, strides = (
@@ -280,7 +308,7 @@ class _Splitter:
         new.attributes["limit_indices"] = ir.DenseI64ArrayAttr.get(limits)
 
     def set_groups(self, new: Any) -> None:
-        """Groups of a convolution are split as its features, or its batch, are."""
+        """Divide the groups of a convolution by the shards of its features, or of its batch."""
         from jaxlib.mlir import ir
 
         texts = attribute_texts(self.op)
@@ -293,14 +321,14 @@ class _Splitter:
 
 
 def convolution_order(texts: Mapping[str, str]) -> list[int]:
-    """Dims of a convolution's first operand in the order of its window attributes."""
+    """Return the dims of a convolution's first operand in the order of its window attributes."""
     from autoshard.mlir.op_windows import convolution_dims
 
     return convolution_dims(texts["dimension_numbers"])[0]
 
 
 def shift_pairs(sizes: Mapping[str, int], axes: Sequence[str], step: int) -> list[tuple[int, int]]:
-    """(source, target) devices, by position in the mesh, of a shift by `step` places along some of its axes."""
+    """Return (source, target) devices, by position in the mesh, of a shift by `step` places along some of its axes."""
     names = list(sizes)
     strides = {name: math.prod(list(sizes.values())[k + 1 :]) for k, name in enumerate(names)}
     others = [name for name in names if name not in axes]
@@ -316,7 +344,7 @@ def shift_pairs(sizes: Mapping[str, int], axes: Sequence[str], step: int) -> lis
 
 
 def _sum_of_parts(value: Any, kind: Any) -> Any:
-    """The sum over the first dim, which the partitioner does as it does every other."""
+    """Sum over the first dim; the partitioner lowers this reduction like any other."""
     from jaxlib.mlir import ir
     from jaxlib.mlir.dialects import stablehlo
 
@@ -329,6 +357,7 @@ def _sum_of_parts(value: Any, kind: Any) -> Any:
 
 
 def _cut(value: Any, dim: int, start: int, stop: int) -> Any:
+    """Emit a slice of one dim."""
     from jaxlib.mlir.dialects import stablehlo
 
     shape = _shape(value.type)
@@ -338,6 +367,7 @@ def _cut(value: Any, dim: int, start: int, stop: int) -> Any:
 
 
 def _padded(value: Any, dim: int, low: int, high: int) -> Any:
+    """Emit a pad of one dim by zeros."""
     from jaxlib.mlir import ir
     from jaxlib.mlir.dialects import stablehlo
 
@@ -373,6 +403,7 @@ def _element(kind: Any) -> Any:
 
 
 def _rows(attribute: Any, count: int) -> list[list[int]]:
+    """Return an attribute as pairs of numbers, one for each dim."""
     from jaxlib.mlir import ir
 
     flat = [int(n) for n in ir.DenseIntElementsAttr(attribute)]

@@ -10,7 +10,7 @@ from autoshard.errors import UserError
 
 
 def new_context() -> Any:
-    """A fresh `ir.Context` that knows StableHLO, CHLO, MHLO and Shardy."""
+    """Make an `ir.Context` that knows StableHLO, CHLO, MHLO and Shardy."""
     from jax.interpreters import mlir
 
     return mlir.make_ir_context()
@@ -19,7 +19,7 @@ def new_context() -> Any:
 def parse_module(source: bytes | str, context: Any = None) -> Any:
     """Parse MLIR text, bytecode or a StableHLO portable artifact into an `ir.Module`.
 
-    Raises `UserError` with the parser's first complaint when it is none of these.
+    Raises `UserError` with the parser's first complaint if the source is none of these.
     """
     from jaxlib.mlir import ir
     from jaxlib.mlir.dialects import stablehlo
@@ -36,7 +36,7 @@ def parse_module(source: bytes | str, context: Any = None) -> Any:
 
 
 def to_bytes(module: Any) -> bytes:
-    """The module as MLIR bytecode, locations included."""
+    """Serialise the module as MLIR bytecode, with locations."""
     import io
 
     buffer = io.BytesIO()
@@ -45,7 +45,7 @@ def to_bytes(module: Any) -> bytes:
 
 
 def main_function(module: Any) -> Any:
-    """The public `func.func @main`."""
+    """Return the public `func.func @main`. Raises `UserError` if there is none."""
     for op in module.body.operations:
         if op.operation.name == "func.func" and symbol(op) == "main":
             return op
@@ -57,7 +57,7 @@ def main_block(module: Any) -> Any:
 
 
 def main_types(module: Any) -> tuple[list[tuple[tuple[int, ...], str]], list[tuple[tuple[int, ...], str]]]:
-    """Shapes and numpy dtype names of `@main`'s arguments and results."""
+    """Return shapes and numpy dtype names of `@main`'s arguments and results."""
     from jaxlib.mlir import ir
 
     kind = ir.FunctionType(ir.TypeAttr(main_function(module).operation.attributes["function_type"]).value)
@@ -68,6 +68,7 @@ _FLOATS = {"bf16": "bfloat16", "f16": "float16", "f32": "float32", "f64": "float
 
 
 def _array_type(value: Any) -> tuple[tuple[int, ...], str]:
+    """Return the shape and numpy dtype name of a tensor type."""
     from jaxlib.mlir import ir
 
     tensor = ir.RankedTensorType(value)
@@ -89,7 +90,7 @@ def _array_type(value: Any) -> tuple[tuple[int, ...], str]:
 
 
 def location_name(location: Any) -> str:
-    """The outermost name of a location (JAX's name stack), or an empty string."""
+    """Return the outermost name of a location (JAX's name stack), or an empty string."""
     from jaxlib.mlir import ir
 
     return ir.NameLoc(location).name_str.rstrip(":") if isinstance(location, ir.NameLoc) else ""
@@ -101,28 +102,29 @@ def text_of(module: Any) -> str:
 
 
 def maker_of(value: Any) -> Any | None:
-    """Return the op that makes a value; None for an argument of a block."""
+    """Return the op that computes a value; None for an argument of a block."""
     from jaxlib.mlir import ir
 
     return None if isinstance(value.owner, ir.Block) else value.owner.operation
 
 
 def collect(root: Any, names: Iterable[str]) -> list[Any]:
+    """Return all ops with one of these names, in pre-order."""
     from jaxlib.mlir import ir
 
-    found: list[Any] = []
+    ops: list[Any] = []
 
     def visit(op: Any) -> Any:
         if op.name in names:
-            found.append(op)
+            ops.append(op)
         return ir.WalkResult.ADVANCE
 
     root.walk(visit, ir.WalkOrder.PRE_ORDER)
-    return found
+    return ops
 
 
 def replace_by_block(op: Any, block: Any) -> None:
-    """Put the ops of a function's block in the place of an op with its operands and results; the block is emptied."""
+    """Replace an op by the ops of a function's block with the same operands and results; the block becomes empty."""
     for argument, operand in zip(list(block.arguments), list(op.operands), strict=True):
         argument.replace_all_uses_with(operand)
     inner = list(block.operations)
@@ -140,6 +142,7 @@ def symbol(function: Any) -> str:
 
 
 def argument_entries(function: Any, key: str) -> list[dict[str, Any]]:
+    """Return the attribute dictionaries of a function's arguments or results; empty if it has none."""
     from jaxlib.mlir import ir
 
     if key not in function.attributes:
@@ -149,7 +152,7 @@ def argument_entries(function: Any, key: str) -> list[dict[str, Any]]:
 
 
 def attribute_texts(op: Any) -> dict[str, str]:
-    """The attributes of an op as MLIR text, by name."""
+    """Return the attributes of an op as MLIR text, by name."""
     attributes = op.attributes
     return {attributes[i].name: str(attributes[i].attr) for i in range(len(attributes))}
 
@@ -159,10 +162,10 @@ _COMBINED_FLAGS = frozenset({"stablehlo.and", "stablehlo.or"})
 
 
 def is_combined_by_collectives(op: Any) -> bool:
-    """Return True for a reduction whose parts on devices an all-reduce combines, or XLA gathers.
+    """Return True for a reduction whose partial results an all-reduce combines, or XLA gathers.
 
-    XLA knows sums, products, largest and smallest numbers, and the logical and, and or, of booleans. It gathers the
-    parts of reductions of several values.
+    XLA combines sums, products, maxima, minima, and the logical and, and or, of booleans. It gathers the partial
+    results of reductions of several values.
     """
     from jaxlib.mlir import ir
 
@@ -175,15 +178,16 @@ def is_combined_by_collectives(op: Any) -> bool:
 
 
 def source_line(op: Any) -> str:
-    """`file:line` of the innermost frame of an op's location, or an empty string."""
+    """Return `file:line` of the innermost frame of an op's location, or an empty string."""
     return next((f"{file}:{line}" for file, line in _frames(op.location)), "")
 
 
 def code_line(op: Any) -> str:
-    """The innermost line that is the user's own, or that of a known model: `model.py:12`, or an empty string.
+    """Return the innermost line of the user's code, or of a known model: `model.py:12`, or an empty string.
 
-    Frames of frameworks, and of this package, are passed over; a file of an installed package keeps its path in it. Who
-    asked for the program is no line of it.
+    Frames of frameworks and of this package are skipped. A file of an installed package is shown with its path in the
+    package. The lowering, which calls the program's functions, ends the search: the frames outside of it only asked for
+    the program.
     """
     for file, line in _frames(op.location):
         if file == _LOWERING:
@@ -194,7 +198,7 @@ def code_line(op: Any) -> str:
 
 
 def _frames(location: Any) -> Iterator[tuple[str, int]]:
-    """Files and lines of a location, innermost first."""
+    """Yield files and lines of a location, innermost first."""
     from jaxlib.mlir import ir
 
     todo = [location]
@@ -212,7 +216,7 @@ def _frames(location: Any) -> Iterator[tuple[str, int]]:
 
 _PACKAGE = str(pathlib.Path(__file__).parent.parent)
 _LOWERING = f"{_PACKAGE}/program/lowering.py"
-"""Calls the functions of programs, and is called by whoever wants one."""
+"""The module that calls the functions of programs; frames outside of it belong to its callers."""
 _INSTALLED = re.compile(r"/(?:site|dist)-packages/")
 _FRAMEWORK = re.compile(
     r"(jax|jaxlib|optax|flax|equinox|numpy|torch|torchax|torch_xla|autoshard)/|transformers/(?!models/)"
@@ -222,7 +226,7 @@ _STANDARD = re.compile(r"/lib/python3\.\d+/")
 
 @functools.lru_cache(maxsize=4096)
 def _shown(file: str) -> str:
-    """A file as it is shown, empty for one that no user wrote."""
+    """Return the displayed name of a file; empty for a file that no user wrote."""
     if file in ("-", ""):
         return "line"  # a module file without locations: lines of the text itself
     *_, inside = _INSTALLED.split(file)

@@ -1,4 +1,4 @@
-"""What files hold: HLO text and protos, StableHLO text and bytecode; and a module's entry as plain data."""
+"""Contents of files: HLO text and protos, StableHLO text and bytecode; and a module's entry as plain data."""
 
 import dataclasses
 import importlib
@@ -21,23 +21,24 @@ class Entry:
     """The function `main` of a module in a file."""
 
     arguments: tuple[Aval, ...]
+    """Shapes of the arguments, with numpy names of their dtypes."""
     results: tuple[Aval, ...]
-    """Shapes and numpy names of dtypes."""
+    """Shapes of the results, with numpy names of their dtypes."""
     names: tuple[str, ...] | None
-    """Names of the arguments, as their locations have them (`params['w']`); None if one has none or two share one."""
+    """Names of the arguments from their locations (`params['w']`); None if a name is missing or not unique."""
     aliases: dict[int, int]
-    """Argument -> result that takes its buffer."""
+    """Number of the result that reuses the buffer, by argument number."""
     dropped: int
-    """How many arguments had a sharding, which is gone."""
+    """Number of arguments whose sharding was removed."""
 
 
 def _extension(name: str) -> Any:
-    """A compiled module of jaxlib that is no public interface and has no types."""
+    """Import a compiled module of jaxlib that is no public interface and has no types."""
     return importlib.import_module(f"jaxlib.{name}")
 
 
 def hlo_text_to_proto(text: str, what: str) -> bytes:
-    """Parse an HLO module that was dumped before optimisation. Raises `UserError` with the parser's complaint."""
+    """Parse the text of an HLO module from before optimisation. Raises `UserError` with the parser's complaint."""
     try:
         return _extension("_hlo").hlo_module_from_text(text).as_serialized_hlo_module_proto()
     except Exception as error:  # XLA's parser raises many types
@@ -45,7 +46,7 @@ def hlo_text_to_proto(text: str, what: str) -> bytes:
 
 
 def hlo_to_stablehlo(proto: bytes, what: str) -> bytes:
-    """StableHLO bytecode of a serialised HLO module. Raises `UserError` with the converter's complaint."""
+    """Convert a serialised HLO module to StableHLO bytecode. Raises `UserError` with the converter's complaint."""
     try:
         return _extension("_jax").mlir.hlo_to_stablehlo(proto)
     except Exception as error:  # XLA's converter raises many types
@@ -53,7 +54,7 @@ def hlo_to_stablehlo(proto: bytes, what: str) -> bytes:
 
 
 def read_file_module(source: bytes | str, what: str) -> Any:
-    """The module in a file. Raises `UserError` if it is not StableHLO, or was dumped after optimisation."""
+    """Parse the module in a file. Raises `UserError` if it is not StableHLO, or was dumped after optimisation."""
     from jaxlib.mlir import ir
     from jaxlib.mlir.dialects import stablehlo
 
@@ -68,8 +69,8 @@ def read_file_module(source: bytes | str, what: str) -> Any:
         raise UserError(f"`{what}` is not a readable StableHLO module: {first_line(error)}.") from error
     functions = [op for op in module.body.operations if op.operation.name == "func.func"]
     if not any(symbol(op) == "main" for op in functions):
-        there = ", ".join(f"`{symbol(op)}`" for op in functions) or "none"
-        raise UserError(f"`{what}` has no function `main` (its functions: {there}); rename the entry to `main`.")
+        names = ", ".join(f"`{symbol(op)}`" for op in functions) or "none"
+        raise UserError(f"`{what}` has no function `main` (its functions: {names}); rename the entry to `main`.")
     check_calls(module, f"`{what}`")
     if "mhlo.fusion" in str(module):
         raise UserError(f"`{what}` holds fusions: it was dumped after optimisation; give the module before it.")
@@ -105,30 +106,30 @@ def take_entry(module: Any, what: str) -> Entry:
 
 
 def argument_names(module: Any) -> tuple[str, ...] | None:
-    """Names of the arguments of `main` from their locations; None if one has none or two share one."""
-    found = []
+    """Return the names of the arguments of `main` from their locations; None if a name is missing or not unique."""
+    names = []
     for argument in main_function(module).operation.regions[0].blocks[0].arguments:
         match = re.match(r'loc\("([^":]+)"', str(argument.location))
-        found.append(match.group(1) if match else "")
-    return tuple(found) if all(found) and len(set(found)) == len(found) else None
+        names.append(match.group(1) if match else "")
+    return tuple(names) if all(names) and len(set(names)) == len(names) else None
 
 
 def donated(module: Any) -> frozenset[int]:
-    """Arguments of `main` whose buffer is given away, to a certain result or to any."""
+    """Return the arguments of `main` whose buffer is donated, to a certain result or to any."""
     entries = argument_entries(main_function(module).operation, "arg_attrs")
     marks = ("tf.aliasing_output", "jax.buffer_donor")
     return frozenset(i for i, entry in enumerate(entries) if any(mark in entry for mark in marks))
 
 
 def to_portable(module: Any) -> bytes:
-    """The module as a portable artifact of the StableHLO version at hand."""
+    """Serialise the module as a portable artifact of the installed StableHLO version."""
     from jaxlib.mlir.dialects import stablehlo
 
     return _extension("_jax").mlir.serialize_portable_artifact(module, stablehlo.get_current_version(), True)
 
 
 def first_line(error: Exception) -> str:
-    """The first telling line of what a parser raised, without its full stop."""
+    """Return the first informative line of a parser's error, without its full stop."""
     lines = [line for line in str(error).strip().splitlines() if line.strip()]
     if not lines:
         return type(error).__name__
@@ -137,6 +138,7 @@ def first_line(error: Exception) -> str:
 
 
 def _aval(kind: Any, role: str, what: str) -> Aval:
+    """Return the shape and numpy dtype name of a tensor type. Raises `UserError` for any other type."""
     text = str(kind)
     match = re.fullmatch(r"tensor<((?:[\d?]+x)*)([^,<>]+)(?:,.*)?>", text)
     if match is None:
@@ -149,7 +151,7 @@ def _aval(kind: Any, role: str, what: str) -> Aval:
 
 
 def _module_aliases(module: Any) -> dict[int, int]:
-    """Aliases that a module converted from HLO carries as an attribute; only whole arguments."""
+    """Read the aliases that a module converted from HLO has as an attribute; only whole arguments."""
     attributes = module.operation.attributes
     if "mhlo.input_output_alias" not in attributes:
         return {}

@@ -1,4 +1,4 @@
-"""Cutting a module's last results off, and handing it to XLA."""
+"""Removal of a module's last results, and conversion of the module to an HLO proto."""
 
 import importlib
 from typing import Any
@@ -10,18 +10,18 @@ from autoshard.mlir.numbering import number_ops
 def cut_results(module: Any, keep: int) -> list[tuple[int, int] | None]:
     """Drop all but the first `keep` results of `@main` (in place), and ops that only they need.
 
-    Returns where each dropped value is made: `(op, result)` in the numbers of `number_ops`, `(-1, i)` for argument `i`,
-    and None for what is not made any more. Call `inline_calls` first.
+    Return the place that computes each dropped value: `(op, result)` in the numbers of `number_ops`, `(-1, i)` for
+    argument `i`. The place is None for a value that is no longer computed. Call `inline_calls` first.
     """
     from jaxlib.mlir import ir
 
     block = main_block(module)
     end = list(block.operations)[-1].operation
     dropped = list(end.operands)[keep:]
-    kept = list(end.operands)[:keep]
+    retained = list(end.operands)[:keep]
     function = main_function(module).operation
     with module.context, end.location:
-        new = ir.Operation.create(end.name, operands=kept, ip=ir.InsertionPoint(end))
+        new = ir.Operation.create(end.name, operands=retained, ip=ir.InsertionPoint(end))
         end.erase()
         inputs = [argument.type for argument in block.arguments]
         kind = ir.FunctionType.get(inputs, [value.type for value in new.operands])
@@ -33,24 +33,24 @@ def cut_results(module: Any, keep: int) -> list[tuple[int, int] | None]:
     dropped = [None if value.owner in unused else value for value in dropped]
     for op in reversed(list(unused)):
         op.erase()
-    # Only now: an op that is erased takes along those of its regions, which have numbers too.
+    # Number the ops after erasing: an erased op also removes the ops of its regions, which have numbers too.
     numbers = {op: number for number, op in enumerate(number_ops(module))}
     return [None if value is None else place_of(value, numbers) for value in dropped]
 
 
 def _unused(block: Any) -> dict[Any, None]:
-    """Ops whose results nobody uses, and those that only such ops use, in the block's order."""
-    found: set[Any] = set()
+    """Return the ops whose results are unused or only used by such ops, in the block's order."""
+    unused: set[Any] = set()
     ops = [view.operation for view in block.operations]
     for op in reversed(ops):
         users = (use.owner.operation for result in op.results for use in result.uses)
-        if op.results and op.name != "stablehlo.custom_call" and all(user in found for user in users):
-            found.add(op)
-    return {op: None for op in ops if op in found}
+        if op.results and op.name != "stablehlo.custom_call" and all(user in unused for user in users):
+            unused.add(op)
+    return {op: None for op in ops if op in unused}
 
 
 def is_idle_call(op: Any) -> bool:
-    """Whether it is a custom call that does nothing but give values, and nobody uses any: compilers leave it out."""
+    """Return True for a custom call without side effects whose results are unused: compilers remove it."""
     if op.name != "stablehlo.custom_call" or any(True for result in op.results for _ in result.uses):
         return False
     effect = str(op.attributes["has_side_effect"]) if "has_side_effect" in op.attributes else "false"
@@ -58,36 +58,37 @@ def is_idle_call(op: Any) -> bool:
 
 
 def place_of(value: Any, numbers: dict[Any, int]) -> tuple[int, int] | None:
-    """Where a value is made, by the numbers of ops; None for what a region is given, and for ops without a number."""
+    """Return the op number and result number of a value; None for a region's argument, and for ops without a number."""
     from jaxlib.mlir import ir
 
     if isinstance(value.owner, ir.Block):
-        whole = value.owner.owner.operation.name == "func.func"
-        return (-1, ir.BlockArgument(value).arg_number) if whole else None
+        of_function = value.owner.owner.operation.name == "func.func"
+        return (-1, ir.BlockArgument(value).arg_number) if of_function else None
     number = numbers.get(value.owner.operation)
     return None if number is None else (number, ir.OpResult(value).result_number)
 
 
 def to_hlo_proto(module: Any) -> bytes:
-    """The module as a serialised HLO module, whose root is a tuple of `@main`'s results.
+    """Serialise the module as an HLO module whose root is a tuple of `@main`'s results.
 
-    Equal modules give equal bytes: the number that XLA counts the modules of a process with is left out.
+    Equal modules give equal bytes: the number by which XLA counts a process's modules is removed.
     """
     convert = importlib.import_module("jaxlib._jax").mlir.mlir_module_to_xla_computation
-    made = convert(to_bytes(module), use_tuple_args=False, return_tuple=True).as_serialized_hlo_module_proto()
-    return _without_field(made, _MODULE_NUMBER)
+    proto = convert(to_bytes(module), use_tuple_args=False, return_tuple=True).as_serialized_hlo_module_proto()
+    return _without_field(proto, _MODULE_NUMBER)
 
 
 _MODULE_NUMBER = 5
-"""The field `id` of `HloModuleProto`, in xla/service/hlo.proto."""
+"""Number of the field `id` of `HloModuleProto`, in xla/service/hlo.proto."""
 
 
 def _without_field(message: bytes, number: int) -> bytes:
-    """A message in protobuf's wire format without one of its fields."""
-    kept, place = [], 0
+    """Remove one field from a message in protobuf's wire format."""
+    fields, place = [], 0
     while place < len(message):
         began = place
         tag, place = _varint(message, place)
+        # Wire types: 2 has a length, 0 is a varint, 1 has eight bytes, 5 has four.
         if tag & 7 == 2:
             size, place = _varint(message, place)
             place += size
@@ -96,12 +97,12 @@ def _without_field(message: bytes, number: int) -> bytes:
         else:
             place += 8 if tag & 7 == 1 else 4
         if tag >> 3 != number:
-            kept.append(message[began:place])
-    return b"".join(kept)
+            fields.append(message[began:place])
+    return b"".join(fields)
 
 
 def _varint(message: bytes, place: int) -> tuple[int, int]:
-    """The number at a place, and the place after it."""
+    """Read the varint at a place; return its value and the place after it."""
     value = shift = 0
     while True:
         byte = message[place]

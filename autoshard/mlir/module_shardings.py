@@ -1,4 +1,4 @@
-"""What a module itself says about meshes and shardings, and what its own collectives span."""
+"""Meshes and shardings that a module states itself, and the devices that its own collectives span."""
 
 import math
 import re
@@ -9,29 +9,30 @@ from autoshard.mlir.module import argument_entries, collect, main_block, main_fu
 
 
 MESH_NAME = re.compile(r"<@[^,<>]*, \[")
-"""The beginning of a sharding's text, up to its dims."""
+"""Pattern of the beginning of a sharding's text, up to its dims."""
 GROUPS_MESH = re.compile(r"<mesh = @(\w+),")
-"""The same of a collective's groups, up to its axes, where it spans axes of a mesh."""
+"""Pattern of the beginning of a collective's groups that span axes of a mesh, up to the axes."""
 COLLECTIVES_MESH = "stablehlo.mesh"
-"""What is said of such a mesh, beside Shardy's own words."""
+"""Attribute of a mesh whose axes a collective spans, in addition to Shardy's own attribute."""
 
 
 def mesh_texts(module: Any) -> dict[str, str]:
-    """Text of every mesh that the module names, by its symbol."""
+    """Return the text of every mesh that the module names, by its symbol."""
     meshes = [op for op in module.body.operations if op.operation.name == "sdy.mesh"]
     return {symbol(op): str(op.operation.attributes["mesh"]) for op in meshes}
 
 
 def argument_shardings(module: Any) -> dict[int, str]:
-    """Text of the sharding of every argument of `@main` that has one."""
+    """Return the text of the sharding of every argument of `@main` that has one, by argument number."""
     entries = enumerate(argument_entries(main_function(module).operation, "arg_attrs"))
     return {position: str(entry["sdy.sharding"]) for position, entry in entries if "sdy.sharding" in entry}
 
 
 def device_groups(op: Any) -> tuple[tuple[int, ...], ...]:
-    """Groups of devices of a collective, or (source, target) pairs of a permute; fillers of -1 are left out.
+    """Return the groups of devices of a collective, or (source, target) pairs of a permute; without fillers of -1.
 
-    jax 0.11 names the axes of a mesh that a collective spans, jax 0.10 the devices themselves.
+    jax 0.11 names the axes of a mesh that a collective spans, jax 0.10 the devices themselves. Raises `UserError` for
+    groups over a part of an axis.
     """
     import numpy as np
 
@@ -46,11 +47,13 @@ def device_groups(op: Any) -> tuple[tuple[int, ...], ...]:
 
 _AXIS = re.compile(r'axis_ref<name = "([^"]+)"')
 _SIZE = re.compile(r'"([^"]+)"=(\d+)')
-"""Of an axis, in the text of a mesh."""
+"""Pattern of an axis with its size in the text of a mesh."""
 
 
 def _along_axes(op: Any, mesh: str, text: str) -> Any:
-    """Devices that differ along the axes in `text` of a mesh of the op's module only, a row for each group."""
+    """Return the devices of each group, `[groups, devices]`: devices of a group differ along the axes in `text`
+    only.
+    """
     import numpy as np
 
     while op.parent is not None:
@@ -66,27 +69,29 @@ def _along_axes(op: Any, mesh: str, text: str) -> Any:
 
 
 PLACEMENT = "annotate_device_placement"
-"""The call in a module that sends a value to a host, or fetches it."""
+"""Target of the call in a module that sends a value to the host or fetches it."""
 
 _PLACES = "mhlo.frontend_attributes"
 
 
 def drop_gspmd(module: Any) -> Any:
-    """Take GSPMD's `@Sharding` custom calls out of `@main` (in place): for their sake XLA turns Shardy off."""
+    """Remove GSPMD's `@Sharding` custom calls from `@main` (in place), since XLA turns Shardy off if it sees one."""
     return _drop_calls(module, "Sharding")
 
 
 def drop_layouts(module: Any) -> Any:
-    """Take constraints of layouts out of `@main` (in place): XLA's partitioner gathers what they constrain, but for
-    TPUs, for which alone they are there."""
+    """Remove layout constraints from `@main` (in place): off TPUs XLA's partitioner gathers their operands.
+
+    Evidence: docs/compiler_behaviour.md, "Layout constraints and the partitioner".
+    """
     return _drop_calls(module, "LayoutConstraint")
 
 
 def order_hosted(module: Any) -> Any:
-    """Constrain what `@main` sends to its host, and what it fetches, to lie in the order of its dims (in place).
+    """Force row-major layout on the values that `@main` sends to the host or fetches (in place).
 
-    What a forward loop stacks in its host's memory, a backward loop fetches. Left free, the two get layouts of their
-    own, and the TPU compiler brings the whole stack to the device between them, copies it there and sends it back.
+    A backward loop fetches the stack that a forward loop sends. If their layouts are free the TPU compiler copies the
+    stack between them on the device. Evidence: docs/compiler_behaviour.md, "Layout of stacks in host memory".
     """
     from jaxlib.mlir import ir
 
@@ -106,7 +111,7 @@ def order_hosted(module: Any) -> Any:
 
 
 def _in_order(value: Any) -> Any:
-    """The value, its last dim innermost in memory; needs a current context, location and insertion point."""
+    """Force row-major layout on the value; needs a current context, location and insertion point."""
     from jaxlib.mlir import ir
 
     rank = ir.RankedTensorType(value.type).rank
@@ -120,7 +125,7 @@ def _in_order(value: Any) -> Any:
 
 
 def _drop_calls(module: Any, target: str) -> Any:
-    """Let the operands of custom calls to `target` take the places of their results."""
+    """Replace the results of custom calls to `target` by their operands."""
     for op in collect(main_function(module).operation, {"stablehlo.custom_call"}):
         if str(op.attributes["call_target_name"]).strip('"') == target:
             op.results[0].replace_all_uses_with(op.operands[0])
@@ -129,7 +134,7 @@ def _drop_calls(module: Any, target: str) -> Any:
 
 
 def drop_sent_arguments(module: Any) -> Any:
-    """Take out of `@main` (in place) what sends its arguments to the host: they are there already."""
+    """Remove the transfers of `@main`'s arguments to the host (in place): they are there already."""
     arguments = list(main_block(module).arguments)
     for op in collect(main_function(module).operation, {"stablehlo.custom_call"}):
         target = str(op.attributes["call_target_name"]).strip('"')
@@ -140,7 +145,7 @@ def drop_sent_arguments(module: Any) -> Any:
 
 
 def use_mesh(module: Any, mesh_name: str) -> Any:
-    """Let every sharding and collective inside `@main` name this mesh (in place); axes keep their names."""
+    """Rename the mesh of every sharding and collective inside `@main` (in place); axes keep their names."""
     from jaxlib.mlir import ir
 
     def visit(op: Any) -> Any:
@@ -160,7 +165,7 @@ def use_mesh(module: Any, mesh_name: str) -> Any:
 
 
 def _tell_collectives(module: Any, mesh_name: str) -> None:
-    """Say of a mesh what collectives that span its axes ask for; needs a current context."""
+    """Set the attribute of a mesh that collectives over its axes require; needs a current context."""
     from jaxlib.mlir import ir
 
     (mesh,) = [

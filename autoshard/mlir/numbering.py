@@ -1,4 +1,4 @@
-"""Numbers of ops, and the hash that proves that two lowerings have the same ones."""
+"""Numbers of ops, and the hash that proves that two lowerings have the same numbers."""
 
 import hashlib
 from typing import Any
@@ -12,9 +12,9 @@ DESCEND = BRANCHING | {"stablehlo.while", "sdy.manual_computation"}
 
 
 def number_ops(module: Any) -> list[Any]:
-    """Ops of `@main` in pre-order, terminators included; position in the list is the op's number.
+    """List the ops of `@main` in pre-order, terminators included; an op's position in the list is its number.
 
-    Descends into the regions of while, case, if and manual computations; the little regions of reduce, sort, scatter
+    The walk enters the regions of while, case, if and manual computations. The small regions of reduce, sort, scatter
     and the like are part of their op. Call `inline_calls` first.
     """
     ops: list[Any] = []
@@ -33,16 +33,16 @@ def number_ops(module: Any) -> list[Any]:
 
 
 def structure_hash(module: Any) -> str:
-    """sha256 (hex) of the inlined module without meshes, shardings, argument attributes, names and locations.
+    """Hash the inlined module without meshes, shardings, argument attributes, names and locations (sha256, hex).
 
-    Equal for the sharded and the unsharded lowering of one program; any difference in ops, shapes or constants
-    changes it. Leaves `module` as it is.
+    The hash is equal for the sharded and the unsharded lowering of one program. Any difference in ops, shapes or
+    constants changes it. Leaves `module` unchanged.
     """
     return hashlib.sha256(canonical_text(module).encode()).hexdigest()
 
 
 def canonical_text(module: Any) -> str:
-    """Text of the stripped module, without locations; see `structure_hash`."""
+    """Return the text of the stripped module, without locations; see `structure_hash`."""
     from jaxlib.mlir import ir
 
     with module.context:

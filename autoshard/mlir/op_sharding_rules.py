@@ -1,4 +1,4 @@
-"""Shardy's sharding rules, written on every op."""
+"""Shardy's sharding rules, as an attribute of every op."""
 
 from typing import Any
 
@@ -9,8 +9,8 @@ _CHLO_WHOLE_DIM = frozenset({"chlo.top_k"})
 def populate_rules(module: Any) -> Any:
     """Write `sdy.sharding_rule` on every op that has one (in place).
 
-    CHLO ops, which Shardy does not know, get one here: element by element for ops whose operands and results
-    have one shape, and for `chlo.top_k` with its last dim needing replication.
+    Shardy does not know CHLO ops, so they get a rule here. Ops whose operands and results have one shape get an
+    elementwise rule. The last dim of `chlo.top_k` needs replication.
     """
     from jaxlib.mlir import ir, passmanager
 
@@ -32,13 +32,14 @@ def populate_rules(module: Any) -> Any:
 
 
 def _chlo_rule(op: Any) -> Any | None:
+    """Return the rule of a CHLO op; None if its operands and results differ in shape."""
     from jaxlib.mlir import ir
     from jaxlib.mlir.dialects import sdy
 
     shapes = [ir.RankedTensorType(value.type).shape for value in (*op.operands, *op.results)]
     first = shapes[0]
-    whole = op.name in _CHLO_WHOLE_DIM
-    if whole:
+    keeps_last = op.name in _CHLO_WHOLE_DIM
+    if keeps_last:
         if any(shape[:-1] != first[:-1] for shape in shapes):
             return None
     elif any(shape != first for shape in shapes):
@@ -48,5 +49,5 @@ def _chlo_rule(op: Any) -> Any | None:
         list(first),
         [mapping] * len(op.operands),
         [mapping] * len(op.results),
-        need_replication_factors=[len(first) - 1] if whole else [],
+        need_replication_factors=[len(first) - 1] if keeps_last else [],
     )

@@ -1,6 +1,7 @@
-"""Windows: dims along which an op looks at neighbouring elements, and how far it looks.
+"""Windows: dims along which an op reads neighbouring elements, and how far it reads.
 
-Read from the textual attributes of convolutions, pooling windows, slices and pads, so that nothing here needs MLIR.
+They are parsed from the text of attributes of convolutions, pooling windows, slices and pads, so this module needs no
+MLIR.
 """
 
 import dataclasses
@@ -15,10 +16,10 @@ WINDOWED = frozenset({"convolution", "reduce_window", "select_and_scatter", "sli
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Window:
-    """One dim of a window, as StableHLO has it: `size` elements, `spread` (window dilation) apart.
+    """One dim of a window, as in StableHLO: `size` elements, `spread` (window dilation) apart.
 
-    It moves by `stride` over an input that has `base - 1` gaps between its elements (base dilation) and `low` and
-    `high` elements of padding (negative: cropped).
+    It moves by `stride` over an input with `base - 1` gaps between its elements (base dilation). The input has `low`
+    and `high` elements of padding (negative: cropped).
     """
 
     size: int = 1
@@ -31,34 +32,40 @@ class Window:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class WindowedDim:
-    """A dim that can be split in space: shards keep their own elements and borrow a halo from their neighbours."""
+    """A dim that can be split in space: shards own their elements and receive a halo from their neighbours."""
 
     window: Window
     source: int
     """Dim of the first operand (of every windowed operand), which the halo extends."""
     partner: int | None
-    """Dim of the second operand split with it: the source of a select_and_scatter, the gradient in a kernel's."""
+    """Dim of the second operand that is split alike: a select_and_scatter's source, or the gradient in a kernel's
+    gradient.
+    """
     result: int | None
-    """Dim of the result split with it; None if the op sums over the dim."""
+    """Dim of the result that is split alike; None if the op sums over the dim."""
     length: int
     """Elements of the dim of the first operand."""
     parts: int
-    """Numbers of shards that divide this are even on every side."""
+    """Common divisor of the split dims: a number of shards that divides it splits all of them evenly."""
     before: int
+    """Elements that a shard receives from the shard before it."""
     after: int
-    """Elements that a shard borrows from the shard before it and from the one after it."""
+    """Elements that a shard receives from the shard after it."""
 
     @property
     def summed(self) -> bool:
+        """True if the op sums over the dim."""
         return self.result is None
 
     def fits(self, shards: int) -> bool:
-        """True if so many shards are even, and a halo comes from the next neighbour only."""
+        """Return True if so many shards are even, and a halo comes from the next neighbour only."""
         return self.parts % shards == 0 and max(self.before, self.after) * shards <= self.length
 
     def local(self, shards: int) -> Window:
-        """The window over one shard and its halo."""
+        """Return the window over one shard and its halo."""
         own, w = self.length // shards, self.window
+        # The halo replaces padding, so padding shrinks by the dilated halo; the high side ends where the shard's last
+        # window does.
         low = w.low - self.before * w.base
         extended = (own + self.before + self.after - 1) * w.base + 1
         if self.summed:
@@ -69,7 +76,7 @@ class WindowedDim:
         return dataclasses.replace(w, low=low, high=last * w.stride + (w.size - 1) * w.spread + 1 - low - extended)
 
     def positions(self) -> int:
-        """Positions of the window over the whole dim."""
+        """Count the positions of the window over the whole dim."""
         w = self.window
         padded = w.low + (self.length - 1) * w.base + 1 + w.high
         return (padded - (w.size - 1) * w.spread - 1) // w.stride + 1
@@ -78,7 +85,12 @@ class WindowedDim:
 def windowed_dims(
     kind: str, attributes: Mapping[str, str], operands: Sequence[Sequence[int]], result: Sequence[int]
 ) -> list[WindowedDim]:
-    """Dims of an op that can be split in space, from its attributes as text and the shapes around it."""
+    """Return the dims of an op that can be split in space.
+
+    - `kind`: kind of the op, without its dialect.
+    - `attributes`: attributes of the op as MLIR text, by name.
+    - `operands`, `result`: shapes of the operands and of the result.
+    """
     if kind == "convolution":
         return _of_convolution(attributes, operands, result)
     if kind == "fft":
@@ -91,7 +103,7 @@ def windowed_dims(
         windows = _pads(attributes, rank)
     else:
         windows = [w for w in _windows(attributes, rank, "window_dimensions", "base_dilations", "window_dilations")]
-    found = []
+    dims = []
     for dim, window in enumerate(windows):
         if window == Window():
             continue
@@ -99,11 +111,11 @@ def windowed_dims(
             spot = _spatial(window, dim, dim, dim, operands[0][dim], operands[1][dim])
         else:
             spot = _spatial(window, dim, None, dim, operands[0][dim], result[dim])
-        # What falls off a shard's edge can be cropped from slices and pads only.
-        whole = kind in ("slice", "pad") or (window.base == 1 and window.low >= 0 and _after(window) >= 0)
-        if spot is not None and whole:
-            found.append(spot)
-    return found
+        # Elements beyond a shard's edge can be cropped from slices and pads only.
+        croppable = kind in ("slice", "pad") or (window.base == 1 and window.low >= 0 and _after(window) >= 0)
+        if spot is not None and croppable:
+            dims.append(spot)
+    return dims
 
 
 def shifted_dims(attributes: Mapping[str, str], rank: int) -> list[int]:
@@ -112,6 +124,7 @@ def shifted_dims(attributes: Mapping[str, str], rank: int) -> list[int]:
 
 
 def _pads(attributes: Mapping[str, str], rank: int) -> list[Window]:
+    """Return the window of each dim of a pad."""
     low, high = (_numbers(attributes, f"edge_padding_{side}", rank, 0) for side in ("low", "high"))
     gaps = _numbers(attributes, "interior_padding", rank, 0)
     return [Window(low=a, high=b, base=g + 1) for a, b, g in zip(low, high, gaps, strict=True)]
@@ -120,24 +133,27 @@ def _pads(attributes: Mapping[str, str], rank: int) -> list[Window]:
 def _of_convolution(
     attributes: Mapping[str, str], operands: Sequence[Sequence[int]], result: Sequence[int]
 ) -> list[WindowedDim]:
+    """Return the dims of a convolution that can be split in space, or that it sums over."""
     left, right, out = convolution_dims(attributes["dimension_numbers"])
     count = len(left)
     kernel = [operands[1][d] for d in right]
     windows = _windows(attributes, count, "", "lhs_dilation", "rhs_dilation", kernel)
     reversed_ = _numbers(attributes, "window_reversal", count, 0)
-    found = []
+    dims = []
     for window, a, b, c, turned in zip(windows, left, right, out, reversed_, strict=True):
         length, size = operands[0][a], operands[1][b]
         spot = _spatial(window, a, None, c, length, result[c])
         if spot is None and not turned:
             spot = _summed(window, a, b, length, size, result[c])
         if spot is not None:
-            found.append(spot)
-    return found
+            dims.append(spot)
+    return dims
 
 
 def convolution_dims(numbers: str) -> tuple[list[int], list[int], list[int]]:
-    """Spatial dims of the two operands and the result, in one order, of `#stablehlo.conv<[b, 0, f]x[0, i, o]->...>`."""
+    """Return the spatial dims of both operands and the result, in one order, of `#stablehlo.conv<[b, 0, f]x[0, i,
+    o]->...>`.
+    """
     sides = [[name.strip() for name in side.split(",")] for side in re.findall(r"\[([^\]]*)\]", numbers)[:3]]
     spatial = [sorted((int(name), dim) for dim, name in enumerate(side) if name.isdigit()) for side in sides]
     left, right, out = ([dim for _, dim in side] for side in spatial)
@@ -145,15 +161,15 @@ def convolution_dims(numbers: str) -> tuple[list[int], list[int], list[int]]:
 
 
 def has_groups(attributes: Mapping[str, str]) -> bool:
-    """Whether a convolution has several groups, of features or of the batch."""
+    """Return True if a convolution has several groups, of features or of the batch."""
     counts = (attributes.get(f"{kind}_group_count", "1") for kind in ("feature", "batch"))
     return any(int(text.partition(":")[0]) > 1 for text in counts)
 
 
 def precision_passes(attributes: Mapping[str, str]) -> int:
-    """How often a unit that multiplies in bfloat16 runs a matmul or convolution: 1 at the compiler's default precision.
+    """Return the number of bfloat16 passes of a matmul or convolution: 1 at the compiler's default precision.
 
-    6 at the highest precision and 3 at the high one, as TPUs have them; else what the op's algorithm says.
+    TPUs use 6 passes at the highest precision and 3 at the high one. An op with an algorithm states its own number.
     """
     config = attributes.get("precision_config", "")
     if "HIGHEST" in config:
@@ -168,11 +184,19 @@ def precision_passes(attributes: Mapping[str, str]) -> int:
 
 
 def _after(w: Window) -> int:
+    """Return the elements that the last window of a shard reads beyond the shard, in the undilated dim."""
     return ((w.size - 1) * w.spread - w.low - w.stride) // w.base + 1
 
 
 def _spatial(w: Window, source: int, partner: int | None, result: int, length: int, out: int) -> WindowedDim | None:
-    """Windows that lie where their shard lies: the window moves over the dim as fast as the result does."""
+    """Return a dim whose windows are aligned with their shard: the window moves as fast over the dim as over the
+    result.
+
+    - `source`, `partner`, `result`: dims of the first operand, the second operand and the result.
+    - `length`, `out`: elements of the dim in the first operand and in the result.
+
+    Return None for other windows.
+    """
     if length * w.base != out * w.stride or (w.base > 1 and w.stride > 1):
         return None
     before, after = max(0, w.low // w.base), max(0, _after(w))
@@ -180,7 +204,13 @@ def _spatial(w: Window, source: int, partner: int | None, result: int, length: i
 
 
 def _summed(w: Window, source: int, partner: int, length: int, size: int, out: int) -> WindowedDim | None:
-    """A sum over space, as in the gradient of a kernel, where both operands are split alike."""
+    """Return a dim that the op sums over, as in a kernel's gradient, where both operands are split alike.
+
+    - `source`, `partner`: dims of the two operands.
+    - `length`, `size`, `out`: elements of the dim in the two operands and in the result.
+
+    Return None for other windows.
+    """
     if size * w.spread != length or w.base > 1:
         return None
     before, after = max(0, w.low), max(0, (out - 1) * w.stride + 1 - w.spread - w.low)
@@ -188,13 +218,19 @@ def _summed(w: Window, source: int, partner: int, length: int, size: int, out: i
 
 
 def _near(spot: WindowedDim) -> WindowedDim | None:
-    """None for windows that reach past the neighbour even of two shards, as those of cumulative sums do."""
+    """Return the dim, but None if a halo reaches past the neighbour of even two shards, as in cumulative sums."""
     return spot if 2 * max(spot.before, spot.after) <= spot.length else None
 
 
 def _windows(
     attributes: Mapping[str, str], count: int, sizes: str, base: str, spread: str, given: Sequence[int] = ()
 ) -> list[Window]:
+    """Parse a window for each dim from the attributes.
+
+    - `count`: number of dims.
+    - `sizes`, `base`, `spread`: names of the attributes for sizes, base dilation and window dilation.
+    - `given`: sizes, if no attribute has them.
+    """
     size = given or _numbers(attributes, sizes, count, 1)
     strides = _numbers(attributes, "window_strides", count, 1)
     padding = _numbers(attributes, "padding", 2 * count, 0)
@@ -203,7 +239,7 @@ def _windows(
 
 
 def _numbers(attributes: Mapping[str, str], name: str, count: int, default: int) -> list[int]:
-    """`array<i64: 1, 2>`, `dense<[[1, 1]]> : tensor<1x2xi64>` or a splat as a flat list of so many numbers."""
+    """Parse `array<i64: 1, 2>`, `dense<[[1, 1]]> : tensor<1x2xi64>` or a splat as a list of `count` numbers."""
     if name not in attributes:
         return [default] * count
     body = attributes[name].partition("<")[2].partition(">")[0].partition("i64:")

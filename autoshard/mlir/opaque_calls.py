@@ -1,4 +1,4 @@
-"""Opaque calls: custom calls that stand for a Python function until it is known how they are split."""
+"""Opaque calls: custom calls that represent a Python function until its operands' specs are chosen."""
 
 import dataclasses
 import re
@@ -12,31 +12,31 @@ from autoshard.mlir.module_shardings import COLLECTIVES_MESH, PLACEMENT
 
 
 TARGET = "autoshard.call"
-"""Target of a custom call that stands for a Python function."""
+"""Target of a custom call that represents a Python function."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class CallWork:
-    """What a call says of one execution; 0 or empty where it is not known."""
+    """Work of one execution of a call, as the call declares it; 0 or empty if it is not known."""
 
     flops: int = 0
-    """FLOPs of the matmuls in it."""
+    """FLOPs of the matmuls in the call."""
     traffic: int = 0
-    """Bytes from and to main memory."""
+    """Bytes that the call reads from and writes to main memory."""
     dtype: str = ""
     """The dtype in which most of the FLOPs multiply."""
     sloping: Mapping[int, int] = dataclasses.field(default_factory=dict)
-    """Factor of the call's rule along which the work grows evenly from next to none -> blocks of it."""
+    """Number of blocks of a factor along which the work grows evenly from almost none, by factor of the call's rule."""
     steps: int = 0
     """Steps of a kernel's grid that compute something."""
     uneven: Mapping[int, float] = dataclasses.field(default_factory=dict)
-    """Factor of the call's rule -> times the mean work that the busiest part of it has, where it is split."""
+    """Work of the busiest shard over the mean work, by the factor of the call's rule that is split."""
     sent: float = 1.0
-    """Share of the rows of a call that exchanges them which is real, and sent."""
+    """Share of the rows that are real, and therefore sent, in a call that exchanges rows."""
 
 
 FIXED_SHAPES = ("tpu_custom_call", "__cudnn$", "__gpu$xla.gpu.triton", "mosaic_gpu", "CustomSPMDPartitioning")
-"""Beginnings of targets whose configuration holds code for whole shapes, or a callback of another process."""
+"""Prefixes of targets whose configuration is code for whole shapes, or a callback of another process."""
 
 
 def emit_call(
@@ -47,9 +47,13 @@ def emit_call(
     rule: Any = None,
     work: CallWork | None = None,
 ) -> list[Any]:
-    """Insert a custom call here that stands for the function `name`; gives its results.
+    """Emit a custom call that represents the function `name` at the current insertion point; return its results.
 
-    `results`: shape and numpy dtype of each; `rule`: an `sdy.op_sharding_rule` or None.
+    - `values`: operands of the call.
+    - `results`: shape and numpy dtype of each result.
+    - `digest`: digest of the function, which with `name` forms the call's key.
+    - `rule`: an `sdy.op_sharding_rule`, or None.
+    - `work`: work of one execution.
     """
     from jaxlib.mlir import ir
     from jaxlib.mlir.dialects import stablehlo
@@ -67,11 +71,11 @@ def emit_call(
     )
     work = work or CallWork()
     sloping = ",".join(f"{factor}:{blocks}" for factor, blocks in work.sloping.items())
-    told = {"flops": str(work.flops), "traffic": str(work.traffic), "dtype": work.dtype, "sloping": sloping}
-    told["steps"] = str(work.steps or "")
-    told["uneven"] = ",".join(f"{factor}:{times}" for factor, times in work.uneven.items())
-    told["sent"] = str(work.sent) if work.sent < 1 else ""
-    for key, text in told.items():
+    texts = {"flops": str(work.flops), "traffic": str(work.traffic), "dtype": work.dtype, "sloping": sloping}
+    texts["steps"] = str(work.steps or "")
+    texts["uneven"] = ",".join(f"{factor}:{times}" for factor, times in work.uneven.items())
+    texts["sent"] = str(work.sent) if work.sent < 1 else ""
+    for key, text in texts.items():
         if text:
             call.operation.attributes[f"autoshard.{key}"] = ir.StringAttr.get(text)
     if rule is not None:
@@ -80,7 +84,7 @@ def emit_call(
 
 
 def tensor_types(tensors: Sequence[tuple[Sequence[int], Any]]) -> list[Any]:
-    """MLIR types of (shape, numpy dtype); needs a current context."""
+    """Return the MLIR types of (shape, numpy dtype); needs a current context."""
     from jax.interpreters import mlir
     from jaxlib.mlir import ir
 
@@ -93,7 +97,12 @@ def rule_attribute(
     operands: Sequence[Sequence[Sequence[int]]],
     results: Sequence[Sequence[Sequence[int]]],
 ) -> Any:
-    """`#sdy.op_sharding_rule` of numbered factors; `kinds` are `parallel`, `reduction` ...; needs a current context."""
+    """Build `#sdy.op_sharding_rule` of numbered factors; needs a current context.
+
+    - `sizes`: size of each factor.
+    - `kinds`: kind of each factor: `parallel`, `reduction`, `need_replication` or `permutation`.
+    - `operands`, `results`: factors of each dim of each tensor.
+    """
     from jaxlib.mlir.dialects import sdy
 
     def tensors(side: Sequence[Sequence[Sequence[int]]]) -> list[Any]:
@@ -114,7 +123,7 @@ def rule_attribute(
 
 
 def call_target(op: Any) -> str:
-    """A custom call's target; for one that stands for a function or a TPU kernel, that one's name."""
+    """Return a custom call's target; for a Python function or a TPU kernel the name of the function or kernel."""
     from jaxlib.mlir import ir
 
     target = ir.StringAttr(op.attributes["call_target_name"]).value
@@ -126,7 +135,7 @@ def call_target(op: Any) -> str:
 
 
 def call_key(op: Any) -> str:
-    """`name#digest` of a call that stands for a function; empty for any other op."""
+    """Return `name#digest` of a call that represents a function; empty for any other op."""
     from jaxlib.mlir import ir
 
     if op.name != "stablehlo.custom_call" or ir.StringAttr(op.attributes["call_target_name"]).value != TARGET:
@@ -135,7 +144,7 @@ def call_key(op: Any) -> str:
 
 
 def backend_config(op: Any) -> str:
-    """What a custom call is told besides its operands, as text; of a dictionary MLIR's own text of it."""
+    """Return the configuration of a custom call as text; MLIR's text if it is a dictionary."""
     for name in ("backend_config", "mhlo.backend_config"):
         if name in op.attributes:
             attribute = op.attributes[name]
@@ -144,7 +153,7 @@ def backend_config(op: Any) -> str:
 
 
 def call_work(op: Any) -> CallWork:
-    """What the call itself says of one execution."""
+    """Read the work that the call itself declares."""
     from jaxlib.mlir import ir
 
     def told(key: str) -> str:
@@ -160,7 +169,7 @@ def call_work(op: Any) -> CallWork:
 
 
 def call_shapes(op: Any) -> tuple[list[tuple[int, ...]], list[tuple[int, ...]]]:
-    """Shapes of an op's operands and results."""
+    """Return the shapes of an op's operands and results."""
     from jaxlib.mlir import ir
 
     sides = (op.operands, op.results)
@@ -169,7 +178,7 @@ def call_shapes(op: Any) -> tuple[list[tuple[int, ...]], list[tuple[int, ...]]]:
 
 
 def is_by_hand(op: Any) -> bool:
-    """True inside a region that the program itself has split: values there are shards already."""
+    """Return True inside a region that the program itself has split: values there are shards already."""
     parent = op.parent
     while parent is not None:
         if parent.operation.name == "sdy.manual_computation":
@@ -179,14 +188,14 @@ def is_by_hand(op: Any) -> bool:
 
 
 def has_fixed_shapes(op: Any) -> bool:
-    """True for a custom call that cannot be given shards in place of whole tensors."""
+    """Return True for a custom call that cannot run on shards in place of whole tensors."""
     from jaxlib.mlir import ir
 
     return ir.StringAttr(op.attributes["call_target_name"]).value.startswith(FIXED_SHAPES)
 
 
 def splice(module: Any, ops: Mapping[int, Any], bodies: Mapping[int, bytes], sizes: Mapping[str, int]) -> None:
-    """Put the body of `bodies[n]`'s `@main` in the place of op `ops[n]` (in place).
+    """Replace op `ops[n]` by the body of `bodies[n]`'s `@main` (in place).
 
     Each body is a module over whole tensors whose only mesh has the axes `sizes`.
     """
@@ -196,7 +205,7 @@ def splice(module: Any, ops: Mapping[int, Any], bodies: Mapping[int, bytes], siz
 
 
 def _on_mesh_of(module: Any, donor: Any, sizes: Mapping[str, int]) -> Any:
-    """A module that names its only mesh (jax 0.11 does it twice) as another one does."""
+    """Rename the only mesh of the donor (jax 0.11 names it twice) to that of the module."""
     named = [op.operation for op in donor.body.operations if op.operation.name == "sdy.mesh"]
     if not named:
         return donor
@@ -207,7 +216,7 @@ def _on_mesh_of(module: Any, donor: Any, sizes: Mapping[str, int]) -> Any:
     names = [symbol(op) for op in named]
     if names == [wanted]:
         return donor
-    # All but one are dropped as lines: an op that others refer to cannot be erased alone.
+    # All meshes but one are dropped as lines of text: an op that others refer to cannot be erased alone.
     lines = donor.operation.get_asm(enable_debug_info=False).splitlines()
     drop = re.compile(rf"\s*sdy\.mesh @({'|'.join(map(re.escape, names[1:]))})\b") if names[1:] else None
     text = "\n".join(line for line in lines if drop is None or not drop.match(line))
@@ -217,13 +226,18 @@ def _on_mesh_of(module: Any, donor: Any, sizes: Mapping[str, int]) -> Any:
 def run_on_shards(
     module: Any, op: Any, sizes: Mapping[str, int], operands: Sequence[SpecLike], results: Sequence[SpecLike]
 ) -> None:
-    """Put a custom call that takes any shape into a region where every device calls it on its shard (in place)."""
+    """Wrap a custom call that accepts any shape in a manual region: every device calls it on its shard (in place).
+
+    - `sizes`: mesh axes with their sizes, all of them manual.
+    - `operands`, `results`: specs of the call's operands and results.
+    """
     from jaxlib.mlir import ir
     from jaxlib.mlir.dialects import sdy
 
     name = ensure_mesh(module, "mesh", sizes)
 
     def shard(value: Any, spec: SpecLike) -> Any:
+        """Return the type of a value's shard."""
         kind = ir.RankedTensorType(value.type)
         shape = list(kind.shape)
         for dim, axes in enumerate(spec.dims):
@@ -260,7 +274,7 @@ def run_on_shards(
 
 
 def remaining_calls(module: Any) -> list[str]:
-    """Names of calls in `@main` that still stand for functions."""
+    """Return the names of calls in `@main` that still represent functions."""
     calls = collect(module.operation, {"stablehlo.custom_call"})
     return [call_target(op) for op in calls if call_key(op)]
 
@@ -268,7 +282,7 @@ def remaining_calls(module: Any) -> list[str]:
 ANYWHERE = frozenset(
     {TARGET, PLACEMENT, "Sharding", "LayoutConstraint", "SPMDFullToShardShape", "SPMDShardToFullShape"}
 )
-"""Targets of calls that no device makes: they say something to the compiler, or are replaced before it."""
+"""Targets of calls that no device executes: they instruct the compiler, or are replaced before compilation."""
 
 
 def call_targets(module: Any) -> set[str]:

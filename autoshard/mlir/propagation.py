@@ -1,4 +1,4 @@
-"""Shardy's propagation, and the reshards it finds necessary."""
+"""Shardy's propagation, and the reshards that it requires."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -11,13 +11,13 @@ from autoshard.mlir.numbering import number_ops
 
 
 _NUMBER = "autoshard.number"
-"""Attribute that keeps an op's number while passes add and remove others."""
+"""Attribute with an op's number, which passes that add and remove ops do not change."""
 
 Dims = tuple[tuple[str, ...], ...]
 
 
 def run_propagation(module: Any) -> Any:
-    """Run Shardy's whole propagation pipeline over the module (in place): every op gets `sdy.sharding`."""
+    """Run Shardy's whole propagation pipeline on the module (in place): every op gets `sdy.sharding`."""
     from jaxlib.mlir import passmanager
 
     with module.context:
@@ -28,11 +28,11 @@ def run_propagation(module: Any) -> Any:
 def propagated_specs(
     module: bytes, sizes: Mapping[str, int], arguments: Sequence[SpecLike | None], results: Sequence[SpecLike | None]
 ) -> dict[tuple[int, int], Dims | None]:
-    """What Shardy's propagation makes of specs of arguments and results alone; None leaves one open.
+    """Propagate specs of arguments and results alone with Shardy; None leaves a spec open.
 
-    The axes of every dim by (number of the op, result), `(-1, i)` for argument `i`, None where nothing splits it; the
-    `k`-th value that a loop carries also under (number of the loop, number of its results + k). A value whose op the
-    passes replaced by another is missing.
+    Return the axes of every dim by (number of the op, number of the result), and by `(-1, i)` for argument `i`. The
+    axes are None where nothing splits the value. The `k`-th value that a loop carries is also under (number of the
+    loop, number of its results + k). Values whose op the passes replaced are missing.
     """
     from jaxlib.mlir import ir
 
@@ -43,23 +43,23 @@ def propagated_specs(
         for number, op in enumerate(number_ops(parsed)):
             op.attributes[_NUMBER] = ir.IntegerAttr.get(integer, number)
     run_propagation(parsed)
-    found: dict[tuple[int, int], Dims | None] = {(-1, i): dims for i, dims in enumerate(_argument_specs(parsed))}
+    specs: dict[tuple[int, int], Dims | None] = {(-1, i): dims for i, dims in enumerate(_argument_specs(parsed))}
     for op in number_ops(parsed):
         if _NUMBER not in op.attributes:
             continue
         number, width = ir.IntegerAttr(op.attributes[_NUMBER]).value, len(op.results)
         for index, dims in enumerate(read_shardings(op)):
-            found[(number, index)] = dims
+            specs[(number, index)] = dims
             if op.name == "stablehlo.while":
-                found[(number, width + index)] = dims
-    return found
+                specs[(number, width + index)] = dims
+    return specs
 
 
 def explicit_reshards(module: Any) -> list[dict[str, Any]]:
-    """Where Shardy must change a spec in an inlined module with shardings and pins: one record for each place.
+    """List the reshards that Shardy inserts into an inlined module with shardings and pins: one record for each.
 
-    Runs propagation and inserts reshards (in place). A record has `names` (JAX name stacks of the ops that make and
-    take the value), `line` (file:line of one of them), `shape`, and the specs `before` and `after`.
+    Runs propagation and inserts reshards (in place). A record has the `shape` of the value and the specs `before` and
+    `after`. Its `names` are JAX name stacks of the producer and the users; `line` is file:line of one of them.
     """
     from jaxlib.mlir import ir, passmanager
 
@@ -70,7 +70,7 @@ def explicit_reshards(module: Any) -> list[dict[str, Any]]:
             "builtin.module(func.func(sdy-insert-explicit-reshards{enable-full-version=true}))"
         ).run(module.operation)
     arguments = _argument_specs(module)
-    found = []
+    reshards = []
     for op in number_ops(module):
         if op.name not in ("sdy.reshard", CONSTRAINT):
             continue
@@ -85,7 +85,7 @@ def explicit_reshards(module: Any) -> list[dict[str, Any]]:
         named = [op, *users, *([value.owner] if isinstance(value.owner, ir.Operation) else [])]
         names = [location_name(each.location) for each in named]
         lines = [source_line(each) for each in named]
-        found.append(
+        reshards.append(
             {
                 "names": sorted({name for name in names if name}),
                 "line": next((line for line in lines if line), ""),
@@ -94,18 +94,18 @@ def explicit_reshards(module: Any) -> list[dict[str, Any]]:
                 "after": after,
             }
         )
-    return found
+    return reshards
 
 
 def explicit_sums(module: Any) -> list[dict[str, Any]]:
-    """The sums over mesh axes in a module that `explicit_reshards` has changed: the same records, with `summed` axes.
+    """List the all-reduces in a module that `explicit_reshards` has changed: the same records, with `summed` axes.
 
-    `before` and `after` are the spec of the value; before the sum, each device along `summed` has a part of it.
+    `before` and `after` are both the spec of the value. Before the sum each device along `summed` has a partial value.
     """
     from jaxlib.mlir import ir
     from jaxlib.mlir.dialects import sdy
 
-    found = []
+    sums = []
     for op in number_ops(module):
         if op.name != "sdy.all_reduce":
             continue
@@ -114,7 +114,7 @@ def explicit_sums(module: Any) -> list[dict[str, Any]]:
         named = [*([value.owner] if isinstance(value.owner, ir.Operation) else []), op, *users]
         names = [location_name(each.location) for each in named]
         spec = axes_of(sdy.TensorShardingAttr(op.attributes["out_sharding"]))
-        found.append(
+        sums.append(
             {
                 "names": sorted({name for name in names if name}),
                 "line": next((line for line in map(source_line, named) if line), ""),
@@ -124,7 +124,7 @@ def explicit_sums(module: Any) -> list[dict[str, Any]]:
                 "summed": tuple(re.findall(r'"([^"]+)"', str(op.attributes["reduction_axes"]))),
             }
         )
-    return found
+    return sums
 
 
 def _reshard_spec(op: Any) -> tuple[tuple[str, ...], ...]:
@@ -134,6 +134,7 @@ def _reshard_spec(op: Any) -> tuple[tuple[str, ...], ...]:
 
 
 def _argument_specs(module: Any) -> list[tuple[tuple[str, ...], ...] | None]:
+    """Return the spec of every argument of `@main`; None if it has none."""
     from jaxlib.mlir.dialects import sdy
 
     entries = argument_entries(main_function(module).operation, "arg_attrs")
@@ -143,7 +144,7 @@ def _argument_specs(module: Any) -> list[tuple[tuple[str, ...], ...] | None]:
 
 
 def _spec_of(value: Any, arguments: list[Any]) -> tuple[tuple[str, ...], ...] | None:
-    """The spec of any value after propagation; None if it is whole."""
+    """Return the spec of any value after propagation; None if it is whole."""
     from jaxlib.mlir import ir
     from jaxlib.mlir.dialects import sdy
 

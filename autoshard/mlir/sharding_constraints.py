@@ -16,16 +16,16 @@ _NAMES = frozenset({"sdy.sharding_constraint", "sdy.reshard"})
 _CALL = "stablehlo.custom_call"
 _REGION = "sdy.manual_computation"
 _MESH = re.compile(r"<(?:@([\w.$-]+|\"[^\"]*\")|(mesh<[^>]*>)),\s*\[")
-"""The beginning of a sharding's text: the mesh by name, or in place."""
+"""Beginning of a sharding's text: the mesh by name, or inline."""
 _AXIS_SIZE = re.compile(r'"\s*=\s*(\d+)')
-"""Of an axis, in the text of a mesh."""
+"""Pattern of the size of an axis in the text of a mesh."""
 
 
 def drop_idle_constraints(module: Any) -> Any:
-    """Take out constraints on a mesh of one device (in place): they say nothing of how to split.
+    """Remove constraints on a mesh of one device (in place), which split nothing.
 
-    A program traced where there is one device names all its axes and splits nothing; JAX itself puts such a constraint,
-    on a mesh without axes, wherever it turns arrays of PRNG keys into words and back.
+    A program that is traced for one device names all its axes and splits nothing. JAX also adds such a constraint, on a
+    mesh without axes, where it converts arrays of PRNG keys to words and back.
     """
     meshes = mesh_texts(module)
     if not meshes:
@@ -34,7 +34,7 @@ def drop_idle_constraints(module: Any) -> Any:
 
 
 def drop_constraints(module: Any) -> Any:
-    """Take out all constraints, and what is said of arguments and results (in place); regions by hand stay."""
+    """Remove all constraints, and the shardings of arguments and results (in place); manual regions stay."""
     from jaxlib.mlir import ir
 
     function = main_function(module).operation
@@ -51,41 +51,43 @@ def drop_constraints(module: Any) -> Any:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class SaidCounts:
-    """How much a module itself says of shardings."""
+    """Counts of the shardings that a module states itself."""
 
     constraints: int
+    """Constraints of the program on a mesh of several devices."""
     arguments: int
     """Arguments of the program that have a sharding."""
     regions: int
-    """Regions of the program that are split by hand (`shard_map`)."""
+    """Manual regions of the program (`shard_map`)."""
     idle: int
-    """Constraints and arguments on a mesh of one device, which the others leave out; none of JAX's own."""
+    """Constraints and arguments on a mesh of one device, which the other counts exclude; without JAX's own."""
 
 
 def count_said(module: Any) -> SaidCounts:
+    """Count the shardings that a module states."""
     meshes = mesh_texts(module)
-    found = collect(module.operation, {*_NAMES, _CALL, _REGION})
-    texts = [_text(op) for op in found if _constrains(op)]
+    ops = collect(module.operation, {*_NAMES, _CALL, _REGION})
+    texts = [_text(op) for op in ops if _constrains(op)]
     arguments = list(argument_shardings(module).values())
     idle = [text for text in (*texts, *arguments) if is_idle(text, meshes)]
     return SaidCounts(
         sum(not is_idle(text, meshes) for text in texts),
         sum(not is_idle(text, meshes) for text in arguments),
-        sum(op.name == _REGION for op in found),
+        sum(op.name == _REGION for op in ops),
         sum(bool(_AXIS_SIZE.search(_mesh(text, meshes) or "")) for text in idle),
     )
 
 
 def is_idle(text: str, meshes: Mapping[str, str]) -> bool:
-    """Whether a sharding, as text, is on a mesh of one device; `meshes` are those of `mesh_texts`."""
+    """Return True if the text of a sharding is on a mesh of one device; `meshes` are those of `mesh_texts`."""
     mesh = _mesh(text, meshes)
     return mesh is not None and math.prod(int(size) for size in _AXIS_SIZE.findall(mesh)) == 1
 
 
 def _mesh(text: str, meshes: Mapping[str, str]) -> str | None:
-    """Text of the mesh that a sharding is on; None if it is on none, as in GSPMD's form."""
-    found = _MESH.search(text)
-    return (found[2] or meshes.get(found[1].strip('"'))) if found else None
+    """Return the text of a sharding's mesh; None if there is none, as in GSPMD's form."""
+    match = _MESH.search(text)
+    return (match[2] or meshes.get(match[1].strip('"'))) if match else None
 
 
 def _constraints(module: Any) -> list[Any]:
@@ -102,6 +104,7 @@ def _text(op: Any) -> str:
 
 
 def _drop(module: Any, ops: list[Any]) -> Any:
+    """Remove constraints, so that users read the constrained values directly."""
     for op in ops:
         op.results[0].replace_all_uses_with(op.operands[0])
         op.erase()
@@ -109,17 +112,18 @@ def _drop(module: Any, ops: list[Any]) -> Any:
 
 
 def custom_call_pins(module: Any, write: Callable[[Sequence[Sequence[str]]], str]) -> int:
-    """Replace every `sdy.sharding_constraint` by a custom call to `Sharding`, and drop meshes (in place).
+    """Replace every `sdy.sharding_constraint` by a custom call to `Sharding`, and drop meshes (in place); return their
+    count.
 
-    `write` gives the HLO sharding string for the mesh axes of each dim. Compilers that partition with GSPMD read
-    these. Returns how many there were.
+    `write` returns the HLO sharding string for the mesh axes of each dim. Compilers that partition with GSPMD read
+    these calls.
     """
     from jaxlib.mlir import ir
     from jaxlib.mlir.dialects import sdy
 
-    found = collect(module.operation, {CONSTRAINT})
+    constraints = collect(module.operation, {CONSTRAINT})
     with module.context:
-        for op in found:
+        for op in constraints:
             value = op.operands[0]
             attributes: dict[str, Any] = {
                 "call_target_name": ir.StringAttr.get("Sharding"),
@@ -138,7 +142,7 @@ def custom_call_pins(module: Any, write: Callable[[Sequence[Sequence[str]]], str
         for op in list(module.body.operations):
             if op.operation.name == "sdy.mesh":
                 op.operation.erase()
-    return len(found)
+    return len(constraints)
 
 
 def constrain_custom_calls(
@@ -147,10 +151,13 @@ def constrain_custom_calls(
     sizes: Mapping[str, int],
     read: Callable[[str, tuple[int, ...]], Sequence[Sequence[str]] | None],
 ) -> int:
-    """Strip a module (see `strip`), its custom calls to `Sharding` becoming constraints of Shardy (in place).
+    """Strip a module (see `strip`), and convert its custom calls to `Sharding` to Shardy constraints (in place).
 
-    `read` gives the mesh axes of each dim for a sharding string and a shape, or None to drop the constraint. Returns
-    how many were dropped.
+    - `mesh_name`: name for the mesh if the module has none with these axes.
+    - `sizes`: mesh axes with their sizes.
+    - `read`: returns the mesh axes of each dim for a sharding string and a shape, or None to drop the constraint.
+
+    Returns the number of dropped constraints.
     """
     from jaxlib.mlir import ir
     from jaxlib.mlir.dialects import sdy
@@ -173,7 +180,7 @@ def constrain_custom_calls(
 
 
 def sharding_calls(module: Any) -> list[tuple[Any, str]]:
-    """The custom calls to `Sharding` of a module, each with its HLO sharding string."""
+    """Return the custom calls to `Sharding` of a module, each with its HLO sharding string."""
     from jaxlib.mlir import ir
 
     return [

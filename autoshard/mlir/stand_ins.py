@@ -1,4 +1,4 @@
-"""Arguments that stand for larger ones: what is spread out of them becomes what is given."""
+"""Arguments that represent larger ones: the broadcast of such an argument is replaced by an argument of full shape."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -11,10 +11,10 @@ _SPREAD = ("stablehlo.reshape", "stablehlo.broadcast_in_dim")
 
 
 def give_whole(module: Any, shapes: Mapping[int, tuple[int, ...]]) -> None:
-    """Let arguments of `@main` have the given shapes, instead of being spread to them inside (in place).
+    """Give arguments of `@main` these shapes, by argument number, in place of a broadcast inside (in place).
 
-    `shapes` are by argument number. What is replaced are the custom calls to `Sharding` that take what reshapes and
-    broadcasts make of the argument, and give the wanted shape. Raises `ValueError` where an argument has none.
+    The argument replaces each custom call to `Sharding` on its reshapes and broadcasts, if the call has the wanted
+    shape. Raises `ValueError` if an argument has no such call.
     """
     from jaxlib.mlir import ir
 
@@ -41,7 +41,7 @@ def give_whole(module: Any, shapes: Mapping[int, tuple[int, ...]]) -> None:
 
 
 def _ends(argument: Any, calls: set[Any]) -> tuple[list[Any], list[Any]]:
-    """Custom calls that an argument reaches through what only spreads it, and the ops on the way, users last."""
+    """Return the custom calls on an argument's reshapes and broadcasts, and these ops, users last."""
     ends: list[Any] = []
     between: list[Any] = []
     values = [argument]

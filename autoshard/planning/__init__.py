@@ -1,4 +1,4 @@
-"""Strategies, the Problem, baselines, and the `Plan` that comes out."""
+"""The planner: strategies, the Problem, baselines, and the resulting `Plan`."""
 
 from autoshard.planning.capacity.capacity_sweep import is_sweep as is_sweep
 from autoshard.planning.capacity.capacity_sweep import read_sweep as read_sweep

@@ -1,4 +1,4 @@
-"""The main job: from a program and a topology to a `Plan`."""
+"""Construction of a `Plan` from a program and a topology."""
 
 import dataclasses
 import functools
@@ -55,38 +55,43 @@ from autoshard.solver import write_contest
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class PlanResult:
-    """A plan, and how long each phase took (kept apart: the plan itself carries no wall times)."""
+    """A plan with the wall time of each phase, which the plan itself does not contain."""
 
     plan: Plan
     wall_s: dict[str, float]
     baseline_plans: Mapping[str, Plan]
-    """Every baseline as a plan of its own, completed by the solver, to apply, compile or measure beside ours; written
-    when it is asked for."""
+    """Baselines as plans of their own, completed by the solver, to apply, compile or measure. Each is written on first
+    access.
+    """
     candidates: tuple[PlanCandidate, ...]
-    """The plan, and as many others that really differ as were asked for and found, by predicted time."""
+    """The plan, and up to the requested number of others that really differ, by predicted time."""
     weights: Weights
-    """The weights with the highest bound, a good start for another recipe of the program."""
+    """Time weights with the highest bound, used as a start for another recipe of the program."""
     free_s: float = 0.0
-    """No plan takes less on any mesh that was looked at, whatever fits into memory."""
+    """Lower bound in seconds of all plans on every searched mesh, ignoring the memory limit."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Before:
-    """What other recipes of a program have shown, planned with the same options."""
+    """Results of other recipes of a program, planned with the same options."""
 
     rival: Rival | None
-    """What a plan must beat to be of any use, if the mesh is to be searched for."""
+    """Incumbent that a plan must beat, if the mesh is searched; None if there is none."""
     tables: PathTables
     stages: int = 0
-    """How many stages a pipeline has whose meshes have an axis for them; 0 for any other program."""
+    """Number of stages of a pipeline whose meshes have an axis of stages; 0 for any other program."""
     meshes: tuple[Mesh, ...] | None = None
-    """Which meshes are searched; None for all."""
+    """Meshes to search; None for all."""
 
 
 def given_mesh(
     topology: Topology, mesh: str | Mapping[str, int] | None, named: Mapping[str, int] | None = None
 ) -> Mesh | None:
-    """The mesh the user gave, else the one in `XLA_AUTO_SPMD_MESH`, else `named`; None if it is to be searched for."""
+    """Return the mesh that the user gave, else that of `XLA_AUTO_SPMD_MESH`, else `named`; None if it has to be
+    searched.
+
+    Raises `UserError` for names of axes that specs cannot contain.
+    """
     if mesh is None:
         mesh = os.environ.get(MESH_VARIABLE, "").strip() or named
     if mesh == AUTO:
@@ -95,7 +100,7 @@ def given_mesh(
         return None
     if isinstance(mesh, str):
         mesh = parse_mesh(mesh)
-    # Names stand in pins, reports and files beside signs that part them.
+    # Pins, reports and files separate axis names by other characters, which names may not contain.
     for axis in original_mesh(mesh) if all(isinstance(axis, str) for axis in mesh) else ():
         if not re.fullmatch(r"[^\W\d][\w.-]*", axis) or axis.lower() == "none":
             raise UserError(
@@ -106,11 +111,11 @@ def given_mesh(
 
 
 def check_request(options: Options) -> None:
-    """Refuse what no program can be planned for, before one is traced.
+    """Refuse options for which no program can be planned, before one is traced.
 
-    Raises `UserError` for a topology that does not exist, a mesh that cannot be laid on it, compiler flags that cannot
-    be read or that its chips cannot run with, and something asked for with an axis that the mesh does not have, where
-    the mesh is known without the program.
+    Raises `UserError` for an unknown topology and for a mesh that cannot be laid out on it. Raises it also for compiler
+    flags that are unreadable or unsuitable for the chips. If the mesh is known, raises it for constraints with an axis
+    that the mesh does not have.
     """
     topology = Topology.parse(options.topology)
     given = given_mesh(topology, options.mesh)
@@ -130,17 +135,21 @@ def make_plan(
     crew: Crew | None = None,
     before: Before | None = None,
 ) -> PlanResult:
-    """Choose a sharding for every tensor, as the options say; see `autoshard.plan` for what they mean.
+    """Choose a sharding for every tensor under the options; see `autoshard.plan` for their meaning.
 
-    `save_problem` writes the Problem whose bound is certified, in the contest's format. Of several candidates ours is
-    the first; each further one must differ from the others in what it spends its time on. With `kept` the program's
-    ops come from the cache on disk where they are there. With a `crew` its helpers take part; the plan is the same
-    without. `before` is what other recipes have shown.
+    - `progress`: receives a line for each phase.
+    - `save_problem`: file for the Problem whose bound is certified, in the contest's format.
+    - `kept`: True if the program's ops may come from the cache on disk.
+    - `crew`: helper processes that take part; the plan is the same without them.
+    - `before`: results of other recipes of the program.
 
-    Raises `UserError` for options that no plan can have, `InfeasibleError` if no plan keeps within the memory
-    limit, and `Beaten` if none beats the rival there is.
+    Among several candidates the plan is the first. Each further candidate must differ from the others in how its step
+    spends time.
+
+    Raises `UserError` for options that no plan can satisfy, `InfeasibleError` if no plan fits the memory limit, and
+    `Beaten` if none beats the given rival.
     """
-    wanted = None if options.form is None else _limiting(options.form, options.candidates, program)
+    form = None if options.form is None else _limiting(options.form, options.candidates, program)
     phases = Phases(progress)
     parsed = Topology.parse(options.topology)
     limits = _limits(options, parsed)
@@ -162,13 +171,13 @@ def make_plan(
     searched = _search(search_on, given, limits.seconds, options.refine_axes, before)
     best, found = searched.best, searched.best.found
     if isinstance(found, Infeasible):
-        said = explain_infeasible(best.model, found, limits, best.required)
-        raise InfeasibleError(said) from found
+        reason = explain_infeasible(best.model, found, limits, best.required)
+        raise InfeasibleError(reason) from found
     phases.start("write", "writing the plan")
     compared = searched.original if isinstance(searched.original.found, Found) else best
     assert isinstance(compared.found, Found)
     completed = compared.found.baselines
-    plain = Writer(program, reading.groups, limits.memory_bytes, limits.seed, list(completed), figures.said)
+    baseline_writer = Writer(program, reading.groups, limits.memory_bytes, limits.seed, list(completed), figures.said)
     gains = flag_gains(best.model, found.best.choices, figures.plain)
     asked: dict[str, Any] = {}
     if options.asked:
@@ -176,29 +185,29 @@ def make_plan(
     if task.stages:
         asked["stage_axis"] = STAGE
     writer = dataclasses.replace(
-        plain,
+        baseline_writer,
         said={**figures.said, **({"flag_sets": gains} if gains else {}), **asked},
         baselines={name: predict(compared.model, c.outcome, limits.memory_bytes) for name, c in completed.items()},
         notes=figures.notes,
     )
-    if wanted is None:
+    if form is None:
         first = contender(best.model, found, found.best, "plan", "the least predicted time")
         plan = writer.write(first, searched.tried)
     else:
-        phases.start("form", f"planning within what the {wanted.name} form can hold")
-        within = plan_within(wanted, best.model, reading.groups, found, best.required, limits, phases.progress)
-        first = contender(best.model, found, within.best, "plan", f"the least predicted time for {wanted.name}")
+        phases.start("form", f"planning within what the {form.name} form can hold")
+        within = plan_within(form, best.model, reading.groups, found, best.required, limits, phases.progress)
+        first = contender(best.model, found, within.best, "plan", f"the least predicted time for {form.name}")
         writer = dataclasses.replace(writer, said={**writer.said, **within.said})
-        plan = held_plan(writer.write(first, searched.tried), wanted, found.best.outcome.step_time_s)
-    written = WhenAsked(
+        plan = held_plan(writer.write(first, searched.tried), form, found.best.outcome.step_time_s)
+    baseline_plans = WhenAsked(
         {
-            name: functools.partial(plain.write, contender(compared.model, compared.found, c, name, ""))
+            name: functools.partial(baseline_writer.write, contender(compared.model, compared.found, c, name, ""))
             for name, c in completed.items()
         }
     )
     if save_problem is not None:
         write_contest(found.problem, Path(save_problem))
-    offered: tuple[PlanCandidate, ...] = (PlanCandidate(first.name, first.why, plan),)
+    candidates: tuple[PlanCandidate, ...] = (PlanCandidate(first.name, first.why, plan),)
     if options.candidates > 1:
         phases.start("candidates", "looking for other plans that differ")
         others = further(best.model, found, best.required, limits.share(0.5))
@@ -206,11 +215,11 @@ def make_plan(
             if isinstance(outcome.found, Found):
                 others += met(outcome.model, outcome.found, outcome.required)
         others += [elsewhere(other, search_on.price) for other in searched.elsewhere]
-        offered = pick(first, plan, others, options.candidates, writer.write)
+        candidates = pick(first, plan, others, options.candidates, writer.write)
     phases.stop()
-    found_on = [outcome.found for outcome in searched.outcomes]
-    free_s = min((each.free_s if isinstance(each, Found) else 0.0 for each in found_on), default=0.0)
-    return PlanResult(plan, phases.wall, written, offered, found.weights, min(free_s, searched.free_s))
+    results = [outcome.found for outcome in searched.outcomes]
+    free_s = min((each.free_s if isinstance(each, Found) else 0.0 for each in results), default=0.0)
+    return PlanResult(plan, phases.wall, baseline_plans, candidates, found.weights, min(free_s, searched.free_s))
 
 
 def plan_by_stage(
@@ -221,27 +230,33 @@ def plan_by_stage(
     progress: Callable[[str], None] | None = None,
     crew: Crew | None = None,
 ) -> PlanResult:
-    """The fastest cut of a torch module into a program for each stage, see `StageSearch`.
+    """Return the fastest cut of a torch module into a program for each stage, see `StageSearch`.
 
-    Raises `UserError` for what is no torch module or cannot be cut so, `InfeasibleError` if no cut keeps within the
+    - `make`: opens the program with further options.
+    - `said`: the user's options of the source.
+    - `options`: options of planning.
+    - `progress`, `crew`: as for `make_plan`.
+
+    Raises `UserError` for a program that is no torch module or cannot be cut, and `InfeasibleError` if no cut fits the
     memory limit.
     """
-    made: list[PlanResult] = []
+    results: list[PlanResult] = []
     wall: dict[str, float] = {}
 
     def sharded(program: Program, inner: Options) -> Plan:
-        made.append(make_plan(program, inner, progress=progress, crew=crew))
-        for phase, seconds in made[-1].wall_s.items():
+        """Plan one program, and add its wall times."""
+        results.append(make_plan(program, inner, progress=progress, crew=crew))
+        for phase, seconds in results[-1].wall_s.items():
             wall[phase] = wall.get(phase, 0.0) + seconds
-        return made[-1].plan
+        return results[-1].plan
 
     plan = StageSearch(make, sharded, said, options, progress or (lambda _: None)).run()
     candidate = PlanCandidate("plan", "the fastest cut into stages", plan)
-    return PlanResult(plan, wall, {}, (candidate,), made[-1].weights)
+    return PlanResult(plan, wall, {}, (candidate,), results[-1].weights)
 
 
 def _limits(options: Options, topology: Topology) -> Limits:
-    """What the options allow a search to spend. Raises `UserError` for no memory at all."""
+    """Return the limits of memory and time for a search. Raises `UserError` for a memory limit of 0 or less."""
     memory = topology.usable_bytes if options.memory_limit is None else options.memory_limit
     if memory <= 0:
         raise UserError(f"the memory limit is {memory} bytes; it must be more than 0.")
@@ -250,40 +265,40 @@ def _limits(options: Options, topology: Topology) -> Limits:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class PricedWith:
-    """The figures that prices are made of, and what is said of them."""
+    """Figures from which prices are computed, with their words for the plan."""
 
     plain: Calibration
-    """The figures that hold for steps without compiler flags."""
+    """Figures for steps without compiler flags."""
     calibration: Calibration
     said: Mapping[str, Any]
-    """What the provenance says: what was learned, and the compiler flags."""
+    """Entries of the provenance: learned figures, and compiler flags."""
     notes: tuple[str, ...]
     """Warnings about flags that are not in the price."""
 
 
 def priced_with(options: Options, topology: Topology) -> PricedWith:
-    """The shipped figures, or those learned of the topology, with the compiler flags that the step will run with."""
+    """Return the shipped figures, or those learned for the topology, with the compiler flags of the step."""
     given = options.calibration
     flags, origin = chosen_flags(options.xla_flags, topology.chip)
     learned = given if isinstance(given, Fit) else learned_fit(topology, flags) if given else None
-    seen_so = learned is not None and bool(flags) and learned.flags == flags
-    plain = learned.calibration if learned and not seen_so else load_calibration(topology.chip)
-    flagged = with_flags(plain, flags)
-    if learned is not None and seen_so:  # what was seen of steps with these flags stands above what they are said to do
+    learned_with_flags = learned is not None and bool(flags) and learned.flags == flags
+    unflagged = learned.calibration if learned and not learned_with_flags else load_calibration(topology.chip)
+    flagged = with_flags(unflagged, flags)
+    if learned is not None and learned_with_flags:  # figures fitted with these flags override the flags' own
         fitted = {each.figure for each in learned.figures}
         figures = {figure: value for figure, value in flagged.figures.items() if figure not in fitted}
         priced = tuple(line for line in flagged.priced if line.split()[0] not in fitted)
         flagged = dataclasses.replace(flagged, calibration=learned.calibration, figures=figures, priced=priced)
-    said: dict[str, Any] = {}
+    origins: dict[str, Any] = {}
     if learned is not None and learned.observations:
-        said["learned"] = said_of_fit(learned)
+        origins["learned"] = said_of_fit(learned)
     if flags:
-        said["xla_flags"] = flagged.said(flags) | ({"from": origin} if origin else {})
-    return PricedWith(plain, flagged.calibration, said, tuple(flagged.notes))
+        origins["xla_flags"] = flagged.said(flags) | ({"from": origin} if origin else {})
+    return PricedWith(unflagged, flagged.calibration, origins, tuple(flagged.notes))
 
 
 def _limiting(name: str, candidates: int, program: Program) -> Form:
-    """The form to plan within; refuses one that limits nothing, and candidates, which are for plans without one."""
+    """Return the form to plan within; raise `UserError` for a form that limits nothing, and for several candidates."""
     form = form_named(name)
     if form.rest is Rest.PLAN:
         raise UserError(f"the form {name!r} holds a plan whole: leave it out when planning, and export to it.")
@@ -295,26 +310,33 @@ def _limiting(name: str, candidates: int, program: Program) -> Form:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Searched:
-    """What the searches came to."""
+    """The results of the searches."""
 
     best: MeshOutcome
     original: MeshOutcome
-    """On the mesh as it was asked for or chosen, with baselines; the best one too, unless one with an axis cut is."""
+    """Result with baselines on the given or chosen mesh. It is also the best one, unless an axis cut in two is
+    faster.
+    """
     outcomes: tuple[MeshOutcome, ...]
-    """What was planned on each of the two meshes, or on the one."""
+    """Results on the mesh, and on the mesh with an axis cut if there is one."""
     tried: tuple[MeshTried, ...]
     elsewhere: tuple[MeshBest, ...]
-    """The best on other meshes, if the mesh was searched for."""
+    """Best choices on other meshes, if the mesh was searched."""
     free_s: float
-    """None on other meshes takes less, whatever fits into memory."""
+    """Lower bound in seconds of all plans on other meshes, ignoring the memory limit."""
 
 
 def _search(
     search_on: Searcher, given: Mesh | None, time_limit: float, refine_axes: bool, before: Before | None
 ) -> _Searched:
-    """On the mesh that is given, else on the best one, and on the same with an axis cut where dims ask for that.
+    """Search on the given mesh, else on the best one, and also with an axis cut in two if dims need that.
 
-    Raises `Beaten` if a mesh is looked for and none beats the rival that is known `before`.
+    - `given`: mesh of the user or of the program; None searches for one.
+    - `time_limit`: processor seconds of each solve.
+    - `refine_axes`: True if an axis may be cut.
+    - `before`: results of other recipes.
+
+    Raises `Beaten` if the mesh is searched and no mesh beats the rival in `before`.
     """
     task, phases, topology = search_on.task, search_on.phases, search_on.topology
     rival, meshes = (None, None) if before is None else (before.rival, before.meshes)
@@ -323,29 +345,30 @@ def _search(
     check_exchange(task.program, graph, given)
     if given is None:
         phases.start("meshes", f"looking for the mesh of {topology.num_devices} devices")
-        looked = MeshSearch(Trials(task, time_limit, rival is not None), phases.progress, rival).run(
+        mesh_choice = MeshSearch(Trials(task, time_limit, rival is not None), phases.progress, rival).run(
             topology, search_on.crew, meshes
         )
-        chosen = looked.model.mesh
+        chosen = mesh_choice.model.mesh
     else:
-        looked, chosen = None, given
+        mesh_choice, chosen = None, given
         check_regions(graph, chosen)
-    # A program that names axes itself keeps them whole.
+    # Axes that the program names itself stay whole.
     axis_parts = None
     if refine_axes and not graph.constraints and not graph.regions:
         axis_parts = find_axis_parts(graph, reading.structure, reading.groups, chosen)
     if axis_parts is not None and task.stages and chosen.names[axis_parts.axis] == STAGE:
         axis_parts = None
+    # The search on the cut mesh starts from the first result, so the first search gets more of the time.
     share = 1.0 if axis_parts is None else 0.6
-    if looked is None:
+    if mesh_choice is None:
         original = search_on.mesh(chosen, share * time_limit)
     else:
-        original = search_on.priced(looked.model, looked.required, looked.choices, share * time_limit)
+        original = search_on.priced(mesh_choice.model, mesh_choice.required, mesh_choice.choices, share * time_limit)
     best, outcomes = original, (original,)
     if axis_parts is not None:
         refined = search_on.with_parts(axis_parts, original, (1 - share) * time_limit)
         best = refined if refined.is_better_than(original) else original
         outcomes = (original, refined)
-    if looked is None:
+    if mesh_choice is None:
         return _Searched(best, original, outcomes, (), (), math.inf)
-    return _Searched(best, original, outcomes, looked.tried, looked.others, looked.free_s)
+    return _Searched(best, original, outcomes, mesh_choice.tried, mesh_choice.others, mesh_choice.free_s)

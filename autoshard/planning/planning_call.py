@@ -1,4 +1,4 @@
-"""`autoshard.plan(program, ...)`: the public function."""
+"""The public function `autoshard.plan(program, ...)`."""
 
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, Unpack
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 PATIENCE_S = 3.0
-"""Seconds of work after which helper processes are started: a small program is planned by then."""
+"""Seconds of work after which helper processes are started; a small program is planned by then."""
 
 
 def plan(
@@ -24,45 +24,60 @@ def plan(
     progress: Callable[[str], None] | None = None,
     **options: "Unpack[PlanOptions]",
 ) -> Plan:
-    """Choose a sharding for every tensor of `program` on `topology`.
+    """Choose a sharding for every tensor of `program` on `topology`, and return the plan.
 
-    `program` is a `Program` (see `autoshard.trace`), or what the command takes (`"model.py"`, `"hf:gpt2"`): then
-    `program_options` are that source's (`{"train": True, "batch": 64, "seq": 8192}`), where `"remat"`, `"microbatches"`
-    and `"batch"` may be `"auto"`, for what is fastest for each token within memory, as may `"exchange"`, how queries
-    meet keys and values where the sequence is split (`"gather"`, `"heads"` or `"ring"`), and `"attention": "plain"`
-    where the kernels that TPUs take wherever they gain something are not wanted; `"host": "optimizer"` has the
-    optimizer's state in the hosts' memory (`"auto"`: where that pays; `autoshard.trace` takes it as well). It may also
-    be a function that gives a `Program`: one with `autoshard.choices` is planned for all of them; any other takes a
-    remat policy (`"none"`, `"dots"`, `"full"`, or a mixture `"full:12+dots"`). What was tried is in the plan's
-    provenance (`recipe`).
-    `topology` names chips and shape, such as `"v5p:4x8x8"` or `"cpu:8"`. `mesh` gives axes and sizes, such as
-    `{"data": 32, "model": 8}` or `"data=32,model=8"`; without it `XLA_AUTO_SPMD_MESH` is read, then the program's
-    own mesh is taken, and without either the best of all meshes of 1 to 4 axes is looked for (`"auto"` looks
-    whatever the variable says; `Plan.meshes` has all that were considered). `memory_limit` is in bytes of one
-    device (default: the chip's usable memory), `time_limit` in seconds of processor for each solve (its work is
-    bounded apart from it; `math.inf` is allowed). Where a dim is divided by a part of an axis only (8 key-value
-    heads on an axis of 16), the mesh may be refined: `model(8 of 16)` and `model(2 of 16)` are then axes of
-    `Plan.mesh`; `refine_axes=False` keeps the axes whole. `progress` is called with one line at the start of every
-    phase. What `autoshard.refine` has seen of the topology with this compiler is used, unless `calibration=False`.
-    `xla_flags` are the compiler flags that the step will run with (`"--xla_... --xla_..."`, as in `LIBTPU_INIT_ARGS`):
-    those that make collectives asynchronous change their prices, and warnings name those that are not in the price.
+    `program` is one of these:
 
-    A torch module in a file is planned as a program for each stage with `form="torch-pipelining"`, or where
-    `program_options` say a schedule that only such programs have (`{"train": True, "stages": 2, "schedule": "1f1b"}`;
-    `"interleaved:2"`): it is cut between its modules, see `Plan.pipeline`.
+    - a `Program`, see `autoshard.trace`.
+    - a source that the command accepts, such as `"model.py"` or `"hf:gpt2"`.
+    - a function that returns a `Program`. A function with `autoshard.choices` is planned for all of them. Any other
+      receives a remat policy: `"none"`, `"dots"`, `"full"`, or a mixture such as `"full:12+dots"`.
 
-    What is asked for holds, and the rest is chosen for it. Names are those of reports, patterns take wildcards and may
-    begin after any dot. `pins` fix specs (`{"layers.*.mlp.*.weight": "model,None"}`; also `PartitionSpec`s; `?` leaves
-    a dim free, `+` stands between axes that split one dim; dims count from the right, so a stack of layers has the spec
-    of one layer); `replicate` names tensors that stay whole; `forbid` keeps axes from tensors (`{"*.embed*": "data"}`);
-    `axis_only` keeps an axis to dim groups (`{"data": "batch"}`); `pin_from` takes the specs of another plan's
-    parameters. `form` names a form of `autoshard.exports.export_plan` (`"dtensor"`, `"torch-xla"`, `"flax"`, ...) that
-    the plan is for: it holds only what that form can say, and is the best of those. What the program itself asks for
-    (`with_sharding_constraint`, shardings of its arguments) holds too, unless `ignore_constraints`: it is then taken
-    out of what is planned and run, but for regions by hand.
+    `program_options` are the options of a source, such as `{"train": True, "batch": 64, "seq": 8192}`. The plan's
+    provenance (`recipe`) lists all recipes that were tried. Some options may be left to the planner:
 
-    Raises `UserError` for bad input, such as a pin that cannot hold, and `InfeasibleError` when no plan keeps within
-    the memory limit.
+    - `"remat"`, `"microbatches"`, `"batch"`: `"auto"` chooses the fastest per token within memory.
+    - `"exchange"`: exchange between queries and keys of a split sequence: `"gather"`, `"heads"`, `"ring"` or `"auto"`.
+    - `"attention"`: `"plain"` excludes the kernels that TPUs otherwise use wherever they gain time.
+    - `"host"`: `"optimizer"` puts the optimizer state into the hosts' memory, `"auto"` does so if that pays.
+      `autoshard.trace` accepts the option too.
+
+    Further arguments and options:
+
+    - `topology`: chips and shape, such as `"v5p:4x8x8"` or `"cpu:8"`.
+    - `progress`: receives one line at the start of every phase.
+    - `mesh`: axes and sizes, such as `{"data": 32, "model": 8}` or `"data=32,model=8"`. By default `XLA_AUTO_SPMD_MESH`
+      is read, then the program's own mesh is used. Without either, the best mesh of 1 to 4 axes is searched. `"auto"`
+      ignores the variable; `Plan.meshes` lists all considered meshes.
+    - `memory_limit`: bytes of one device (default: the chip's usable memory).
+    - `time_limit`: processor seconds for each solve, whose work is bounded separately; `math.inf` is allowed.
+    - `refine_axes`: if a dim is divisible by a part of an axis only, the axis may be cut in two. For 8 key-value heads
+      on an axis of 16, `Plan.mesh` has the axes `model(8 of 16)` and `model(2 of 16)`. False prevents the cut.
+    - `calibration`: False ignores the figures that `autoshard.refine` learned for the topology with this compiler.
+    - `xla_flags`: compiler flags of the step (`"--xla_... --xla_..."`, as in `LIBTPU_INIT_ARGS`). Flags that make
+      collectives asynchronous change their prices, and warnings name the flags that are not in the price.
+
+    With `form="torch-pipelining"` a torch module in a file is planned as a program for each stage. The same holds if
+    `program_options` name a schedule that only such programs have: `{"train": True, "stages": 2, "schedule": "1f1b"}`
+    or `"interleaved:2"`. The module is cut between its modules, see `Plan.pipeline`.
+
+    Constraints hold in the plan, and the rest is chosen around them. Names are those of reports. Patterns contain
+    wildcards and may begin after any dot.
+
+    - `pins`: fixed specs (`{"layers.*.mlp.*.weight": "model,None"}`), also as `PartitionSpec`s. `?` leaves a dim free,
+      and `+` separates axes that split one dim. Dims count from the right, so a stack of layers has the spec of one
+      layer.
+    - `replicate`: tensors that stay whole.
+    - `forbid`: axes that may not split a tensor (`{"*.embed*": "data"}`).
+    - `axis_only`: dim groups that an axis may split (`{"data": "batch"}`).
+    - `pin_from`: another plan, or its file, whose parameter specs are pinned.
+    - `form`: form of `autoshard.exports.export_plan` (`"dtensor"`, `"torch-xla"`, `"flax"`, ...). The plan is the best
+      of those that the form can express.
+    - `ignore_constraints`: True removes the program's own constraints (`with_sharding_constraint`, shardings of its
+      arguments) from planning and running, except for manual regions. By default they hold.
+
+    Raises `UserError` for bad input, such as a pin that cannot hold, and `InfeasibleError` if no plan fits the memory
+    limit.
     """
     from autoshard.base.workers import Crew, helpers_here
     from autoshard.planning.plan_builder import check_request, make_plan, plan_by_stage
@@ -80,22 +95,29 @@ def plan(
             settled = settled_options(given, topology)
 
             def opened(**more: Any) -> "Program":
+                """Open the source without its options of stages, and with `more` options."""
                 parts = {"stages": None, "microbatches": None, "schedule": None}
                 return open_source(program, **{**settled, **parts, **more})
 
             return plan_by_stage(opened, given, read, **running).plan
         if isinstance(program, str):
-            settled, own = settled_options(given, topology), read_choices(program, given.get("entry", "program"))
-            left = source_choices(given, topology)
+            settled, own_choices = (
+                settled_options(given, topology),
+                read_choices(program, given.get("entry", "program")),
+            )
+            open_choices = source_choices(given, topology)
 
             def make(**recipe: Any) -> "Program":
-                options = settled | {name: value for name, value in recipe.items() if name in left}
+                """Open the source with the choices of a recipe."""
+                options = settled | {name: value for name, value in recipe.items() if name in open_choices}
                 return open_source(
-                    program, recipe={name: value for name, value in recipe.items() if name in own}, **options
+                    program, recipe={name: value for name, value in recipe.items() if name in own_choices}, **options
                 )
 
-            if left or own:
-                return plan_recipes(make, {**left, **own}, read, of_source=not own, **running)[1].plan
+            if open_choices or own_choices:
+                return plan_recipes(make, {**open_choices, **own_choices}, read, of_source=not own_choices, **running)[
+                    1
+                ].plan
             return make_plan(make(), read, **running).plan
         if given:
             names = ", ".join(given)

@@ -1,4 +1,4 @@
-"""Compiles this room's kernels into numba's cache, so that the first large plan does not wait for it.
+"""Compilation of the planner's kernels into numba's cache, so that the first large plan does not wait for it.
 
 python -m autoshard.planning.warm_planner
 """
@@ -16,7 +16,7 @@ from autoshard.solver.warm_solver import warm as solver_warm
 
 
 def warm() -> None:
-    """Prices one small path with the kernels."""
+    """Price one small path with the kernels."""
     mesh = make_mesh(Topology.parse("v5e:2x2"), {"data": 2, "model": 2})
     whole, split = np.array([[WHOLE, WHOLE]]), np.array([[0, 1]])
     path = Path((256, 256), split, whole, (256, 256), whole, split, 2, 2)
@@ -24,7 +24,7 @@ def warm() -> None:
 
 
 def ready() -> None:
-    """Loads what pricing and solving take, in a process that has nothing else to do yet."""
+    """Load the modules and kernels of pricing and solving, in a process that is idle."""
     importlib.import_module("autoshard.planning.mesh.mesh_attempt")
     solver_warm()
     warm()

@@ -1,4 +1,4 @@
-"""Sources: whatever a user brings becomes one `Program`."""
+"""Sources of programs: a model, function, file or configuration becomes one `Program`."""
 
 from autoshard.program.argument_names import map_inputs as map_inputs
 from autoshard.program.argument_names import positions_of as positions_of

@@ -1,4 +1,4 @@
-"""Readable, unique names of leaves of pytrees and of a torch module's inputs."""
+"""Readable, unique names for leaves of pytrees and for a torch module's inputs."""
 
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -12,11 +12,11 @@ _WRAPPER_KEYS = {"value", "raw_value"}
 _OPTIMIZER_FIELDS = set(
     "count mu nu trace ema inner_state hyperparams v v_row v_col acc_grads mini_step gradient_step".split()
 )
-"""Fields of optax states, which stand in tuples whose positions say nothing."""
+"""Fields of optax states, which stand in tuples whose positions carry no meaning."""
 
 
 def key_text(key: Any) -> str:
-    """The text of one pytree key: dict key, attribute name, or index."""
+    """Return the text of one pytree key: dict key, attribute name, or index."""
     for attribute in ("name", "key", "idx"):
         if hasattr(key, attribute):
             return str(getattr(key, attribute))
@@ -24,12 +24,12 @@ def key_text(key: Any) -> str:
 
 
 def is_index(key: Any) -> bool:
-    """True if the key is a position in a sequence."""
+    """Return True if the key is a position in a sequence."""
     return hasattr(key, "idx") or isinstance(getattr(key, "key", None), int)
 
 
 def named_dims(tree: Any) -> list[tuple[str, ...] | None]:
-    """For every leaf of a pytree the names of its dims, where it is the array of a Haliax `NamedArray`."""
+    """Return for every leaf of a pytree the names of its dims if it belongs to a Haliax `NamedArray`, else None."""
     import jax
 
     dims: list[tuple[str, ...] | None] = []
@@ -40,29 +40,30 @@ def named_dims(tree: Any) -> list[tuple[str, ...] | None]:
 
 
 def _is_named(node: Any) -> bool:
+    """Return True if a node is a Haliax `NamedArray`."""
     return type(node).__name__ == "NamedArray" and type(node).__module__.split(".")[0] == "haliax"
 
 
 def positions_of(option: str, value: Any, count: int, label: str) -> tuple[int, ...]:
     """Return the positions among `count` arguments of `label` that an option of `jax.jit` names, once each.
 
-    Negative ones count from the end. Raises `UserError` for what is no position.
+    `value` is one position or several; negative ones count from the end. Raises `UserError` for anything else.
     """
     numbers = [value] if isinstance(value, Integral) else value
     if numbers is None:
         return ()
     if isinstance(numbers, str | bytes) or not isinstance(numbers, Iterable):
         raise UserError(f"{option} is {value!r}; expected the number of a positional argument, or several.")
-    found: list[int] = []
+    positions: list[int] = []
     for number in numbers:
         if not isinstance(number, Integral) or isinstance(number, bool) or not -count <= int(number) < count:
             raise UserError(f"{option}: {number!r} is not one of the {count} positional arguments of `{label}`.")
-        found.append(int(number) % count)
-    return tuple(dict.fromkeys(found))
+        positions.append(int(number) % count)
+    return tuple(dict.fromkeys(positions))
 
 
 def positional_names(fn: Callable[..., Any], count: int) -> tuple[str, ...]:
-    """The names of the first `count` positional parameters of `fn`, `arg<i>` where it does not say."""
+    """Return the names of the first `count` positional parameters of `fn`; `arg<i>` for one without a name."""
     try:
         parameters = list(inspect.signature(fn).parameters.values())
     except (TypeError, ValueError):
@@ -80,10 +81,10 @@ def positional_names(fn: Callable[..., Any], count: int) -> tuple[str, ...]:
 
 
 def leaf_names(prefix: str, paths: Sequence[tuple[Any, ...]], dims: Sequence[tuple[str, ...] | None]) -> list[str]:
-    """`prefix.key.key` for every path, without the keys that only wrap another one.
+    """Return `prefix.key.key` for every path, without the keys that only wrap another one.
 
-    An index into a tuple of optimizer states (an optax chain) and the trailing `value` of a variable are left out
-    as long as the names stay unique; the 0 of an array whose dims have names (`named_dims`) always is.
+    If the names stay unique, an index into a tuple of optimizer states (an optax chain) is omitted. So is the trailing
+    `value` of a variable. The 0 of an array whose dims have names (`named_dims`) is always omitted.
     """
     paths = [path if names is None else path[:-1] for path, names in zip(paths, dims, strict=True)]
     full = [_join(prefix, path) for path in paths]
@@ -92,7 +93,7 @@ def leaf_names(prefix: str, paths: Sequence[tuple[Any, ...]], dims: Sequence[tup
 
 
 def unique(names: Sequence[str], taken: set[str]) -> list[str]:
-    """`names` with `_2`, `_3`, ... appended where one repeats or is in `taken`, which is extended."""
+    """Return `names` with `_2`, `_3`, ... appended to any that repeats or is in `taken`, which is extended."""
     result: list[str] = []
     for name in names:
         candidate, number = name, 1
@@ -114,29 +115,30 @@ def _join(prefix: str, path: Sequence[Any]) -> str:
 
 
 def _without_wrappers(path: tuple[Any, ...]) -> tuple[Any, ...]:
-    kept = [key for key, after in zip(path, path[1:], strict=False) if not (is_index(key) and _is_field(after))]
-    kept.extend(path[-1:])
-    if len(kept) > 1 and key_text(kept[-1]) in _WRAPPER_KEYS:
-        kept.pop()
-    return tuple(kept)
+    """Return the path without indices of optimizer states and without a trailing wrapper key."""
+    keys = [key for key, after in zip(path, path[1:], strict=False) if not (is_index(key) and _is_field(after))]
+    keys.extend(path[-1:])
+    if len(keys) > 1 and key_text(keys[-1]) in _WRAPPER_KEYS:
+        keys.pop()
+    return tuple(keys)
 
 
 def input_names(module: Any, count: int) -> list[str]:
-    """What a module's `forward` calls its first `count` positional arguments, `input<i>` where it does not say."""
+    """Return the names of the first `count` positional arguments of a module's `forward`, by default `input<i>`."""
     parameters = inspect.signature(module.forward).parameters.values()
     names = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
     return (names + [f"input{i}" for i in range(len(names), count)])[:count]
 
 
 def leaf_name(path: Sequence[Any]) -> str:
-    """The name of a leaf of the arguments by name, of its path as torch's pytrees give it."""
+    """Return the dotted name of a leaf of the named arguments, from its path in torch's pytrees."""
     return ".".join(str(getattr(k, "key", getattr(k, "idx", getattr(k, "name", k)))) for k in path)
 
 
 def map_inputs(
     module: Any, args: Sequence[Any], kwargs: Mapping[str, Any], change: Callable[[str, Any], Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The arguments of a call with `change(name, leaf)` in place of every leaf."""
+    """Return the positional and keyword arguments of a call with `change(name, leaf)` in place of every leaf."""
     from torch.utils import _pytree
 
     names = input_names(module, len(args))

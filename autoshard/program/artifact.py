@@ -1,4 +1,4 @@
-"""Programs that are files: StableHLO as text or bytecode, `jax.export` artifacts, HLO protos and dumps."""
+"""Programs in files: StableHLO as text or bytecode, `jax.export` artifacts, HLO protos and dumps."""
 
 import dataclasses
 import re
@@ -15,18 +15,18 @@ from autoshard.program.program_record import Program, Role
 
 
 MOST_MODULE_BYTES = 1 << 31
-"""Of a file with a module: protos have no more."""
+"""Most bytes of a file with a module, since protos are no larger."""
 SUFFIXES = (".mlir", ".stablehlo", ".mlirbc", ".bc", ".jax_export", ".jaxexport", ".export", ".pb", ".hlo", ".txt")
-"""Endings of files that are read here; what a file holds is told from its content."""
+"""Suffixes of the files that are read here; a file's format is detected from its content."""
 
 
 def load_artifact(path: str | Path, *, roles: role_rules.Roles | None = None) -> Program:
-    """The program in a file: the function `main` of a StableHLO module, a `jax.export` artifact, or an HLO module.
+    """Return the program in a file: `main` of a StableHLO module, a `jax.export` artifact, or an HLO module.
 
-    Arguments keep the names that locations carry, else they are `arg0`, `arg1`, ...; an argument whose buffer the
-    module aliases to a result is donated state. `roles` says what arguments are for where their names do not.
+    Arguments have the names in the module's locations, else `arg0`, `arg1`, ... An argument whose buffer the module
+    aliases to a result is donated state. `roles` gives the roles of arguments whose names do not tell them.
 
-    Raises `UserError` if the file is missing, corrupt, optimised, or has dynamic shapes.
+    Raises `UserError` if the file is missing, corrupt or optimised, or has dynamic shapes.
     """
     file = Path(path)
     if not file.is_file():
@@ -52,6 +52,7 @@ def load_artifact(path: str | Path, *, roles: role_rules.Roles | None = None) ->
 
 
 def _text(data: bytes) -> str | None:
+    """Return the data as text; None if they are binary."""
     try:
         text = data.decode()
     except UnicodeDecodeError:
@@ -60,6 +61,7 @@ def _text(data: bytes) -> str | None:
 
 
 def _hlo_proto(text: str, file: Path) -> bytes:
+    """Convert HLO text to a proto. Raises `UserError` for a dump that was written after optimisation."""
     if re.search(r"is_scheduled=true|[ =]fusion\(|[ =]bitcast\(", text):
         raise UserError(
             f"`{file}` is an HLO dump taken after optimisation; give the one before it, with `before_optimizations` "
@@ -73,7 +75,7 @@ def _from_hlo(proto: bytes, file: Path, roles: role_rules.Roles | None) -> Progr
 
 
 def _from_module(source: bytes | str, file: Path, roles: role_rules.Roles | None) -> Program:
-    """Wrap a module as a callable by way of `jax.export`'s own record, and trace that."""
+    """Trace a module that is wrapped as a callable by `jax.export`'s own record."""
     import jax
     from jax import export
     from jax.core import ShapedArray
@@ -130,22 +132,23 @@ def _from_module(source: bytes | str, file: Path, roles: role_rules.Roles | None
 
 
 def _updates(module: Any, uses: Sequence[mlir.Use]) -> dict[int, int]:
-    """State by what the program does, where no buffer is donated: none unless a weight is among what is updated.
+    """Return the results that update arguments, by the ops of a program that donates no buffer.
 
-    Without that condition the output of a residual block would be the updated value of its input.
+    The map is empty unless a weight is among the updated arguments. Without that condition the output of a residual
+    block would count as the updated value of its input.
     """
-    found = {
+    updates = {
         argument: result
         for argument, result in mlir.updated_arguments(module).items()
         if uses[argument] is not mlir.Use.DATA
     }
-    return found if any(uses[argument] is mlir.Use.WEIGHT for argument in found) else {}
+    return updates if any(uses[argument] is mlir.Use.WEIGHT for argument in updates) else {}
 
 
 def _evidence(
     uses: Sequence[mlir.Use], ties: dict[int, int], names: Sequence[str], avals: Sequence[tuple[tuple[int, ...], str]]
 ) -> list[Role | None]:
-    """Roles of the arguments whose names say nothing, from what the program does with them."""
+    """Return the roles of the arguments whose names tell nothing, from the ops that use them; None for the others."""
     return [
         None if role_rules.is_telling(name) else _role(use, index in ties, shape, dtype)
         for index, (use, name, (shape, dtype)) in enumerate(zip(uses, names, avals, strict=True))
@@ -153,6 +156,11 @@ def _evidence(
 
 
 def _role(use: mlir.Use, tied: bool, shape: tuple[int, ...], dtype: str) -> Role:
+    """Return the role of an argument from its use.
+
+    - `use`: the first op that combines it with another value.
+    - `tied`: True if the program returns it updated.
+    """
     floating = dtype.startswith(("float", "bfloat", "complex"))
     if not shape or use is mlir.Use.WRITTEN:
         return Role.OTHER
@@ -164,6 +172,7 @@ def _role(use: mlir.Use, tied: bool, shape: tuple[int, ...], dtype: str) -> Role
 
 
 def _from_export(data: bytes, file: Path, roles: role_rules.Roles | None) -> Program:
+    """Trace a `jax.export` artifact. Raises `UserError` for symbolic shapes, several devices and keyword arguments."""
     import jax
     from jax import export
 
@@ -189,11 +198,11 @@ def _from_export(data: bytes, file: Path, roles: role_rules.Roles | None) -> Pro
     positions: list[int] = []
     for position, arg in enumerate(args):
         positions.extend([position] * len(jax.tree.leaves(arg)))
-    kept = exported.module_kept_var_idx  # the module lacks arguments that nothing uses
-    donate = sorted({positions[kept[leaf]] for leaf in mlir.donated(module)})
-    names = _position_names(mlir.argument_names(module), kept, positions, len(args))
+    kept_leaves = exported.module_kept_var_idx  # the module lacks arguments that nothing uses
+    donate = sorted({positions[kept_leaves[leaf]] for leaf in mlir.donated(module)})
+    names = _position_names(mlir.argument_names(module), kept_leaves, positions, len(args))
     uses = [mlir.Use.NONE] * len(leaves)
-    for leaf, use in zip(kept, mlir.argument_uses(module), strict=True):
+    for leaf, use in zip(kept_leaves, mlir.argument_uses(module), strict=True):
         uses[leaf] = use
 
     def evidence(ties: dict[int, int]) -> list[Role | None]:
@@ -206,6 +215,7 @@ def _from_export(data: bytes, file: Path, roles: role_rules.Roles | None) -> Pro
 
 
 def _abstract(aval: tuple[tuple[int, ...], str], what: str, file: Path) -> Any:
+    """Return the shape and dtype of `what`. Raises `UserError` for 64-bit types if JAX has these disabled."""
     import jax
 
     shape, name = aval
@@ -219,7 +229,7 @@ def _abstract(aval: tuple[tuple[int, ...], str], what: str, file: Path) -> Any:
 
 
 def _dotted(text: str) -> str:
-    """`params['w'][0].x` -> `params.w.0.x`; HLO text spells it `params__w__.7`."""
+    """Rewrite `params['w'][0].x`, which HLO text spells `params__w__.7`, as `params.w.0.x`."""
     if "__" in text:
         text = re.sub(r"_+$", "", re.sub(r"\.\d+$", "", text)).replace("__", ".")
     return re.sub(
@@ -230,7 +240,13 @@ def _dotted(text: str) -> str:
 def _position_names(
     found: Sequence[str] | None, kept: Sequence[int], positions: Sequence[int], count: int
 ) -> list[str]:
-    """Names of the positional arguments of an exported function, from the paths of their leaves in the module."""
+    """Return the names of an exported function's positional arguments, from the paths of their leaves in the module.
+
+    - `found`: paths of the module's arguments; None if it has no names.
+    - `kept`: for each argument of the module, the number of its leaf.
+    - `positions`: for each leaf, the position of its argument.
+    - `count`: number of positional arguments.
+    """
     roots: dict[int, set[str]] = {}
     for leaf, path in zip(kept, found or (), strict=False):
         roots.setdefault(positions[leaf], set()).add(re.split(r"[.\[]", path)[0])

@@ -1,4 +1,4 @@
-"""Places of examples in the values of a trace: the dim that holds them, through operations that keep them apart."""
+"""Positions of examples in the values of a trace: the dim along which they lie, through ops that do not mix them."""
 
 import dataclasses
 import math
@@ -16,18 +16,18 @@ class ExampleDim:
     alike: bool = False
     """True if elements are equal along `dim`."""
     numbers: frozenset[int] = frozenset()
-    """Columns of the last dim that number the places on `dim`; -1 stands for the whole value."""
+    """Columns of the last dim that number the positions along `dim`; -1 stands for the whole value."""
 
 
 _CALLS = ("scan", "while", "cond", "pallas_call")
-"""Operations whose bodies are not looked into."""
+"""Operations whose bodies are not analysed."""
 _EVERYWHERE = frozenset({-1})
 
 
 def place_of(eqn: Any, places: Sequence[ExampleDim | None], dim: int, result: int) -> ExampleDim | None:
-    """Return the place of examples in a result of `eqn`, whose `dim` grows with the batch.
+    """Return the position of examples in a result of `eqn`, or None if examples may be mixed.
 
-    `places` are those of its operands. Returns None if examples may be mixed.
+    `places` are the positions in the operands. `dim` is the dim of the result that grows with the batch.
     """
     name = eqn.primitive.name
     if any(place is not None and place.numbers for place in places):
@@ -45,7 +45,7 @@ def place_of(eqn: Any, places: Sequence[ExampleDim | None], dim: int, result: in
 
 
 def together(places: Sequence[ExampleDim | None]) -> ExampleDim | None:
-    """Return the place of examples in operands of one shape; None if examples differ in place or there are none."""
+    """Return the common position of examples in operands of one shape; None if there is none."""
     given = [place for place in places if place is not None]
     own = [place for place in given if not place.alike] or given
     agree = own and len({place.dim for place in given}) == 1 and len(set(own)) == 1
@@ -53,13 +53,13 @@ def together(places: Sequence[ExampleDim | None]) -> ExampleDim | None:
 
 
 def summed(*places: ExampleDim | None) -> bool:
-    """Return True if a sum over the dims of examples, or of products along these, is one over examples."""
+    """Return True if a sum over the dims of examples, or of products along these dims, is a sum over examples."""
     plain = [dataclasses.replace(place, dim=0) for place in places if place is not None and not place.numbers]
     return len(plain) == len(places) and together(plain) is not None
 
 
 def _numbers(eqn: Any, places: Sequence[ExampleDim | None], dim: int) -> ExampleDim | None:
-    """Return the place of examples where operands number them, as indices of an example's own row do."""
+    """Return the position of examples if operands number them, as the indices of each example's own row do."""
     name, plain = eqn.primitive.name, [place for place in places if place is not None]
     if name in ("gather", "scatter", "scatter-add", "scatter_add"):
         place = _RULES[name](eqn, places)
@@ -83,31 +83,34 @@ def _numbers(eqn: Any, places: Sequence[ExampleDim | None], dim: int) -> Example
     # Negative indices count from the end: `select_n(number < 0, number, number + rows)`.
     rows = eqn.outvars[0].aval.shape[dim]
     steps = {"add": (0, rows), "mul": (1,)}
-    kept = name in ("broadcast_in_dim", "reshape", "squeeze", "convert_element_type", "copy", "select_n")
+    numbered = name in ("broadcast_in_dim", "reshape", "squeeze", "convert_element_type", "copy", "select_n")
     if name in steps:
-        kept = len(plain) == 1 and any(_literal(each) in steps[name] for each in eqn.invars)
+        numbered = len(plain) == 1 and any(_literal(each) in steps[name] for each in eqn.invars)
     if name == "select_n":
-        kept = all(place is not None and place.numbers for place in places[1:])
+        numbered = all(place is not None and place.numbers for place in places[1:])
     if name == "convert_element_type":
-        kept = eqn.params["new_dtype"].kind in "iu"
+        numbered = eqn.params["new_dtype"].kind in "iu"
     first = next(place for place in plain if place.numbers)
     size = max(operand.aval.shape[first.dim] for operand, p in zip(eqn.invars, places, strict=True) if p is first)
-    return ExampleDim(dim, alike=True, numbers=_EVERYWHERE) if kept and size == rows else None
+    return ExampleDim(dim, alike=True, numbers=_EVERYWHERE) if numbered and size == rows else None
 
 
 def _literal(operand: Any) -> Any:
+    """Return the value of a scalar literal, else None."""
     return operand.val if hasattr(operand, "val") and not operand.aval.shape else None
 
 
 def _elementwise(eqn: Any, places: Sequence[ExampleDim | None]) -> ExampleDim | None:
+    """Return the position for an elementwise op, whose operands have the rank of its result or are scalars."""
     rank = len(eqn.outvars[0].aval.shape)
     return together(places) if all(len(operand.aval.shape) in (0, rank) for operand in eqn.invars) else None
 
 
 def _reshaped(eqn: Any, places: Sequence[ExampleDim | None]) -> ExampleDim | None:
+    """Return the position after a reshape, on the dim of the result that contains all examples."""
     before, after, place = eqn.invars[0].aval.shape, eqn.outvars[0].aval.shape, places[0]
     assert place is not None
-    # Elements of an example stand together, at equal distances: a dim that cuts them up mixes nothing.
+    # Elements of an example are contiguous, and examples have equal distances, so a dim that splits them mixes nothing.
     outer, inner = place.outer * math.prod(before[: place.dim]), place.inner * math.prod(before[place.dim + 1 :])
     for dim in range(len(after)):
         front, back = math.prod(after[:dim]), math.prod(after[dim + 1 :])
@@ -132,6 +135,7 @@ def _transposed(eqn: Any, places: Sequence[ExampleDim | None]) -> ExampleDim | N
 
 
 def _reduced(eqn: Any, places: Sequence[ExampleDim | None]) -> ExampleDim | None:
+    """Return the position after a reduction; None if it reduces the dim of the examples."""
     place, axes = together(places), eqn.params["axes"]
     if place is None or place.dim in axes:
         return None
@@ -139,7 +143,7 @@ def _reduced(eqn: Any, places: Sequence[ExampleDim | None]) -> ExampleDim | None
 
 
 def _along(*names: str) -> Any:
-    """Return the rule of operations that move or accumulate along the dim in one of the parameters `names`."""
+    """Return the rule of ops that move or accumulate along the dims given by the parameters `names`."""
 
     def rule(eqn: Any, places: Sequence[ExampleDim | None]) -> ExampleDim | None:
         place = together(places)
@@ -151,21 +155,23 @@ def _along(*names: str) -> Any:
 
 
 def _sliced(eqn: Any, places: Sequence[ExampleDim | None]) -> ExampleDim | None:
-    """Return the place of examples, all of which are in the result; starts that are values follow the operands."""
+    """Return the position of examples if the result has all of them; starts that are values follow the operands."""
     count = 2 if eqn.primitive.name == "dynamic_update_slice" else 1
     if any(place is not None for place in places[count:]):
         return None
     place = together(places[:count])
-    whole = place is not None and len({v.aval.shape[place.dim] for v in (*eqn.invars[:count], *eqn.outvars)}) == 1
-    return place if whole else None
+    unsliced = place is not None and len({v.aval.shape[place.dim] for v in (*eqn.invars[:count], *eqn.outvars)}) == 1
+    return place if unsliced else None
 
 
 def _matrices(eqn: Any, places: Sequence[ExampleDim | None]) -> ExampleDim | None:
+    """Return the position for ops on the last dims (FFTs, decompositions); None if examples lie along one of these."""
     place, own = together(places), len(eqn.params.get("fft_lengths", (0, 0)))
     return place if place is not None and place.dim < len(eqn.outvars[0].aval.shape) - own else None
 
 
 def _joined(eqn: Any, places: Sequence[ExampleDim | None]) -> ExampleDim | None:
+    """Return the position after a concatenation, which may be along the dim of the examples."""
     place = together(places)
     if place is None or place.dim != eqn.params["dimension"]:
         return place
@@ -175,16 +181,19 @@ def _joined(eqn: Any, places: Sequence[ExampleDim | None]) -> ExampleDim | None:
 
 
 def _padded(eqn: Any, places: Sequence[ExampleDim | None]) -> ExampleDim | None:
+    """Return the position after padding; None if the dim of the examples is padded."""
     place = places[0]
     return place if place is not None and eqn.params["padding_config"][place.dim] == (0, 0, 0) else None
 
 
 def _windowed(eqn: Any, places: Sequence[ExampleDim | None]) -> ExampleDim | None:
+    """Return the position after a windowed reduction; None if a window covers several examples."""
     place = together(places)
     return place if place is not None and eqn.params["window_dimensions"][place.dim] == 1 else None
 
 
 def _multiplied(eqn: Any, places: Sequence[ExampleDim | None]) -> ExampleDim | None:
+    """Return the position in a `dot_general`; None if it contracts the dim of the examples."""
     contracted, batch = eqn.params["dimension_numbers"]
     results: list[ExampleDim | None] = []
     free = len(batch[0])
@@ -200,6 +209,7 @@ def _multiplied(eqn: Any, places: Sequence[ExampleDim | None]) -> ExampleDim | N
 
 
 def _convolved(eqn: Any, places: Sequence[ExampleDim | None]) -> ExampleDim | None:
+    """Return the position in a convolution, whose kernel has no examples; None unless they lie along its batch dim."""
     place, numbers = places[0], eqn.params["dimension_numbers"]
     if place is None or places[1] is not None or eqn.params["batch_group_count"] != 1:
         return None
@@ -213,7 +223,14 @@ def _own_row(
     columns: Sequence[int],
     batching: Sequence[Sequence[int]],
 ) -> bool:
-    """Return whether every example indexes its own row on `dim`, by number or as dims that are batched."""
+    """Return True if every example indexes its own row on `dim`, by its number or because the dims are batched.
+
+    - `place`: position of examples in the operand; None if it has none.
+    - `dim`: dim of the operand that the rows lie on.
+    - `indices`: position of examples in the indices.
+    - `columns`: dims of the operand that each column of the indices addresses.
+    - `batching`: batched dims of the operand, and those of the indices.
+    """
     if indices is None:
         return False
     if dim in batching[0]:
@@ -224,6 +241,7 @@ def _own_row(
 
 
 def _gathered(eqn: Any, places: Sequence[ExampleDim | None]) -> ExampleDim | None:
+    """Return the position in a gather: whole examples are gathered, or each example indexes its own row."""
     numbers, place, indices = eqn.params["dimension_numbers"], places[0], places[1]
     rows = [dim for dim in range(len(eqn.outvars[0].aval.shape)) if dim not in numbers.offset_dims]
     if place is None:
@@ -241,6 +259,7 @@ def _gathered(eqn: Any, places: Sequence[ExampleDim | None]) -> ExampleDim | Non
 
 
 def _scattered(eqn: Any, places: Sequence[ExampleDim | None]) -> ExampleDim | None:
+    """Return the position in a scatter: updates lie inside an example, or each example writes its own row."""
     numbers = eqn.params["dimension_numbers"]
     place, indices, updates = places
     batching = (numbers.operand_batching_dims, numbers.scatter_indices_batching_dims)
@@ -258,6 +277,7 @@ def _scattered(eqn: Any, places: Sequence[ExampleDim | None]) -> ExampleDim | No
 
 
 def _bare(*places: ExampleDim) -> list[ExampleDim]:
+    """Return the positions without their numbered columns."""
     return [dataclasses.replace(place, numbers=frozenset()) for place in places]
 
 

@@ -1,4 +1,4 @@
-"""Errors that are raised later, elsewhere than what they are about."""
+"""Tracebacks for errors that are raised later and elsewhere than the code that they are about."""
 
 import sys
 import types
@@ -6,13 +6,13 @@ from typing import TypeVar
 
 
 _FRAMES = 48
-"""Frames between a module's code and what is done with its tensors, at most."""
+"""Most frames between a module's code and the operations on its tensors."""
 
 _Error = TypeVar("_Error", bound=Exception)
 
 
 def with_callers(error: _Error) -> _Error:
-    """An error that may be raised later, with the frames that call the caller now."""
+    """Return `error` with the frames that now call the caller as its traceback, so that it can be raised later."""
     frame, trace = sys._getframe(2), error.__traceback__
     for _ in range(_FRAMES):
         if frame is None:

@@ -1,4 +1,4 @@
-"""Model configurations: a file of the user's or a bundled one, and the dims of its decoder."""
+"""Model configurations, bundled or in a user's file, and the dims of their decoders."""
 
 import difflib
 from collections.abc import Mapping
@@ -19,22 +19,22 @@ _COUNTS = (
     *("num_attention_heads", "num_key_value_heads", "n_head", "num_heads", "d_ff", "d_kv", "image_size", "patch_size"),
     *("encoder_attention_heads", "decoder_attention_heads", "encoder_ffn_dim", "decoder_ffn_dim", "head_dim"),
 )
-"""Fields that count something of which there is at least one, in each layer or in the model."""
+"""Fields that count something with at least one member, in each layer or in the model."""
 _LAYERS = ("num_hidden_layers", "n_layer", "num_layers", "encoder_layers", "decoder_layers", "num_decoder_layers")
 _MOST, _MOST_LAYERS = 2**31 - 1, 10_000
-"""Frameworks number in 32 bits; each layer is built as modules of its own (assumed: no model has as many)."""
+"""Most of a count, since frameworks index with 32 bits; and most layers, each of which is built as modules."""
 
 
 def bundled() -> list[str]:
-    """Names of the bundled configurations."""
+    """Return the names of the bundled configurations."""
     return sorted(path.stem for path in _FOLDER.glob("*.json"))
 
 
 def read_config(given: str | Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
-    """(short name, fields) of a configuration: fields as they are, or what is named: a file, a directory with one, or a
-    bundled configuration.
+    """Return (short name, fields) of a configuration.
 
-    Raises `UserError` if there is none, or if it is not a model configuration.
+    `given` is the mapping of fields, or names a JSON file, a folder with a `config.json`, or a bundled configuration.
+    Raises `UserError` if there is no such configuration, or if it is not that of a model.
     """
     if not isinstance(given, str):
         fields = dict(given)
@@ -73,7 +73,7 @@ def _check_fields(fields: Any, origin: str) -> None:
 
 
 def _check_counts(fields: dict[str, Any], origin: str) -> None:
-    """Refuse sizes that no model has before one is built with them; what is missing has a default."""
+    """Raise `UserError` for sizes that no model has, before a model is built; missing fields have defaults."""
     for key, value in fields.items():
         if isinstance(value, dict):
             _check_counts(value, f"{origin}, {key}")
@@ -81,7 +81,7 @@ def _check_counts(fields: dict[str, Any], origin: str) -> None:
         if most is None or value is None or isinstance(value, dict):
             continue
         if key == "head_dim" and value == 0 and fields.get("qk_rope_head_dim") == 0:
-            continue  # the part of a head that positions turn, of which there is none
+            continue  # no part of a head is rotated by positions
         for each in value if isinstance(value, list) and key not in _LAYERS else [value]:
             number = each if isinstance(each, (int, float)) else 0  # some classes save floats that are whole
             if isinstance(each, bool) or number % 1 or not 1 <= number <= most:
@@ -93,10 +93,10 @@ _QK_NORM = ("qwen3",)
 
 
 def config_dims(fields: Mapping[str, Any]) -> DecoderDims | None:
-    """The dims that a configuration's fields say; None for a model that is no decoder whose form is known here.
+    """Return the dims that a configuration's fields give; None for a model that is no decoder of a known form.
 
-    Learned positions, biases and norms of GPT-2 are not among them: less than 1 % of its parameters from the size of
-    `gpt2-xl` on, 0.8 % of `gpt2`.
+    The dims of GPT-2 omit learned positions, biases and norms. These are 0.8 % of the parameters of `gpt2`, and less
+    than 1 % from `gpt2-xl` on.
     """
     kind = fields.get("model_type")
     try:
@@ -110,11 +110,12 @@ def config_dims(fields: Mapping[str, Any]) -> DecoderDims | None:
         if kind == "deepseek_v3":
             return _latent_experts(fields)
     except (KeyError, TypeError, ZeroDivisionError):
-        return None  # what is left out has a default that transformers knows
+        return None  # transformers has the default of a missing field
     return None
 
 
 def _sizes(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the sizes that most configurations give under the same names."""
     width, heads = fields["hidden_size"], fields["num_attention_heads"]
     return {
         "layers": fields["num_hidden_layers"],
@@ -129,7 +130,10 @@ def _sizes(fields: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _window(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Gemma 2 has a window in every other layer; of others a window of all layers is not counted."""
+    """Return the window fields of Gemma 2, which has a window in every other layer.
+
+    A window that all layers of another model have is not counted.
+    """
     if fields["model_type"] == "gemma2" and fields.get("sliding_window"):
         return {"window": fields["sliding_window"], "global_every": 2}
     return {}
@@ -151,6 +155,7 @@ def _gpt2(fields: Mapping[str, Any]) -> DecoderDims:
 
 
 def _latent_experts(fields: Mapping[str, Any]) -> DecoderDims:
+    """Return the dims of a DeepSeek-V3 configuration, with latent attention and experts."""
     latent = LatentDims(
         key_rank=fields["kv_lora_rank"],
         plain=fields["qk_nope_head_dim"],

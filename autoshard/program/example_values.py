@@ -1,4 +1,4 @@
-"""Plausible concrete values for abstract arguments, so that a program can be run before there is a checkpoint."""
+"""Plausible concrete values for abstract arguments, so that a program can run without a checkpoint."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -17,11 +17,11 @@ def fill(
     *,
     std: float = 0.02,
 ) -> Callable[[int], tuple[Any, ...]]:
-    """`make_args(seed)` for `args`: concrete leaves are kept, abstract ones are drawn by role and name.
+    """Return `make_args(seed)` for `args`: concrete leaves are unchanged, abstract ones are drawn by role and name.
 
-    Parameters: ones for scales of norms, normal(0, `std`) otherwise; biases too, since one that starts at zero and
-    whose gradient vanishes (of attention keys) would be nothing but rounding after a step. Optimizer state and other
-    state: zeros, running variances ones. Batch: normal(0, 1) for floats, integers below `id_limit(name)`.
+    Parameters are ones for scales of norms, and otherwise normal(0, `std`). Biases are drawn too: one that starts at
+    zero and whose gradient vanishes (of attention keys) would be only rounding after a step. Optimizer state and other
+    state are zeros, running variances ones. A batch is normal(0, 1) for floats, and integers below `id_limit(name)`.
     """
 
     def make_args(seed: int) -> tuple[Any, ...]:
@@ -29,27 +29,27 @@ def fill(
 
         leaves, treedef = jax.tree_util.tree_flatten(args)
         rng = np.random.default_rng(seed)
-        made = [
+        values = [
             _value(rng, leaf, name, role, id_limit(name) if id_limit else 2, std)
             for leaf, name, role in zip(leaves, names, roles, strict=True)
         ]
-        return jax.tree_util.tree_unflatten(treedef, made)
+        return jax.tree_util.tree_unflatten(treedef, values)
 
     return make_args
 
 
 DRAWN = 16_777_213
-"""Numbers drawn for one array: a prime, so that no two rows, layers or shards of a larger one begin alike."""
+"""Most numbers drawn for one array: a prime, so that rows, layers or shards of a larger one begin differently."""
 
 
 def smallest_table(shapes: Sequence[tuple[int, ...]]) -> int:
-    """A bound that every table in the program can be indexed with: the smallest leading size of a matrix."""
+    """Return a bound for indices that every table of the program has: the smallest leading size of a matrix."""
     rows = [shape[0] for shape in shapes if len(shape) >= 2 and shape[0] > 1]
     return min(rows, default=2)
 
 
 def is_scale(name: str) -> bool:
-    """True for the multiplicative weight of a norm, by its name."""
+    """Return True if the name is that of a norm's multiplicative weight."""
     parts = name.lower().split(".")
     owner = parts[-2] if len(parts) > 1 else ""
     last = parts[-1]
@@ -59,6 +59,12 @@ def is_scale(name: str) -> bool:
 
 
 def _value(rng: np.random.Generator, leaf: Any, name: str, role: Role, limit: int, std: float) -> Any:
+    """Return a concrete value for one leaf by its role and name.
+
+    - `rng`: random generator.
+    - `limit`: upper bound, exclusive, of integers in a batch.
+    - `std`: standard deviation of weights.
+    """
     if not _abstract(leaf):
         return leaf
     dtype = leaf.dtype
@@ -66,7 +72,7 @@ def _value(rng: np.random.Generator, leaf: Any, name: str, role: Role, limit: in
     if str(dtype).startswith("key<"):
         import jax
 
-        impl = jax.random.key_impl(jax.numpy.zeros((), dtype))  # a shape alone is not asked for its generator
+        impl = jax.random.key_impl(jax.numpy.zeros((), dtype))  # a shape alone has no generator
         key = jax.random.key(int(rng.integers(2**31)), impl=impl)
         return jax.random.split(key, shape) if shape else key
     kind = np.dtype(dtype).kind
@@ -84,7 +90,7 @@ def _value(rng: np.random.Generator, leaf: Any, name: str, role: Role, limit: in
 
 
 def _normal(rng: np.random.Generator, shape: tuple[int, ...], dtype: Any, std: float = 1.0) -> Any:
-    """Return normal numbers; of more than `DRAWN`, the same numbers again and again."""
+    """Return normal numbers; an array of more than `DRAWN` repeats them."""
     count = math.prod(shape)
     drawn = rng.standard_normal(min(count, DRAWN), np.float32)
     return np.resize((drawn * np.float32(std)).astype(dtype), shape)

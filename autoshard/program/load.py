@@ -1,4 +1,4 @@
-"""Opening what a user names on the command line: a program file, or a model configuration."""
+"""Opening of the source that a user names on the command line: a program file, or a model configuration."""
 
 import contextlib
 import dataclasses
@@ -34,34 +34,39 @@ def open_source(
     recipe: Mapping[str, Any] | None = None,
     **options: Any,
 ) -> Program:
-    """The program that `text` names: `hf:CONFIG` (with its options), a Python file, or a module in a file.
+    """Return the program that `text` names: `hf:CONFIG` (with its options), a Python file, or a module in a file.
 
-    `roles` says what arguments of a file are for, by the start of their names, where that is guessed wrongly.
-    The program remembers what it was opened from (`Program.source`). With `kept`, an `hf:` program or a module in a
-    file comes from the cache on disk where it is there: enough to plan it, not to run it. `preferred` are options that
-    hold where the source takes them and `options` say nothing else. `recipe` are the arguments of the function in a
-    Python file, of those that it leaves to the planner (`read_choices`).
+    The program records the arguments of this call (`Program.source`).
 
-    Raises `UserError` if `text` names neither, if `options` are given to a source that takes none, or if the process is
-    limited to less memory than XLA needs.
+    - `entry`: name that a Python file gives the program.
+    - `roles`: roles of a file's arguments, by prefixes of their names, where the guess is wrong.
+    - `kept`: True to take an `hf:` program or a module in a file from the disk cache if it is there. Such a program can
+      be planned but not run.
+    - `preferred`: options that apply if the source takes them and `options` do not set them.
+    - `recipe`: arguments for the function in a Python file, from the choices that it leaves to the planner
+      (`read_choices`).
+    - `options`: options of the source.
+
+    Raises `UserError` if `text` names no source, or if `options` are given to a source that takes none. It also does if
+    the process is limited to less memory than XLA needs.
     """
     check_addresses()
-    said: dict[str, Any] = {key: value for key, value in sorted(options.items()) if value is not None}
-    program = _open(text, entry, roles, said, kept, preferred or {}, recipe or {})
+    given: dict[str, Any] = {key: value for key, value in sorted(options.items()) if value is not None}
+    program = _open(text, entry, roles, given, kept, preferred or {}, recipe or {})
     if callable(roles):
-        return program  # nothing that a file could hold says it again
+        return program  # a file cannot store a function
     if roles is not None:
-        said["roles"] = {name: str(role) for name, role in roles.items()}
+        given["roles"] = {name: str(role) for name, role in roles.items()}
     more = {"preferred": dict(preferred or {}), "recipe": dict(recipe or {})}
-    source = {"program": text, "entry": entry, "options": said} | {key: value for key, value in more.items() if value}
+    source = {"program": text, "entry": entry, "options": given} | {key: value for key, value in more.items() if value}
     return dataclasses.replace(program, source=source)
 
 
 def read_choices(text: str, entry: str = "program") -> Choices:
-    """What a Python file leaves to the planner: its `choices`, or those that `autoshard.choices` says of its `entry`.
+    """Return the choices that a Python file leaves to the planner: its `choices`, or those of its `entry`.
 
-    Nothing for any other source. The file is run, unless it says nothing of choices. Raises `UserError` as `choices`
-    does, and if the file raises.
+    Other sources leave none. The file is run, unless its text does not contain `choices`. Raises `UserError` as
+    `choices` does, and if the file raises.
     """
     file = Path(text)
     if file.suffix != ".py" or not file.is_file() or "choices" not in file.read_text(errors="replace"):
@@ -84,6 +89,7 @@ def _open(
     preferred: Mapping[str, Any],
     recipe: Mapping[str, Any],
 ) -> Program:
+    """Return the program that `text` names; the arguments are those of `open_source`."""
     if text.startswith("hf:"):
         if roles is not None:
             raise UserError(f"`--roles` is for files; the roles of `{text}` are known, so leave it out.")
@@ -108,7 +114,7 @@ def _open(
 _MODULE_OPTIONS = ("train", "optimizer", "dtype", "param_dtype", "state_dtype", "remat", "attention")
 _MODULE_OPTIONS += ("exchange", "microbatches", "experts", "capacity_factor", "imbalance", "host", "stages", "schedule")
 _MODULE_OPTIONS += ("gradient_groups",)
-"""What a torch module in a Python file takes; `host`, and what says stages, are for JAX functions there as well."""
+"""Options of a torch module in a Python file; JAX functions in one also take `host`, `stages` and their schedule."""
 
 
 def _flags(keys: Sequence[str]) -> str:
@@ -116,9 +122,9 @@ def _flags(keys: Sequence[str]) -> str:
 
 
 def config_program(fields: Mapping[str, Any], **options: Any) -> Program:
-    """The program of the model whose configuration has these `fields`, with the options that `hf:CONFIG` takes.
+    """Return the program of the model whose configuration has these `fields`, with the options of `hf:CONFIG`.
 
-    Raises: `UserError` for fields or options that cannot be used.
+    Raises `UserError` for fields or options that cannot be used.
     """
     from autoshard.program.hf.hf_program import from_config
 
@@ -134,7 +140,10 @@ def _trace_config(config: str, options: dict[str, Any]) -> Program:
 
 
 def _host_of(options: dict[str, Any]) -> str:
-    """What waits in the hosts' memory, taken out of `options`. Raises `UserError` beside stages of a pipeline."""
+    """Remove from `options` the state for the hosts' memory, and return it.
+
+    Raises `UserError` if there are pipeline stages too.
+    """
     host = options.pop("host", "none")
     if host != "none" and (options.get("stages") or 1) > 1:
         raise UserError(
@@ -165,7 +174,7 @@ def load_rules(path: str | Path) -> None:
 
 @contextlib.contextmanager
 def _beside(file: Path) -> Iterator[None]:
-    """Lets a file import its neighbours."""
+    """Let a file import modules of its own folder while inside."""
     folder = str(file.resolve().parent)
     sys.path.insert(0, folder)
     try:
@@ -182,35 +191,37 @@ def load_program(
     preferred: Mapping[str, Any] | None = None,
     recipe: Mapping[str, Any] | None = None,
 ) -> Program:
-    """Run a Python file and take the program it offers under the name `entry`.
+    """Run a Python file and return the program that it offers under the name `entry`.
 
-    `entry` is a `Program`, or a function without arguments that returns a `Program`, `(fn, args)` for JAX, or
-    `(module, example_inputs)` for torch with an optional third dict of keyword inputs. A torch module may also stand
-    alone, as `entry` or as `model`, beside its example `inputs`. The file may import its neighbours. `roles` are those
-    of `trace`, for `(fn, args)` only; `options` those of `from_torch`, for torch modules only: with `train` the step
-    minimises the file's `loss`, a function of the output, and of its `targets` if it has any; but for `stages`,
-    `microbatches` and `schedule`, which every `stack` of a JAX program takes. `preferred` and `recipe` are those of
-    `open_source`.
+    `entry` is a `Program`, or a function without arguments that returns one. The function may also return `(fn, args)`
+    for JAX, or `(module, example_inputs)` for torch, with an optional third dict of keyword inputs. A torch module may
+    also stand alone, as `entry` or as `model`, next to its example `inputs`. The file may import modules of its folder.
+
+    - `roles`: those of `trace`, for `(fn, args)` only.
+    - `options`: those of `from_torch`, for torch modules only. With `train` the step minimises the file's `loss`, a
+      function of the output, and of its `targets` if there are any. Every `stack` of a JAX program takes `stages`,
+      `microbatches` and `schedule`.
+    - `preferred`, `recipe`: those of `open_source`.
 
     Raises `UserError` if the file is missing, raises, or offers something else.
     """
     file = Path(path)
     if not file.is_file():
         raise UserError(f"there is no file `{path}`; give the path of a Python file that offers `{entry}`.")
-    said = {**(options or {})}
-    host = _host_of(said)
-    pipeline = read_pipeline(said.get("stages"), said.get("microbatches"), said.get("schedule"))
+    given = {**(options or {})}
+    host = _host_of(given)
+    pipeline = read_pipeline(given.get("stages"), given.get("microbatches"), given.get("schedule"))
     with _beside(file), pipelined(pipeline) as stacks:
         module = _run(file)
         offered = _called(_offered(module, file, entry), file, entry, recipe or {})
         pair = _module_and_inputs(offered, module, file)
         if pair is not None:
             _no_roles(roles, file, entry)
-            return on_host(_from_torch(pair, module, file, {**(preferred or {}), **said}), host)
+            return on_host(_from_torch(pair, module, file, {**(preferred or {}), **given}), host)
         ours = {"stages", "schedule"}
-        if pipeline is not None or said.get("microbatches") == 1:
+        if pipeline is not None or given.get("microbatches") == 1:
             ours.add("microbatches")
-        own = [key for key in said if key not in ours]
+        own = [key for key in given if key not in ours]
         if own:
             raise UserError(
                 f"{_flags(own)} only apply to `hf:CONFIG` and to torch modules; `{entry}` in `{file}` says "
@@ -226,6 +237,7 @@ def load_program(
 
 
 def _run(file: Path) -> ModuleType:
+    """Import a Python file as a module. Raises `UserError` for an error of its code."""
     name = f"_autoshard_{file.stem}"
     spec = importlib.util.spec_from_file_location(name, file)
     if spec is None or spec.loader is None:
@@ -236,7 +248,7 @@ def _run(file: Path) -> ModuleType:
         spec.loader.exec_module(module)
     except ENDINGS:
         raise
-    except BaseException as error:  # the user's own code runs here, and may end the process or raise what it likes
+    except BaseException as error:  # user code, which may raise anything or exit
         sys.modules.pop(name, None)
         check_backend(error)
         raise UserError(f"`{file}` raised {_place(error, file)}.") from error
@@ -244,6 +256,7 @@ def _run(file: Path) -> ModuleType:
 
 
 def _offered(module: ModuleType, file: Path, entry: str) -> Any:
+    """Return the object called `entry`, or the file's `model`. Raises `UserError` if it has neither."""
     if hasattr(module, entry):
         return getattr(module, entry)
     if entry == "program" and _is_module(getattr(module, "model", None)):
@@ -260,7 +273,7 @@ def _offered(module: ModuleType, file: Path, entry: str) -> Any:
 
 
 def _called(offered: Any, file: Path, entry: str, recipe: Mapping[str, Any]) -> Any:
-    """What a function in the file returns; anything else as it is."""
+    """Call a function of the file and return its result; anything else is returned unchanged."""
     if not callable(offered) or isinstance(offered, Program) or _is_module(offered):
         return offered
     try:
@@ -273,7 +286,7 @@ def _called(offered: Any, file: Path, entry: str, recipe: Mapping[str, Any]) -> 
 
 
 def _module_and_inputs(offered: Any, module: ModuleType, file: Path) -> tuple[Any, Any, Any] | None:
-    """A torch module, its example inputs and keyword inputs; None if something else is offered."""
+    """Return a torch module, its example inputs and keyword inputs; None if something else is offered."""
     if isinstance(offered, (tuple, list)) and len(offered) in (2, 3) and _is_module(offered[0]):
         keywords = offered[2] if len(offered) == 3 else {}
         if not isinstance(keywords, Mapping):
@@ -293,6 +306,7 @@ def _module_and_inputs(offered: Any, module: ModuleType, file: Path) -> tuple[An
 
 
 def _from_torch(pair: tuple[Any, Any, Any], module: ModuleType, file: Path, options: dict[str, Any]) -> Program:
+    """Return the program of a torch module, with the file's `loss` and `targets` if it is trained."""
     from autoshard.program.torch.torch_module import from_torch
 
     loss, targets = getattr(module, "loss", None), getattr(module, "targets", None)
@@ -318,6 +332,7 @@ def _from_torch(pair: tuple[Any, Any, Any], module: ModuleType, file: Path, opti
 
 
 def _no_roles(roles: Roles | None, file: Path, entry: str) -> None:
+    """Raise `UserError` if roles are given for a program that takes none."""
     if roles is not None:
         raise UserError(
             f"`--roles` is for modules in files and for `(function, arguments)`; `{entry}` in `{file}` is neither."
@@ -325,16 +340,17 @@ def _no_roles(roles: Roles | None, file: Path, entry: str) -> None:
 
 
 def _as_program(offered: Any, file: Path, entry: str, roles: Roles | None) -> Program:
+    """Return the offered program, or trace `(function, arguments)`. Raises `UserError` for anything else."""
     if isinstance(offered, (tuple, list)) and len(offered) == 2 and callable(offered[0]) and not _is_module(offered[0]):
         return trace(offered[0], offered[1], name=file.stem, roles=roles)
     _no_roles(roles, file, entry)
     if isinstance(offered, Program):
         return offered
-    found = (
+    description = (
         f"{type(offered).__name__} of {len(offered)}" if isinstance(offered, (tuple, list)) else type(offered).__name__
     )
     raise UserError(
-        f"`{entry}` in `{file}` gave {_article(found)}; expected an autoshard.Program, "
+        f"`{entry}` in `{file}` gave {_article(description)}; expected an autoshard.Program, "
         "`(function, arguments)` for JAX, or `(torch module, example inputs)`."
     )
 
@@ -349,7 +365,7 @@ def _is_own(value: Any, module: ModuleType) -> bool:
 
 
 def _place(error: BaseException, file: Path) -> str:
-    """`ValueError: text (line 12)`, the line being the deepest one inside the user's file."""
+    """Return `ValueError: text (line 12)`, where the line is the deepest one inside the user's file."""
     line = error.lineno if isinstance(error, SyntaxError) else None
     step = error.__traceback__
     while step is not None:

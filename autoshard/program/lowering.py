@@ -1,4 +1,4 @@
-"""A JAX function lowered without shardings; what the user's own code raises becomes one sentence."""
+"""Lowering of a JAX function without shardings; an error of the user's own code becomes one sentence."""
 
 import dataclasses
 import re
@@ -27,7 +27,8 @@ class Lowered:
 def lower_function(fn: Callable[..., Any], args: tuple[Any, ...], donate: tuple[int, ...], label: str) -> Lowered:
     """Lower `fn(*args)` without shardings, for CPUs or else for the first platform that has a lowering.
 
-    Raises `UserError` for what the function raises.
+    `donate` are the donated positional arguments, and `label` names the function in errors. Raises `UserError` for an
+    error of the function.
     """
     import jax
 
@@ -40,25 +41,25 @@ def lower_function(fn: Callable[..., Any], args: tuple[Any, ...], donate: tuple[
         return mlir.drop_sent_arguments(lowered.compiler_ir("stablehlo"))
 
     def first() -> tuple[Any, str]:
-        refused: Exception | None = None
+        first_error: Exception | None = None
         for platform in PLATFORMS:
             try:
                 return lower(platform), platform
             except UserError:
                 raise
             except Exception as error:
-                refused = refused or error
-        assert refused is not None
-        raise refused
+                first_error = first_error or error
+        assert first_error is not None
+        raise first_error
 
     traced = user_code(label, lambda: jax.jit(fn, keep_unused=True, donate_argnums=donate).trace(*args))
 
     def module_for(other: str) -> bytes:
-        made = lower(other)
-        # Bytes may differ where the text does not, and what is known of a program is kept by its bytes.
+        module_there = lower(other)
+        # Bytes may differ although the text is equal, and facts about a program are cached by its bytes.
         with mlir.new_context() as context:
-            same = mlir.text_of(made) == mlir.text_of(mlir.parse_module(module, context))
-        return module if same else mlir.to_bytes(made)
+            same = mlir.text_of(module_there) == mlir.text_of(mlir.parse_module(module, context))
+        return module if same else mlir.to_bytes(module_there)
 
     ir, platform = user_code(label, first)
     module = mlir.to_bytes(ir)
@@ -67,7 +68,7 @@ def lower_function(fn: Callable[..., Any], args: tuple[Any, ...], donate: tuple[
 
 
 def user_code(label: str, run: Callable[[], Any]) -> Any:
-    """Call `run`, which runs the user's function. Raises `UserError`, one sentence, for what that raises."""
+    """Call `run`, which runs the user's function. Raises `UserError`, one sentence, for its errors."""
     try:
         return run()
     except (UserError, *ENDINGS):
@@ -80,10 +81,10 @@ def user_code(label: str, run: Callable[[], Any]) -> Any:
                 f"`{label}` uses implementation='cudnn', which JAX traces only where it finds cuDNN: trace it there "
                 "and plan the StableHLO file (.lower().as_text(), `autoshard plan step.mlir`), or use 'xla'."
             ) from error
-        refused = r"(?:Not supported on|.*[Uu]nsupported \w+ device kind:) (.+?)\.?$"  # tokamax's, ejkernel's
-        if found := re.match(refused, text):
+        pattern = r"(?:Not supported on|.*[Uu]nsupported \w+ device kind:) (.+?)\.?$"  # tokamax's, ejkernel's
+        if message := re.match(pattern, text):
             raise UserError(
-                f"`{label}` asks for a kernel that is not made for {found[1]}, where it is traced: choose an "
+                f"`{label}` asks for a kernel that is not made for {message[1]}, where it is traced: choose an "
                 "implementation in plain JAX (tokamax calls it 'xla'), or trace it on its accelerator and plan the "
                 "StableHLO file (.lower().as_text(), `autoshard plan step.mlir`)."
             ) from error
@@ -97,9 +98,9 @@ def user_code(label: str, run: Callable[[], Any]) -> Any:
                 f"`{label}` takes the gradient of a function with a sharding rule, which has none of its own: put "
                 "jax.custom_vjp around it, and register_rule on its backward function too."
             ) from error
-        if found := re.match(r"Found an unbound axis name: (\S+?)\.?(?:\s|$)", text):
+        if message := re.match(r"Found an unbound axis name: (\S+?)\.?(?:\s|$)", text):
             raise UserError(
-                f"`{label}` has a collective over the axis `{found[1]}`, which only jax.pmap, jax.vmap or "
+                f"`{label}` has a collective over the axis `{message[1]}`, which only jax.pmap, jax.vmap or "
                 "jax.shard_map around it would bind: give the step over whole arrays without that collective (a plan "
                 "puts the sums where they are needed), or with its own jax.shard_map or jax.vmap(axis_name=...) "
                 "around it."
@@ -108,7 +109,7 @@ def user_code(label: str, run: Callable[[], Any]) -> Any:
 
 
 def check_backend(error: BaseException) -> None:
-    """Raise `UserError` for an error of JAX's that a platform which it is asked for is not here."""
+    """Raise `UserError` if `error` says that JAX cannot start a platform in `JAX_PLATFORMS`."""
     jax = sys.modules.get("jax")
     asked = jax.config.jax_platforms if jax is not None else None
     if asked and ("Unable to initialize backend" in reason_of(error) or _is_bare(error)):
@@ -119,7 +120,7 @@ def check_backend(error: BaseException) -> None:
 
 
 def _is_bare(error: BaseException) -> bool:
-    """Return True if JAX asserts, without a word, that it has a backend."""
+    """Return True if JAX raised an assertion without a message because it has no backend."""
     import jax
 
     if not isinstance(error, AssertionError) or error.args:

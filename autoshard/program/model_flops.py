@@ -1,7 +1,8 @@
-"""Counting the model FLOPs of a forward pass while it is traced, and those that its backward pass is spared.
+"""Counters of the model FLOPs of a forward pass while it is traced, and of the FLOPs that its backward pass saves.
 
-A matmul costs its FLOPs once more in the backward pass for each of its two operands that needs a gradient. Operands are
-taken to need one unless `spared` says otherwise: a frozen weight needs none, nor does a value computed of such alone.
+A matmul costs its FLOPs again in the backward pass for each of its two operands that needs a gradient. Every operand
+counts as needing one unless `spared` says otherwise. A frozen weight needs no gradient, nor does a value computed from
+frozen weights alone.
 """
 
 import contextlib
@@ -22,12 +23,12 @@ def record(flops: float) -> None:
 
 
 def record_matmul(out_shape: Sequence[int], contracted: int) -> None:
-    """A matmul with result `out_shape` summing over `contracted` elements: one multiply and one add each."""
+    """Record a matmul with result `out_shape` that contracts `contracted` elements: two FLOPs for each."""
     record(2.0 * math.prod(out_shape) * contracted)
 
 
 def record_count(count: Sequence[float], times: int = 1) -> None:
-    """Add a count that is closed, `times` over, to the innermost open one."""
+    """Add a closed count, multiplied by `times`, to the innermost open one."""
     if _scopes:
         _scopes[-1][0] += count[0] * times
         _scopes[-1][1] += count[1] * times
@@ -35,9 +36,9 @@ def record_count(count: Sequence[float], times: int = 1) -> None:
 
 @contextlib.contextmanager
 def counting() -> Iterator[list[float]]:
-    """Count what is traced inside; the value is `[flops, spared]`, the FLOPs and those that no backward pass needs.
+    """Count the FLOPs that are traced inside; yields the list `[flops, spared]`.
 
-    Nothing is passed on to an enclosing count.
+    `spared` are FLOPs of gradients that no backward pass needs. Nothing is passed on to an enclosing count.
     """
     scope = [0.0, 0.0]
     _scopes.append(scope)
@@ -49,7 +50,7 @@ def counting() -> Iterator[list[float]]:
 
 @contextlib.contextmanager
 def spared(operands: int) -> Iterator[None]:
-    """While inside, so many operands of every matmul need no gradient: 0, 1 or 2."""
+    """Set the number of operands (0, 1 or 2) of every matmul traced inside that need no gradient."""
     token = _without.set(operands)
     try:
         yield

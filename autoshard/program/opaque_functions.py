@@ -1,8 +1,7 @@
-"""Calls that stay whole in a program: lowered as one custom call each, and later, when it is known how they are split,
-as the same function on shards.
+"""Functions that stay whole in a program: each is lowered as one custom call, and as code on shards once it is planned.
 
-A function with `jax.experimental.custom_partitioning` (which `register_rule` uses too) and a Pallas kernel would
-otherwise be inlined on one device, or become code for one platform and one shape.
+These are functions with `jax.experimental.custom_partitioning`, which `register_rule` uses too, and Pallas kernels.
+Otherwise they would be inlined on one device, or become code for one platform and one shape.
 """
 
 import dataclasses
@@ -26,7 +25,7 @@ from autoshard.program.registered_rules import Partition, jax_notation
 
 
 OnShards = Callable[[Any, Sequence[Any], Sequence[Any]], tuple[Callable[..., Any], Sequence[Any], Sequence[Any]]]
-"""(mesh, operand specs, result specs) -> the function on shards, and the specs that it takes and gives."""
+"""Function of (mesh, operand specs, result specs) that returns the function on shards and its specs."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -35,7 +34,7 @@ class OpaqueCall:
 
     name: str
     operands: tuple[Any, ...]
-    """A `jax.ShapeDtypeStruct` of each operand, with its shape before it is split."""
+    """A `jax.ShapeDtypeStruct` of each operand, with its unsharded shape."""
     on_shards: OnShards
 
 
@@ -44,7 +43,7 @@ Found = dict[str, OpaqueCall]
 
 
 def lower_traced(traced: Any, found: Found | None = None, platforms: tuple[str, ...] | None = None) -> Any:
-    """`traced.lower()` with opaque calls kept as calls; they are added to `found`."""
+    """Lower `traced` with opaque functions as custom calls; the calls are added to `found`."""
     calls: Found = {} if found is None else found
     parameters = _private("jax._src.interpreters.mlir").LoweringParameters(override_lowering_rules=_overrides(calls))
     return traced.lower(lowering_platforms=platforms, _private_parameters=parameters)
@@ -53,17 +52,20 @@ def lower_traced(traced: Any, found: Found | None = None, platforms: tuple[str, 
 def lower_on_shards(
     call: OpaqueCall, mesh: Any, operands: Sequence[Any], results: Sequence[Any], platform: str, by_hand: bool = False
 ) -> tuple[bytes, Any]:
-    """A module over whole tensors in which every device of `mesh` runs the call on its shards.
+    """Return a module over whole tensors in which every device of `mesh` runs the call on its shards, and its lowering.
 
-    `operands` and `results` are `PartitionSpec`s, `platform` is `cpu`, `tpu` or `cuda`; `by_hand`: the call stands
-    where its operands are shards already. Also gives the lowering, which keeps alive what the module refers to.
+    The lowering keeps the objects alive that the module refers to.
+
+    - `operands`, `results`: their `PartitionSpec`s.
+    - `platform`: `cpu`, `tpu` or `cuda`.
+    - `by_hand`: True if the call stands in a manual region, where its operands are shards already.
     """
     import jax
 
     fn, into, out = call.on_shards(mesh, operands, results)
 
     def flat(*args: Any) -> tuple[Any, ...]:
-        with jax.named_scope(call.name):  # what reads the compiled program finds the kernel by it
+        with jax.named_scope(call.name):  # readers of the compiled program find the kernel by its name
             return tuple(jax.tree.leaves(fn(*args)))
 
     if not by_hand:
@@ -76,12 +78,12 @@ def lower_on_shards(
 
 
 def _private(name: str) -> Any:
-    """A module of jax that is no public interface."""
+    """Import a module of jax that is no public interface."""
     return importlib.import_module(name)
 
 
 def _overrides(found: Found) -> tuple[tuple[Any, Any], ...]:
-    """Lowerings of our own; what a program uses it has imported."""
+    """Return the lowering rules for opaque functions; a module that is not imported is not used by the program."""
     rules = []
     partitioning = sys.modules.get("jax._src.custom_partitioning")
     if partitioning is not None:
@@ -97,7 +99,7 @@ def _overrides(found: Found) -> tuple[tuple[Any, Any], ...]:
 
 
 def _placed(lowering: Any, ctx: Any, *values: Any, devices: Any, **params: Any) -> Any:
-    """Transfers between memories as TPUs and GPUs have them; JAX drops them where it lowers for a CPU."""
+    """Lower transfers between memories as for TPUs and GPUs; JAX drops them in lowerings for a CPU."""
     core = _private("jax._src.core")
     out = []
     for value, device, aval in zip(values, devices, ctx.avals_out, strict=True):
@@ -108,18 +110,21 @@ def _placed(lowering: Any, ctx: Any, *values: Any, devices: Any, **params: Any) 
 
 
 def _ruled(found: Found, partitioning: Any, ctx: Any, *values: Any, **params: Any) -> Any:
+    """Lower a `custom_partitioning` with a sharding rule as one call; without a rule as JAX does."""
     if params["sharding_rule"] is None:
         return partitioning._custom_partitioning_lowering_rule(ctx, *values, **params)
     return _emit_ruled(found, values, params)
 
 
 def _kernel(found: Found, pallas: Any, ctx: Any, *values: Any, **params: Any) -> Any:
-    if ctx.tokens_in.effects():  # host callbacks in order, as TPU interpret mode makes them: no call of its own
+    """Lower a Pallas kernel as one call."""
+    if ctx.tokens_in.effects():  # ordered host callbacks, as TPU interpret mode emits: no opaque call
         return pallas._pallas_call_lowering(ctx, *values, **params)
     return _emit_kernel(found, ctx, values, params)
 
 
 def _ragged(found: Found, lax: Any, ctx: Any, *values: Any, **params: Any) -> Any:
+    """Lower a ragged matmul as one call, or by its plain implementation if its form is not supported."""
     operands, results = _shapes(ctx.avals_in), _shapes(ctx.avals_out)
     dot = RaggedDot.of(operands, params)
     if dot is None:
@@ -139,13 +144,16 @@ def _shapes(avals: Sequence[Any]) -> tuple[Any, ...]:
 
 
 def _digest(*parts: Any) -> str:
-    """What tells calls of one name apart, the same in every process: addresses and source lines are left out, and
-    whether kernels within are interpreted."""
+    """Return a digest that distinguishes calls of one name and is the same in every process.
+
+    It omits addresses, source lines and the `interpret` flag of inner kernels.
+    """
     text = re.sub(r"0x[0-9a-f]+| at \S+:\d+|:\d+|\binterpret=\w+", "", "\n".join(map(str, parts)))
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 def _emit_ruled(found: Found, values: Sequence[Any], params: dict[str, Any]) -> list[Any]:
+    """Emit the call of a function with a sharding rule, and add the call to `found`."""
     import jax
     from jax.sharding import NamedSharding
 
@@ -211,16 +219,22 @@ def _emit_exchanging(
     work: mlir.CallWork,
     shapes: tuple[tuple[Any, ...], Sequence[Any]],
 ) -> list[Any]:
-    """A call that sends something between the devices of an axis itself; `shapes` of its operands and results."""
+    """Emit a call that itself exchanges data between the devices of an axis.
+
+    - `found`: calls by key, to which this one is added.
+    - `values`: operands in the module.
+    - `work`: cost of one execution.
+    - `shapes`: shapes of its operands and of its results.
+    """
     operands, results = shapes
     digest = _digest(call, operands)
     found[f"{call.name}#{digest}"] = OpaqueCall(call.name, operands, call.on_shards)
-    made = [(r.shape, r.dtype) for r in results]
-    return mlir.emit_call(values, made, call.name, digest, mlir.rule_attribute(*call.rule), work)
+    result_types = [(r.shape, r.dtype) for r in results]
+    return mlir.emit_call(values, result_types, call.name, digest, mlir.rule_attribute(*call.rule), work)
 
 
 def _mlir_rule(rule: Any, static: Sequence[Any], operands: Sequence[Any], results: Sequence[Any]) -> Any:
-    """A rule in one of JAX's forms as an attribute."""
+    """Return a sharding rule in any of JAX's forms as an MLIR attribute."""
     notation = _private("jax._src.custom_partitioning_sharding_rule")
     operand_types, result_types = (
         mlir.tensor_types([(a.shape, a.dtype) for a in side]) for side in (operands, results)
@@ -236,6 +250,7 @@ def _mlir_rule(rule: Any, static: Sequence[Any], operands: Sequence[Any], result
 
 
 def _emit_kernel(found: Found, ctx: Any, values: Sequence[Any], params: dict[str, Any]) -> list[Any]:
+    """Emit the call of a Pallas kernel, and add the call to `found`."""
     operands, results = _shapes(ctx.avals_in), _shapes(ctx.avals_out)
     kernel = PallasCall.of(operands, results, params)
     digest = _digest(params["jaxpr"], params["grid_mapping"], params["compiler_params"], operands, results)

@@ -1,4 +1,4 @@
-"""Modules of one traced step for each platform, since JAX lowers some ops differently for each."""
+"""Modules of one traced step for each platform, since JAX lowers some ops differently on each."""
 
 import dataclasses
 from collections.abc import Callable, Mapping
@@ -13,17 +13,17 @@ PLATFORMS: tuple[str, ...] = ("cpu", "cuda", "tpu")
 
 
 class Lowerings:
-    """Modules by platform, lowered when they are asked for."""
+    """Modules by platform, lowered on demand."""
 
     def __init__(self, lower: Callable[[str], bytes], known: Mapping[str, bytes]) -> None:
-        """`lower` raises for a platform that the step has no lowering for."""
+        """Store the modules that are `known`; `lower` raises for a platform on which the step has no lowering."""
         self._lower = lower
         self._known: dict[str, bytes | Exception] = dict(known)
         self.programs: dict[tuple[int, str], tuple[Program, Program]] = {}
-        """(id, platform) -> a program and the same one lowered for the platform: one record for each."""
+        """(id, platform) -> a program and the same program lowered for the platform, so that each has one record."""
 
     def module(self, platform: str) -> bytes:
-        """Return the MLIR bytecode for a platform. Raises what JAX raises where there is none."""
+        """Return the MLIR bytecode for a platform. Raises JAX's own error if it has no lowering."""
         if platform not in self._known:
             try:
                 self._known[platform] = self._lower(platform)
@@ -36,20 +36,22 @@ class Lowerings:
 
 
 def lowered_for(program: Program, platform: str) -> Program:
-    """Return the program as `platform` lowers it, of the same fingerprint, or as it is where it has one lowering only.
+    """Return the program as lowered for `platform`, with the same fingerprint; unchanged if it has one lowering only.
 
-    A note says so where JAX has no lowering for the platform, as of callbacks, which run on the host that traced them.
+    A note says so if JAX has no lowering for the platform. Callbacks are an example: they run on the host that traced
+    them.
     """
     if program.platform == platform or program.lowerings is None:
         return program
-    made = program.lowerings.programs
+    programs = program.lowerings.programs
     key = id(program), platform
-    if key not in made:
-        made[key] = program, _lowered(program, platform)
-    return made[key][1]
+    if key not in programs:
+        programs[key] = program, _lowered(program, platform)
+    return programs[key][1]
 
 
 def _lowered(program: Program, platform: str) -> Program:
+    """Return the program with its module for `platform`; with a note instead if JAX has no lowering for it."""
     try:
         module = program.lowerings.module(platform)
     except UserError:

@@ -12,11 +12,11 @@ from autoshard.base.providers import provider
 
 
 class Role(enum.StrEnum):
-    """What an argument is for; decides what baselines do with it."""
+    """The purpose of an argument, which decides its treatment by the baselines."""
 
     PARAMETER = "parameter"
     FROZEN = "frozen"
-    """A weight that a training step leaves as it is."""
+    """A weight that a training step leaves unchanged."""
     OPTIMIZER_STATE = "optimizer_state"
     BATCH = "batch"
     OTHER = "other"
@@ -27,13 +27,13 @@ WEIGHTS = (Role.PARAMETER, Role.FROZEN)
 
 
 class Lifted(enum.StrEnum):
-    """Which of the sharding constraints that a program holds itself are taken out."""
+    """The sharding constraints of the program itself that are removed."""
 
     NONE = ""
     IDLE = "idle"
-    """Those on a mesh of one device, which say nothing."""
+    """Constraints on a mesh of one device, which have no effect."""
     ALL = "all"
-    """All of them, since the user asked for it."""
+    """All constraints, at the user's request."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -44,12 +44,12 @@ class Argument:
     """Pytree path or torch parameter name, unique; a stacked layer parameter is `model.layers.*.mlp.up_proj.weight`."""
     shape: tuple[int, ...]
     dtype: str
-    """The name that numpy or ml_dtypes has for it: `float32`, `bfloat16`, `int32`, ..."""
+    """Name of the type in numpy or ml_dtypes: `float32`, `bfloat16`, `int32`, ..."""
     role: Role
     result: int | None = None
-    """Index of the result that replaces it: updated state, whether or not its buffer is donated."""
+    """Index of the result that is the argument's updated value, with or without donation of its buffer."""
     donated: bool = False
-    """True if the argument's buffer is donated to `result` (or to no particular result)."""
+    """True if the argument's buffer is donated to `result`, or to no particular result."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -60,12 +60,12 @@ class Result:
     shape: tuple[int, ...]
     dtype: str
     argument: int | None = None
-    """Index of the argument it replaces; its spec must equal that argument's."""
+    """Index of the argument that the result updates; the result must have that argument's spec."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Program:
-    """One step (training or inference), canonical, as it will be planned, run and compiled."""
+    """One step (training or inference) in canonical form, to be planned, run and compiled."""
 
     name: str
     fn: Callable[..., Any]
@@ -78,56 +78,58 @@ class Program:
     module: bytes = dataclasses.field(repr=False)
     """StableHLO as MLIR bytecode, lowered without shardings, `keep_unused=True`: its arguments are `arguments`."""
     fingerprint: str
-    """The sha256 (hex) over the module for CPUs without locations, and over names and roles of the arguments."""
+    """The sha256 (hex) of the module for CPUs without locations, and of the names and roles of the arguments."""
     training: bool = False
     model_flops: float | None = None
-    """FLOPs of one step counted the MFU way: 6 (training) or 2 (inference) x matmul parameters x tokens,
-    plus attention with causal counted half; no recompute. None if the source cannot know it."""
+    """FLOPs of one step, counted as for MFU; None if the source cannot count them.
+
+    They are 6 (training) or 2 (inference) x matmul parameters x tokens, plus attention, of which causal counts half.
+    Recomputation is not counted.
+    """
     tokens: int | None = None
     layers: int | None = None
-    """Layers whose rematerialisation can be chosen apart; None if the source has no such choice."""
+    """Number of layers whose rematerialisation can be chosen separately; None if the source has no such choice."""
     stacks: tuple[int, ...] = ()
-    """Layers of each stack that may be cut into the stages of a pipeline."""
+    """Number of layers of each stack that may be cut into the stages of a pipeline."""
     pipeline: dict[str, Any] | None = None
-    """What the largest stack is computed by: `schedule`, `stages`, `microbatches`, `rounds` and its `layers`; None if
-    there are no stages."""
+    """Pipeline of the largest stack: `schedule`, `stages`, `microbatches`, `rounds`, `layers`; None without one."""
     weights: dict[str, tuple[str, ...]] = dataclasses.field(default_factory=dict, repr=False)
-    """Parameter -> the tensors of the model, by their names in its files, that it stacks; empty of JAX functions."""
+    """Parameter -> the names, in the model's files, of the tensors that it stacks; empty for JAX functions."""
     dims: dict[str, tuple[str, ...]] = dataclasses.field(default_factory=dict, repr=False)
-    """Argument -> the names of its dims, where its source gives them names: those of a Haliax `NamedArray`."""
+    """Argument -> the names of its dims if its source names them, as a Haliax `NamedArray` does."""
     savable: tuple[str, ...] = ()
-    """Values of its layers that a remat policy may name: `self_attn.q_proj`, `context`, `input`."""
+    """Values of its layers that a remat policy may name, such as `self_attn.q_proj`, `context` and `input`."""
     make_args: Callable[[int], tuple[Any, ...]] | None = None
-    """`make_args(seed)` gives concrete host arrays for `args`: plausible initial values, valid ids."""
+    """Function of a seed that returns concrete host arrays for `args`: plausible initial values and valid ids."""
     notes: tuple[str, ...] = ()
     """Sentences about what the source changed or assumed; shown in reports."""
     exchange: str = "auto"
-    """How queries meet keys and values where the sequence is split, of `EXCHANGES`; `auto`: as is fastest."""
+    """Exchange of attention if the sequence is split, one of `EXCHANGES`; `auto` selects the fastest."""
     lifted: Lifted = Lifted.NONE
-    """Which of the constraints that `fn` holds are not in what is planned and run."""
+    """The constraints of `fn` that are removed from the module that is planned and run."""
     on_host: str = "none"
-    """What `trace` or `open_source` was asked to keep in the hosts' memory between steps, of `HOSTS`."""
+    """State that `trace` or `open_source` keeps in the hosts' memory between steps, one of `HOSTS`."""
     source: dict[str, Any] | None = None
-    """What `open_source` opened: `program`, `entry` and `options`; None for a program made in Python."""
+    """Arguments of `open_source`: `program`, `entry` and `options`; None for a program that was built in Python."""
 
     platform: str = "cpu"
-    """XLA's name of the platform that `module` is for, of `PLATFORMS`."""
+    """XLA's name of the platform that `module` is lowered for, one of `PLATFORMS`."""
     lowerings: Any = dataclasses.field(default=None, repr=False, compare=False)
-    """`Lowerings` of the step by platform; None where it has one only, as in a StableHLO file."""
+    """`Lowerings` of the step by platform; None if it has one only, as a StableHLO file does."""
     eager: Any = dataclasses.field(default=None, repr=False, compare=False)
-    """The torch module that the step was traced of, an `EagerTwin` to compare with; None for other sources."""
+    """An `EagerTwin` of the traced torch module, to compare with; None for other sources."""
 
     def graph(self, plan: Any = None) -> Any:
-        """The ops of the program and the tensors between them: a `ProgramGraph`, for networkx by its `to_networkx()`.
+        """Return the ops of the program and the tensors between them, as a `ProgramGraph`.
 
-        With a `Plan` of this program it also has specs, predicted seconds and collectives. Raises `UserError` for a
-        plan of another program, and for one that was made by another version.
+        Its `to_networkx()` converts it for networkx. With a `Plan` of this program it also has specs, predicted seconds
+        and collectives. Raises `UserError` for a plan of another program or of another version.
         """
         return provider("graph")(self, plan)
 
 
 def serialise(ir_module: Any, arguments: Sequence[Argument]) -> tuple[bytes, str]:
-    """MLIR bytecode of a module, and the sha256 over its text without locations and over argument names and roles."""
+    """Return a module's MLIR bytecode, and the sha256 of its text without locations and of argument names and roles."""
     operation = ir_module.operation
     buffer = io.BytesIO()
     operation.write_bytecode(buffer)

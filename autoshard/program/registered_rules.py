@@ -1,4 +1,4 @@
-"""`register_rule`: how a user says what may be split in an opaque call, or in a function that is to be one."""
+"""`register_rule`: sharding rules that users give for opaque calls and for functions that become opaque calls."""
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
@@ -20,26 +20,29 @@ def register_rule(
     flops: str | None = None,
     static_argnums: Sequence[int] = (),
 ) -> Any:
-    """Say which dims of an opaque call may be split together.
+    """Register the dims of an opaque call that may be split together.
 
-    **For a call by name**, whatever program or file it stands in: `register_rule("my_kernel", "b h s d -> b h s d")`.
-    The name is a custom call's target, or the name of a Pallas kernel. Returns None.
+    **For a call by name**, in any program or file: `register_rule("my_kernel", "b h s d -> b h s d")`. The name is a
+    custom call's target, or the name of a Pallas kernel. Returns None.
 
     **For a function**, as a decorator: `@register_rule("b h s d, b h t d, b h t d -> b h s d", ...)`. The function
-    becomes one call, which every device makes with its shards: under a plan split as planned, under a plain `jax.jit`
-    as XLA propagates shardings, on one device as if there were no rule. Results over a split `reduction` factor are
-    summed over devices. Its arguments are arrays or pytrees of arrays, matched to the rule in flattened order; those
-    in `static_argnums` are plain values. The call has no gradient of its own: put `jax.custom_vjp` around it and give
-    the backward function a rule too.
+    becomes one call, which every device runs on its shards. A plan splits the call as planned, and a plain `jax.jit` as
+    XLA propagates shardings. On one device the call behaves as if there were no rule. Results over a split `reduction`
+    factor are summed over devices. Its arguments are arrays or pytrees of arrays, matched to the rule in flattened
+    order. Arguments in `static_argnums` are plain values. The call has no gradient of its own: put `jax.custom_vjp`
+    around it and give the backward function a rule too.
 
     - `rule`: one group of factors for each operand and result (see `autoshard.base.call_rules`); factors name dims.
-    - `reduction`: factors that results are summed over; `need_replication`: factors that must stay whole;
-      `permutation`: factors whose split would need an exchange (kept whole too). A factor of operands only, or of
-      results only, that is no reduction stays whole.
-    - `sizes`: sizes of factors that shapes do not tell (in dims of several factors).
-    - `flops`: matrix flops of the whole call, such as `"4 b h s t d"`, for the prediction.
+    - `reduction`: factors that results are summed over.
+    - `need_replication`: factors that must stay whole.
+    - `permutation`: factors whose split would need an exchange; they stay whole too.
+    - `sizes`: sizes of factors that shapes do not determine (in dims of several factors).
+    - `flops`: matrix FLOPs of the whole call, such as `"4 b h s t d"`, for the prediction.
 
-    Raises `UserError` for a rule that is malformed, now; for one that does not fit a call, when that is planned.
+    A factor of operands only, or of results only, stays whole unless it is a reduction.
+
+    Raises `UserError` at once for a malformed rule. A rule that does not fit a call raises it when that call is
+    planned.
     """
     options: dict[str, Any] = {
         "reduction": reduction,
@@ -67,7 +70,7 @@ def _decorate(fn: Callable[..., Any], text: str, static_argnums: tuple[int, ...]
 
 
 class RuledFunction:
-    """A function that is one call with a sharding rule; call it like the function."""
+    """A function that is one call with a sharding rule, called like the original function."""
 
     def __init__(
         self,
@@ -76,7 +79,7 @@ class RuledFunction:
         static_argnums: tuple[int, ...],
         work: CallWork | None = None,
     ) -> None:
-        """`work`: what one execution of a call of its own does; FLOPs that the rule counts come before those."""
+        """Wrap `fn`; `work` is the cost of one call, in which FLOPs that the rule counts take precedence."""
         self.fn, self.rule, self.static_argnums, self.work = fn, rule, static_argnums, work or CallWork()
         functools.update_wrapper(self, fn, updated=())
 
@@ -94,13 +97,16 @@ class RuledFunction:
 
 
 class Partition:
-    """What `custom_partitioning` asks for: the function on shards, and the specs it takes and gives."""
+    """The partitioning callback of `custom_partitioning`: the function on shards, and its operand and result specs."""
 
     def __init__(self, fn: Callable[..., Any], rule: CallRule, static_argnums: tuple[int, ...], work: CallWork) -> None:
         self.fn, self.rule, self.static_argnums, self.work = fn, rule, static_argnums, work
 
     def __call__(self, *given: Any) -> tuple[Any, Callable[..., Any], Any, Any]:
-        """`(*static, mesh, operands, results)`, the last two pytrees of shapes with shardings."""
+        """Return the mesh, the function on shards, and the shardings of results and of operands.
+
+        `given` is `(*static, mesh, operands, results)`, the last two pytrees of shapes with shardings.
+        """
         import jax
         from jax.sharding import NamedSharding
 
@@ -116,32 +122,32 @@ class Partition:
                 tied = factor in inner and (factor in outer) != (bound.kinds[factor] == "reduction")
                 if tied and bound.kinds[factor] in ("parallel", "reduction"):
                     axes.setdefault(factor, split)
-        taken: set[str] = set()
+        used: set[str] = set()
         for factor in sorted(axes):
-            axes[factor] = tuple(a for a in axes[factor] if a not in taken)
-            taken.update(axes[factor])
+            axes[factor] = tuple(a for a in axes[factor] if a not in used)
+            used.update(axes[factor])
         summed = tuple(a for f in sorted(axes) if bound.kinds[f] == "reduction" for a in axes[f])
 
         def sharding(dims: Any) -> Any:
             return NamedSharding(mesh, _spec(dims, axes))
 
         def on_shards(*args: Any) -> Any:
-            found = self.fn(*_with_static(args, static, self.static_argnums))
-            return jax.tree.map(lambda x: jax.lax.psum(x, summed), found) if summed else found
+            results_here = self.fn(*_with_static(args, static, self.static_argnums))
+            return jax.tree.map(lambda x: jax.lax.psum(x, summed), results_here) if summed else results_here
 
         in_shardings = in_tree.unflatten([sharding(dims) for dims in bound.operands])
         out_shardings = out_tree.unflatten([sharding(dims) for dims in bound.results])
         return mesh, on_shards, out_shardings, in_shardings
 
     def mlir_rule(self, *given: Any) -> Any:
-        """The rule as `custom_partitioning` takes it, in its notation, bound to the shapes of one call."""
+        """Return the rule in the notation of `custom_partitioning`, bound to the shapes of one call."""
         *_, operands, results = given
         inner, outer = ([list(t.shape) for t in types] for types in (operands, results))
         return jax_notation(bind(self.rule, inner, outer, f"of `{self.rule.name}`"))
 
 
 def jax_notation(bound: BoundRule) -> tuple[str, dict[str, Any]]:
-    """A bound rule as JAX writes it: einsum-like text, and keyword arguments."""
+    """Return a bound rule in JAX's notation: einsum-like text, and keyword arguments."""
 
     def tensor(dims: Sequence[Sequence[int]]) -> str:
         texts = [" ".join(f"f{f}" for f in dim) for dim in dims]
@@ -160,24 +166,26 @@ def jax_notation(bound: BoundRule) -> tuple[str, dict[str, Any]]:
 
 
 def _split_factors(dims: Any, sharding: Any, mesh: Any) -> list[tuple[int, tuple[str, ...]]]:
-    """(first factor, axes) of every dim that a sharding splits."""
+    """Return (first factor, axes) of every dim that a sharding splits."""
     spec = getattr(sharding, "spec", None) or ()
-    found = []
+    splits = []
     for factors, entry in zip(dims, spec, strict=False):
         axes = entry if isinstance(entry, tuple) else (entry,) if entry else ()
         axes = tuple(a for a in axes if mesh.shape[a] > 1)
         if factors and axes:
-            found.append((factors[0], axes))
-    return found
+            splits.append((factors[0], axes))
+    return splits
 
 
 def _spec(dims: Any, axes: dict[int, tuple[str, ...]]) -> Any:
+    """Return the `PartitionSpec` of a tensor's factors; `axes` are the mesh axes of each factor."""
     from jax.sharding import PartitionSpec
 
     return PartitionSpec(*((axes.get(factors[0]) or None) if factors else None for factors in dims))
 
 
 def _with_static(args: Sequence[Any], static: Sequence[Any], positions: Sequence[int]) -> list[Any]:
+    """Insert static values into the arguments at their positions."""
     merged = list(args)
     for position, value in sorted(zip(positions, static, strict=True)):
         merged.insert(position, value)

@@ -1,8 +1,8 @@
-"""Values of a layer that a remat policy may name: found while the layer is traced, and marked where a policy does.
+"""Values of a layer that a remat policy may name, recorded and marked while the layer is traced.
 
-They are the layer's input (`input`), what attention gives before its last projection (`context`), and the results of
-matmuls, called after the module that made them (`self_attn.q_proj`; any end of it from a dot on names it too). A value
-that no policy names is left as it is, so that marks change no program.
+They are the layer's input (`input`), the input of attention's last projection (`context`), and the results of matmuls.
+A matmul's result has the path of its module as its name (`self_attn.q_proj`). Any end of that path that follows a dot
+names it too. A value that no policy names is left unmarked, so marks change no program.
 """
 
 import contextlib
@@ -19,6 +19,8 @@ INPUT, CONTEXT = "input", "context"
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Layer:
+    """The names to mark in the layer that is traced, and all names that it has."""
+
     names: Sequence[str]
     found: dict[str, None]
 
@@ -27,13 +29,13 @@ _layer: contextvars.ContextVar[_Layer | None] = contextvars.ContextVar("layer wh
 
 
 def chosen_name(path: str, names: Iterable[str]) -> str | None:
-    """Which of `names` a value is meant by: the longest that is its path or an end of it; None if none is."""
+    """Return the longest of `names` that is the value's path or an end of it; None if there is none."""
     fitting = [name for name in names if path == name or path.endswith(f".{name}")]
     return max(fitting, key=len, default=None)
 
 
 def mark_of(path: str) -> str | None:
-    """The name to mark a value with that is made now; None for none. It is noted that there is such a value."""
+    """Return the name to mark the value at `path` with, or None for no mark. Records that the layer has the value."""
     layer = _layer.get()
     if layer is None:
         return None
@@ -42,7 +44,7 @@ def mark_of(path: str) -> str | None:
 
 
 def mark(value: Any, path: str) -> Any:
-    """A JAX value of a layer, marked where the layer's policy names it."""
+    """Mark a JAX value of a layer with `checkpoint_name` if the layer's policy names it."""
     name = mark_of(path)
     if name is None:
         return value
@@ -53,7 +55,7 @@ def mark(value: Any, path: str) -> Any:
 
 @contextlib.contextmanager
 def naming(names: Sequence[str], found: dict[str, None]) -> Iterator[None]:
-    """Mark the values that `names` mean while inside, and record in `found` every value that a policy could name."""
+    """Mark the values that `names` refer to while inside, and record in `found` all values that have names."""
     token = _layer.set(_Layer(names, found))
     try:
         yield
@@ -62,18 +64,18 @@ def naming(names: Sequence[str], found: dict[str, None]) -> Iterator[None]:
 
 
 def short_names(paths: Iterable[str]) -> dict[str, str]:
-    """For the path of each value its shortest end that means no other of them."""
+    """Return for the path of each value its shortest end that refers to no other value."""
     known = list(paths)
-    found = {}
+    shortest = {}
     for path in known:
         pieces = path.split(".")
         ends = [".".join(pieces[k:]) for k in reversed(range(len(pieces)))]
-        found[path] = next(e for e in ends if e == path or not any(o != path and chosen_name(o, [e]) for o in known))
-    return found
+        shortest[path] = next(e for e in ends if e == path or not any(o != path and chosen_name(o, [e]) for o in known))
+    return shortest
 
 
 def check_names(remat: str, names: Iterable[str], found: Iterable[str], what: str) -> None:
-    """Raises `UserError` for a name that means no value of the model `what`."""
+    """Raise `UserError` for a name that refers to no value of the model `what`."""
     known = list(found)
     for name in names:
         if not any(chosen_name(path, [name]) for path in known):

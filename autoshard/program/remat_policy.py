@@ -1,7 +1,7 @@
-"""What the backward pass computes again in a layer, value by value: read from text, and as jax's policy.
+"""Remat policies of a layer, value by value: parsed from text, and converted to jax's policy.
 
-`full,keep=q_proj/k_proj,offload=input` computes everything again but for the results of the two matmuls, which stay on
-the device, and the layer's input, which waits in the host's memory.
+`full,keep=q_proj/k_proj,offload=input` recomputes everything except the results of the two matmuls and the layer's
+input. The results stay on the device; the input is offloaded to the host's memory.
 """
 
 import dataclasses
@@ -13,25 +13,25 @@ from autoshard.errors import UserError
 
 
 BASES = ("none", "dots", "full")
-"""What holds for the values of a layer that a policy does not name."""
+"""Policies for the values of a layer that are not named."""
 
 _LISTS = ("keep", "offload")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Policy:
-    """What one layer computes again, keeps and sends to its host."""
+    """The values that one layer recomputes, saves and offloads to its host."""
 
     base: str
-    """What becomes of values that are not named: one of `BASES`."""
+    """The policy for values that are not named, one of `BASES`."""
     keep: tuple[str, ...] = ()
     """Names of values that stay on the device."""
     offload: tuple[str, ...] = ()
-    """Names of values that wait in the host's memory."""
+    """Names of values that are offloaded to the host's memory."""
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The values that it names."""
+        """The values that the policy names."""
         return (*self.keep, *self.offload)
 
     def __str__(self) -> str:
@@ -41,22 +41,22 @@ class Policy:
 
 @functools.cache
 def read_policy(text: str) -> Policy:
-    """`full`, `dots,keep=context` or `full,keep=up_proj/gate_proj,offload=input`.
+    """Parse `full`, `dots,keep=context` or `full,keep=up_proj/gate_proj,offload=input`.
 
-    Raises `UserError` for anything else, for a value that is named twice, and for names beside `none`, which computes
-    nothing again.
+    Raises `UserError` for any other form and for a value that is named twice. It also does for names after `none`,
+    which recomputes nothing.
     """
     base, *lists = (part.strip() for part in text.split(","))
     if base not in BASES:
         raise unknown_remat(text)
-    found: dict[str, tuple[str, ...]] = {}
+    values: dict[str, tuple[str, ...]] = {}
     for part in lists:
         key, equals, names = part.partition("=")
         listed = tuple(name.strip() for name in names.split("/"))
-        if key.strip() not in _LISTS or key.strip() in found or not equals or not all(listed):
+        if key.strip() not in _LISTS or key.strip() in values or not equals or not all(listed):
             raise unknown_remat(text)
-        found[key.strip()] = listed
-    named = [name for listed in found.values() for name in listed]
+        values[key.strip()] = listed
+    named = [name for listed in values.values() for name in listed]
     twice = next((name for name in named if named.count(name) > 1), None)
     if twice is not None:
         raise UserError(f"remat `{text}` names `{twice}` twice; a value is kept or sent to the host, once.")
@@ -65,11 +65,11 @@ def read_policy(text: str) -> Policy:
             f"remat `{text}`: with `none` nothing is computed again and every value stays on the device; write `full` "
             "or `dots` before what is kept or sent to the host."
         )
-    return Policy(base, **found)
+    return Policy(base, **values)
 
 
 def unknown_remat(text: str) -> UserError:
-    """The error for a text that is no choice of what is computed again."""
+    """Return the error for a text that is no remat policy."""
     return UserError(
         f"remat `{text}` does not exist; use `none`, `dots` or `full`, values beside them as in "
         "`full,keep=q_proj/k_proj,offload=input`, or a choice for the first layers and one for the others, such as "
@@ -80,10 +80,12 @@ def unknown_remat(text: str) -> UserError:
 def jax_policy(
     policy: Policy, names: Mapping[str, Sequence[str]] | None = None, mapped: int = 0
 ) -> Callable[..., Any] | None:
-    """The policy for `jax.checkpoint`; None for `none`.
+    """Return the policy for `jax.checkpoint`; None for `none`.
 
-    `names` gives for a value the names that a program marks it with by `checkpoint_name`, by default its own. So many
-    dims as `mapped` are mapped over (`jax.vmap`) from outside, as the stages of a pipeline are: no dims of a batch.
+    - `names`: for a value, the names that the program marks it with by `checkpoint_name`; by default the value's own
+      name.
+    - `mapped`: number of dims that are mapped over (`jax.vmap`) from outside, such as the stages of a pipeline. They do
+      not count as batch dims.
     """
     import jax
 
@@ -96,30 +98,30 @@ def jax_policy(
     if not policy.names:
         return rest
     marks = names or {}
-    kept, away = (
+    saved, offloaded = (
         [mark for name in each for mark in marks.get(name, (name,))] for each in (policy.keep, policy.offload)
     )
-    if away:
+    if offloaded:
         named = policies.save_and_offload_only_these_names(
-            names_which_can_be_saved=kept,
-            names_which_can_be_offloaded=away,
+            names_which_can_be_saved=saved,
+            names_which_can_be_offloaded=offloaded,
             offload_src="device",
             offload_dst="pinned_host",
         )
     else:
-        named = policies.save_only_these_names(*kept)
+        named = policies.save_only_these_names(*saved)
     if policy.base == "full":
         return named
 
     def both(primitive: Any, *values: Any, **params: Any) -> Any:
-        mine = named if params.get("name") in {*kept, *away} and primitive.name == "name" else rest
+        mine = named if params.get("name") in {*saved, *offloaded} and primitive.name == "name" else rest
         return mine(primitive, *values, **params)
 
     return both
 
 
 def _dots_with(mapped: int) -> Callable[..., bool]:
-    """Keeps products of matrices that have no more dims of a batch."""
+    """Return a policy that saves matmul results with at most `mapped` batch dims."""
     from jax import lax
 
     def saveable(primitive: Any, *_: Any, **params: Any) -> bool:

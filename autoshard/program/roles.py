@@ -17,24 +17,29 @@ _OPTIMIZER = re.compile(
     r"(^|[._])(opt|optim|optimizer|opt_state|mu|nu|adam|momentum|moments?|velocity|trace)([._]|$|_?state)",
     re.IGNORECASE,
 )
+"""Names of optimizer state."""
 _CACHE = re.compile(
     r"(^|[._])(cache|kv|carry|key|rng|step|count|buffers?|batch_stats|non_?trainable|metrics?)([._]|$|_)",
     re.IGNORECASE,
 )
+"""Names of caches, counters and other state."""
 _BATCH = re.compile(
     r"^(x|y|batch|inputs?|input_ids|tokens?|ids|labels?|targets?|images?|pixel_values|data|mask|attention_mask"
     r"|position_ids|segment_ids|example|features?|xs|ys)([._]|$|\d)",
     re.IGNORECASE,
 )
+"""Names of data."""
 _PARAMETER = re.compile(
     r"(^|[._])(params?|weights?|kernel|bias|scale|embedding|theta|model|variables|w|b|w\d|b\d|w_.*|b_.*)([._]|$|\d)",
     re.IGNORECASE,
 )
+"""Names of parameters."""
 _WEIGHT = re.compile(r"(^|\.)(key|kv|carry)\.(kernel|bias|weight|embedding)(\.value)?$")
+"""Names of weights in modules that are called like a cache (`kv.kernel`)."""
 
 
 def said(roles: Roles | None, name: str) -> Role | None:
-    """The role the user gives to `name`: the longest matching prefix of a mapping, or what a callable returns.
+    """Return the role that the user gives to `name`: that of the longest matching prefix, or the callable's result.
 
     Raises `UserError` for a role that does not exist.
     """
@@ -51,9 +56,9 @@ def said(roles: Roles | None, name: str) -> Role | None:
 
 
 def check_used(roles: Roles | None, names: Sequence[str]) -> None:
-    """Refuse a prefix that names no argument: it is nearly always a typing mistake."""
+    """Raise `UserError` for a prefix that matches no argument, since it is nearly always a typing mistake."""
     if not isinstance(roles, Mapping):
-        return  # `said` reads it
+        return  # `said` checks a callable
     for prefix in roles:
         if not any(said({prefix: roles[prefix]}, name) for name in names):
             shown = ", ".join(f"`{n}`" for n in names[:8]) + (", ..." if len(names) > 8 else "")
@@ -61,26 +66,27 @@ def check_used(roles: Roles | None, names: Sequence[str]) -> None:
 
 
 def is_telling(name: str) -> bool:
-    """True if a name says what an argument is for: in its first part, or with all of it about no parameter.
+    """Return True if a name tells the purpose of an argument.
 
-    `state.scale` does not: optimizers name their state after the parameters.
+    For parameters and batches only the first part of the name counts, for other state all parts do. `state.scale` does
+    not tell it, because optimizers name their state after the parameters.
     """
     first = name.partition(".")[0]
     return any(p.search(first) for p in (_PARAMETER, _BATCH)) or any(p.search(name) for p in (_OPTIMIZER, _CACHE))
 
 
 def is_numbered(name: str, position_name: str) -> bool:
-    """True for a leaf of nested tuples or lists whose argument's own name does not say what is in them."""
+    """Return True for a leaf of nested tuples or lists whose argument's own name does not tell its content."""
     path = name.removeprefix(position_name).strip(".")
     return bool(path) and path.replace(".", "").isdecimal() and not is_telling(position_name)
 
 
 def by_use(names: Sequence[str], leaves: Sequence[Any], uses: Mapping[int, mlir.Use]) -> dict[int, Role]:
-    """Roles of updated leaves that only have numbers, where what the program does with them (`uses`) tells.
+    """Return the roles of updated leaves that only have numbers, as far as the ops that use them tell.
 
-    What only ever meets values of its own shape is optimizer state beside a weight of that shape. A list of nothing
-    else is optimizer state if it mirrors all weights, else other state: Keras hands over lists of parameters, of other
-    variables (running statistics), of the optimizer's and of metrics', in a tuple.
+    A leaf that is only combined with values of its own shape is optimizer state if a weight of that shape is in its
+    list. A list of only such leaves is optimizer state if it mirrors all weights, else other state. Keras passes a
+    tuple of lists of parameters, other variables (running statistics), optimizer state and metrics.
     """
     floating = {i for i in uses if leaves[i].shape and str(leaves[i].dtype).startswith(("float", "bfloat"))}
     weights = {i for i in floating if uses[i] is mlir.Use.WEIGHT}
@@ -103,19 +109,21 @@ def by_use(names: Sequence[str], leaves: Sequence[Any], uses: Mapping[int, mlir.
 def guess(
     name: str, position_name: str, leaf: Any, *, optax: bool, tied: bool, any_state: bool, container: bool
 ) -> Role:
-    """The role of one leaf, from where it stands.
+    """Return the role of one leaf, guessed from its position and name.
 
-    `optax`: inside an optax state; `tied`: the function returns it updated; `any_state`: some argument is tied,
-    so what is not tied is data; `container`: it is part of a pytree, not a positional argument by itself.
+    - `optax`: True if the leaf is inside an optax state.
+    - `tied`: True if the function returns it updated.
+    - `any_state`: True if some argument is tied, so that any other is data.
+    - `container`: True if the leaf is part of a pytree, False if it is a positional argument.
     """
     dtype = str(leaf.dtype)
     floating = dtype.startswith(("float", "bfloat", "complex"))
     if optax or (tied and _OPTIMIZER.search(name)):
         return Role.OPTIMIZER_STATE
-    # A generator's raw key has two numbers, or four (`rbg`), which nobody splits.
+    # A generator's raw key has two numbers, or four (`rbg`), and is never split.
     if dtype.startswith("key<") or (dtype == "uint32" and leaf.shape in ((2,), (4,))):
         return Role.OTHER
-    # Under `params` a part called `kv` or `key` is a weight, and so is a module's whose leaf is called like one.
+    # Under `params` a part called `kv` or `key` is a weight, and so is one whose leaf has a weight's name.
     weights = re.match(r"(?i)(params?|weights?)([._]|$)", position_name) or (floating and _WEIGHT.search(name))
     cache = _CACHE.search(name) and not weights
     if tied:
@@ -134,7 +142,7 @@ def guess(
 
 
 def checked(role: Any, name: str) -> Role | None:
-    """Return the role that is written; None for None. Raises `UserError` for one that does not exist."""
+    """Return the `Role` with this name; None for None. Raises `UserError` for a role that does not exist."""
     if role is None:
         return None
     try:
@@ -147,22 +155,23 @@ def checked(role: Any, name: str) -> Role | None:
 
 
 _STATE_NAME = re.compile(r"^(param|weight|state|opt|theta|model|variables|cache|carry|w$|w\d)", re.IGNORECASE)
+"""Names of arguments that count as state even if they are single arrays."""
 
 Aval = tuple[tuple[int, ...], str]
 
 
 def subtrees(treedef: Any, start: int = 0) -> list[tuple[int, Any]]:
-    """Every subtree of `treedef` as (index of its first leaf, subtree), outermost first."""
-    found = [(start, treedef)]
+    """Return every subtree of `treedef` as (index of its first leaf, subtree), outermost first."""
+    trees = [(start, treedef)]
     offset = start
     for child in treedef.children():
-        found.extend(subtrees(child, offset))
+        trees.extend(subtrees(child, offset))
         offset += child.num_leaves
-    return found
+    return trees
 
 
 def check_ties(ties: Any, argument_avals: Sequence[Aval], result_avals: Sequence[Aval]) -> None:
-    """Raise `UserError` for a tie to a leaf that does not exist, that is taken, or that has another shape."""
+    """Raise `UserError` for a tie to a leaf that does not exist, that is tied already, or that has another shape."""
     if not isinstance(ties, Mapping):
         raise UserError(f"ties is {ties!r}; expected a dict from leaves of the arguments to leaves of the results.")
     for leaf, result in ties.items():
@@ -186,14 +195,20 @@ def tie(
     result_tree: Any,
     result_avals: Sequence[Aval],
 ) -> dict[int, int]:
-    """Map argument index -> result index for state that the function returns updated.
+    """Return argument index -> result index for state that the function returns updated.
 
     A positional argument is tied to the first free part of the result with the same tree structure, shapes and dtypes.
-    A single array counts as state only if it is donated or named like state, since a layer's output often has the
+    A single array counts as state only if it is donated or has a name of state. The output of a layer often has the
     shape of its input. Donated leaves that no structure explains are tied by shape and dtype, as XLA aliases them.
+
+    - `positions`: names of the positional arguments.
+    - `treedefs`: their tree structures.
+    - `donated`: True for each donated positional argument.
+    - `argument_avals`, `result_avals`: shape and dtype of every leaf.
+    - `result_tree`: tree structure of the result.
     """
     ties: dict[int, int] = {}
-    taken: set[int] = set()
+    tied: set[int] = set()
     parts = subtrees(result_tree)
     start = 0
     loose: list[int] = []
@@ -206,17 +221,17 @@ def tie(
         single = not treedef.children()
         if single and not donated[position] and not _STATE_NAME.match(positions[position]):
             continue
-        match = _match(treedef, [argument_avals[i] for i in own], parts, result_avals, taken)
+        match = _match(treedef, [argument_avals[i] for i in own], parts, result_avals, tied)
         if match is not None:
             ties.update(zip(own, match, strict=True))
-            taken.update(match)
+            tied.update(match)
         elif donated[position]:
             loose.extend(own)
     for index in loose:
         for candidate, aval in enumerate(result_avals):
-            if candidate not in taken and aval == argument_avals[index]:
+            if candidate not in tied and aval == argument_avals[index]:
                 ties[index] = candidate
-                taken.add(candidate)
+                tied.add(candidate)
                 break
     return ties
 
@@ -224,6 +239,12 @@ def tie(
 def _match(
     treedef: Any, avals: list[Aval], parts: Sequence[tuple[int, Any]], result_avals: Sequence[Aval], taken: set[int]
 ) -> range | None:
+    """Return the leaves of a free part of the result with the same structure, shapes and dtypes; None if there is none.
+
+    - `treedef`, `avals`: structure and leaves of the argument.
+    - `parts`: subtrees of the result with the index of their first leaf.
+    - `taken`: leaves of the result that are tied already.
+    """
     for first, part in parts:
         if part != treedef:
             continue

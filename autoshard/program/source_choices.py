@@ -11,14 +11,14 @@ from autoshard.program.program_record import Lifted, Program, serialise
 
 
 Choices = Mapping[str, tuple[Any, ...]]
-"""The values that each choice may have."""
+"""Values that the planner may choose from, by option."""
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 _ATTRIBUTE = "autoshard_choices"
 
 
 def choices(**values: Sequence[Any]) -> Callable[[_Function], _Function]:
-    """Say of a function that makes a program which values of its arguments the planner may choose from.
+    """Declare the values from which the planner may choose for arguments of a function that returns a program.
 
     ::
 
@@ -26,10 +26,10 @@ def choices(**values: Sequence[Any]) -> Callable[[_Function], _Function]:
         def program(remat="full", microbatches=1):
             ...
 
-    `autoshard.plan(program, ...)` and `autoshard plan model.py` then plan the program for every recipe, which is one
-    value of each, but for those that cannot be faster than one already found, and take the fastest for each element of
-    the batch. Values are texts, numbers and booleans. Raises `UserError` for a name that the function does not take,
-    and for values that are none of these.
+    A recipe is one value of each argument. `autoshard.plan(program, ...)` and `autoshard plan model.py` plan the
+    program for every recipe that may be faster than the best one so far. They return the plan that is fastest for each
+    element of the batch. Values are texts, numbers and booleans. Raises `UserError` for a name that the function does
+    not take, and for values of other types.
     """
 
     def said(function: _Function) -> _Function:
@@ -40,17 +40,17 @@ def choices(**values: Sequence[Any]) -> Callable[[_Function], _Function]:
 
 
 def choices_of(function: Any) -> Choices:
-    """What `choices` says of a function; nothing of any other."""
+    """Return the values that `choices` declared for a function; none for any other."""
     return getattr(function, _ATTRIBUTE, {})
 
 
 def checked_choices(values: Mapping[str, Any], function: Any, where: str) -> Choices:
-    """The values by name. Raises `UserError`, as `choices` does, of the function that `where` names."""
+    """Return the values by name. Raises `UserError`, as `choices` does, about the function that `where` names."""
     if not callable(function):
         raise UserError(f"{where} has choices, but is no function that could take them; define it with `def`.")
-    taken = inspect.signature(function).parameters.values()
-    if not any(each.kind is each.VAR_KEYWORD for each in taken):
-        known = [each.name for each in taken if each.kind in (each.POSITIONAL_OR_KEYWORD, each.KEYWORD_ONLY)]
+    parameters = inspect.signature(function).parameters.values()
+    if not any(each.kind is each.VAR_KEYWORD for each in parameters):
+        known = [each.name for each in parameters if each.kind in (each.POSITIONAL_OR_KEYWORD, each.KEYWORD_ONLY)]
         for name in values:
             if name not in known:
                 raise UserError(
@@ -71,53 +71,58 @@ def checked_choices(values: Mapping[str, Any], function: Any, where: str) -> Cho
 
 
 EXCHANGES = ("auto", "gather", "heads", "ring")
-"""As is fastest; every device keeps its queries and gathers keys and values; from a split of the sequence to one of the
-heads and back; keys and values go around a ring."""
+"""Exchanges of attention over a split sequence.
+
+- `auto`: the fastest of the others.
+- `gather`: every device has its own queries and gathers keys and values.
+- `heads`: a split of the sequence becomes a split of the heads, and back.
+- `ring`: keys and values are sent around a ring.
+"""
 
 
 def check_exchange_name(exchange: str) -> str:
-    """The name. Raises `UserError` for one that there is not."""
+    """Return the name. Raises `UserError` for an unknown one."""
     if exchange not in EXCHANGES:
         raise UserError(f"exchange `{exchange}` is not known; use {', '.join(EXCHANGES[:-1])} or {EXCHANGES[-1]}.")
     return exchange
 
 
 def sharding_notes(said: mlir.SaidCounts, lifted: bool = False) -> tuple[str, ...]:
-    """What a plan has to respect, and what it does not; with `lifted`, what is taken out on the user's word."""
+    """Return notes on the shardings in the program that a plan respects or ignores; with `lifted`, that it removes."""
     notes: list[str] = []
     if said.constraints:
         one = said.constraints == 1
-        held = "1 sharding constraint; it is" if one else f"{said.constraints} sharding constraints; they are"
-        notes.append(f"The program itself holds {held} {'lifted, as you asked' if lifted else 'respected'}.")
+        noun = "1 sharding constraint; it is" if one else f"{said.constraints} sharding constraints; they are"
+        notes.append(f"The program itself holds {noun} {'lifted, as you asked' if lifted else 'respected'}.")
     if said.regions:
-        held = "1 region" if said.regions == 1 else f"{said.regions} regions"
-        kept = "it is" if said.regions == 1 else "they are"
-        notes.append(f"The program itself holds {held} sharded by hand (shard_map); {kept} respected.")
+        noun = "1 region" if said.regions == 1 else f"{said.regions} regions"
+        verb = "it is" if said.regions == 1 else "they are"
+        notes.append(f"The program itself holds {noun} sharded by hand (shard_map); {verb} respected.")
     if said.arguments:
-        kept = "this is lifted, as you asked" if lifted else "this is respected"
+        verb = "this is lifted, as you asked" if lifted else "this is respected"
         split = "1 argument is" if said.arguments == 1 else f"{said.arguments} arguments are"
-        notes.append(f"The program itself says how {split} split; {kept}.")
+        notes.append(f"The program itself says how {split} split; {verb}.")
     if said.idle:
         one = said.idle == 1
-        held, kept = ("1 sharding", "it is") if one else (f"{said.idle} shardings", "they are")
+        noun, verb = ("1 sharding", "it is") if one else (f"{said.idle} shardings", "they are")
         notes.append(
-            f"The program holds {held} on a mesh of one device, which says nothing of how to split: {kept} left out. "
+            f"The program holds {noun} on a mesh of one device, which says nothing of how to split: {verb} left out. "
             "Trace it under a mesh of the size that you plan for (an AbstractMesh will do) to keep what it says."
         )
     return tuple(notes)
 
 
 def lift_constraints(program: Program) -> Program:
-    """The same program without its own sharding constraints and specs of arguments; regions by hand stay.
+    """Return the program without its own sharding constraints and argument specs; manual regions stay.
 
-    What such a program is run as has none either. The same record if there is nothing to lift.
+    The program that runs has none either. Returns the same record if there is nothing to remove.
     """
     with mlir.new_context() as context:
         module = mlir.parse_module(program.module, context)
-        said = mlir.count_said(module)
-        if not said.constraints and not said.arguments:
+        counts = mlir.count_said(module)
+        if not counts.constraints and not counts.arguments:
             return program
-        old, new = sharding_notes(said), sharding_notes(said, lifted=True)
+        old, new = sharding_notes(counts), sharding_notes(counts, lifted=True)
         mlir.drop_constraints(module)
         body, fingerprint = serialise(module, program.arguments)
     notes = (*(note for note in program.notes if note not in old), *new)

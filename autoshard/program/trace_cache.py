@@ -1,8 +1,8 @@
-"""Traced programs kept on disk by content, so that a second plan of one model begins at the pricing.
+"""Traced programs cached on disk by content, so that a second plan of a model skips the tracing.
 
-An entry holds a line of JSON with the arguments and results, then the module's bytecode, and those of other platforms
-that differ. It is of an `hf:` program or of a module in a file: a Python file may depend on anything, so it is traced
-every time.
+An entry has a line of JSON with the arguments and results, then the module's bytecode, and the modules of other
+platforms that differ. Only `hf:` programs and modules in files are cached. A Python file may depend on anything, so it
+is traced every time.
 """
 
 import dataclasses
@@ -20,41 +20,45 @@ from autoshard.program.program_record import Argument, Lifted, Program, Result, 
 
 _KIND = "program"
 _PACKAGES = ("jax", "jaxlib", "torch", "torchax", "transformers", "optax")
+"""Packages whose versions are part of an entry's key."""
 _SOURCES = ("program/**/*.py", "mlir/*.py", "base/call_rules.py", "base/disk_cache.py")
+"""Files of this package whose content is part of an entry's key."""
 
 
 def open_config(config: str, options: Mapping[str, Any], trace: Callable[[], Program]) -> Program:
-    """The program of `hf:config`: from disk if it is there, else by `trace`, and kept.
+    """Return the program of `hf:config` from disk, or else trace it by `trace` and store it.
 
-    One from disk can be planned; its `fn` traces the model when it is called. Raises what `trace` raises.
+    A program from disk can be planned; its `fn` traces the model when it is called. Raises the errors of `trace`.
     """
     name, fields = read_config(config)
     return _open([name, fields, sorted(options.items())], trace)
 
 
 def open_file(path: Path, roles: Mapping[str, Any] | None, trace: Callable[[], Program]) -> Program:
-    """The same for a module in a file."""
+    """Return the program of a module in a file from disk, or else trace it by `trace` and store it."""
     try:
         content = hashlib.sha256(path.read_bytes()).hexdigest()
     except OSError:
-        return trace()  # which says what is wrong
+        return trace()  # `trace` reports the error
     return _open([path.name, content, sorted((name, str(role)) for name, role in (roles or {}).items())], trace)
 
 
 def _open(said: Any, trace: Callable[[], Program]) -> Program:
+    """Return the program of the key `said` from disk, or else trace and store it."""
     key = key_of(said, _PACKAGES, _SOURCES)
     body = read_entry(_KIND, key)
     if body is not None:
         try:
             return _decode(body, trace)
         except (ValueError, TypeError, KeyError):
-            pass  # not what was written here, whatever its hash says
+            pass  # an entry of another format despite its hash
     program = trace()
     write_entry(_KIND, key, _encode(program))
     return program
 
 
 def _encode(program: Program) -> bytes:
+    """Return a program as the bytes of an entry."""
     head = {
         field: getattr(program, field)
         for field in (
@@ -87,7 +91,7 @@ def _encode(program: Program) -> bytes:
 
 
 def _other_modules(program: Program) -> Iterator[tuple[str, bytes]]:
-    """Yield platform and module of each platform whose module is not the program's own."""
+    """Yield (platform, module) of each platform whose module differs from the program's own."""
     for platform in PLATFORMS:
         module = lowered_for(program, platform).module
         if module != program.module:
@@ -95,6 +99,7 @@ def _other_modules(program: Program) -> Iterator[tuple[str, bytes]]:
 
 
 def _decode(body: bytes, trace: Callable[[], Program]) -> Program:
+    """Return the program of an entry; its function and missing platforms are traced on demand."""
     text, _, rest = body.partition(b"\n")
     head = json.loads(text)
     module, others, end = rest[: len(rest) - sum(head["sizes"].values())], {}, len(rest)

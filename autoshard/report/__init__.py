@@ -1,4 +1,4 @@
-"""Turning a plan and measurements into something to look at."""
+"""Presentation of a plan and of measurements: terminal reports, pages, pictures and traces."""
 
 from autoshard.base.providers import provides
 from autoshard.planning import hlo_sharding as hlo_sharding

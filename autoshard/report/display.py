@@ -1,4 +1,4 @@
-"""Names that are safe to show, plots and reports written to files, and progress of long work."""
+"""Names that are safe to display, plots and reports written to files, and progress of long work."""
 
 import io
 import os
@@ -16,9 +16,9 @@ from autoshard.planning import pattern
 
 
 def clean(name: str, width: int | None = None) -> str:
-    """`name` without anything that could move a cursor or turn the text around, and not longer than `width`.
+    """Replace characters in `name` that could move a cursor or reverse the text; shorten the name to `width`.
 
-    A name that is too long loses its middle: both its module and its last word tell it from others.
+    A name that is too long loses its middle, since its module and its last word distinguish it from others.
     """
     text = "".join(character if character.isprintable() else "\N{REPLACEMENT CHARACTER}" for character in name)
     if width is None or len(text) <= width:
@@ -28,9 +28,10 @@ def clean(name: str, width: int | None = None) -> str:
 
 
 class Printable:
-    """What rich shows, whatever names are in it: what could move a cursor or turn the text around is replaced.
+    """Renderable for rich that replaces characters which could move a cursor or reverse the text.
 
-    Reports clean the names that they know; this holds for all of them, and for those of plans that others edited.
+    Reports clean the names that they know. This class protects every report, and names in plans that others have
+    edited.
     """
 
     def __init__(self, shown: Any) -> None:
@@ -40,12 +41,12 @@ class Printable:
         from rich.segment import Segment
 
         for text, style, control in console.render(self._shown, options):
-            whole = control or text.isprintable() or text == "\n"
-            yield Segment(text if whole else "\n".join(map(clean, text.split("\n"))), style, control)
+            safe = control or text.isprintable() or text == "\n"
+            yield Segment(text if safe else "\n".join(map(clean, text.split("\n"))), style, control)
 
 
 def breakable(name: str) -> str:
-    """`name` with a place to break the line after dots, slashes and underscores (zero-width spaces)."""
+    """Insert a zero-width space after dots, slashes and underscores, where the name may break into lines."""
     return re.sub(r"(?<=[./_])(?=[^./_])", "\u200b", name)
 
 
@@ -65,18 +66,20 @@ _NOISE = {
 
 
 def readable(cause: str) -> str:
-    """The name JAX gives an op, for people: `jit(f)/transpose(jvp())/while/body/linear/dot_general` becomes
-    `linear/dot_general (backward, in a loop)`. Other names stay as they are."""
+    """Simplify JAX's name of an op for people; other names stay as they are.
+
+    `jit(f)/transpose(jvp())/while/body/linear/dot_general` becomes `linear/dot_general (backward, in a loop)`.
+    """
     start = cause.find("jit(")
     if start < 0:
         return cause
     path = cause[start:].split("/")
-    kept = []
+    parts = []
     for index, part in enumerate(path):
         while match := _TRACED.match(part):
             part = "" if index == 0 else match[2]
         if part not in _NOISE:
-            kept.append(part)
+            parts.append(part)
     facts = []
     if "rematted_computation" in path:
         facts.append("computed again")
@@ -86,12 +89,12 @@ def readable(cause: str) -> str:
         facts.append("forward")
     if "while" in path or "scan" in path:
         facts.append("in a loop")
-    name = "/".join(kept) or cause[:start].strip() or cause
+    name = "/".join(parts) or cause[:start].strip() or cause
     return f"{name} ({', '.join(facts)})" if facts else name
 
 
 def fold(names: Iterable[str], key: Callable[[str], Any]) -> list[tuple[str, list[str]]]:
-    """Names grouped where their patterns and `key` agree, in order of first appearance: (shown name, members)."""
+    """Group names with equal patterns and equal `key`, in order of first appearance: (displayed name, members)."""
     groups: dict[tuple[str, Any], list[str]] = {}
     for name in names:
         groups.setdefault((pattern(name), key(name)), []).append(name)
@@ -99,8 +102,10 @@ def fold(names: Iterable[str], key: Callable[[str], Any]) -> list[tuple[str, lis
 
 
 def save_picture(figure: Any, path: str | os.PathLike[str]) -> None:
-    """Write a matplotlib figure, its kind by the suffix. Raises `UserError` for a suffix that matplotlib has not,
-    and if it cannot be written."""
+    """Write a matplotlib figure in the format of the suffix.
+
+    Raises `UserError` for a suffix that matplotlib does not support, and if the file cannot be written.
+    """
     kind = Path(path).suffix.lstrip(".").lower()
     kinds = sorted(figure.canvas.get_supported_filetypes())
     if kind not in kinds:
@@ -114,7 +119,7 @@ def save_picture(figure: Any, path: str | os.PathLike[str]) -> None:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write a report as UTF-8, whole or not at all. Raises `UserError` if it cannot be written."""
+    """Write a report as UTF-8, atomically. Raises `UserError` if it cannot be written."""
     try:
         write_whole(path, text.encode())
     except OSError as error:
@@ -122,7 +127,7 @@ def write_text(path: Path, text: str) -> None:
 
 
 class ProgressLine:
-    """Call it with one line at the start of every phase; it says how long the previous phase took.
+    """Progress display: call it with one line at the start of every phase; it prints the previous phase's duration.
 
     It writes to stderr only, so that stdout stays free for the answer.
     """
@@ -149,7 +154,7 @@ class ProgressLine:
     def __call__(self, line: str) -> None:
         if self._quiet:
             return
-        line = clean(line)  # it may name what a plan says is run, and must not be made to hide that
+        line = clean(line)  # the line may contain names from a plan, which must not hide text
         self._finish()
         self._phase = (line, time.perf_counter())
         if self._status:
@@ -161,6 +166,7 @@ class ProgressLine:
             print(line, file=self._stream, flush=True)
 
     def _finish(self, failed: bool = False) -> None:
+        """Print the phase that ends, with its duration or as failed."""
         if self._phase and self._status:
             line, start = self._phase
             mark, style = ("failed", "red") if failed else (f"{time.perf_counter() - start:.1f} s", "dim")

@@ -1,4 +1,4 @@
-"""The figures of a plan as plain values: printed by `--json`, and shown by every report."""
+"""The figures of a plan as plain values: printed by `--json`, and displayed by every report."""
 
 import dataclasses
 import math
@@ -10,10 +10,10 @@ from autoshard.planning import Plan, Prediction
 
 
 def plan_figures(plan: Plan, wall_s: Mapping[str, float] | None = None) -> dict[str, Any]:
-    """The object that `autoshard plan --json` prints. Times in seconds, sizes in bytes of one device.
+    """Return the object that `autoshard plan --json` prints. Times are in seconds, sizes in bytes of one device.
 
-    `wall_s` is how long each phase of planning took; a saved plan does not know. What is unknown or unbounded is
-    `None`.
+    `wall_s` is the duration of each phase of planning, which a saved plan does not know. Unknown or unbounded figures
+    are `None`.
     """
     figures: dict[str, Any] = {
         "program": plan.program_name,
@@ -41,15 +41,20 @@ def plan_figures(plan: Plan, wall_s: Mapping[str, float] | None = None) -> dict[
 
 
 def pipeline_figures(plan: Plan) -> dict[str, Any] | None:
-    """The stages of a plan, with their bubble and what they hold; None if there are none."""
+    """Return the stages of a plan, with step time, bubble and microbatches in flight; None without a pipeline."""
     if plan.pipeline is None:
         return None
-    drawn = plan.pipeline.timetable()
-    more = {"step_time_s": drawn.step_time_s, "bubble": plan.pipeline.bubble(drawn), "in_flight": drawn.in_flight}
-    return dataclasses.asdict(plan.pipeline) | more
+    timetable = plan.pipeline.timetable()
+    timing = {
+        "step_time_s": timetable.step_time_s,
+        "bubble": plan.pipeline.bubble(timetable),
+        "in_flight": timetable.in_flight,
+    }
+    return dataclasses.asdict(plan.pipeline) | timing
 
 
 def prediction_figures(prediction: Prediction) -> dict[str, Any]:
+    """Return a prediction as plain values."""
     return {
         "step_time_s": _finite(prediction.step_time_s),
         "compute_s": _finite(prediction.compute_s),
@@ -65,13 +70,15 @@ def prediction_figures(prediction: Prediction) -> dict[str, Any]:
 
 
 def best_baseline(plan: Plan) -> tuple[str, Prediction] | None:
-    """The fastest baseline that fits; if none fits, none."""
+    """Return the fastest baseline that fits; None if none fits."""
     fitting = [(name, baseline) for name, baseline in plan.baselines.items() if baseline.fits]
     return min(fitting, key=lambda item: item[1].step_time_s, default=None)
 
 
 def tensor_bytes(shape: tuple[int, ...], dtype: str) -> int:
-    """Size of a whole tensor; `bfloat16` is 2 bytes an element, `int4` half of one, `bool` one, `key<fry>` 8."""
+    """Return the size of a whole tensor in bytes: `bfloat16` has 2 per element, `int4` half, `bool` one, `key<fry>`
+    8.
+    """
     return math.ceil(math.prod(shape) * dtype_bits(dtype) / 8)
 
 
@@ -80,11 +87,11 @@ def _finite(value: float | None) -> float | None:
 
 
 SHOWN = 6
-"""Lines of the program's own that are shown; the rest is counted."""
+"""Number of the program's own specs that are listed; the rest is counted."""
 
 
 def fixed_lines(plan: Plan) -> tuple[str, ...]:
-    """One line for each thing that was asked for, then for each spec that the program fixes."""
+    """Return one line for each thing that the user asked for, then for each spec that the program fixes."""
     origin, lines = plan.origin, []
     for asked in origin.asked:
         count = sum(asked in why for why in origin.pinned.values())

@@ -14,24 +14,26 @@ from autoshard.planning import Plan, PlannedPipeline
 ROWS = 16
 """Stages that are drawn in a terminal; the rest is counted."""
 WIDEST = 120
-"""Characters of a row."""
+"""Maximum characters of a row."""
 BOXES = 6000
-"""More pieces of work than these are put together on the page, where they follow one another and are of one kind."""
+"""Pieces of work above which the page joins consecutive pieces of one kind."""
 HEIGHT, GAP = 22, 4
-"""Pixels of the page's picture: a row, and what lies between two."""
+"""Pixels of a row of the page's picture, and of the gap between two rows."""
 LETTER = 1.0
-"""Percent of the picture that a letter needs."""
+"""Percent of the picture's width that a letter needs."""
 
 FORWARD, BACKWARD, BUBBLE = "█", "▒", "·"
 
 
 def schedule_report(plan: Plan) -> RenderableType | None:
-    """The plan's pipeline for a terminal; None if it has none."""
+    """Return the plan's pipeline for a terminal; None if it has none."""
     return None if plan.pipeline is None else _Drawn(plan.pipeline)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Drawn:
+    """Renderable of a pipeline's schedule for rich."""
+
     pipeline: PlannedPipeline
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
@@ -58,7 +60,12 @@ class _Drawn:
 
 
 def _row(drawn: Timetable, row: tuple[StageWork, ...], width: int) -> Text:
-    """Each piece begins with the last digit of its microbatch, where there is room."""
+    """Draw the row of a stage; each piece begins with the last digit of its microbatch, if there is room.
+
+    - `drawn`: the timetable, for its step time.
+    - `row`: pieces of work of the stage.
+    - `width`: characters of the row.
+    """
     cells = [(BUBBLE, "dim")] * width
     scale = width / drawn.step_time_s
     for work in row:
@@ -72,7 +79,7 @@ def _row(drawn: Timetable, row: tuple[StageWork, ...], width: int) -> Text:
 
 
 def schedule_picture(plan: Plan) -> dict[str, Any] | None:
-    """What the page draws: for each stage boxes with place and width in percent, and words, and how high it all is."""
+    """Return the picture for the page: boxes of each stage with place and width in percent, words, and total height."""
     pipeline = plan.pipeline
     if pipeline is None:
         return None
@@ -80,10 +87,10 @@ def schedule_picture(plan: Plan) -> dict[str, Any] | None:
     if drawn.step_time_s <= 0:
         return None
     scale = 100 / drawn.step_time_s
-    whole = sum(map(len, drawn.rows)) > BOXES
+    joins = sum(map(len, drawn.rows)) > BOXES
     rows = []
     for stage, row in enumerate(drawn.rows):
-        pieces = _joined(row) if whole else [(work, str(work.microbatch)) for work in row]
+        pieces = _joined(row) if joins else [(work, str(work.microbatch)) for work in row]
         boxes = [_box(work, label, scale, pipeline.rounds > 1) for work, label in pieces]
         rows.append({"stage": stage, "y": stage * (HEIGHT + GAP), "boxes": boxes, "modules": _modules(pipeline, stage)})
     return {
@@ -98,18 +105,20 @@ def schedule_picture(plan: Plan) -> dict[str, Any] | None:
 
 
 def _joined(row: tuple[StageWork, ...]) -> list[tuple[StageWork, str]]:
-    """Pieces of one kind that follow one another without a bubble, as one."""
-    found: list[tuple[StageWork, str]] = []
+    """Join consecutive pieces of one kind that have no bubble between them."""
+    joined: list[tuple[StageWork, str]] = []
     for work in row:
-        before = found[-1][0] if found else None
+        before = joined[-1][0] if joined else None
+        # Gaps below a billionth of the time are rounding errors.
         if before and before.backward == work.backward and work.start_s - before.end_s < 1e-9 * work.end_s:
-            found[-1] = dataclasses.replace(before, end_s=work.end_s), ""
+            joined[-1] = dataclasses.replace(before, end_s=work.end_s), ""
         else:
-            found.append((work, ""))
-    return found
+            joined.append((work, ""))
+    return joined
 
 
 def _box(work: StageWork, label: str, scale: float, chunks: bool) -> dict[str, Any]:
+    """Return place, width, label and tooltip of one piece of work; `scale` is percent of the picture per second."""
     x, width = work.start_s * scale, (work.end_s - work.start_s) * scale
     kind = "backward" if work.backward else "forward"
     of = f" of microbatch {work.microbatch}" + (f", chunk {work.chunk}" if chunks else "") if label else ""
@@ -124,6 +133,6 @@ def _box(work: StageWork, label: str, scale: float, chunks: bool) -> dict[str, A
 
 
 def _modules(pipeline: PlannedPipeline, stage: int) -> str:
-    """What a stage holds, where the plan names it."""
+    """Name the modules of a stage, if the plan names them."""
     named = [chunk.modules for chunk in pipeline.chunks[stage :: pipeline.stages] if chunk.modules]
     return ", ".join(" to ".join(dict.fromkeys(modules)) for modules in named)

@@ -1,4 +1,4 @@
-"""First estimates and serving of decoders: closed forms, limits of latency, and commands for servers."""
+"""First estimates and serving of decoders: closed forms, latency limits, and commands for servers."""
 
 from autoshard.serving.config_estimates import ModelEstimate as ModelEstimate
 from autoshard.serving.config_estimates import config_decoder as config_decoder

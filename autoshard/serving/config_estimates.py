@@ -1,4 +1,4 @@
-"""First guesses of a configuration's step: by closed form for decoders, else by what its traced program must hold."""
+"""First estimates of a configuration's step: closed forms for decoders, else lower bounds from a traced program."""
 
 import dataclasses
 import math
@@ -16,7 +16,7 @@ from autoshard.serving.decoder_estimate import StepAsked, StepEstimate, estimate
 
 
 REMATS = ("none", "dots", "full")
-"""What is estimated where nothing is said: what is computed again in the backward pass."""
+"""Remat policies that are estimated by default."""
 _ITEMSIZES = {"bf16": 2, "bfloat16": 2, "fp16": 2, "float16": 2, "f32": 4, "fp32": 4, "float32": 4}
 _KINDS = {
     Role.PARAMETER: "parameters",
@@ -29,19 +29,18 @@ _KINDS = {
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ModelEstimate:
-    """A guess for one model on one topology."""
+    """An estimate for one model on one topology."""
 
     name: str
     topology: Topology
     parameters: int
     estimate: StepEstimate
     counted: bool
-    """Whether it comes from the model's dims; else its program was traced, and time and memory are the least there can
-    be."""
+    """True if the estimate is computed from the model's dims; False for lower bounds from its traced program."""
 
 
 def config_decoder(config: str) -> Decoder | None:
-    """The decoder that `hf:CONFIG` is, with its counts; None for another kind of model.
+    """Return the decoder of `hf:CONFIG`, with its counts; None for another kind of model.
 
     Raises `UserError` if there is no such configuration.
     """
@@ -63,11 +62,18 @@ def estimate_config(
     remat: str | None = None,
     **dtypes: str | None,
 ) -> list[ModelEstimate]:
-    """A guess for each policy of `remat` (of one if it is said, or nothing is trained) of a decoder's step.
+    """Return estimates of a decoder's step, one for each remat policy in training; empty for a model of unknown form.
 
-    `config` is `hf:CONFIG`, `batch` is one sequence for each device and `seq` the model's context, at most 1024, if
-    they are not said; `dtypes` may say `param_dtype` and `state_dtype`. Empty for a model that is no decoder of known
-    form. Raises `UserError` for options that cannot be.
+    - `config`: `hf:CONFIG`.
+    - `train`: True for a training step.
+    - `serve`: `prefill` or `decode`; None for training or a forward pass.
+    - `batch`: number of sequences, by default one for each device.
+    - `seq`: tokens of a sequence, by default the model's context up to 1024.
+    - `cache`: tokens of the key-value cache.
+    - `remat`: the only policy to estimate.
+    - `dtypes`: `param_dtype` and `state_dtype`.
+
+    Raises `UserError` for options that contradict one another.
     """
     decoder = config_decoder(config)
     if decoder is None:
@@ -105,10 +111,10 @@ def estimate_config(
 
 
 def fewest_devices(config: str, found: Sequence[ModelEstimate], **options: Any) -> dict[str, Topology | None]:
-    """Return, by chip on which no estimate of `found` fits, the smallest topology on which one does.
+    """Return, for each chip on which no estimate of `found` fits, the smallest topology on which one does.
 
-    `options` are those of `estimate_config`. None for a chip stands for more devices than `larger_topologies` goes
-    through. A traced program needs at least its arguments' share of each device, so its topology is a lower bound.
+    `options` are those of `estimate_config`. None stands for more devices than `larger_topologies` tries. A traced
+    program needs at least its arguments' share of each device, so its topology is a lower bound.
     """
     by_chip: dict[str, list[ModelEstimate]] = {}
     for each in found:
@@ -119,7 +125,7 @@ def fewest_devices(config: str, found: Sequence[ModelEstimate], **options: Any) 
             continue
         smallest = min(rows, key=lambda row: row.topology.num_devices)
         guess = smallest.estimate
-        # Parameters and moments split over all devices; a traced program's arguments alike.
+        # Parameters and moments, or a traced program's arguments, are split over all devices.
         total = guess.peak_bytes * smallest.topology.num_devices
         if smallest.counted:
             moments = 2 * guess.asked.state_bytes if guess.asked.training else 0
@@ -145,7 +151,7 @@ def _itemsize(dtype: str, flag: str) -> int:
 
 
 def least_estimate(program: Program, topology: Topology) -> ModelEstimate:
-    """The least that any plan of a traced program needs: its arguments split over all devices, and its arithmetic."""
+    """Return the least that any plan of a traced program needs: arguments split over all devices, and arithmetic."""
     reading = read_program(program, topology.backend, kept=True)
     seconds = least_seconds(reading.graph, topology, load_calibration(topology.chip))
     sizes = dict.fromkeys(_KINDS.values(), 0.0)
@@ -157,7 +163,7 @@ def least_estimate(program: Program, topology: Topology) -> ModelEstimate:
     kind = "train" if program.training else "infer"
     peak = topology.peak_flops("bf16") * topology.num_devices
     mfu = (program.model_flops or 0.0) / peak / seconds if seconds else 0.0
-    held = {name: size for name, size in sizes.items() if size}
+    nonzero = {name: size for name, size in sizes.items() if size}
     asked = StepAsked(batch=0, seq=0, kind=kind)
-    estimate = StepEstimate({}, asked, seconds, seconds, 0.0, held, topology.usable_bytes, mfu)
+    estimate = StepEstimate({}, asked, seconds, seconds, 0.0, nonzero, topology.usable_bytes, mfu)
     return ModelEstimate(program.name, topology, count, estimate, False)

@@ -1,7 +1,7 @@
 """Closed-form counts of a decoder-only transformer: parameters, FLOPs, cache and saved activations.
 
-A planned program is counted op by op; these counts are for checks against published figures, which name
-a model by its dims alone.
+A planned program is counted op by op. These counts serve checks against published figures, which name a model by its
+dims alone.
 """
 
 import dataclasses
@@ -13,15 +13,15 @@ from autoshard.program import DecoderDims
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Decoder(DecoderDims):
-    """Dims of a decoder, and what follows from them."""
+    """Dims of a decoder, and the counts that follow from them."""
 
     @property
     def attention_params(self) -> int:
         """Weights of the projections of one layer's attention."""
         if self.latent is not None:
             own, heads = self.latent, self.heads
-            made = own.query_rank or self.width
-            query = (self.width * own.query_rank if own.query_rank else 0) + made * heads * own.head_size
+            query_inputs = own.query_rank or self.width
+            query = (self.width * own.query_rank if own.query_rank else 0) + query_inputs * heads * own.head_size
             keys = self.width * (own.key_rank + own.turned) + own.key_rank * heads * (own.plain + own.value)
             return query + keys + heads * own.value * self.width
         return self.width * self.head_size * (2 * self.heads + 2 * self.kv_heads)
@@ -37,7 +37,7 @@ class Decoder(DecoderDims):
         return (3 if self.gated else 2) * self.width * self.expert_inner
 
     def _layer_params(self, experts: int, norms: int) -> int:
-        """All layers, of which those with experts count so many routed ones."""
+        """Return the parameters of all layers, with `experts` routed experts in each layer that has experts."""
         router = self.width * self.experts
         sparse = self.mlp_params if self.experts == 1 else (experts + self.shared_experts) * self.expert_params + router
         mlps = self.dense_layers * self.mlp_params + (self.layers + self.ahead - self.dense_layers) * sparse
@@ -55,37 +55,39 @@ class Decoder(DecoderDims):
 
     @property
     def matmul_params(self) -> int:
-        """Parameters that multiply every token: active experts, head, no embedding lookup, no norms."""
+        """Parameters that multiply every token: active experts and head, but no embedding lookup and no norms."""
         return self._layer_params(self.active_experts, 0) + (1 + self.ahead) * self.vocabulary * self.width
 
     def attention_flops_per_token(self, sequence: float, causal: bool = True) -> float:
-        """Forward FLOPs of scores and weighted sums for one token of a sequence; causal attention does half.
+        """Return the forward FLOPs of scores and weighted sums for one token of a sequence; causal attention has half.
 
-        A layer with a window of w computes the scores of w tokens, of which causality takes half of the first w rows.
+        A layer with a window of w computes the scores of w tokens; causality halves those of the first w rows.
         """
         sizes = 2 * self.head_size if self.latent is None else self.latent.head_size + self.latent.value
-        whole, layers = 2.0 * sequence * self.heads * sizes * (0.5 if causal else 1.0), self.layers + self.ahead
+        full, layers = 2.0 * sequence * self.heads * sizes * (0.5 if causal else 1.0), self.layers + self.ahead
         if self.window is None or self.window >= sequence:
-            return whole * layers
+            return full * layers
         seen = self.window / sequence * (2.0 - self.window / sequence if causal else 1.0)
-        return whole * layers * (1.0 + (self.global_every - 1) * seen) / self.global_every
+        return full * layers * (1.0 + (self.global_every - 1) * seen) / self.global_every
 
     def train_flops(self, tokens: float, sequence: float = 0, causal: bool = True) -> float:
-        """Model FLOPs of one training step: 6 per matmul parameter and token, and three times forward attention."""
+        """Return a training step's model FLOPs: 6 per matmul parameter and token, and three times forward attention."""
         return tokens * (6.0 * self.matmul_params + 3.0 * self.attention_flops_per_token(sequence, causal))
 
     def forward_flops(self, tokens: float, sequence: float = 0, causal: bool = True) -> float:
-        """Model FLOPs of one forward pass."""
+        """Return the model FLOPs of one forward pass."""
         return tokens * (2.0 * self.matmul_params + self.attention_flops_per_token(sequence, causal))
 
     def kv_bytes(self, tokens: float, itemsize: float = 2) -> float:
-        """Key/value cache of that many tokens; of latent attention what keys and values are made from."""
+        """Return the bytes of the key/value cache of `tokens` tokens, or of the latent vectors that are cached
+        instead.
+        """
         if self.latent is not None:
             return tokens * self.layers * (self.latent.key_rank + self.latent.turned) * itemsize
         return 2.0 * tokens * self.layers * self.kv_heads * self.head_size * itemsize
 
     def activation_widths(self) -> dict[str, int]:
-        """Elements per token of every intermediate tensor of one layer, in order of computation."""
+        """Return the elements per token of every intermediate tensor of one layer, in order of computation."""
         widths = {
             "input": self.width,
             "normed": self.width,
@@ -107,9 +109,9 @@ class Decoder(DecoderDims):
         return widths
 
     def saved_bytes(self, tokens: float, names: Iterable[str] | None = None, itemsize: float = 2) -> float:
-        """Bytes that the named intermediates of all layers take until the backward pass (None: all of them).
+        """Return the bytes of the named intermediates of all layers for the backward pass (None: all of them).
 
-        Raises: UserError for a name that is not in `activation_widths`.
+        Raises `UserError` for a name that is not in `activation_widths`.
         """
         widths = self.activation_widths()
         chosen = list(widths) if names is None else list(names)
@@ -120,5 +122,5 @@ class Decoder(DecoderDims):
 
 
 def train_state_bytes(params: float, param_itemsize: float = 2, moment_itemsize: float = 4) -> float:
-    """Parameters and the two moments of Adam."""
+    """Return the bytes of parameters and the two moments of Adam."""
     return params * (param_itemsize + 2 * moment_itemsize)

@@ -1,8 +1,8 @@
-"""A first guess of a decoder's step from its dims alone: no program, no plan, a few formulas for each layout.
+"""A first estimate of a decoder's step from its dims alone, without a program or a plan, by a few formulas per layout.
 
-Layouts are the usual ones: `data` devices split the batch (training: parameters, gradients and optimizer state too),
-`model` devices split heads and MLPs, with the residual stream split between them. Matmuls, traffic and collectives are
-priced as plans are; what a plan hides or fuses beyond that is not known here.
+The layouts are the usual ones. `data` devices split the batch, and in training also parameters, gradients and optimizer
+state. `model` devices split heads and MLPs, with the residual stream split between them. Matmuls, traffic and
+collectives are priced as in plans. Overlap and fusion beyond that are not modelled.
 """
 
 import dataclasses
@@ -19,24 +19,24 @@ from autoshard.serving.decoder_counts import Decoder
 
 
 REMATS = ("none", "dots", "full")
-"""What the backward pass computes again, as estimates know it."""
+"""Remat policies that have an estimate."""
 _SPLASH_BACKWARD = 5
-"""Passes of matmuls over the scores in the backward kernel, beside two forward ones (see `graph.MATMULS`)."""
+"""Passes of matmuls over the scores in the backward kernel; the forward kernel has two (see `graph.MATMULS`)."""
 _STREAMS = {"norms": 4, "rotary": 2, "product": 3}
-"""Times that a layer's elementwise ops read or write a value: two norms, turned queries and keys, the gated product."""
+"""Reads and writes of a value by a layer's elementwise ops: two norms, rotated queries and keys, the gated product."""
 _KERNELS = 4
-"""Elementwise kernels of a layer where they are none of a matmul: two norms, turned queries and keys, the product."""
+"""Elementwise kernels of a layer outside of matmuls: two norms, rotated queries and keys, the product."""
 _QUANTISED = 4
-"""Further ones where weights have a byte: the inputs of a layer's matmuls are brought to theirs."""
+"""Further kernels of a layer with weights of one byte, which quantise the inputs of its matmuls."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class StepAsked:
-    """The step whose memory and time are asked for."""
+    """The step whose memory and time are estimated."""
 
     batch: int
     seq: int
-    """Tokens of a sequence; of a step of decoding those that its cache holds."""
+    """Tokens of a sequence; in a decoding step those in its cache."""
     kind: str = "train"
     """`train`, `infer` (a forward pass), `prefill` or `decode`."""
     remat: str = "none"
@@ -45,17 +45,17 @@ class StepAsked:
     state_bytes: float = 4
     """Bytes of each of an optimizer's two moments of a parameter."""
     multiplied: str = "bf16"
-    """Dtype in which weights of layers are multiplied; embedding and head have at least 16 bits."""
+    """Dtype of the layers' matmuls; embedding and head have at least 16 bits."""
     cache_bytes: float = 2
     """Bytes of each element of the key-value cache."""
     chunk: int = 0
-    """Tokens of prompts that a step of decoding computes too, of the whole batch."""
+    """Tokens of prompts that a decoding step also computes, over the whole batch."""
     prompt: int = 1
-    """Tokens of a prompt of which those are a chunk."""
+    """Tokens of a prompt of which `chunk` is a part."""
 
     @property
     def training(self) -> bool:
-        """Whether there is a backward pass and an update."""
+        """True if there is a backward pass and an update."""
         return self.kind == "train"
 
     @property
@@ -66,30 +66,30 @@ class StepAsked:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Layout:
-    """How devices share a step."""
+    """The degrees by which devices split a step."""
 
     data: int
-    """Copies of the model, each with its part of the batch."""
+    """Number of copies of the model, each with its part of the batch."""
     model: int
-    """Devices that hold one copy."""
+    """Number of devices that share one copy."""
     groups: int = 1
-    """Groups of those, each of which has a part of a copy's batch in attention, and all of attention's weights."""
+    """Number of groups of a copy's devices in attention, each with part of the batch and all attention weights."""
     experts: int | None = None
-    """Parts of whole experts; a part's devices split each of its experts. None: as many as divide both."""
+    """Number of parts of whole experts; the devices of a part split its experts. None: the most that divides both."""
 
     @property
     def heads(self) -> int:
-        """Devices that split the heads of attention."""
+        """Number of devices that split the heads of attention."""
         return self.model // self.groups
 
     def expert_parts(self, decoder: Decoder) -> int:
-        """Parts of whole experts that a copy has."""
+        """Return the number of parts of whole experts in a copy."""
         return math.gcd(self.model, decoder.experts) if self.experts is None else self.experts
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class StepEstimate:
-    """What a step is guessed to take on one layout. Times in seconds, sizes in bytes of one device."""
+    """The estimated cost of a step on one layout. Times in seconds, sizes in bytes of one device."""
 
     layout: Mapping[str, int]
     """The axes `data` and `model` with their sizes."""
@@ -97,7 +97,7 @@ class StepEstimate:
     step_time_s: float
     compute_s: float
     exposed_s: float
-    """Seconds in which devices wait for one another."""
+    """Seconds in which devices wait for collectives."""
     bytes: Mapping[str, float]
     """Bytes of one device by kind: parameters, optimizer state, gradients, saved, temporaries, cache."""
     limit_bytes: int
@@ -105,45 +105,45 @@ class StepEstimate:
 
     @property
     def peak_bytes(self) -> float:
-        """The sum of all kinds, as if all were at their most at once."""
+        """The sum of all kinds, as if all had their peak at the same time."""
         return sum(self.bytes.values())
 
     @property
     def fits(self) -> bool:
-        """Whether a device can hold that."""
+        """True if the peak fits in a device's memory."""
         return self.peak_bytes <= self.limit_bytes
 
 
 def estimate_step(
     decoder: Decoder, topology: Topology, asked: StepAsked, calibration: Calibration | None = None
 ) -> StepEstimate:
-    """The fastest layout that fits, or the one of least memory if none does.
+    """Return the estimate of the fastest layout that fits, or of the one with least memory if none does.
 
-    Raises `UserError` for a policy that is not known here, and where no layout divides the batch and the heads.
+    Raises `UserError` for an unknown remat policy, and if no layout divides the batch and the heads.
     """
     if asked.remat not in REMATS:
         raise UserError(f"--remat {asked.remat} is not estimated; give {', '.join(REMATS)}, or plan it.")
-    found = list(estimates(decoder, topology, asked, calibration))
-    if not found:
+    candidates = list(estimates(decoder, topology, asked, calibration))
+    if not candidates:
         raise UserError(
             f"no layout of the {topology.num_devices} devices of {topology.name} divides a batch of {asked.batch} and "
             f"{decoder.heads} heads; give a batch that is a multiple of {_least_batch(decoder, topology)}."
         )
-    fitting = [each for each in found if each.fits]
+    fitting = [each for each in candidates if each.fits]
     if fitting:
         return min(fitting, key=lambda each: each.step_time_s)
-    return min(found, key=lambda each: each.peak_bytes)
+    return min(candidates, key=lambda each: each.peak_bytes)
 
 
 def _least_batch(decoder: Decoder, topology: Topology) -> int:
-    """Sequences that some layout divides, with as many of its devices as can be splitting heads."""
+    """Return the smallest batch that some layout divides, with as many devices as possible splitting heads."""
     return topology.num_devices // math.gcd(topology.num_devices, decoder.heads)
 
 
 def estimates(
     decoder: Decoder, topology: Topology, asked: StepAsked, calibration: Calibration | None = None
 ) -> Iterator[StepEstimate]:
-    """One estimate for each layout that divides the batch and the heads."""
+    """Yield an estimate for each layout that divides the batch and the heads."""
     devices, compute = topology.num_devices, Compute(topology, calibration)
     for model in range(1, devices + 1):
         data = devices // model
@@ -153,12 +153,12 @@ def estimates(
 
 
 def layout_estimate(decoder: Decoder, compute: Compute, asked: StepAsked, layout: Layout) -> StepEstimate:
-    """The estimate of one layout."""
+    """Return the estimate of one layout."""
     return _Estimated(decoder, compute, asked, layout).estimate()
 
 
 def layout_bytes(decoder: Decoder, compute: Compute, asked: StepAsked, layout: Layout) -> dict[str, float]:
-    """What a device holds by that estimate, as `StepEstimate.bytes`."""
+    """Return the bytes of one device by kind on one layout, as `StepEstimate.bytes`."""
     return _Estimated(decoder, compute, asked, layout).held()
 
 
@@ -174,7 +174,7 @@ class _Estimated:
         self.tokens = asked.tokens // layout.data
         """Tokens of one copy."""
         self.sequences = asked.batch / layout.data / layout.groups
-        """Sequences of one group in attention; of prompts whole ones."""
+        """Sequences of one group in attention; prompts count as whole ones."""
         self.rows = self.tokens / layout.groups
         """Tokens of one group in attention."""
         if asked.kind != "decode":
@@ -182,16 +182,18 @@ class _Estimated:
             self.rows = self.sequences * asked.seq
 
     def estimate(self) -> StepEstimate:
+        """Return the estimate of time, memory and MFU."""
         forward, backward = self._layers()
         head, sent = self._head(), self._exchanged()
         passes = 1.0
         if self.asked.training:
             passes = 3.0 if self.asked.remat == "full" else 2.0
-            # The backward pass has twice the matmuls of the head, and the layers again if they are computed again.
+            # The backward pass has twice the matmuls of the head, and recomputes the layers under `full`.
             again = forward if self.asked.remat == "full" else 0.0
             gathers, scatters = self._gathered(), self._scattered()
             update = float(self.compute.memory_seconds(self._updated_bytes()))
             compute = forward + backward + again + 3 * head + update
+            # Gathers overlap with the forward pass, gathers and scatters with the backward pass. The rest is exposed.
             exposed = max(0.0, gathers - forward - head) + max(0.0, gathers + scatters - backward - again - 2 * head)
         else:
             compute, exposed = forward + head, 0.0
@@ -206,13 +208,14 @@ class _Estimated:
         )  # fmt: skip
 
     def _model_flops(self) -> float:
+        """Return the model FLOPs of the step; a decoding step attends to its whole cache."""
         count = self.decoder.train_flops if self.asked.training else self.decoder.forward_flops
         if self.asked.kind == "decode":
             return count(self.tokens * self.data, self.asked.seq, causal=False)
         return count(self.tokens * self.data, self.asked.seq)
 
     def _layers(self) -> tuple[float, float]:
-        """Seconds of all layers, forward, and backward without what is computed again."""
+        """Return the seconds of all layers, forward, and backward without recomputation."""
         decoder, tokens, model = self.decoder, self.tokens, self.model
         width, layers = decoder.width, decoder.layers + decoder.ahead
         value = decoder.head_size if decoder.latent is None else decoder.latent.value
@@ -228,7 +231,8 @@ class _Estimated:
             matmuls += [(count, tokens, gates * inner, width, 1.0), (count, tokens, width, inner, 1.0)]
         if sparse:
             parts, inner = self.layout.expert_parts(decoder), float(decoder.expert_inner)
-            # Of the busiest part's experts those that get any token, as if each token chose evenly.
+            # Expected number of experts that receive any token, if tokens choose uniformly; every part has an equal
+            # share.
             chosen = decoder.experts * -math.expm1(tokens * math.log1p(-decoder.active_experts / decoder.experts))
             here = max(1.0, chosen / parts)
             rows, split = tokens * decoder.active_experts / (here * parts), parts * inner / model
@@ -241,25 +245,26 @@ class _Estimated:
         forward = sum(dots) + self._attention(2) + streams
         if not self.asked.training:
             return forward, 0.0
-        turned = [
+        transposed = [
             count * (float(self.compute.dot_seconds(m, k, n, b)) + float(self.compute.dot_seconds(k, n, m, b)))
             for count, m, n, k, b in matmuls
         ]
-        return forward, sum(turned) + self._attention(_SPLASH_BACKWARD) + 2 * streams
+        return forward, sum(transposed) + self._attention(_SPLASH_BACKWARD) + 2 * streams
 
     def _dot(self, m: float, n: float, k: float, batch: float) -> float:
-        """A matmul with weights `[k, n]`; those that are stored in a byte are multiplied so."""
+        """Return the seconds of a matmul with weights `[k, n]`; one-byte weights are multiplied in their own dtype."""
         if self.asked.training or self.asked.param_bytes >= 2:
             return float(self.compute.dot_seconds(m, n, k, batch))
         size = batch * (2.0 * (m * k + m * n) + self.asked.param_bytes * k * n)
         return float(self.compute.dot_seconds(m, n, k, batch, self.asked.multiplied, size))
 
     def _attention(self, passes: int) -> float:
+        """Return the seconds of attention in all layers, with `passes` matmuls over the scores."""
         asked = self.asked
         if asked.kind != "decode":
             return self._over_scores(self.sequences, asked.seq, self.rows, passes)
         decoder, layers = self.decoder, self.decoder.layers + self.decoder.ahead
-        # The cache is read once, whatever queries share it.
+        # The cache is read once, however many queries share it.
         size = decoder.kv_bytes(self.sequences * asked.seq, asked.cache_bytes) / self._kv_parts()
         seconds = float(self.compute.memory_seconds(size))
         if decoder.latent is not None:  # all heads share it, as rows of one matmul
@@ -276,7 +281,13 @@ class _Estimated:
         return seconds
 
     def _over_scores(self, sequences: float, length: int, tokens: float, passes: int) -> float:
-        """Seconds of attention of one group, in all layers, to sequences by their own tokens."""
+        """Return the seconds of self-attention of one group's sequences, in all layers.
+
+        - `sequences`: number of sequences.
+        - `length`: tokens of each.
+        - `tokens`: tokens of all of them.
+        - `passes`: matmuls over the scores.
+        """
         decoder, heads = self.decoder, self.layout.heads
         layers = decoder.layers + decoder.ahead
         sizes = (decoder.head_size,) * 2
@@ -295,14 +306,17 @@ class _Estimated:
         return layers * float(self.compute.attention_seconds(scores, head, value, passes, "bf16", size))
 
     def _kv_parts(self) -> int:
-        """Parts that a sequence's keys and values are in: heads are split, the last few are held by several devices.
+        """Return the number of parts of a sequence's keys and values; devices beyond the heads have copies.
 
-        What latent attention keeps has no heads, so that all devices hold all of it.
+        The cache of latent attention has no heads, so all devices have a full copy.
         """
         return 1 if self.decoder.latent is not None else min(self.layout.heads, self.decoder.kv_heads)
 
     def _streamed(self) -> float:
-        """Elementwise ops of all layers, forward; where a compiler fuses them into matmuls, norms and turning alone."""
+        """Return the forward seconds of the elementwise ops of all layers.
+
+        If the compiler fuses ops into matmuls, only norms and the rotation of queries and keys remain.
+        """
         decoder = self.decoder
         widths = {
             "norms": decoder.width,
@@ -319,53 +333,59 @@ class _Estimated:
         return (decoder.layers + decoder.ahead) * each
 
     def _kernels(self) -> int:
-        """Elementwise kernels of a layer, started one by one."""
+        """Return the number of a layer's elementwise kernels, which are launched one by one."""
         normed = 2 if self.decoder.qk_norm else 0
-        kept = 1 if self.asked.kind in ("prefill", "decode") else 0  # keys and values go to the cache
-        return _KERNELS + normed + kept + (_QUANTISED if self.asked.param_bytes < 2 else 0)
+        cached = 1 if self.asked.kind in ("prefill", "decode") else 0  # writes keys and values to the cache
+        return _KERNELS + normed + cached + (_QUANTISED if self.asked.param_bytes < 2 else 0)
 
     def _head(self) -> float:
+        """Return the forward seconds of the head; serving steps need the logits of one token per sequence only."""
         rows = self.asked.batch / self.data if self.asked.kind in ("prefill", "decode") else self.tokens
         columns = self.decoder.vocabulary / self.model
         return (1 + self.decoder.ahead) * float(self.compute.dot_seconds(rows, columns, self.decoder.width))
 
     def _collective(self, kind: Kind, axes: tuple[str, ...], size_bytes: float, devices: int) -> float:
+        """Return the seconds of a collective over `devices` devices; 0 for one device."""
         return float(self.wires.time(kind, axes, size_bytes)) if devices > 1 else 0.0
 
     def _exchanged(self) -> float:
-        """Seconds of one pass over the layers that a copy's devices send one another what they need to go on.
+        """Return the seconds of exchanges between a copy's devices in one pass over the layers.
 
-        Attention takes the tokens of its group, everything else those of all groups.
+        Attention gathers the tokens of its group, all other ops those of all groups.
         """
         layers, layout = self.decoder.layers + self.decoder.ahead, self.layout
         each = 2.0 * self.decoder.width
         all_of_it = tuple(name for name, size in (("group", layout.groups), ("model", layout.heads)) if size > 1)
         kinds: tuple[Kind, ...] = ("all-gather", "reduce-scatter")
         within = sum(self._collective(kind, ("model",), each * self.rows, layout.heads) for kind in kinds)
-        whole = sum(self._collective(kind, all_of_it, each * self.tokens, self.model) for kind in kinds)
-        return layers * (within + whole)
+        across = sum(self._collective(kind, all_of_it, each * self.tokens, self.model) for kind in kinds)
+        return layers * (within + across)
 
     def _gathered(self) -> float:
+        """Return the seconds in which all parameters, in 16 bits, are gathered over `data`."""
         return self._collective("all-gather", ("data",), 2.0 * self.decoder.params / self.model, self.data)
 
     def _scattered(self) -> float:
+        """Return the seconds in which all gradients, in 16 bits, are reduce-scattered over `data`."""
         return self._collective("reduce-scatter", ("data",), 2.0 * self.decoder.params / self.model, self.data)
 
     def _updated_bytes(self) -> float:
-        """Read and written by the update: parameter and both moments, and the gradient."""
+        """Return the bytes that the update reads and writes: the parameter, both moments, and the gradient."""
         asked = self.asked
-        held = self.decoder.params / (self.data * self.model)
-        return held * (2 * (asked.param_bytes + 2 * asked.state_bytes) + 4)
+        share = self.decoder.params / (self.data * self.model)
+        # Parameter and moments are read and written. The gradient is read, in four bytes.
+        return share * (2 * (asked.param_bytes + 2 * asked.state_bytes) + 4)
 
     def held(self) -> dict[str, float]:
+        """Return the bytes of one device by kind."""
         decoder, asked, model = self.decoder, self.asked, self.model
         parts = model * (self.data if asked.training else 1)
-        # Each group has attention's weights. Those of embedding and head are not stored in a byte.
+        # Each group has all attention weights. Embedding and head are stored in at least two bytes.
         ends = (1 if decoder.tied else 2) * decoder.vocabulary * decoder.width
         attention = (decoder.layers + decoder.ahead) * decoder.attention_params
-        again = (self.layout.groups - 1) * attention
-        stored = asked.param_bytes * (decoder.params - ends + again) + max(2.0, asked.param_bytes) * ends
-        found = {"parameters": stored / parts}
+        repeated = (self.layout.groups - 1) * attention
+        stored = asked.param_bytes * (decoder.params - ends + repeated) + max(2.0, asked.param_bytes) * ends
+        sizes = {"parameters": stored / parts}
         columns = decoder.vocabulary / model
         widths = decoder.activation_widths()
         if decoder.experts > 1:
@@ -373,21 +393,21 @@ class _Estimated:
             widths |= {name: inner for name in ("gate", "up", "product") if name in widths}
         layer = 2.0 * self.tokens / model * sum(widths.values())
         if asked.training:
-            found["optimizer state"] = 2 * asked.state_bytes * decoder.params / parts
-            found["gradients"] = asked.param_bytes * decoder.params / parts
-            kept = {
+            sizes["optimizer state"] = 2 * asked.state_bytes * decoder.params / parts
+            sizes["gradients"] = asked.param_bytes * decoder.params / parts
+            saved = {
                 "full": ("input",),
                 "dots": tuple(set(widths) - {"normed", "mlp_normed", "product"}),
                 "none": tuple(widths),
             }[asked.remat]
             layers = decoder.layers + decoder.ahead
-            found["saved"] = 2.0 * layers * self.tokens / model * sum(widths[name] for name in kept)
+            sizes["saved"] = 2.0 * layers * self.tokens / model * sum(widths[name] for name in saved)
             gathered = 2.0 * 2.0 * decoder.params / layers / model if self.data > 1 else 0.0
-            # Logits and their gradient are alive between the last layer and its backward pass, not beside a layer.
-            found["temporaries"] = max(layer + gathered, 4.0 * self.tokens * columns)
-            return found
+            # Logits and their gradient are live between the last layer and its backward pass, not during a layer.
+            sizes["temporaries"] = max(layer + gathered, 4.0 * self.tokens * columns)
+            return sizes
         if asked.kind in ("prefill", "decode"):
-            found["cache"] = decoder.kv_bytes(self.sequences * asked.seq, asked.cache_bytes) / self._kv_parts()
+            sizes["cache"] = decoder.kv_bytes(self.sequences * asked.seq, asked.cache_bytes) / self._kv_parts()
         rows = self.tokens if asked.kind == "infer" else asked.batch / self.data
-        found["temporaries"] = layer + 4.0 * rows * columns
-        return found
+        sizes["temporaries"] = layer + 4.0 * rows * columns
+        return sizes

@@ -1,4 +1,4 @@
-"""First guesses of a step as a table: one topology with its memory by kind, or a line for each of several."""
+"""First estimates of a step as a table: one topology with its memory by kind, or a line for each of several."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -14,7 +14,7 @@ from autoshard.serving.config_estimates import ModelEstimate
 
 
 Fewest = Mapping[str, Topology | None]
-"""By chip on which nothing fits, the smallest topology on which it does."""
+"""For each chip on which no estimate fits, the smallest topology on which one does."""
 
 
 def estimate_figures(
@@ -22,7 +22,7 @@ def estimate_figures(
 ) -> dict[str, Any]:
     """Return the object that `autoshard estimate --json` prints; sizes in bytes of one device.
 
-    `failed` are sentences of topologies that have no estimate. What does not fit has no times.
+    `failed` are sentences about topologies without an estimate. An estimate that does not fit has no times.
     """
     return {
         "failed": list(failed),
@@ -56,22 +56,25 @@ def estimate_figures(
 def estimates_report(
     program: str, found: Sequence[ModelEstimate], failed: Sequence[str] = (), fewest: Fewest | None = None
 ) -> RenderableType:
-    """A column for each policy on one topology; of several a line for each, with what fits and is fastest."""
+    """Return a table with a column for each policy on one topology, or with a line for each of several topologies.
+
+    A topology's line has its fastest estimate that fits. `failed` and `fewest` are those of `estimate_figures`.
+    """
     first = found[0]
     places = list(dict.fromkeys(each.topology.name for each in found))
-    said = f"{program}, {format_count(first.parameters)} parameters"
+    title = f"{program}, {format_count(first.parameters)} parameters"
     asked = first.estimate.asked
     if first.counted:
         step = {"train": "a training step", "infer": "a forward pass"}.get(asked.kind, f"a step of {asked.kind}")
         over = "tokens in a cache" if asked.kind == "decode" else "tokens"
-        said += f": {step} of {asked.batch} x {asked.seq} {over}" if len(places) == 1 else f": {step}"
+        title += f": {step} of {asked.batch} x {asked.seq} {over}" if len(places) == 1 else f": {step}"
         note = "From the model's dims by closed form, for the usual layouts: a first guess, no plan."
     else:
         note = "The least that any plan needs: arguments split over all devices, arithmetic alone. No plan."
     table = _by_kind(found) if len(places) == 1 else _by_topology(found)
     sentences = [*failed, *(_said_of(chip, place, first.counted) for chip, place in (fewest or {}).items())]
     notes = [Text(f"- {sentence}", style="yellow") for sentence in sentences]
-    return Group(Text(said, style="bold"), Text(note, style="dim"), Text(), table, *notes)
+    return Group(Text(title, style="bold"), Text(note, style="dim"), Text(), table, *notes)
 
 
 def _table() -> Table:
@@ -79,6 +82,7 @@ def _table() -> Table:
 
 
 def _by_kind(found: Sequence[ModelEstimate]) -> Table:
+    """Return a table of one topology, with a column for each policy."""
     table = _table()
     training = found[0].counted and found[0].estimate.asked.training
     table.add_column(found[0].topology.name, no_wrap=True)
@@ -104,13 +108,14 @@ def _by_kind(found: Sequence[ModelEstimate]) -> Table:
 
 
 def _by_topology(found: Sequence[ModelEstimate]) -> Table:
+    """Return a table with the best estimate of each topology."""
     table = _table()
     table.add_column("topology", no_wrap=True)
     for name in ("chips", "layout", "remat", "step", "tokens/s", "MFU", "memory", "fits"):
         table.add_column(name, justify="right", no_wrap=True)
     for name in dict.fromkeys(each.topology.name for each in found):
-        mine = [each for each in found if each.topology.name == name]
-        best = min(mine, key=lambda each: (not each.estimate.fits, _order(each)))
+        estimates = [each for each in found if each.topology.name == name]
+        best = min(estimates, key=lambda each: (not each.estimate.fits, _order(each)))
         row = best.estimate
         cells = [name, str(best.topology.num_chips), _layout(row.layout)]
         cells.append(row.asked.remat if best.counted and row.asked.training else "")
@@ -124,6 +129,7 @@ def _by_topology(found: Sequence[ModelEstimate]) -> Table:
 
 
 def _said_of(chip: str, place: Topology | None, counted: bool) -> str:
+    """Return a sentence on the fewest devices of a chip on which the model fits."""
     if place is None:
         return f"It fits on no number of {chip} devices that was tried; give a smaller batch, or another chip."
     least = "the fewest devices of that chip on which it does are" if counted else "of that chip it needs at least"

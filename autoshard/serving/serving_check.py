@@ -1,4 +1,4 @@
-"""A way to serve beside plans of its steps: programs of ours, traced and laid out in the same way."""
+"""Comparison of a serving point with plans of its steps: traced programs with the same splits."""
 
 import contextlib
 import dataclasses
@@ -18,34 +18,34 @@ from autoshard.serving.serving_plan import ServingPlan
 
 
 _PLACES = 128
-"""A kernel's cache has multiples of so many places."""
+"""A kernel's cache has a multiple of this many positions."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class CheckedStep:
-    """One step by closed form, and as planned."""
+    """One step, estimated in closed form and planned."""
 
     kind: str
-    """What it computes, `decode` or `prefill`."""
+    """The kind of step, `decode` or `prefill`."""
     sequences: int
-    """How many sequences it has, if all devices are such engines."""
+    """Number of sequences in the step if all devices form such engines."""
     length: int
-    """Tokens that a sequence has, or its prompt."""
+    """Number of tokens of a sequence, or of its prompt."""
     estimate: StepEstimate
     laid_out: Plan | None
-    """Weights, cache and inputs split as the way to serve has them; the rest is chosen. None if it cannot be."""
+    """Plan with weights, cache and inputs split as the serving point does; None if there is no such plan."""
     free: Plan | None
-    """All of it chosen, on the same mesh."""
+    """Plan without pinned specs, on the same mesh; None if there is no such plan."""
     failed: tuple[str, ...] = ()
-    """Why there is no plan."""
+    """Reasons for each missing plan."""
 
 
 def check_serving(
     plan: ServingPlan, point: ServingPoint | None = None, progress: Callable[[str], None] | None = None
 ) -> list[CheckedStep]:
-    """Plans of a step of decoding, and of prompts, at a way to serve, by default the best.
+    """Return plans of a decoding step and of a prompt step at a serving point, by default the best.
 
-    Raises `UserError` for what has no program: weights or caches of a byte.
+    Raises `UserError` for weights or caches of one byte, for which there is no program.
     """
     point, asked = plan.best if point is None else point, plan.asked
     if (asked.weights, asked.cache) != ("bf16", "bf16"):
@@ -56,13 +56,13 @@ def check_serving(
     place, prompts = Topology.parse(plan.topology), point.prompts or point.engine
     decode, _ = engine_steps(plan.decoder, place, asked, point.engine, point.batch)
     _, prefill = engine_steps(plan.decoder, place, asked, prompts, prompts.attention)
-    length, whole = asked.input + asked.output // 2, asked.input + asked.output
-    # Engines apart too are planned as if all devices were such engines: they share nothing but the program.
+    length, full_length = asked.input + asked.output // 2, asked.input + asked.output
+    # Separate engines are planned as if all devices formed such engines, since engines share only the program.
     steps: tuple[tuple[str, ServingEngine, int, int, int, StepEstimate], ...] = (
-        ("decode", point.engine, point.batch, length, whole, decode),
+        ("decode", point.engine, point.batch, length, full_length, decode),
         ("prefill", prompts, prompts.attention, asked.input, asked.input, prefill),
     )
-    found = []
+    checked = []
     for kind, engine, each_has, tokens, cache, estimate in steps:
         engines = place.num_devices // engine.devices
         specs, sequences = serving_specs(plan.config, plan.decoder, engine, engines), each_has * engines
@@ -73,18 +73,18 @@ def check_serving(
         both: list[Plan | None] = []
         failed: list[str] = []
         for pins in (_pins(specs, [each.name for each in program.arguments]), None):
-            made: Any = {"mesh": mesh, "pins": pins}
+            options: Any = {"mesh": mesh, "pins": pins}
             try:
-                both.append(make_plan(program, read_options(place.name, made), progress=progress, kept=True).plan)
+                both.append(make_plan(program, read_options(place.name, options), progress=progress, kept=True).plan)
             except UserError as error:
                 both.append(None)
                 failed.append(str(error))
-        found.append(CheckedStep(kind, sequences, tokens, estimate, both[0], both[1], tuple(failed)))
-    return found
+        checked.append(CheckedStep(kind, sequences, tokens, estimate, both[0], both[1], tuple(failed)))
+    return checked
 
 
 def _program(plan: ServingPlan, kind: str, **sizes: int) -> Program:
-    """A step as it would be served: on TPUs decoding by the kernel that reads what a cache holds, where that can be."""
+    """Return the program of a serving step; on TPUs decoding uses the kernel for caches, if possible."""
     options: dict[str, Any] = {"serve": kind, **sizes}
     if kind == "decode" and Topology.parse(plan.topology).traits.attention == "splash":
         places = -(-sizes["cache"] // _PLACES) * _PLACES
@@ -95,12 +95,12 @@ def _program(plan: ServingPlan, kind: str, **sizes: int) -> Program:
 
 
 def _pins(specs: ServingSpecs, names: list[str]) -> dict[str, Any]:
-    """What is fixed of a program with these arguments; layers may be stacked in front of what a spec says."""
-    found: dict[str, Any] = {}
+    """Return the pinned specs of a program with these arguments; stacked layers add leading dims to a spec."""
+    pins: dict[str, Any] = {}
     for pattern, dims in specs.weights.items():
-        # What lies one after the other in a dim is not split as it would be served: left to the solver.
+        # A dim of several concatenated weights is split differently in serving, so it is left to the solver.
         if len(dims) > 1 and pattern not in specs.joined:
-            found[pattern] = dims
+            pins[pattern] = dims
     for part, dims in specs.cache.items():
-        found |= {name: dims for name in names if name.startswith("cache.") and name.endswith(f".{part}")}
-    return found | {"batch.input_ids": specs.inputs["input_ids"]}
+        pins |= {name: dims for name in names if name.startswith("cache.") and name.endswith(f".{part}")}
+    return pins | {"batch.input_ids": specs.inputs["input_ids"]}

@@ -1,4 +1,4 @@
-"""A way to serve as shardings in JAX, and as commands of `vllm serve`."""
+"""A serving point as shardings in JAX, and as commands of `vllm serve`."""
 
 import json
 import textwrap
@@ -38,7 +38,7 @@ def sharding(mesh, name, ndim):
 
 
 def jax_shardings(plan: ServingPlan, point: ServingPoint | None = None) -> str:
-    """The text of that file for a way to serve, by default the best."""
+    """Return the text of a Python file with the shardings of a serving point, by default the best."""
     point = plan.best if point is None else point
     decoding = point.engines - point.prompt_engines
     apart = point.prompts is not None
@@ -100,6 +100,7 @@ def _counted(count: int, noun: str) -> str:
 
 
 def _sizes(point: ServingPoint, specs: ServingSpecs, prompts: ServingSpecs) -> list[str]:
+    """Return the lines that define the sizes of the mesh axes, of both meshes if prompts have their own engines."""
     if point.prompts is None:
         return [f"SIZES = {_dict(specs.sizes)}", '"""Axes of `serving_mesh(SIZES)`."""', ""]
     devices = point.prompt_engines * point.prompts.devices
@@ -133,19 +134,22 @@ _CONNECTORS: Mapping[str, Mapping[str, str]] = {
     "tpu": {"kv_connector": "TPUConnector", "kv_connector_module_path": "tpu_inference.distributed.tpu_connector"},
     "gpu": {"kv_connector": "NixlConnector"},
 }
-"""What brings keys and values from one engine to another."""
+"""vLLM's connectors that send keys and values from one engine to another, by backend."""
 _CACHES = {("tpu", "fp8"): "fp8", ("gpu", "fp8"): "fp8", ("gpu", "int8"): "int8_per_token_head"}
-"""vLLM's names of dtypes of keys and values."""
+"""vLLM's names of the dtypes of keys and values, by backend and our name."""
 
 
 def vllm_commands(plan: ServingPlan, point: ServingPoint | None = None) -> list[str]:
-    """The commands that serve so (by default as the best way does); where prompts are computed apart two, of those
-    engines and of the others. A comment says how many of each to start where one command is one engine."""
+    """Return the `vllm serve` commands of a serving point, by default the best.
+
+    With separate engines for prompts there are two: one for those engines, and one for the others. If a command starts
+    one engine, a comment gives the number of engines to start.
+    """
     point = plan.best if point is None else point
-    # Limits of a scheduler are those of one group, each of which has its own.
+    # The limits of a scheduler are per group, since each group has its own scheduler.
     seats = -(-point.batch // point.engine.attention)
     if point.prompts is None:
-        # A step has its sequences beside a chunk of prompts.
+        # A step has a chunk of prompts in addition to its sequences.
         return [_command(plan, point.engine, point.engines, seats, point.chunk + seats)]
     decoding = point.engines - point.prompt_engines
     return [
@@ -157,6 +161,13 @@ def vllm_commands(plan: ServingPlan, point: ServingPoint | None = None) -> list[
 def _command(
     plan: ServingPlan, engine: ServingEngine, engines: int, seats: int | None, tokens: int | None, role: str = ""
 ) -> str:
+    """Return the `vllm serve` command of one kind of engine.
+
+    - `engines`: number of engines.
+    - `seats`: most sequences at once; None to omit the limit.
+    - `tokens`: most tokens in a step; None to omit the limit.
+    - `role`: role in sending keys and values between engines; empty if there are none to send.
+    """
     asked, traits = plan.asked, Topology.parse(plan.topology).traits
     groups, grouped = engine.attention, engine.attention > 1
     sizes = [f"--max-num-seqs {seats}"] if seats is not None else []
@@ -174,7 +185,7 @@ def _command(
         words.append(f"--tensor-parallel-size {engine.tensor}")
         words += [f"--data-parallel-size {groups}"] if grouped else []
         words += ["--quantization fp8"] if asked.weights == "fp8" else []
-    # On GPUs data parallel copies of a mixture share their experts.
+    # On GPUs data-parallel copies of a mixture of experts share their experts.
     if engines > 1 and (traits.serves_by_mesh or plan.decoder.experts == 1):
         words.append(f"--data-parallel-size {engines}")
         copies = 1
@@ -193,7 +204,7 @@ def _quoted(value: Mapping[str, Any]) -> str:
 
 
 def vllm_notes(plan: ServingPlan) -> list[str]:
-    """What the commands cannot say."""
+    """Return notes on settings that the commands cannot express."""
     asked, traits, notes = plan.asked, Topology.parse(plan.topology).traits, []
     if asked.weights == "int8" and not traits.serves_by_mesh:
         notes.append("MODEL is a checkpoint with weights of int8 (w8a8): vLLM does not make them so on GPUs.")

@@ -1,8 +1,8 @@
-"""What serving a decoder takes, by closed form: one engine or several, prompts and decoding in the same steps.
+"""Cost of serving a decoder in closed form: one engine or several, with prompts and decoding in the same steps.
 
-An engine holds one copy of the weights and `batch` sequences. In a steady state each of them is replaced after
-`output` tokens, so that a step of decoding has on the mean `batch * input / output` tokens of prompts beside it: they
-come in chunks, in some of the steps (chunked prefill, continuous batching). Engines that decode only have none.
+An engine has one copy of the weights and `batch` sequences. In a steady state each sequence is replaced after `output`
+tokens. So a decoding step has on average `batch * input / output` tokens of prompts to compute too. They are computed
+in chunks, in some of the steps (chunked prefill, continuous batching). Engines that only decode have none.
 """
 
 import dataclasses
@@ -20,119 +20,129 @@ from autoshard.serving.decoder_estimate import Layout, StepAsked, StepEstimate, 
 STORED_BYTES = {"bf16": 2.0, "fp8": 1.0, "int8": 1.0}
 """Dtypes of stored weights, and of keys and values, and their bytes; their scales are not counted."""
 LEAST_CHUNK = 128
-"""Tokens of prompts that a step takes at least."""
+"""Least tokens of prompts in a step that computes any."""
 MEMORY_SHARE = 0.95
-"""The share of a device's memory that is filled: plans of traced steps need up to 2 % more than the closed form, and a
-server has fragments and buffers of its own."""
+"""Share of a device's memory that is filled.
+
+Plans of traced steps need up to 2 % more than the closed form, and a server has fragments and buffers of its own.
+"""
 _NEAR = 0.98
-"""Chunks that serve nearly as much as the best are as good; longer ones have sooner first tokens, and longer gaps."""
+"""Chunks that serve this share of the best throughput count as equally good.
+
+Longer chunks have earlier first tokens, and longer gaps.
+"""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ServingAsked:
-    """The requests that are served, and how the model is stored."""
+    """The requests to serve, and the dtypes of the stored model."""
 
     input: int
-    """How many tokens a prompt has."""
+    """Number of tokens in a prompt."""
     output: int
-    """How many tokens an answer has."""
+    """Number of tokens in an answer."""
     weights: str = "bf16"
-    """Dtype of stored weights, of `STORED_BYTES`, which is also what they are multiplied in."""
+    """Dtype of stored weights, one of `STORED_BYTES`, which is also the dtype of their matmuls."""
     cache: str = "bf16"
-    """Dtype of stored keys and values, of `STORED_BYTES`."""
+    """Dtype of stored keys and values, one of `STORED_BYTES`."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ServingLimits:
-    """What is allowed at most, in seconds."""
+    """Latency limits in seconds."""
 
     first_s: float = math.inf
     """The longest time until a first token."""
     token_s: float = math.inf
-    """The longest time of each further token, on the mean."""
+    """The longest mean time of each further token."""
     gap_s: float = math.inf
     """The longest time between any two tokens of an answer."""
 
     def keeps(self, point: "ServingPoint") -> bool:
-        """Whether a way to serve stays within all of them."""
+        """Return True if a serving point is within all limits."""
         return point.first_s <= self.first_s and point.token_s <= self.token_s and point.gap_s <= self.gap_s
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ServingEngine:
-    """The devices that hold one copy of a model, and what they split."""
+    """The devices that share one copy of a model, and the degrees of their splits."""
 
     tensor: int
-    """Devices that split the heads of attention."""
+    """Number of devices that split the heads of attention."""
     attention: int = 1
-    """Groups of so many devices, each with its part of the sequences and with all weights of attention
-    (data-parallel attention); everything else is split over all of them."""
+    """Number of groups of `tensor` devices, each with its own sequences and all attention weights.
+
+    This is data-parallel attention. All else is split over the devices of all groups.
+    """
     experts: int = 1
-    """Parts of whole experts; with 1 each expert is split over all devices."""
+    """Number of parts of whole experts; with 1 each expert is split over all devices."""
 
     @property
     def devices(self) -> int:
-        """How many devices it has."""
+        """Number of devices in the engine."""
         return self.tensor * self.attention
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ServingPoint:
-    """One way to serve on a topology. Times in seconds, sizes in bytes of one device."""
+    """One configuration of engines on a topology. Times in seconds, sizes in bytes of one device."""
 
     engine: ServingEngine
     engines: int
     batch: int
-    """Sequences that one engine holds at once."""
+    """Sequences that one engine serves at once."""
     chunk: int
-    """Tokens of prompts that a step of one group of an engine takes at most."""
+    """Most tokens of prompts in a step of one group of an engine."""
     prompt_s: float
-    """Seconds in which one engine computes a prompt: no first token comes sooner."""
+    """Seconds in which one engine computes a prompt, the least time until a first token."""
     decode_s: float
-    """Seconds of a step of decoding without prompts."""
+    """Seconds of a decoding step without prompts."""
     added_s: float
-    """Seconds by which all chunks of a prompt make steps of decoding longer; 0 where other engines compute it."""
+    """Seconds that all chunks of a prompt add to decoding steps; 0 if other engines compute prompts."""
     gap_s: float
-    """The longest time between two tokens of an answer: a step with a whole chunk of prompts."""
+    """The longest seconds between two tokens of an answer: a step with a whole chunk of prompts."""
     peak_bytes: float
     limit_bytes: int
     output: int
-    """How many tokens an answer has."""
+    """Number of tokens in an answer."""
     prompt_engines: int = 0
-    """Engines, of all, that compute prompts only, for others that decode only; 0: each does both."""
+    """Number of engines, of all, that only compute prompts for engines that only decode; 0 if each does both."""
     prompts: ServingEngine | None = None
-    """What those are; None where there are none."""
+    """The kind of the engines that only compute prompts; None without such engines."""
     sent_s: float = 0.0
-    """Seconds in which keys and values of a prompt go over the network from one of those to one that decodes."""
+    """Seconds in which a prompt's keys and values are sent over the network to an engine that decodes."""
 
     @property
     def token_s(self) -> float:
-        """Seconds between two tokens of an answer on the mean, with the prompts that come between them."""
+        """Mean seconds between two tokens of an answer, including the prompts computed between them."""
         return self.decode_s + self.batch / self.output * self.added_s
 
     @property
     def first_s(self) -> float:
-        """Seconds until a first token where nobody else waits: the step that is under way, and the prompt; or the
-        prompt, and its keys and values on their way to an engine that decodes."""
+        """Seconds until a first token if no other request waits.
+
+        They are those of the current step and the prompt. With separate engines they are those of the prompt, and of
+        sending its keys and values to an engine that decodes.
+        """
         return self.prompt_s + (self.sent_s if self.prompt_engines else self.token_s)
 
     @property
     def tokens_per_s(self) -> float:
-        """Tokens of answers in a second, of all engines."""
+        """Tokens of answers per second, of all engines."""
         decoded = (self.engines - self.prompt_engines) * self.batch / self.token_s
         if self.prompts is None:
             return decoded
-        # Each group of an engine has a prompt at once.
+        # Each group of an engine computes one prompt at a time.
         return min(decoded, self.prompt_engines * self.prompts.attention / self.prompt_s * self.output)
 
     @property
     def fits(self) -> bool:
-        """Whether weights and the keys and values of the whole batch at full length can be held."""
+        """True if the weights and the whole batch's keys and values at full length fit in memory."""
         return self.peak_bytes <= self.limit_bytes
 
 
 class _Engines:
-    """Engines of one kind on all of a topology, and what their steps take."""
+    """Engines of one kind on all of a topology, and the cost of their steps."""
 
     def __init__(self, decoder: Decoder, compute: Compute, asked: ServingAsked, engine: ServingEngine) -> None:
         self.decoder, self.compute, self.asked, self.engine = decoder, compute, asked, engine
@@ -141,38 +151,42 @@ class _Engines:
 
     @property
     def limit_bytes(self) -> int:
-        """What a device may hold."""
+        """Most bytes that a device may fill."""
         return int(MEMORY_SHARE * self.compute.topology.usable_bytes)
 
     def step(self, kind: str, sequences: int, length: int, chunk: int = 0) -> StepEstimate:
+        """Return the estimate of one step of all engines; `chunk` are tokens of prompts of each group."""
         return layout_estimate(self.decoder, self.compute, self._asked(kind, sequences, length, chunk), self.layout)
 
     def held(self, sequences: int, chunk: int = 0) -> dict[str, float]:
-        """Bytes of one device in a step of decoding at the end of an answer."""
+        """Return the bytes of one device by kind, in a decoding step at the end of an answer."""
         step = self._asked("decode", sequences, self.asked.input + self.asked.output, chunk)
         return layout_bytes(self.decoder, self.compute, step, self.layout)
 
     @functools.cached_property
     def alone(self) -> StepEstimate:
-        """A step of whole prompts, one in each group."""
+        """The estimate of a step of whole prompts, one in each group."""
         return self.step("prefill", self.engine.attention, self.asked.input)
 
     @property
     def sent_s(self) -> float:
-        """Seconds in which keys and values of those go to another engine: each device sends what it holds over the
-        network of its host, as if engines were on hosts of their own."""
+        """Seconds in which the keys and values of these prompts are sent to another engine.
+
+        Each device sends its part over the network of its host, as if engines were on separate hosts.
+        """
         chip = self.compute.topology.chip
         rate = chip.network_bytes_per_s_per_chip * self.compute.calibration.network_efficiency / chip.devices_per_chip
         return self.alone.bytes["cache"] / rate if rate else 0.0
 
     def batches(self) -> Iterator[int]:
-        """Batches that fit: for a sequence in each group, doubled, and the largest."""
+        """Yield batches that fit: one sequence in each group, then doubled, and the largest."""
         batch = self.engine.attention
         while self._fits(batch):
             yield batch
             batch *= 2
         fits, too_large = batch // 2 // self.engine.attention, batch // self.engine.attention
         first = fits
+        # Bisect between the last doubled batch that fits and the first that does not.
         while too_large - fits > 1:
             middle = (fits + too_large) // 2
             fits, too_large = (middle, too_large) if self._fits(middle * self.engine.attention) else (fits, middle)
@@ -183,7 +197,7 @@ class _Engines:
         return sum(self.held(batch, self.chunks(batch)[0]).values()) <= self.limit_bytes
 
     def chunks(self, batch: int) -> list[int]:
-        """Powers of two: enough for the prompts that come in to a group, and no longer than takes a whole one."""
+        """Return chunks as powers of two, from the least that absorbs a group's prompts to one with a whole prompt."""
         least = max(LEAST_CHUNK, batch / self.engine.attention * self.asked.input / self.asked.output)
         first = max(0, math.ceil(math.log2(least)))
         last = max(first, math.ceil(math.log2(self.asked.input)))
@@ -203,9 +217,9 @@ class _Engines:
         )
 
     def points(self, batch: int, chunks: list[int]) -> Iterator[ServingPoint]:
-        """Prompts and decoding together, with each of the chunks."""
+        """Yield points with prompts and decoding in the same steps, one for each of the chunks."""
         asked, limit = self.asked, self.limit_bytes
-        # On the mean a sequence has its prompt and half of its answer behind it.
+        # On average a sequence has its prompt and half of its answer in the cache.
         length = asked.input + asked.output // 2
         decode = self.step("decode", batch, length)
         for chunk in chunks:
@@ -222,8 +236,10 @@ class _Engines:
 def _apart(
     point: ServingPoint, own: _Engines, others: Sequence[_Engines], limits: ServingLimits
 ) -> ServingPoint | None:
-    """The engines of a point decoding only, and others for prompts, of which there are as many of each as serve most
-    within the limits; None where devices are too few."""
+    """Return the best point at which the engines of `point` only decode and others only compute prompts.
+
+    The numbers of both maximise throughput within the limits. None if there are too few devices.
+    """
     devices, peak = own.compute.topology.num_devices, sum(own.held(point.batch).values())
     options = []
     for other in others:
@@ -231,14 +247,14 @@ def _apart(
             left, rest = divmod(devices - count * other.engine.devices, own.engine.devices)
             if rest or not left:
                 continue
-            made = dataclasses.replace(
+            candidate = dataclasses.replace(
                 point, engines=count + left, prompt_engines=count, prompts=other.engine, sent_s=other.sent_s,
                 chunk=max(own.asked.input, LEAST_CHUNK), prompt_s=other.alone.step_time_s, added_s=0.0,
                 gap_s=point.decode_s, peak_bytes=max(peak, other.alone.peak_bytes),
             )  # fmt: skip
-            if made.fits:
-                options.append(made)
-    # Of equals engines of the same kind.
+            if candidate.fits:
+                options.append(candidate)
+    # Ties prefer engines of the same kind.
     return max(
         options, default=None,
         key=lambda each: (limits.keeps(each), each.tokens_per_s, each.prompts == each.engine, -each.first_s),
@@ -246,11 +262,14 @@ def _apart(
 
 
 def _chosen(points: list[ServingPoint], limits: ServingLimits) -> ServingPoint:
-    """Of ways that differ in their chunks one within the limits, if any is, that serves nearly most, with the least
-    product of the time to a first token and the longest gap."""
-    kept = [each for each in points if limits.keeps(each)] or points
-    most = max(each.tokens_per_s for each in kept)
-    good = [each for each in kept if each.tokens_per_s >= _NEAR * most]
+    """Return the best of points that differ in their chunks, from those within the limits, if there are any.
+
+    It has the least product of the time to a first token and the longest gap, among points with nearly the most
+    throughput.
+    """
+    allowed = [each for each in points if limits.keeps(each)] or points
+    most = max(each.tokens_per_s for each in allowed)
+    good = [each for each in allowed if each.tokens_per_s >= _NEAR * most]
     return min(good, key=lambda each: each.first_s * each.gap_s)
 
 
@@ -263,7 +282,14 @@ def serving_point(
     chunk: int | None = None,
     calibration: Calibration | None = None,
 ) -> ServingPoint:
-    """Such engines on all of a topology, each with a batch of so many sequences; without a `chunk` whole prompts."""
+    """Return the point of one kind of engine on all of a topology.
+
+    - `asked`: the requests and dtypes.
+    - `engine`: the kind of engine.
+    - `batch`: sequences of each engine.
+    - `chunk`: tokens of prompts in a step; None for whole prompts.
+    - `calibration`: measured efficiencies of the chip.
+    """
     engines = _Engines(decoder, Compute(topology, calibration), asked, engine)
     return next(engines.points(batch, [engines.chunks(batch)[-1] if chunk is None else chunk]))
 
@@ -271,12 +297,14 @@ def serving_point(
 def engine_steps(
     decoder: Decoder, topology: Topology, asked: ServingAsked, engine: ServingEngine, batch: int
 ) -> tuple[StepEstimate, StepEstimate]:
-    """A step of decoding of `batch` sequences without prompts, in a cache for whole answers, and one of a prompt in
-    each group."""
+    """Return the estimates of a decoding step without prompts, and of a step with one prompt in each group.
+
+    The decoding step has `batch` sequences, and a cache for whole answers.
+    """
     engines = _Engines(decoder, Compute(topology), asked, engine)
     decode = engines.step("decode", batch, asked.input + asked.output // 2)
-    held = dataclasses.replace(decode, bytes=engines.held(batch))
-    return held, engines.step("prefill", engine.attention, asked.input)
+    with_cache = dataclasses.replace(decode, bytes=engines.held(batch))
+    return with_cache, engines.step("prefill", engine.attention, asked.input)
 
 
 def serving_points(
@@ -286,11 +314,10 @@ def serving_points(
     limits: ServingLimits | None = None,
     calibration: Calibration | None = None,
 ) -> Iterator[ServingPoint]:
-    """Every kind of engine that divides devices and heads, with batches that double as long as they fit, and the
-    largest.
+    """Yield points of every kind of engine that divides devices and heads, with doubled and the largest batches.
 
-    Each is offered with prompts and decoding together, in chunks that serve nearly as much as any within the limits,
-    and with prompts on engines of their own, of any kind.
+    Each kind has a point with prompts and decoding in the same steps. Its chunk serves nearly as much as any within the
+    limits. Another point has separate engines for prompts, of any kind.
     """
     compute, limits = Compute(topology, calibration), limits or ServingLimits()
     kinds = [_Engines(decoder, compute, asked, engine) for engine in engine_kinds(decoder, topology)]
@@ -305,10 +332,10 @@ def serving_points(
 
 
 def engine_kinds(decoder: Decoder, topology: Topology) -> Iterator[ServingEngine]:
-    """Engines whose devices divide those of a topology, and their groups its heads.
+    """Yield the engines whose devices divide those of a topology, and whose groups' sizes divide the model's heads.
 
-    Attention by groups is for mixtures of experts, and on TPUs, where servers have it, for more devices than a model
-    has heads of keys and values.
+    Groups in attention are for mixtures of experts. On TPUs, whose servers support them, they are also for more devices
+    than a model has heads of keys and values.
     """
     kv_heads = 1 if decoder.latent is not None else decoder.kv_heads
     for devices in _divisors(topology.num_devices):

@@ -1,4 +1,4 @@
-"""How to serve a decoder within limits of latency: what serves most, and what else there is."""
+"""Plans for serving a decoder within latency limits: the point with most throughput, and the alternatives."""
 
 import dataclasses
 import math
@@ -21,7 +21,7 @@ from autoshard.serving.serving_model import (
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ServingPlan:
-    """The ways to serve that fit a topology."""
+    """The serving points that fit a topology."""
 
     config: str
     decoder: Decoder
@@ -30,16 +30,16 @@ class ServingPlan:
     limits: ServingLimits
     points: tuple[ServingPoint, ...]
     best: ServingPoint
-    """The way within the limits that serves most tokens in a second."""
+    """The point within the limits with the most tokens per second."""
     frontier: tuple[ServingPoint, ...]
-    """Ways that no other beats in both tokens a second and time of a token, the quickest first."""
+    """Points that no other beats in both tokens per second and time of a token, the quickest first."""
 
 
 def plan_serving(config: str, topology: str, asked: ServingAsked, limits: ServingLimits | None = None) -> ServingPlan:
-    """The way to serve `hf:CONFIG` that gives most tokens a second within limits of latency.
+    """Return the serving points for `hf:CONFIG`, with the best one within the latency limits.
 
-    Raises `UserError` for a model that is no decoder of known form, one that fits in no way, and limits that no way
-    keeps, with the best there is.
+    Raises `UserError` for a model that is no decoder of known form, and for one that fits in no way. Limits that no
+    point satisfies raise it with the best times.
     """
     decoder, limits = config_decoder(config), limits or ServingLimits()
     if decoder is None:
@@ -61,12 +61,12 @@ def plan_serving(config: str, topology: str, asked: ServingAsked, limits: Servin
             f"{room / 2**30:.1f} GiB (5 % stay free) when all hold one copy; "
             f"{_ways_out(decoder, place, asked, limits)}."
         )
-    kept = [each for each in points if limits.keeps(each)]
-    if not kept:
+    allowed = [each for each in points if limits.keeps(each)]
+    if not allowed:
         raise UserError(
             f"no way to serve {config} on {place.name} keeps the limits; the best there is has {_bests(points)}."
         )
-    best = max(kept, key=lambda each: each.tokens_per_s)
+    best = max(allowed, key=lambda each: each.tokens_per_s)
     return ServingPlan(config, decoder, place.name, asked, limits, points, best, _frontier(points))
 
 
@@ -87,7 +87,7 @@ def _ways_out(decoder: Decoder, place: Topology, asked: ServingAsked, limits: Se
 
 
 def _bests(points: tuple[ServingPoint, ...]) -> str:
-    """The least of each time that has a limit, and where it is had."""
+    """Describe the least of each time that has a limit, and its point."""
     first, token, gap = (min(points, key=lambda each: getattr(each, name)) for name in ("first_s", "token_s", "gap_s"))
 
     def said(point: ServingPoint) -> str:
@@ -101,8 +101,9 @@ def _bests(points: tuple[ServingPoint, ...]) -> str:
 
 
 def _frontier(points: tuple[ServingPoint, ...]) -> tuple[ServingPoint, ...]:
-    found: list[ServingPoint] = []
+    """Return the points that no other beats in both tokens per second and time of a token, the quickest first."""
+    frontier: list[ServingPoint] = []
     for point in sorted(points, key=lambda each: (each.token_s, -each.tokens_per_s)):
-        if not found or point.tokens_per_s > found[-1].tokens_per_s:
-            found.append(point)
-    return tuple(found)
+        if not frontier or point.tokens_per_s > frontier[-1].tokens_per_s:
+            frontier.append(point)
+    return tuple(frontier)

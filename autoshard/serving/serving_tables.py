@@ -1,4 +1,4 @@
-"""Ways to serve as a table, as figures for scripts, and as one self-contained HTML page."""
+"""Serving points as a table, as figures for scripts, and as one self-contained HTML page."""
 
 import math
 import os
@@ -27,7 +27,7 @@ _COLUMNS = ("tensor", "attn", "experts", "engines", "batch", "chunk", "first", "
 
 
 def serving_figures(plan: ServingPlan, checked: Sequence[CheckedStep] = ()) -> dict[str, Any]:
-    """The object that `autoshard serve-plan --json` prints."""
+    """Return the object that `autoshard serve-plan --json` prints."""
     topology = Topology.parse(plan.topology)
     return {
         "model": plan.config,
@@ -80,33 +80,33 @@ def _figures(point: ServingPoint) -> dict[str, Any]:
 
 
 def _checked_figures(step: CheckedStep) -> dict[str, Any]:
-    found = {"kind": step.kind, "sequences": step.sequences, "length": step.length, "failed": list(step.failed)}
-    found |= {"estimate_s": step.estimate.step_time_s, "estimate_bytes": step.estimate.peak_bytes}
+    figures = {"kind": step.kind, "sequences": step.sequences, "length": step.length, "failed": list(step.failed)}
+    figures |= {"estimate_s": step.estimate.step_time_s, "estimate_bytes": step.estimate.peak_bytes}
     for name, plan in (("planned", step.laid_out), ("free", step.free)):
-        found[f"{name}_s"] = None if plan is None else plan.prediction.step_time_s
-        found[f"{name}_bytes"] = None if plan is None else plan.prediction.peak_bytes
-    return found
+        figures[f"{name}_s"] = None if plan is None else plan.prediction.step_time_s
+        figures[f"{name}_bytes"] = None if plan is None else plan.prediction.peak_bytes
+    return figures
 
 
 def serving_report(plan: ServingPlan, checked: Sequence[CheckedStep] = ()) -> RenderableType:
-    """The best way, its commands, and the frontier of throughput against the time of a token."""
+    """Return the best point, its commands, and the frontier of throughput against the time of a token."""
     shown = plan.frontier if plan.best in plan.frontier else (*plan.frontier, plan.best)
     cells = [_cells(point) for point in shown]
-    # Degrees that are 1 in all rows say nothing.
-    said = [name for name in _COLUMNS if name not in ("attn", "experts") or any(row[name] != "1" for row in cells)]
+    # Degrees that are 1 in all rows are omitted.
+    columns = [name for name in _COLUMNS if name not in ("attn", "experts") or any(row[name] != "1" for row in cells)]
     table = Table(box=SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0), header_style="dim")
     table.add_column("", no_wrap=True)
-    for name in said:
+    for name in columns:
         table.add_column(name, justify="right", no_wrap=True)
     for point, row in zip(shown, cells, strict=True):
         best = point == plan.best
-        table.add_row("*" if best else "", *(row[name] for name in said), style="bold" if best else "")
+        table.add_row("*" if best else "", *(row[name] for name in columns), style="bold" if best else "")
     asked = plan.asked
     head = f"{clean(plan.config)} on {plan.topology}: {asked.input} tokens in, {asked.output} out"
     stored = (("weights", asked.weights), ("cache", asked.cache))
     head += "".join(f", {what} {dtype}" for what, dtype in stored if dtype != "bf16")
     lines = [Text(head, style="bold"), Text(), table, Text()]
-    lines.append(Text(_note(plan, said), style="dim"))
+    lines.append(Text(_note(plan, columns), style="dim"))
     for text in [*vllm_notes(plan), *vllm_commands(plan)]:
         lines += [Text(), Text(text)]
     if checked:
@@ -115,7 +115,7 @@ def serving_report(plan: ServingPlan, checked: Sequence[CheckedStep] = ()) -> Re
 
 
 def _checks(checked: Sequence[CheckedStep]) -> list[RenderableType]:
-    """Steps at the best way by closed form, and as plans of traced programs."""
+    """Return the steps at the best point in closed form, and as plans of traced programs."""
     table = Table(box=SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0), header_style="dim")
     table.add_column("step", no_wrap=True)
     for name in ("sequences", "by closed form", "planned so", "planned freely"):
@@ -132,8 +132,8 @@ def _checks(checked: Sequence[CheckedStep]) -> list[RenderableType]:
         estimate = cell(step.estimate.step_time_s, step.estimate.peak_bytes)
         table.add_row(f"{step.kind}, {step.length} tokens", str(step.sequences), estimate, *plans)
     note = "planned so: traced programs with weights, cache and inputs split as above; freely: on the same mesh."
-    said = dict.fromkeys(text for step in checked for text in step.failed)
-    return [table, Text(), Text(note, style="dim"), *(Text(f"Not planned: {text}") for text in said)]
+    failures = dict.fromkeys(text for step in checked for text in step.failed)
+    return [table, Text(), Text(note, style="dim"), *(Text(f"Not planned: {text}") for text in failures)]
 
 
 def _cells(point: ServingPoint) -> dict[str, str]:
@@ -156,6 +156,7 @@ def _cells(point: ServingPoint) -> dict[str, str]:
 
 
 def _note(plan: ServingPlan, said: list[str]) -> str:
+    """Return the legend of the table, without the columns that are omitted."""
     best, gap = plan.best, format_seconds(plan.best.gap_s)
     text = f"* most tokens within the limits, with no more than {gap} between two. first: until a first token, where "
     text += "nobody else waits; each: a further one, on the mean; chunk: tokens of prompts in a step; GiB of a device. "
@@ -172,14 +173,15 @@ _COUNTS = ("tensor", "attention", "experts", "engines", "prompt_engines", "batch
 _COUNTS += ("prompt_tensor", "prompt_attention", "prompt_experts")
 _AMOUNTS = ("first_s", "token_s", "gap_s", "tokens_per_s", "peak_bytes", "prompt_s", "decode_s")
 _PARTS = ("added_s", "sent_s")
-"""They may be zero."""
+"""Seconds of parts of a step that may be zero."""
 _AGAIN = "make it again with `autoshard serve-plan ... --json`"
+"""The end of errors about damaged files."""
 
 
 def read_serving(path: str | os.PathLike[str]) -> dict[str, Any] | None:
-    """What `autoshard serve-plan --json` printed into a file; None for a file of anything else.
+    """Return the object that `autoshard serve-plan --json` printed into a file; None for any other file.
 
-    Raises `UserError` for one that was, and is damaged or of an older version.
+    Raises `UserError` for such an object that is damaged or of an older version.
     """
     if Path(path).is_dir():
         return None
@@ -219,7 +221,7 @@ def _is_amount(value: Any) -> bool:
 
 
 def serve_page(figures: Mapping[str, Any], prices: Mapping[str, float]) -> str:
-    """The page, as text, of what `serving_figures` gives; `prices` (of a chip's hour, by chip) begin its field."""
+    """Return the HTML page of the figures; `prices` (of a chip's hour, by chip) fill its field initially."""
     names = (*_COUNTS, *_AMOUNTS, *_PARTS, "commands")
     data = {
         "price": prices.get(figures["chip"]),

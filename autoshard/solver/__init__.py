@@ -1,4 +1,4 @@
-"""Choosing: `Problem` in, `Solution` out. Knows nothing of machine learning."""
+"""Solver: `Problem` in, `Solution` out; knows nothing of machine learning."""
 
 from autoshard.solver.contest import read_contest as read_contest
 from autoshard.solver.contest import write_contest as write_contest

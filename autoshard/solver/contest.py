@@ -1,7 +1,8 @@
-"""The contest's JSON (google/iopddl): reading it fast, writing it so that any other solver can check ours.
+"""Reader and writer of the contest's JSON format (google/iopddl), so that any other solver can check ours.
 
-`{"problem": {"name", "nodes": {"intervals", "costs", "usages"}, "edges": {"nodes", "costs"}, "usage_limit"}}`;
-intervals are half open, edge costs row-major over the endpoints' alternatives, duplicate edges add up.
+The form is `{"problem": {"name", "nodes": {"intervals", "costs", "usages"}, "edges": {"nodes", "costs"},
+"usage_limit"}}`. Intervals are half open, edge costs row-major over the endpoints' alternatives, and duplicate edges
+add up.
 """
 
 import contextlib
@@ -23,7 +24,7 @@ from autoshard.solver.problem_check import validate
 
 
 def read_contest(path: str | os.PathLike[str]) -> Problem:
-    """The `Problem` in a contest file, gzip or not. Raises `UserError` with the place of the first mistake."""
+    """Read the `Problem` in a contest file, gzip or not; raises `UserError` with the place of the first mistake."""
     name = os.fspath(path)
     try:
         raw = read_bytes(name, MOST_DATA_BYTES)
@@ -43,6 +44,7 @@ def read_contest(path: str | os.PathLike[str]) -> Problem:
 
 
 def _build(data: Any) -> Problem:
+    """Build a problem from parsed contest JSON; raises `UserError` for malformed data."""
     problem = _get(data, "problem", dict, "the file")
     nodes = _get(problem, "nodes", dict, "problem")
     edges = _get(problem, "edges", dict, "problem")
@@ -53,10 +55,10 @@ def _build(data: Any) -> Problem:
     edge_costs = _get(edges, "costs", list, "problem.edges")
     if not costs:
         raise UserError("the problem has no nodes; at least one node with one alternative is needed")
-    for key, found in (("usages", usages), ("intervals", intervals)):
-        if len(found) != len(costs):
+    for key, values in (("usages", usages), ("intervals", intervals)):
+        if len(values) != len(costs):
             raise UserError(
-                f"problem.nodes.{key} has {len(found)} entries for {len(costs)} nodes; one per node is needed"
+                f"problem.nodes.{key} has {len(values)} entries for {len(costs)} nodes; one per node is needed"
             )
     if len(edge_nodes) != len(edge_costs):
         raise UserError(f"problem.edges names {len(edge_nodes)} edges but has {len(edge_costs)} lists of costs")
@@ -83,6 +85,7 @@ def _build(data: Any) -> Problem:
 
 
 def _get(data: Any, key: str, kind: type, where: str) -> Any:
+    """Return `data[key]`; raises `UserError` if it is missing or of another type."""
     words = {dict: "an object", list: "a list"}
     if not isinstance(data, dict) or key not in data:
         raise UserError(f"{where} has no key {key!r}; a contest problem needs it")
@@ -92,6 +95,7 @@ def _get(data: Any, key: str, kind: type, where: str) -> Any:
 
 
 def _ragged(rows: list[Any], kind: str, what: str) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Return offsets and flat values of a list of lists."""
     for number, row in enumerate(rows):
         if not isinstance(row, list):
             raise UserError(f"{kind} {number} has {what} {row!r}; a list of whole numbers is needed")
@@ -101,6 +105,7 @@ def _ragged(rows: list[Any], kind: str, what: str) -> tuple[NDArray[np.int64], N
 
 
 def _pairs(rows: list[Any], kind: str, what: str) -> NDArray[np.int64]:
+    """Return a list of pairs as an array [n, 2]."""
     for number, row in enumerate(rows):
         if not isinstance(row, list) or len(row) != 2:
             raise UserError(f"{kind} {number} has the {what} {row!r}; a pair of whole numbers is needed")
@@ -108,23 +113,24 @@ def _pairs(rows: list[Any], kind: str, what: str) -> NDArray[np.int64]:
 
 
 _AT_ONCE = 1 << 20
-"""Numbers that one call of C code converts; signals are seen to in between."""
+"""Integers converted by one call of C code; Python handles signals between two calls."""
 
 
 def _integers(rows: list[Any], count: int, kind: str, what: str) -> NDArray[np.int64]:
-    values, found = it.chain.from_iterable(rows), np.empty(count, dtype=np.int64)
+    """Return `count` integers of nested lists as a flat array; raises `UserError` for other values."""
+    values, result = it.chain.from_iterable(rows), np.empty(count, dtype=np.int64)
     with contextlib.suppress(OverflowError):
         for start in range(0, count + 1, _AT_ONCE):
             some = list(it.islice(values, _AT_ONCE))
-            # numpy truncates floats silently, so the types are looked at first (one C loop, no Python one).
+            # numpy truncates floats silently, so the types are checked first, in a C loop.
             if not set(map(type, some)) <= {int}:
                 break
-            found[start : start + len(some)] = some
+            result[start : start + len(some)] = some
         else:
-            return found
+            return result
     for number, row in enumerate(rows):
         for value in row:
-            # A parser may hand a whole number of more than 64 bits over as a float.
+            # A parser may return an integer of more than 64 bits as a float.
             if type(value) in (int, float) and not -(2**63) <= value < 2**63:
                 raise UserError(f"{kind} {number} has {value} among its {what}, which does not fit in 64 bits")
             if type(value) is not int:
@@ -133,11 +139,13 @@ def _integers(rows: list[Any], count: int, kind: str, what: str) -> NDArray[np.i
 
 
 def write_contest(problem: Problem, path: str | os.PathLike[str], name: str = "problem") -> None:
-    """Writes `problem` in the contest's form; gzip when `path` ends in `.gz`; the same problem gives the same bytes.
+    """Write `problem` in the contest's format, with gzip when `path` ends in `.gz`; equal problems give equal bytes.
 
-    The form allows one memory term per node. Further terms go to satellite nodes: one alternative per distinct usage,
-    tied to their node by an edge that is 0 where the usages agree and `FORBIDDEN` elsewhere. The first `num_nodes`
-    choices of an answer to the file are an answer to `problem`, at the same cost.
+    The format allows one memory term for each node. Further terms become satellite nodes with one alternative for each
+    distinct usage. An edge ties a satellite to its node: its cost is 0 where the usages agree and `FORBIDDEN`
+    elsewhere. The first `num_nodes` choices of a solution of the file solve `problem` at the same cost.
+
+    Raises `UserError` if the problem is malformed or the file cannot be written.
     """
     validate(problem)
     count = problem.num_nodes
@@ -146,12 +154,12 @@ def write_contest(problem: Problem, path: str | os.PathLike[str], name: str = "p
     edge_costs = _rows(problem.edge_costs, problem.edge_offsets)
     intervals: list[list[int]] = [[0, 0] for _ in range(count)]
     usages = [[0] * len(row) for row in costs]
-    taken = [False] * count
+    has_term = [False] * count
     for term, usage in enumerate(_rows(problem.term_usages, problem.term_offsets)):
         node = int(problem.term_nodes[term])
         span = problem.term_intervals[term].tolist()
-        if not taken[node]:
-            taken[node], intervals[node], usages[node] = True, span, usage
+        if not has_term[node]:
+            has_term[node], intervals[node], usages[node] = True, span, usage
             continue
         levels = sorted(set(usage))
         edge_nodes.append([node, len(costs)])
@@ -174,7 +182,7 @@ def write_contest(problem: Problem, path: str | os.PathLike[str], name: str = "p
 
 
 def write_beside(target: pathlib.Path, content: bytes) -> None:
-    """Writes a file whole or not at all. Raises `UserError` if it cannot be written."""
+    """Write a file atomically; raises `UserError` if it cannot be written."""
     try:
         write_whole(target, content)
     except OSError as error:
@@ -182,5 +190,6 @@ def write_beside(target: pathlib.Path, content: bytes) -> None:
 
 
 def _rows(flat: NDArray[np.int64], offsets: NDArray[np.int64]) -> list[list[int]]:
+    """Split a flat array at its offsets into lists."""
     values, cuts = flat.tolist(), offsets.tolist()
     return [values[a:b] for a, b in it.pairwise(cuts)]

@@ -1,4 +1,4 @@
-"""Compiled inner loops of the reductions, for large nodes: they give what numpy gives there, entry by entry."""
+"""Compiled inner loops of the reductions, for large nodes; results equal those of the numpy versions entry by entry."""
 
 import numpy as np
 
@@ -11,20 +11,22 @@ _FORBIDDEN = int(FORBIDDEN)
 
 
 def dominators(cost: Ints, usages: list[Ints], tables: list[Ints]) -> np.ndarray:
-    """[a, b] whether moving from alternative a to b costs nothing whatever the neighbours chose, and uses no more.
+    """Return a mask [a, b], True if moving from alternative a to b never costs more and never uses more memory.
 
-    `tables` [alternatives, of a neighbour] each have a 0 in every row that allows anything.
+    The comparison covers all choices of the neighbours. Each of `tables` [alternatives, of a neighbour] has a 0 in
+    every row that allows anything.
     """
     wide = np.concatenate(tables, axis=1) if tables else np.zeros((len(cost), 0), dtype=np.int64)
     ends = np.cumsum([table.shape[1] for table in tables], dtype=np.int64)
     memory = np.stack(usages, axis=1) if usages else np.zeros((len(cost), 0), dtype=np.int64)
-    found = np.zeros((len(cost), len(cost)), dtype=bool)
-    _dominators(cost, memory, wide, ends, found)
-    return found
+    mask = np.zeros((len(cost), len(cost)), dtype=bool)
+    _dominators(cost, memory, wide, ends, mask)
+    return mask
 
 
 @njit(cache=True, nogil=True)
 def _dominators(cost, memory, wide, ends, found):
+    """Fill the mask of `dominators`."""
     count = len(cost)
     for a in range(count):
         for b in range(count):
@@ -34,7 +36,7 @@ def _dominators(cost, memory, wide, ends, found):
 
 @njit(cache=True, nogil=True)
 def _dominates(bound, memory, memory_there, row, there, ends):
-    """Whether a move that saves `-bound` by itself is free; as soon as one neighbour can make it dearer it is not."""
+    """Return True if a move that saves `-bound` in node cost is free for any choices of the neighbours."""
     for term in range(len(memory)):
         if memory_there[term] > memory[term]:
             return False
@@ -42,7 +44,7 @@ def _dominates(bound, memory, memory_there, row, there, ends):
     for end in ends:
         worst = -_FORBIDDEN
         while column < end:
-            # Where a is forbidden nothing is lost by moving; both forbidden gives 0, which is the same.
+            # If a is forbidden, moving loses nothing; if both are forbidden the difference is 0, which is equivalent.
             if row[column] < _FORBIDDEN:
                 worst = max(worst, there[column] - row[column])
                 if bound + worst > 0:
@@ -53,9 +55,9 @@ def _dominates(bound, memory, memory_there, row, there, ends):
 
 
 def fold_between(from_left: Ints, right: Ints) -> tuple[Ints, np.ndarray]:
-    """[left, right] the least of `from_left` [alternatives, left] plus `right` [alternatives, right], and whose it is.
+    """Compute the minimum of `from_left` [alternatives, left] plus `right` [alternatives, right] over the alternatives.
 
-    The first alternative that comes to it.
+    Returns the minimum [left, right] and the first alternative that reaches it.
     """
     best = from_left[0][:, None] + right[0][None, :]
     answer = np.zeros(best.shape, dtype=np.int16)
@@ -65,6 +67,7 @@ def fold_between(from_left: Ints, right: Ints) -> tuple[Ints, np.ndarray]:
 
 @njit(cache=True, nogil=True)
 def _fold_between(from_left, right, best, answer):
+    """Fill minimum and alternative of `fold_between`."""
     for alternative in range(1, len(from_left)):
         for one in range(best.shape[0]):
             add = from_left[alternative, one]

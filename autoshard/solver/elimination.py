@@ -1,7 +1,7 @@
-"""Exact minimum without memory: eliminate one node after another, keeping a table over its neighbours.
+"""Exact minimum without memory limits: eliminate nodes one by one, with a table over each node's neighbours.
 
-Bucket elimination (Bertelè and Brioschi, Nonserial Dynamic Programming, 1972; Dechter, AIJ 113, 1999). The order and
-shapes are planned once, so that many node costs (multipliers on memory) can be solved on one plan.
+The method is bucket elimination (Bertelè and Brioschi, Nonserial Dynamic Programming, 1972; Dechter, AIJ 113, 1999).
+Order and shapes are planned once. Many node costs (multipliers on memory) can then be solved on one plan.
 """
 
 import dataclasses
@@ -19,17 +19,19 @@ from autoshard.solver.residual_graph import Graph, Ints
 
 @dataclasses.dataclass(slots=True)
 class _Eliminated:
+    """One step of the plan: a node, and the neighbours left at its elimination (`scope`)."""
+
     node: int
     scope: tuple[int, ...]
     shape: tuple[int, ...]
     edges: list[Ints]
     """Edge tables, shaped to broadcast against [node, *scope]."""
     messages: list[tuple[int, tuple[int, ...], tuple[int, ...]]]
-    """(step that made it, axes order, shape to broadcast)."""
+    """Incoming messages: (step that computes it, axes order, shape to broadcast)."""
 
 
 class Elimination:
-    """A plan to minimise over some nodes of a graph; None of `plan` when some table would be too large."""
+    """A plan to minimise over the nodes of a graph."""
 
     def __init__(self, steps: list[_Eliminated], work: int):
         self._steps = steps
@@ -38,7 +40,10 @@ class Elimination:
 
     @staticmethod
     def plan(graph: Graph, largest: int = 20_000_000, work: int = 400_000_000) -> "Elimination | None":
-        """Greedy by the size of the table made; None when one passes `largest` entries, or all together `work`."""
+        """Plan a greedy elimination order by the size of the new tables.
+
+        Returns None when one table exceeds `largest` entries, or all together exceed `work`.
+        """
         sizes = {node: len(cost) for node, cost in graph.costs.items()}
         near = {node: set(others) for node, others in graph.edges.items()}
 
@@ -76,7 +81,7 @@ class Elimination:
             position[node] = len(steps)
             steps.append(_Eliminated(node, scope, tuple(sizes[other] for other in scope), edges, messages))
             if scope:
-                # The message belongs to whichever of its nodes goes first; every one may claim it, the first takes it.
+                # The message goes to the first of its nodes to be eliminated: list it with all of them until then.
                 for other in scope:
                     made[other].append(position[node])
                     updated = weight(other)
@@ -90,9 +95,10 @@ class Elimination:
         return Elimination(steps, total)
 
     def solve(self, costs: dict[int, Ints], due: Due = never) -> tuple[int, dict[int, int]] | None:
-        """Least total of `costs` (one array per node, non-negative) plus edges, and choices that reach it.
+        """Return the least total of `costs` (one non-negative array for each node) plus edges, and choices that reach
+        it.
 
-        None when it is `due` before that is known.
+        Returns None when it is `due` before the minimum is known.
         """
         total = 0
         made: list[Ints | None] = []
@@ -119,6 +125,12 @@ class Elimination:
 
 
 def _minimum(unary: Ints, inputs: list[Ints], shape: tuple[int, ...]) -> tuple[Ints, NDArray[Any]]:
+    """Return the minimum over a node's alternatives for each entry of its scope, and the minimising alternatives.
+
+    - `unary`: costs of the alternatives, [alternatives].
+    - `inputs`: edge tables and messages, shaped to broadcast against [alternatives, *scope].
+    - `shape`: sizes of the scope.
+    """
     if math.prod(shape) * len(unary) <= 4096:
         table = np.broadcast_to(unary.reshape((-1,) + (1,) * len(shape)), (len(unary), *shape))
         for values in inputs:
@@ -142,12 +154,14 @@ def _minimum(unary: Ints, inputs: list[Ints], shape: tuple[int, ...]) -> tuple[I
 def _fit(
     source: tuple[int, ...], axes: tuple[int, ...], sizes: dict[int, int]
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Return the axes order and the broadcast shape of a message over `source` within a table over `axes`."""
     order = tuple(sorted(range(len(source)), key=lambda k: axes.index(source[k])))
     shape = tuple(sizes[axis] if axis in source else 1 for axis in axes)
     return order, shape
 
 
 def _spread(table: Ints, source: tuple[int, int], axes: tuple[int, ...]) -> Ints:
+    """Reshape an edge table over `source` so that it broadcasts against a table over `axes`."""
     return np.ascontiguousarray(table).reshape(
         tuple(table.shape[source.index(axis)] if axis in source else 1 for axis in axes)
     )

@@ -1,7 +1,7 @@
-"""Exact solves of whole problems, in a process that is kept for the next one.
+"""Exact solves of whole problems in a child process, which is reused for the next solve.
 
-Never in the user's own: a run that is stopped can only be ended with its process (see `_mathopt`), and OR-Tools takes
-longer to import than most solves need.
+A stopped run ends only with its process (see `mathopt`), so it must not run in the user's process. OR-Tools also needs
+longer to import than most solves take.
 """
 
 import atexit
@@ -17,11 +17,11 @@ from autoshard.solver.residual_graph import Graph
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Exact:
-    """What `solve_mip` is to do."""
+    """Arguments of one `solve_mip` in the child process."""
 
     graph: Graph
     deadline: float
-    """When the solve has to end, in seconds of `clock`."""
+    """Time at which the solve must end, in seconds of `clock`."""
     clock: Clock
     seed: int
     cutoff: float | None
@@ -30,30 +30,34 @@ class Exact:
 
 
 _HANDED: tuple[Clock, ...] = (time.monotonic, processor_seconds)
-"""Clocks that tell in another process what they tell here."""
+"""Clocks that work in another process too."""
 _HURRY_S = 1.0
-"""Seconds in which the answer as it stands should be here once it is asked for."""
+"""Seconds within which the current answer should arrive once it is requested."""
 _idle: list[tuple[int, Apart]] = []
-"""(the process that started it, one that has nothing to do); hardly ever more than one."""
+"""(id of the process that started it, idle child process) pairs; rarely more than one."""
 
 
 def solve_apart(job: Exact, due: Due) -> MipResult | None:
-    """What `solve_mip` comes to, waited for until `due` (then as it stands); None when it does not stand yet."""
+    """Run `solve_mip` in a child process and wait for its result until `due`.
+
+    At `due` the current result is requested; return None if there is none yet.
+    """
     if due():
         return None
     own = job.clock not in _HANDED
-    # The way back to the problem stays here.
+    # The undo steps are not needed in the child process.
     sent = dataclasses.replace(job, graph=dataclasses.replace(job.graph, undo=[]))
     if own:
         sent = dataclasses.replace(sent, clock=time.monotonic, deadline=math.inf)
     elif job.clock is processor_seconds:
-        # Every process has its own; the one on the wall is the same in all.
+        # Processor time differs between processes, so the child receives the remaining seconds. The wall clock is
+        # common.
         sent = dataclasses.replace(sent, deadline=job.deadline - job.clock())
     process, fit = _take(), False
     try:
         process.give([sent])
         while not process.done():
-            # A clock that only this process knows is looked at here.
+            # A clock that the child process cannot use is checked here.
             if (due() or (own and job.clock() > job.deadline)) and not process.hurry(_HURRY_S):
                 return None
             process.wait(0.1)
@@ -68,17 +72,18 @@ def solve_apart(job: Exact, due: Due) -> MipResult | None:
 
 
 def _take() -> Apart:
-    """One that waits for work, or else a new one."""
+    """Return an idle child process, or start a new one."""
     try:
         owner, process = _idle.pop()
     except IndexError:
         return Apart(__name__)
-    # After a fork it answers to the process that started it.
+    # After a fork, a child process still belongs to the process that started it.
     return process if owner == os.getpid() else Apart(__name__)
 
 
 @atexit.register
 def _end() -> None:
+    """Terminate the idle child processes of this process."""
     while _idle:
         owner, process = _idle.pop()
         if owner == os.getpid():
@@ -86,6 +91,7 @@ def _end() -> None:
 
 
 def _do(job: Exact, due: Due) -> MipResult:
+    """Run one job in the child process."""
     began = job.clock() if job.clock is processor_seconds else 0.0
     return solve_mip(
         job.graph,
@@ -100,5 +106,5 @@ def _do(job: Exact, due: Due) -> MipResult:
 
 
 def main() -> None:
-    """The process."""
+    """Serve jobs: the entry point of the child process."""
     serve(_do)

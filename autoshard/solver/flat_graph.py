@@ -1,4 +1,4 @@
-"""A graph as flat arrays, the form that the compiled kernels take."""
+"""A graph as flat arrays, the input of the compiled kernels."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -13,7 +13,9 @@ Floats = NDArray[np.float64]
 
 
 class Flat(NamedTuple):
-    """Nodes are numbered 0.. in the order of the problem. Costs are float64: exact below 2**53, only used to search."""
+    """Flat arrays of a graph. Nodes are numbered from 0 in the order of the problem. Costs are float64, exact below
+    2**53, and used for search only.
+    """
 
     node_at: Ints
     """[N + 1] offsets of a node's alternatives in `cost`."""
@@ -21,39 +23,42 @@ class Flat(NamedTuple):
     near_at: Ints
     """[N + 1] offsets of a node's directed edges."""
     near: Ints
-    """Directed edge -> the node it leads to."""
+    """Target node of each directed edge."""
     table_at: Ints
-    """Directed edge -> offset of its table in `tables`; the kernels of block moves need every alternative to have a
-    row of its own, in order."""
+    """Offset of each directed edge's table in `tables`. The kernels of block moves need one table row for each
+    alternative, in order.
+    """
     back: Ints
-    """Directed edge -> the same edge from the other end."""
+    """Number of each directed edge's reverse edge."""
     tables: Floats
     class_at: Ints
-    """Directed edge -> offset in `classes` of the table row of each of its node's alternatives."""
+    """Offset in `classes` of each directed edge: the table row of each alternative of its source node."""
     classes: NDArray[np.int32]
     height: Ints
-    """Directed edge -> rows of its table."""
+    """Number of table rows of each directed edge."""
     flipped: NDArray[np.bool_]
-    """Directed edge -> whether its table is stored with the other node's rows first."""
+    """True for directed edges whose table is stored with the target node's rows first."""
     scale: Floats
-    """Directed edge -> what its table is multiplied by."""
+    """Factor by which each directed edge's table is multiplied."""
     message_at: Ints
-    """Directed edge -> offset of a message over the alternatives of the node it leads to; last: their total."""
+    """Offset of each directed edge's message over the alternatives of its target node; the last entry is the total
+    size.
+    """
     term_at: Ints
     """[N + 1] offsets of a node's memory terms."""
     start: Ints
     stop: Ints
     usage_at: Ints
-    """Term -> offset of its bytes per alternative in `usages`."""
+    """Offset in `usages` of each term's bytes for each alternative."""
     usages: Ints
     most: Ints
-    """Term -> the largest of its usages."""
+    """Largest usage of each term."""
     capacity: Ints
     """[times]"""
 
 
 def flatten(graph: Graph) -> tuple[list[int], Flat]:
-    """The alive nodes in order, and their arrays."""
+    """Return the alive nodes in order, and their arrays."""
     names = sorted(graph.costs)
     index = {name: place for place, name in enumerate(names)}
     sizes = [len(graph.costs[name]) for name in names]
@@ -111,11 +116,11 @@ def flatten(graph: Graph) -> tuple[list[int], Flat]:
 
 
 def offsets(counts: Sequence[int] | Ints) -> Ints:
-    """Where each of some parts begins that lie one after the other; last: their total."""
+    """Return the start of each of several consecutive parts with these sizes; the last entry is their total."""
     return np.concatenate([np.zeros(1, dtype=np.int64), np.cumsum(np.asarray(counts, dtype=np.int64))])
 
 
 def ragged(starts: Ints, counts: Ints) -> Ints:
-    """`counts` numbers from each of `starts` on, one part after the other."""
+    """Concatenate the ranges of `counts` integers that begin at `starts`."""
     at = offsets(counts)
     return np.arange(at[-1]) + np.repeat(starts - at[:-1], counts)

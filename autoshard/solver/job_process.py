@@ -1,4 +1,4 @@
-"""Jobs in a process or on a thread of their own, and the clock of time limits."""
+"""Jobs in another process or on another thread, and the clock of time limits."""
 
 import contextlib
 import os
@@ -16,19 +16,21 @@ from autoshard.base.processes import processor_seconds as processor_seconds
 
 
 Clock = Callable[[], float]
-"""Seconds since some moment."""
+"""Function that returns seconds since some fixed moment."""
 
 Due = Callable[[], bool]
-"""Says that the time for a piece of work is up. Work that asks often enough ends soon after, however slow it runs."""
+"""Function that returns True once the time for a piece of work is up. Work that calls it often ends soon after, at any
+speed.
+"""
 
 
 def never() -> bool:
-    """The time is never up."""
+    """Return False: the time is never up."""
     return False
 
 
 class OnThread:
-    """A call on a thread of its own, which never keeps the process alive."""
+    """A call on a daemon thread, which never blocks the end of the process."""
 
     def __init__(self, call: Callable[[], object]):
         self._answer: queue.Queue = queue.Queue()
@@ -39,7 +41,7 @@ class OnThread:
             tick = time.monotonic()
             try:
                 value = (call(), None)
-            except BaseException as error:  # handed to whoever asks for the result
+            except BaseException as error:  # raised by `result`
                 value = (None, error)
             self.seconds = time.monotonic() - tick
             self._answer.put(value)
@@ -47,10 +49,11 @@ class OnThread:
         threading.Thread(target=work, daemon=True).start()
 
     def done(self) -> bool:
+        """Return True if the call has ended."""
         return self._outcome is not None or not self._answer.empty()
 
     def result(self, stopped: Callable[[], bool] | None = None) -> Any:
-        """What the call returned or raised, waited for; None when `stopped` says so before it is there."""
+        """Wait for the call, and return its value or raise its error; return None if `stopped` becomes true first."""
         while self._outcome is None:
             if stopped is not None and stopped():
                 return None
@@ -66,11 +69,11 @@ class OnThread:
 
 
 _HURRY = "hurry"
-"""Said instead of a job."""
+"""Message that asks for the current answer, sent instead of a job."""
 
 
 class Apart:
-    """The process that runs a module's `main`, which calls `serve`, and the thread that waits for its answer."""
+    """A child process that runs a module's `main`, which calls `serve`, and the thread that waits for its answer."""
 
     def __init__(self, module: str):
         self._process = start_python(module)
@@ -79,7 +82,7 @@ class Apart:
         self._speaking = threading.Lock()
 
     def give(self, messages: Iterable[object]) -> None:
-        """Sends all of these; the last is the one that is answered. No answer may be due."""
+        """Send messages, the last of which gets an answer; the process must be idle."""
         self._outcome = None
 
         def work() -> None:
@@ -103,7 +106,7 @@ class Apart:
         self._thread.start()
 
     def hurry(self, seconds: float) -> bool:
-        """Asks for the answer as it stands, and waits so long for it; whether it is there."""
+        """Ask for the current answer and wait up to `seconds`; return True if it arrived."""
         pipe = self._process.stdin
         assert pipe is not None
         until = time.monotonic() + seconds
@@ -119,14 +122,19 @@ class Apart:
         return self.done()
 
     def done(self) -> bool:
+        """Return True if the answer has arrived, or if the process died."""
         return self._thread is not None and not self._thread.is_alive()
 
     def wait(self, seconds: float) -> None:
+        """Wait up to `seconds` for the answer."""
         if self._thread is not None:
             self._thread.join(seconds)
 
     def answer(self) -> Any:
-        """The answer, waited for. Raises what the job raised; `RuntimeError` if the process died (of memory, say)."""
+        """Wait for the answer and return it.
+
+        Raises the error of the job, or `RuntimeError` if the process died (out of memory, for example).
+        """
         while not self.done():
             # Short waits, so that signals are handled.
             self.wait(0.1)
@@ -138,6 +146,7 @@ class Apart:
         return value
 
     def end(self) -> None:
+        """Terminate the process."""
         self._process.kill()
         self._process.wait()
         if self._thread is not None:
@@ -150,14 +159,14 @@ class Apart:
 
 
 def serve(do: Callable[[Any, Due], Any], setup: Callable[[Any], None] | None = None) -> None:
-    """Answers what comes in on stdin with what `do` makes of it, until stdin ends; `setup` gets the first message.
+    """Answer each job from stdin with the result of `do`, until stdin ends; `setup` receives the first message.
 
-    What `do` is given beside the job says when the answer is wanted as it stands.
-    The end of stdin ends the process in the middle of a job too: nobody is left who waits for it.
+    The second argument of `do` returns True once the current answer is requested. The end of stdin ends the process
+    even during a job, since no reader is left.
     """
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the process that started it is interrupted, and ends it
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent process is interrupted, and terminates this one
     sink = os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)  # whatever libraries print goes to stderr
+    os.dup2(2, 1)  # the output of libraries goes to stderr
     inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
     hurried = threading.Event()
     threading.Thread(target=_listen, args=(inbox, hurried), daemon=True).start()
@@ -178,13 +187,14 @@ def serve(do: Callable[[Any, Due], Any], setup: Callable[[Any], None] | None = N
 
 
 def _listen(inbox: "queue.SimpleQueue[Any]", hurried: threading.Event) -> None:
+    """Read messages from stdin into `inbox`, or set `hurried`."""
     while True:
         try:
             message = pickle.load(sys.stdin.buffer)
             if isinstance(message, str):
                 hurried.set()
             else:
-                hurried.clear()  # it may have come when the job before was done
+                hurried.clear()  # the request may have arrived after the previous job was done
                 inbox.put(message)
         except EOFError:
             os._exit(0)

@@ -1,4 +1,4 @@
-"""The judge: cost and memory of given choices, exact, with nothing shared with the solver."""
+"""Independent judge: exact cost and memory of given choices, computed without the solver's code."""
 
 import dataclasses
 
@@ -11,22 +11,24 @@ from autoshard.solver.problem import FORBIDDEN, Problem
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Evaluation:
-    """What given choices cost."""
+    """Cost and memory of given choices."""
 
     cost: int
     """Sum of the chosen node and edge costs; an exact integer of any size."""
     peak_usage: int
-    """Bytes at the worst time."""
+    """Bytes in use at the worst time."""
     peak_time: int
-    """The first time at which `peak_usage` is reached; 0 when nothing is ever used."""
+    """First time at which `peak_usage` is reached; 0 when no memory is used."""
     feasible: bool
-    """No chosen cost (nor their sum) reaches `FORBIDDEN`, and memory stays within the limit."""
+    """True if no chosen cost (nor their sum) reaches `FORBIDDEN`, and memory stays within the limit."""
     excess: int
-    """Bytes by which the peak passes the limit; 0 when it does not."""
+    """Bytes by which the peak exceeds the limit; 0 within the limit."""
 
 
 def evaluate(problem: Problem, choices: ArrayLike) -> Evaluation:
-    """Cost and memory of `choices` ([N], one alternative per node). Raises `UserError` for impossible choices."""
+    """Compute cost and memory of `choices` ([N], one alternative for each node); raises `UserError` for impossible
+    choices.
+    """
     chosen = np.asarray(choices)
     count = problem.num_nodes
     if chosen.shape != (count,) or (chosen.size and chosen.dtype.kind not in "iu"):
@@ -51,6 +53,7 @@ def evaluate(problem: Problem, choices: ArrayLike) -> Evaluation:
 
 
 def _peak(problem: Problem, chosen: np.ndarray) -> tuple[int, int]:
+    """Return the largest usage in bytes over all times, and the first time at which it occurs."""
     usage = problem.term_usages[problem.term_offsets[:-1] + chosen[problem.term_nodes]]
     starts, stops = problem.term_intervals[:, 0], problem.term_intervals[:, 1]
     live = (starts < stops) & (usage > 0)

@@ -1,7 +1,7 @@
-"""A mixed integer program in arrays, minimised through OR-Tools' MathOpt by HiGHS.
+"""A mixed integer program in arrays, minimised with HiGHS through OR-Tools' MathOpt.
 
-HiGHS does not hear MathOpt's interrupters and knows no clock but the one on the wall: a run that is stopped goes on in
-the background until its process ends. What it had found by then is read from its file of solutions and from its log.
+HiGHS ignores MathOpt's interrupters and uses the wall clock only. A stopped run therefore continues in the background
+until its process ends. Its solutions and bound so far are read from HiGHS's solution file and log.
 """
 
 import ctypes
@@ -24,26 +24,28 @@ if TYPE_CHECKING:
 
 
 _LONG_S = 1e9
-"""Seconds that are no limit."""
+"""Seconds from which a limit counts as none."""
 _BOUND = re.compile(r"^ [A-Za-z ](?: +\d+){3} +[\d.]+% +([-+.\de]+) ")
-"""The bound in a line of HiGHS' table of progress."""
+"""Pattern of the bound in a line of HiGHS's progress table."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Minimum:
+    """Result of a minimisation."""
+
     values: np.ndarray | None
-    """[variables] the best that was found."""
+    """[variables] the best values found; None if there are none."""
     bound: float
-    """No values cost less; minus infinity when nothing is known."""
+    """Lower bound on the cost; minus infinity when nothing is known."""
     infeasible: bool
     finished: bool
-    """Whether the bound met the best values."""
+    """True if optimality or infeasibility was proven."""
     stopped: bool
-    """Whether the run goes on in the background, so that its process should be ended."""
+    """True if the run continues in the background, so that its process should be terminated."""
 
 
 class IntegerProgram:
-    """Variables from 0 to 1, the first `binaries` of them whole numbers, and rows, which may be added at any time."""
+    """Program over variables from 0 to 1, the first `binaries` of them integer; rows may be added at any time."""
 
     def __init__(self, costs: np.ndarray, binaries: int):
         from ortools.math_opt import model_pb2
@@ -62,7 +64,11 @@ class IntegerProgram:
     def add(
         self, lower: np.ndarray, upper: np.ndarray, rows: np.ndarray, columns: np.ndarray, values: np.ndarray
     ) -> None:
-        """Rows between `lower` and `upper`; [entries] `rows` (from 0), `columns` and `values`, in any order."""
+        """Add rows with values between `lower` and `upper`.
+
+        - `lower`, `upper`: limits, [new rows].
+        - `rows`, `columns`, `values`: matrix entries in any order, [entries]; `rows` counts the new rows from 0.
+        """
         below, entries = self._proto.linear_constraints, self._proto.linear_constraint_matrix
         first = len(below.ids)
         below.ids.extend(range(first, first + len(lower)))
@@ -83,7 +89,8 @@ class IntegerProgram:
         start: np.ndarray | None,
         due: Due,
     ) -> Minimum:
-        """Until proven, `seconds` on the wall (infinite for no limit), `nodes` branchings, or `due`.
+        """Solve the program until proven, for `seconds` of wall time (infinite for no limit), `nodes` branchings, or
+        until `due`.
 
         Values that cost `cutoff` or more are of no use; `start` ([variables]) is feasible.
         """
@@ -93,32 +100,33 @@ class IntegerProgram:
         hints = []
         if start is not None:
             hints = [mathopt.SolutionHint(dict(zip(model.variables(), start.tolist(), strict=True)))]
-        # What is not told is zero.
-        told = mathopt.VariableFilter(skip_zero_values=True)
-        asked = mathopt.ModelSolveParameters(variable_values_filter=told, solution_hints=hints)
+        # Variables that the solver does not report are zero.
+        reported = mathopt.VariableFilter(skip_zero_values=True)
+        asking = mathopt.ModelSolveParameters(variable_values_filter=reported, solution_hints=hints)
         log = _Log()
-        # A file without a name vanishes with the process, however that ends.
+        # An unnamed file disappears with the process, even after a crash.
         with tempfile.TemporaryFile() as file:
             options = _options(seed, seconds, cutoff, nodes, f"/dev/fd/{file.fileno()}")
             run = OnThread(
-                lambda: mathopt.solve(model, mathopt.SolverType.HIGHS, params=options, model_params=asked, msg_cb=log)
+                lambda: mathopt.solve(model, mathopt.SolverType.HIGHS, params=options, model_params=asking, msg_cb=log)
             )
             stopped = False
             try:
                 result = run.result(due)
                 stopped = result is None
             except errors.InternalMathOptError:
-                # HiGHS gave up: on numbers that it cannot tell apart, say.
+                # HiGHS failed, for example for numerical reasons.
                 result = None
             if result is None:
                 return Minimum(_last(file.fileno(), self.size), log.bound, False, False, stopped)
         return self._read(result)
 
     def _read(self, result: "mathopt.SolveResult") -> Minimum:
+        """Convert MathOpt's result."""
         from ortools.math_opt.python.mathopt import TerminationReason
 
         ended = result.termination
-        # Nothing here is unbounded.
+        # All variables are bounded, so the program cannot be unbounded.
         if ended.reason in (TerminationReason.INFEASIBLE, TerminationReason.INFEASIBLE_OR_UNBOUNDED):
             return Minimum(None, math.inf, True, True, False)
         values = None
@@ -133,6 +141,7 @@ class IntegerProgram:
 def _options(
     seed: int, seconds: float, cutoff: float | None, nodes: int | None, solutions: str
 ) -> "mathopt.SolveParameters":
+    """Build the solver options; HiGHS writes its solutions to the file `solutions`."""
     from ortools.math_opt.python import mathopt
     from ortools.math_opt.solvers import highs_pb2
 
@@ -159,29 +168,29 @@ def _options(
 
 
 def _last(file: int, size: int) -> np.ndarray | None:
-    """[size] the last whole solution of the file that HiGHS writes; None when there is none yet."""
+    """Return the last complete solution [size] in the file that HiGHS writes; None when there is none yet."""
     ctypes.CDLL(None).fflush(None)
     text = os.pread(file, os.fstat(file).st_size, 0).decode()
-    found = None
-    # The end may be cut off anywhere.
+    solution = None
+    # The file may end in the middle of a solution.
     for part in text[: text.rfind("\n") + 1].split("# Columns -")[1:]:
         count, *lines = part.splitlines()
         pairs = [line.split() for line in lines[: int(count)]]
         if len(pairs) == int(count):
-            found = np.zeros(size)
-            found[[int(pair[-1]) for pair in pairs]] = [float(pair[-2]) for pair in pairs]
-    return found
+            solution = np.zeros(size)
+            solution[[int(pair[-1]) for pair in pairs]] = [float(pair[-2]) for pair in pairs]
+    return solution
 
 
 class _Log:
-    """Takes HiGHS' log, and keeps the last bound of it."""
+    """Receiver of HiGHS's log, which records the best bound in it."""
 
     def __init__(self) -> None:
         self.bound = -math.inf
 
     def __call__(self, lines: Sequence[str]) -> None:
         for line in lines:
-            if said := _BOUND.match(line):
-                bound = float(said[1])
-                # Nine digits at least are printed.
+            if match := _BOUND.match(line):
+                bound = float(match[1])
+                # HiGHS prints at least nine digits, so subtract the possible rounding error.
                 self.bound = max(self.bound, bound - 1e-8 * abs(bound))

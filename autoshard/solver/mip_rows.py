@@ -1,9 +1,11 @@
-"""The reduced graph as a mixed integer program, built in arrays; memory rows are added where they are broken.
+"""The reduced graph as a mixed integer program, built in arrays; violated memory rows are added lazily.
 
-Solved in processes of our own only, since nothing else ends a run (see `_mathopt`): in those of `_exact` and `_worker`.
+The program is solved in child processes only (`exact_solves`, `milp_worker`), because a stopped run ends only with its
+process (see `mathopt`).
 
-Local polytope (Schlesinger 1976; Werner, PAMI 29, 2007): binaries per alternative, a continuous variable per allowed
-pair of row class and column class of an edge (equal rows and equal columns share one).
+The relaxation is the local polytope (Schlesinger 1976; Werner, PAMI 29, 2007). It has a binary variable for each
+alternative. Each edge has a continuous variable for each allowed pair of a row class and a column class. Equal rows
+share a class, and so do equal columns.
 """
 
 import dataclasses
@@ -19,25 +21,29 @@ from autoshard.solver.residual_graph import Graph, Ints
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class MipResult:
+    """Result of `solve_mip`."""
+
     choices: dict[int, int] | None
-    """Best choices that keep memory; None when none were found."""
+    """Best choices within the memory limit; None when none were found."""
     bound: float
-    """No choices of the graph cost less (its offset excluded); infinite when proven infeasible."""
+    """Lower bound on the cost of the graph's choices, its offset excluded; infinite when proven infeasible."""
     finished: bool
-    """Whether the bound was closed, within the solver's tolerance."""
+    """True if the gap was closed within the solver's tolerance."""
     exact: bool = True
-    """Whether that tolerance is less than a unit of cost, as far as costs go that plans have."""
+    """True if this tolerance is below one unit of cost, so that a finished solve is exact."""
     stopped: bool = False
-    """Whether the run goes on in the background, so that its process should be ended."""
+    """True if the run continues in the background, so that its process should be terminated."""
 
 
 _EXACT = 1e15
-"""Costs beyond which HiGHS, which reckons in floats, may miss the optimum by many units: 1000 s in picoseconds."""
+"""Costs beyond which HiGHS, which uses floats, may miss the optimum by many units: 1000 s in picoseconds."""
 _LATE_S = 5.0
-"""Seconds that HiGHS may take to see that its time is up (it looks now and then only)."""
+"""Seconds by which HiGHS may exceed its time limit, which it checks only occasionally."""
 
 
 class _Model:
+    """Variables and equality rows of the program; memory rows are computed on demand."""
+
     def __init__(self, graph: Graph):
         self.graph = graph
         self.nodes = list(graph.costs)
@@ -82,7 +88,7 @@ class _Model:
         self.right[: len(self.nodes)] = 1
 
     def point(self, choices: dict[int, int]) -> np.ndarray:
-        """The variables' values that `choices` stand for."""
+        """Return the values of the variables for `choices`."""
         values = np.zeros(len(self.costs))
         for node, choice in choices.items():
             values[self.first[node] + choice] = 1
@@ -91,6 +97,7 @@ class _Model:
         return values
 
     def memory_row(self, when: int) -> tuple[Ints, np.ndarray]:
+        """Return the variables and their bytes in the memory row of one time."""
         places, weights = [], []
         for node, terms in self.graph.terms.items():
             for (start, stop), usage in terms.items():
@@ -104,7 +111,7 @@ class _Model:
 
 
 def usage_profile(graph: Graph, choices: dict[int, int]) -> Ints:
-    """[compressed times] bytes used by the graph's terms."""
+    """Return the bytes that the graph's terms use at each time, [compressed times]."""
     change = np.zeros(len(graph.capacity) + 1, dtype=np.int64)
     for node, terms in graph.terms.items():
         for (start, stop), usage in terms.items():
@@ -126,21 +133,23 @@ def solve_mip(
     start: dict[int, int] | None = None,
     due: Due = never,
 ) -> MipResult:
-    """Minimises over `graph` until proven, `deadline` (by `clock`), `nodes` branchings, or `due`.
+    """Solve the MIP of `graph` until proven, until `deadline` (of `clock`), for `nodes` branchings, or until `due`.
 
-    `times` are the memory rows to start with; choices that cost `cutoff` or more are of no use, `start` is
-    feasible.
+    - `cutoff`: choices of this cost or more are of no use.
+    - `times`: compressed times whose memory rows are present from the start.
+    - `start`: feasible choices to start from.
     """
     model = _Model(graph)
     dearest = float(model.costs.max(initial=1.0))
+    # The solver's tolerances are absolute, so costs are scaled to at most 1e5.
     scale = max(1.0, dearest / 1e5)
     exact = dearest <= _EXACT
-    # What a closed bound may be off by: some parts in a million of the dearest cost.
+    # Possible error of a closed bound: one part in a million of the largest cost.
     slip = 0.0 if exact else 1e-6 * dearest
     program = IntegerProgram(model.costs / scale, model.binaries)
     program.add(model.right, model.right, *model.entries)
     wall = clock is time.monotonic
-    # HiGHS keeps to a limit on the wall by itself, and then its process can go on.
+    # HiGHS observes a wall-clock limit, and its process stays usable then; so wait a little longer for it.
     late = deadline + _LATE_S if wall else deadline
     used: set[int] = set()
     bound = 0.0
@@ -160,6 +169,7 @@ def solve_mip(
         outcome = program.minimise(
             seed=seed,
             seconds=left if wall else np.inf,
+            # Costs are integers: half a unit below the cutoff excludes ties.
             cutoff=None if cutoff is None else (cutoff - 0.5 + slip) / scale,
             nodes=nodes,
             start=None if start is None else model.point(start),
@@ -181,7 +191,7 @@ def solve_mip(
             return MipResult(choices, bound, outcome.finished, exact, outcome.stopped)
         if not outcome.finished or (nodes is not None and runs == 3):
             return MipResult(None, bound, False, stopped=outcome.stopped)
-        # The worst time of each run of broken times, the worst few of those.
+        # Add the worst time, then the worst time of each run of consecutive violated times, at most 20 runs.
         pending = [when for when in np.argsort(-over).tolist() if over[when] > 0 and when not in used][:1]
         broken = np.flatnonzero((over > 0) & ~np.isin(np.arange(len(over)), list(used)))
         for run in np.split(broken, np.flatnonzero(np.diff(broken) > 1) + 1)[:20]:
@@ -190,5 +200,5 @@ def solve_mip(
                 if top not in pending:
                     pending.append(top)
         if not pending:
-            # Broken only within the solver's tolerance: nothing more to add.
+            # All violations are within the solver's tolerance: no row can be added.
             return MipResult(None, bound, False)

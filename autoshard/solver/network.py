@@ -1,7 +1,7 @@
-"""A problem in short, and what is left of it once what a bound proves useless is left out.
+"""A compact form of a problem (`Network`), and the part of it that remains after pruning by a bound (`Narrowed`).
 
-The edges of a `Network` share tables between alternatives and between one another, so that it is small where the
-tables [alternatives x alternatives] of the `Problem` would not be.
+Edges of a `Network` share tables among alternatives and among one another. It is therefore small even when the
+`Problem`'s tables [alternatives x alternatives] would be large.
 """
 
 import dataclasses
@@ -15,12 +15,14 @@ Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
 
 CLOSED = 1e17
-"""Costs from here on are not allowed."""
+"""Costs at or above this value are not allowed."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Link:
-    """The costs between two nodes: `scale` times `table`, by the row of each alternative of both."""
+    """Costs between two nodes: `scale` times an entry of `table`, whose row and column depend on the nodes'
+    alternatives.
+    """
 
     first: int
     second: int
@@ -32,7 +34,7 @@ class Link:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Term:
-    """Bytes that a node's alternatives hold during [start, stop)."""
+    """Bytes that each alternative of a node uses during [start, stop)."""
 
     node: int
     start: int
@@ -42,7 +44,7 @@ class Term:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Network:
-    """A problem in short: costs in picoseconds (float), `FORBIDDEN` or more where not allowed."""
+    """Compact problem; costs are float picoseconds, `FORBIDDEN` or more where not allowed."""
 
     costs: Sequence[Floats]
     links: Sequence[Link]
@@ -52,27 +54,29 @@ class Network:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Messages:
-    """What message passing had come to while nothing was left out yet."""
+    """State of message passing before any alternative was pruned by its cost."""
 
     kept: tuple[Ints, ...]
-    """Per node the alternatives that the messages are over."""
+    """For each node the alternatives that the messages cover."""
     ends: tuple[tuple[int, int], ...]
-    """Both nodes of every link."""
+    """Both end nodes of every link."""
     values: tuple[Floats, ...]
-    """Per directed edge (node by node, as flat arrays have them), over the alternatives of the node it leads to."""
+    """One array for each directed edge, over the alternatives of its target node. Edges are sorted by source node, as
+    in `Flat`.
+    """
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Narrowed:
-    """What is left of a network."""
+    """The part of a network that remains after pruning."""
 
     kept: tuple[Ints, ...]
-    """Per node the alternatives left, ascending."""
+    """For each node the remaining alternatives, ascending."""
     bound: float
-    """No choices of the whole network cost less."""
+    """Lower bound on the cost of all choices of the whole network."""
     choices: Ints | None
-    """The best choices met that keep memory, as alternatives of the whole network; they are among those left."""
+    """Best choices found within the memory limit, as alternatives of the whole network; all of them remain."""
     complete: bool
-    """Everything left out costs more than `choices`; False when more had to go to keep the rest small."""
+    """True if every pruned alternative costs more than `choices`; False if more were pruned to limit the size."""
     messages: Messages | None = None
-    """Messages to begin with on a network that has the same links."""
+    """Messages from which a network with the same links can start."""

@@ -1,4 +1,4 @@
-"""What is left of a `Network`, as flat arrays: the kernels, and what of them no choice of alternatives changes."""
+"""The remaining part of a `Network` as flat arrays: the kernels, and the data that pruning does not change."""
 
 from collections.abc import Sequence
 
@@ -12,9 +12,10 @@ from autoshard.solver.residual_graph import Ints
 
 @njit(cache=True, nogil=True)
 def _classes(ends, lines, line_at, lengths, places, kept, node_at, class_at, classes, used, used_at):
-    """For every directed edge, by its `places` among them, the line of its table for each alternative that is left.
+    """Fill `classes` with the table line of each remaining alternative, for every directed edge.
 
-    Lines are counted among those used, ascending, which `used` is filled with; `used_at` with where they begin.
+    Lines are numbered among those in use, ascending. `used` receives the lines in use, `used_at` their offset for each
+    edge. `places` are the positions of the edges in the flat arrays.
     """
     most = 0
     for edge in range(len(ends)):
@@ -42,8 +43,10 @@ def _classes(ends, lines, line_at, lengths, places, kept, node_at, class_at, cla
 
 @njit(cache=True, nogil=True)
 def _close(links, ends, lines, line_at, tables, table_at, widths, whole_at, alive):
-    """Takes away from `alive` what a link allows with no alternative of the other node that is left; False once a node
-    has none."""
+    """Remove alternatives from `alive` that a link allows with no living alternative of its other node.
+
+    Return False once a node has no alternatives.
+    """
     changed = True
     while changed:
         changed = False
@@ -75,23 +78,25 @@ def _close(links, ends, lines, line_at, tables, table_at, widths, whole_at, aliv
 
 
 class Packer:
-    """A network's flat arrays over all alternatives, from which those over what is left are made.
+    """Flat arrays of a network over all alternatives, from which `pack` selects the remaining ones.
 
-    Alternatives are counted through: those of the first node, then those of the second, and so on.
+    Alternatives are numbered consecutively over all nodes.
     """
 
     def __init__(self, network: Network) -> None:
         self.network = network
         links = network.links
         self.whole_at = offsets([len(cost) for cost in network.costs])
-        """[nodes + 1]"""
+        """[nodes + 1] offsets of each node's alternatives."""
         self.cost = np.concatenate(network.costs).astype(np.float64)
         self.node_of = np.repeat(np.arange(len(network.costs)), np.diff(self.whole_at))
         self.ends = _ints([node for link in links for node in (link.first, link.second)])
-        """[2 x links] the nodes of a directed edge: that from the first node of a link, that from its second."""
+        """[2 x links] source node of each directed edge: first the edge from a link's first node, then that from its
+        second.
+        """
         sides = [side for link in links for side in (link.rows, link.columns)]
         self.lines = np.concatenate(sides).astype(np.int64) if sides else _ints([])
-        """The rows and columns of every link's table."""
+        """Rows and columns of every link's table, concatenated."""
         self.line_at = offsets([len(side) for side in sides])
         self.lengths = _ints([size for link in links for size in link.table.shape])
         self.closed, self.shut, self.shut_at = self._closed()
@@ -106,12 +111,12 @@ class Packer:
         self.stop = np.searchsorted(self.times, _ints([term.stop for term in self.terms])).astype(np.int64)
 
     def _arrange(self) -> None:
-        """Directed edges in the order of the flat arrays: node by node, by the other node and the link."""
+        """Sort the directed edges for the flat arrays: by source node, then target node, then link."""
         self.own = np.array([link.first == link.second for link in self.network.links], dtype=bool)
         edges = np.flatnonzero(~np.repeat(self.own, 2))
         node, other = self.ends[edges], self.ends[edges ^ 1]
         self.edges = edges[np.lexsort((edges // 2, other, node))]
-        """The directed edge at each place."""
+        """Directed edge at each position."""
         self.places = np.full(len(self.ends), -1, dtype=np.int64)
         self.places[self.edges] = np.arange(len(self.edges))
         self.near = self.ends[self.edges ^ 1]
@@ -120,24 +125,32 @@ class Packer:
         self.scale = scale[self.edges // 2]
 
     def _closed(self) -> tuple[Ints, np.ndarray, Ints]:
-        """The links between two nodes that forbid anything, and of every link where its mask is in those of them."""
+        """Return the forbidden pairs of the links, as three arrays.
+
+        - Links between two nodes that forbid some pair.
+        - Masks of forbidden entries, concatenated; equal tables share one mask.
+        - Offset of each link in these masks, -1 for none.
+        """
         masks: dict[int, int] = {}
-        kept: list[np.ndarray] = []
-        found, at, filled = [], [], 0
+        parts: list[np.ndarray] = []
+        closed_links, at, filled = [], [], 0
         for number, link in enumerate(self.network.links):
             if id(link.table) not in masks:
                 mask = link.table >= CLOSED
                 masks[id(link.table)] = filled if mask.any() else -1
                 if mask.any():
-                    kept.append(mask.ravel())
+                    parts.append(mask.ravel())
                     filled += mask.size
             at.append(masks[id(link.table)])
             if at[-1] >= 0 and link.first != link.second:
-                found.append(number)
-        return _ints(found), np.concatenate(kept) if kept else np.zeros(0, dtype=bool), _ints(at)
+                closed_links.append(number)
+        return _ints(closed_links), np.concatenate(parts) if parts else np.zeros(0, dtype=bool), _ints(at)
 
     def reachable(self, kept: Ints) -> Ints | None:
-        """`kept` without alternatives that some link allows with none of the other node's; None if a node loses all."""
+        """Remove the alternatives in `kept` that some link forbids with every alternative of its other node.
+
+        Returns None if a node has no alternatives left.
+        """
         alive = np.zeros(len(self.cost), dtype=bool)
         alive[kept] = True
         for link in (self.network.links[number] for number in np.flatnonzero(self.own).tolist()):
@@ -152,7 +165,7 @@ class Packer:
         return np.flatnonzero(alive) if some else None
 
     def pack(self, kept: Ints) -> Flat:
-        """Flat arrays of what is left; equal parts of one table are stored once."""
+        """Return flat arrays of the remaining alternatives; equal parts of one table are stored once."""
         nodes = len(self.whole_at) - 1
         sizes = np.bincount(self.node_of[kept], minlength=nodes)
         node_at = offsets(sizes)
@@ -198,7 +211,7 @@ class Packer:
         )
 
     def _tables(self, used: np.ndarray, used_at: Ints) -> tuple[Floats, Ints]:
-        """The parts of tables that are used, and for every directed edge where its own begins."""
+        """Return the parts of tables in use, and the offset of every directed edge's table."""
         text, wide, at = used.tobytes(), used.itemsize, used_at.tolist()
         stored: dict[tuple[int, bytes, bytes], int] = {}
         parts: list[Floats] = []
@@ -220,14 +233,15 @@ class Packer:
         return np.concatenate(parts) if parts else np.zeros(0), table_at
 
     def _terms(self, own: Ints, node_at: Ints, sizes: Ints) -> tuple[Ints, Ints, Ints]:
-        """Bytes of what is left of every term, where they begin, and the most of each."""
+        """Return bytes of the remaining alternatives of every term, their offsets, and the largest of each term."""
         counts = sizes[self.term_node]
         at = offsets(counts)
-        taken = own[ragged(node_at[self.term_node], counts)] + np.repeat(self.usage_at[:-1], counts)
-        usages = self.usages[taken]
+        places = own[ragged(node_at[self.term_node], counts)] + np.repeat(self.usage_at[:-1], counts)
+        usages = self.usages[places]
         most = np.maximum.reduceat(usages, at[:-1]) if len(usages) else _ints([])
         return usages, at[:-1], most
 
 
 def _ints(values: Sequence[int]) -> Ints:
+    """Return the numbers as an int64 array."""
     return np.array(values, dtype=np.int64)

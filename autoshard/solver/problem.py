@@ -1,4 +1,4 @@
-"""The public form of a sharding choice: nodes with alternatives, pairwise costs, memory over time."""
+"""Public form of a sharding choice: nodes with alternatives, pairwise costs, memory over time."""
 
 import dataclasses
 
@@ -7,43 +7,45 @@ from numpy.typing import NDArray
 
 
 FORBIDDEN = 10**18
-"""A cost that marks an alternative, or a pair of alternatives, as not allowed. Costs whose sum reaches it cannot be
-told from these: give them in larger units."""
+"""Cost that marks an alternative, or a pair of alternatives, as not allowed. A sum of allowed costs that reaches it
+cannot be distinguished from a forbidden one; use larger units in that case.
+"""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Problem:
-    """Choose one alternative per node; minimise node plus edge costs; keep memory within a limit at all times.
+    """Optimisation problem: one alternative for each node, at the least node plus edge cost, within a memory limit at
+    every time.
 
-    All arrays are flat with offsets (CSR style), so that a problem is a handful of arrays however large it is.
-    Costs are int64 picoseconds; usages int64 bytes; times int64 points on any axis, intervals half open.
-    A node may have any number of memory terms (the contest format allows one, see `write_contest`).
+    All arrays are flat with offsets (CSR style), so that a problem of any size consists of a few arrays. Costs are
+    int64 picoseconds, usages int64 bytes. Times are int64 points on any axis, and intervals are half open. A node may
+    have any number of memory terms (the contest format allows one, see `write_contest`).
     """
 
     node_offsets: NDArray[np.int64]
     """[N + 1]; alternatives of node n are `node_offsets[n]:node_offsets[n + 1]` in `node_costs`."""
     node_costs: NDArray[np.int64]
     edge_nodes: NDArray[np.int64]
-    """[E, 2]; duplicates add up."""
+    """[E, 2]; the costs of duplicate edges add up."""
     edge_offsets: NDArray[np.int64]
-    """[E + 1]; costs of edge e, row-major over the endpoints' alternatives."""
+    """[E + 1]; offsets of each edge's costs, row-major over the endpoints' alternatives."""
     edge_costs: NDArray[np.int64]
     term_nodes: NDArray[np.int64]
-    """[T]; the node whose choice decides how much this memory term uses."""
+    """[T]; the node whose choice decides the usage of each memory term."""
     term_intervals: NDArray[np.int64]
-    """[T, 2]; half open; empty when start >= end."""
+    """[T, 2]; half open, and empty when start >= end."""
     term_offsets: NDArray[np.int64]
-    """[T + 1]; usage of term t, one value per alternative of its node."""
+    """[T + 1]; offsets of each term's usages, one for each alternative of its node."""
     term_usages: NDArray[np.int64]
     usage_limit: int | None
-    """Bytes; None for no limit."""
+    """Largest total usage in bytes at any time; None for no limit."""
 
     @property
     def num_nodes(self) -> int:
-        """Nodes, each with at least one choice."""
+        """Number of nodes, each with at least one alternative."""
         return len(self.node_offsets) - 1
 
     @property
     def num_edges(self) -> int:
-        """Pairs of nodes with a table of costs."""
+        """Number of pairs of nodes with a table of costs."""
         return len(self.edge_nodes)

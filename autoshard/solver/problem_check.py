@@ -1,4 +1,4 @@
-"""Refusing a `Problem` that is not one, with the place of the first mistake."""
+"""Validation of a `Problem`, which reports the place of the first mistake."""
 
 from collections.abc import Callable
 
@@ -10,10 +10,10 @@ from autoshard.solver.problem import Problem
 
 
 def validate(problem: Problem) -> None:
-    """Checks shapes, types, offsets and ranges of every array of `problem`.
+    """Check shapes, types, offsets and ranges of every array of `problem`.
 
-    Costs may be negative; usages may not, and an interval must not start below 0 or end before it starts.
-    Raises `UserError` naming the node, edge or term at fault.
+    Costs may be negative. Usages may not, and an interval must not start below 0 or end before it starts. Raises
+    `UserError` naming the node, edge or term at fault.
     """
     arrays = {
         "node_offsets": 1,
@@ -29,8 +29,8 @@ def validate(problem: Problem) -> None:
     for name, ndim in arrays.items():
         value = getattr(problem, name)
         if not isinstance(value, np.ndarray) or value.dtype != np.int64:
-            found = value.dtype if isinstance(value, np.ndarray) else type(value).__name__
-            raise UserError(f"Problem.{name} is {found}; it must be a numpy array of int64")
+            counts = value.dtype if isinstance(value, np.ndarray) else type(value).__name__
+            raise UserError(f"Problem.{name} is {counts}; it must be a numpy array of int64")
         if value.ndim != ndim or (ndim == 2 and value.shape[1] != 2):
             wanted = "[n]" if ndim == 1 else "[n, 2]"
             raise UserError(f"Problem.{name} has shape {list(value.shape)}; it must have shape {wanted}")
@@ -53,11 +53,11 @@ def validate(problem: Problem) -> None:
         lambda e: f"edge {e} joins nodes {problem.edge_nodes[e].tolist()}, but nodes are numbered 0 to {count - 1}",
     )
     ends = sizes[problem.edge_nodes]
-    found = np.diff(problem.edge_offsets)
+    counts = np.diff(problem.edge_offsets)
     _refuse(
-        found != ends[:, 0] * ends[:, 1],
+        counts != ends[:, 0] * ends[:, 1],
         lambda e: (
-            f"edge {e} has {found[e]} costs, but its nodes {problem.edge_nodes[e].tolist()} have "
+            f"edge {e} has {counts[e]} costs, but its nodes {problem.edge_nodes[e].tolist()} have "
             f"{ends[e, 0]} and {ends[e, 1]} alternatives, so {ends[e, 0] * ends[e, 1]} are needed"
         ),
     )
@@ -101,12 +101,14 @@ def validate(problem: Problem) -> None:
 
 
 def _check_offsets(kind: str, offsets: NDArray[np.int64], total: int) -> None:
+    """Refuse offsets that do not rise from 0 to the number of values."""
     if len(offsets) == 0 or offsets[0] != 0 or offsets[-1] != total:
         raise UserError(f"Problem.{kind}_offsets must start at 0 and end at {total}, the number of values it cuts up")
     _refuse(np.diff(offsets) < 0, lambda k: f"Problem.{kind}_offsets falls after {kind} {k}; offsets must never fall")
 
 
 def _refuse(bad: ArrayLike, sentence: Callable[[int], str]) -> None:
+    """Raise `UserError` with a sentence about the first element that is `bad`."""
     places = np.flatnonzero(np.asarray(bad))
     if len(places):
         raise UserError(sentence(int(places[0])))

@@ -1,4 +1,4 @@
-"""Exact reductions: the graph gets smaller, its best choices stay, and every step can be undone."""
+"""Exact reductions: each makes the graph smaller, preserves its best choices, and can be undone."""
 
 import heapq
 import math
@@ -12,20 +12,23 @@ from autoshard.solver.residual_graph import Graph, InfeasibleGraph, Ints, compre
 
 
 _DOMINANCE_WORK = 2_000_000
-"""Entries that comparing the alternatives of one node may touch; larger nodes are only compared when they shrink."""
+"""Entries that comparing the alternatives of one node may touch; larger nodes are compared only once they shrink."""
 _COMPILED_WORK = 1_000_000
-"""Entries touched at one node from which on kernels are loaded, as most problems never need."""
+"""Entries touched at one node from which compiled kernels are loaded; most problems never need them."""
 _TABLE = 40_000
-"""Largest edge table that a reduction may create, unless it is no larger than those it replaces."""
+"""Largest edge table that a reduction may create, unless it is no larger than the tables that it replaces."""
 
 
 def reduce(graph: Graph, due: Due = never) -> None:
-    """Applies every reduction until none applies, or until `due`: what is reduced by then is a problem like any other.
+    """Apply every reduction until none applies, or until `due`; a partly reduced graph is a valid problem too.
 
-    Dropped: forbidden and dominated alternatives, edges that are sums of one function per end, nodes with one
-    alternative. Contracted: nodes that a neighbour decides (each of its alternatives allows exactly one). Eliminated:
-    nodes of degree 0, 1 and 2 whose memory cannot matter, or whose cheapest answer to a neighbour also uses least.
-    Raises `InfeasibleGraph` when a node has no alternative left, `OverLimit` when memory cannot be kept.
+    - Dropped: forbidden and dominated alternatives, and edges that are a sum of one function for each end.
+    - Contracted: nodes that a neighbour decides (each of its alternatives allows exactly one).
+    - Eliminated: nodes with one alternative, and nodes of degree 0, 1 and 2 without relevant memory.
+
+    A leaf with memory is eliminated if its cheapest answer to each alternative of the neighbour also uses least memory.
+
+    Raises `InfeasibleGraph` when a node has no alternative left, `OverLimit` when the memory limit cannot be satisfied.
     """
     waiting = _Waiting(graph)
     for node in graph.costs:
@@ -40,7 +43,7 @@ def reduce(graph: Graph, due: Due = never) -> None:
             _reduce_node(graph, node, waiting)
         before = {node: len(terms) for node, terms in graph.terms.items()}
         compress(graph)
-        # Memory that no longer matters opens the way to more eliminations.
+        # Memory terms that became irrelevant allow more eliminations.
         freed = [node for node, count in before.items() if len(graph.terms.get(node, ())) < count]
         if not freed or due():
             return
@@ -49,14 +52,14 @@ def reduce(graph: Graph, due: Due = never) -> None:
 
 
 def restrict(graph: Graph, keeps: dict[int, Ints]) -> None:
-    """Keeps only the given alternatives of some nodes. Not a reduction: what is dropped is lost."""
+    """Restrict some nodes to the given alternatives; this is no reduction, since the dropped ones are lost."""
     waiting = _Waiting(graph)
     for node, kept in keeps.items():
         _keep(graph, node, kept, waiting)
 
 
 class _Waiting:
-    """The nodes to look at again, fewest neighbours first: a hub is looked at once its leaves are done."""
+    """Queue of nodes to reduce again, fewest neighbours first, so that leaves precede their hub."""
 
     def __init__(self, graph: Graph):
         self._graph = graph
@@ -64,11 +67,13 @@ class _Waiting:
         self._members: set[int] = set()
 
     def add(self, node: int) -> None:
+        """Queue a node unless it is queued already."""
         if node not in self._members:
             self._members.add(node)
             heapq.heappush(self._heap, (len(self._graph.edges[node]), node))
 
     def take(self) -> int | None:
+        """Remove and return the living node with the fewest neighbours; None if the queue is empty."""
         while self._heap:
             degree, node = heapq.heappop(self._heap)
             if node not in self._graph.costs:
@@ -84,6 +89,7 @@ class _Waiting:
 
 
 def _reduce_node(graph: Graph, node: int, waiting: _Waiting) -> None:
+    """Apply every reduction that fits one node."""
     _drop_forbidden(graph, node, waiting)
     if len(graph.costs[node]) > 1:
         _drop_dominated(graph, node, waiting)
@@ -107,7 +113,10 @@ def _reduce_node(graph: Graph, node: int, waiting: _Waiting) -> None:
 
 
 def _tidy_edge(graph: Graph, first: int, second: int, waiting: _Waiting) -> bool:
-    """Moves what an edge says about one end alone into that end; removes it when nothing is left. True if removed."""
+    """Move the parts of an edge's costs that depend on one end alone into that node.
+
+    The edge is removed if no costs remain; return True in this case.
+    """
     table = graph.edges[first][second]
     for node, axis in ((first, 1), (second, 0)):
         low = table.min(axis=axis)
@@ -115,7 +124,7 @@ def _tidy_edge(graph: Graph, first: int, second: int, waiting: _Waiting) -> bool
             cost = graph.costs[node]
             cost += low
             np.minimum(cost, FORBIDDEN, out=cost)
-            # A row without an allowed entry is gone with its alternative; leave it as it is.
+            # A row without an allowed entry disappears with its alternative; leave it unchanged.
             low[low >= FORBIDDEN] = 0
             closed = table >= FORBIDDEN
             table -= low[:, None] if axis == 1 else low[None, :]
@@ -130,12 +139,16 @@ def _tidy_edge(graph: Graph, first: int, second: int, waiting: _Waiting) -> bool
 
 
 def _tidy_edges(graph: Graph, node: int, waiting: _Waiting) -> None:
+    """Simplify all edges of a node."""
     for other in list(graph.edges[node]):
         _tidy_edge(graph, node, other, waiting)
 
 
 def _keep(graph: Graph, node: int, kept: Ints, waiting: _Waiting, instead: Ints | None = None) -> None:
-    """Drops all but the alternatives `kept`; `instead` [alternatives] names one that is kept and no worse, or -1."""
+    """Drop all alternatives of a node except `kept`.
+
+    `instead` [alternatives] names for each alternative one in `kept` that is no worse, or -1.
+    """
     forward = np.full(len(graph.costs[node]), -1, dtype=np.int64)
     forward[kept] = np.arange(len(kept))
     if instead is not None:
@@ -153,6 +166,10 @@ def _keep(graph: Graph, node: int, kept: Ints, waiting: _Waiting, instead: Ints 
 
 
 def _drop_forbidden(graph: Graph, node: int, waiting: _Waiting) -> None:
+    """Drop alternatives that are forbidden, or that exceed the memory capacity by themselves.
+
+    Raises `InfeasibleGraph` if none is left.
+    """
     while True:
         cost = graph.costs[node]
         allowed = cost < FORBIDDEN
@@ -168,6 +185,10 @@ def _drop_forbidden(graph: Graph, node: int, waiting: _Waiting) -> None:
 
 
 def _drop_dominated(graph: Graph, node: int, waiting: _Waiting) -> None:
+    """Drop dominated alternatives of a node.
+
+    If the work would be too large, only alternatives with equal rows and memory are compared.
+    """
     cost = graph.costs[node]
     count = len(cost)
     if count * count * sum(len(graph.costs[other]) for other in graph.edges[node]) > _DOMINANCE_WORK:
@@ -187,27 +208,28 @@ def _drop_dominated(graph: Graph, node: int, waiting: _Waiting) -> None:
         return
     alive = np.ones(count, dtype=bool)
     for a in range(count):
-        # Of two that dominate each other one must stay; a dominator that is gone has one of its own that is alive.
+        # One of two alternatives that dominate each other must stay. A dropped dominator has a living dominator of its
+        # own.
         alive[a] = not (better[a] & alive).any()
     if not alive.all():
         instead = np.arange(count)
         for a in range(count - 1, -1, -1):
             if not alive[a]:
-                # Any dominator that is left; there is one, by the order in which they went.
+                # Any remaining dominator; the order of dropping ensures that one exists.
                 instead[a] = _last_dominator(better, alive, a)
         _keep(graph, node, np.flatnonzero(alive), waiting, instead)
 
 
 def _is_worth_compiling(work: int) -> bool:
-    """Whether so many entries are to be touched that kernels should be loaded, or they are there already."""
+    """Return True if the number of entries justifies loading the compiled kernels, or if they are loaded already."""
     return work > _COMPILED_WORK or f"{__package__}.dominance_kernels" in sys.modules
 
 
 def _dominators_plainly(cost: Ints, usages: list[Ints], tables: list[Ints]) -> np.ndarray:
-    """`_compare.dominators`, by numpy."""
+    """Return the same as `dominance_kernels.dominators`, computed with numpy."""
     count = len(cost)
     better = np.zeros((count, count), dtype=bool)
-    # extra[a, b]: the most that moving from a to b can cost, whatever the neighbours chose.
+    # extra[a, b]: largest extra cost of moving from a to b, for any choices of the neighbours.
     extra = cost[None, :] - cost[:, None]
     possible = np.ones((count, count), dtype=bool)
     for usage in usages:
@@ -220,19 +242,19 @@ def _dominators_plainly(cost: Ints, usages: list[Ints], tables: list[Ints]) -> n
         if not len(rows):
             break
         change = table[columns] - table[rows]
-        # Where a is forbidden nothing is lost by moving; both forbidden gives 0, which is the same.
+        # If a is forbidden, moving loses nothing; if both are forbidden the difference is 0, which is equivalent.
         change[table[rows] >= FORBIDDEN] = -FORBIDDEN
         worst = change.max(axis=1)
         bound = bound + np.where(worst >= FORBIDDEN // 2, FORBIDDEN, np.maximum(worst, -FORBIDDEN))
         left = bound <= 0
-        # Neighbours still to come add at least 0 (each table has a 0 in every row), so nothing comes back below 0.
+        # The remaining neighbours add at least 0 (each table has a 0 in every row), so a positive bound stays positive.
         rows, columns, bound = rows[left], columns[left], bound[left]
     better[rows, columns] = True
     return better
 
 
 def _last_dominator(better: np.ndarray, alive: np.ndarray, start: int) -> int:
-    """An alternative that is left and no worse than `start`, through any chain of dominators; -1 if none is found."""
+    """Return a living alternative that is no worse than `start`, by any chain of dominators; -1 if there is none."""
     seen, front = {start}, [start]
     while front:
         for other in np.flatnonzero(better[front.pop()]).tolist():
@@ -245,7 +267,7 @@ def _last_dominator(better: np.ndarray, alive: np.ndarray, start: int) -> int:
 
 
 def _drop_equal(graph: Graph, node: int, waiting: _Waiting) -> None:
-    """Of alternatives with equal rows everywhere and equal memory, keeps the cheapest."""
+    """Drop all but the cheapest of alternatives with equal table rows and equal memory."""
     columns = list(graph.edges[node].values()) + [usage[:, None] for usage in graph.terms.get(node, {}).values()]
     rows = np.ascontiguousarray(np.concatenate(columns, axis=1))
     keys = rows.view(np.dtype((np.void, rows.dtype.itemsize * rows.shape[1]))).ravel()
@@ -261,7 +283,7 @@ def _drop_equal(graph: Graph, node: int, waiting: _Waiting) -> None:
 
 
 def _fix(graph: Graph, node: int, waiting: _Waiting) -> None:
-    """A node with one alternative becomes cost of its neighbours and memory that is always used."""
+    """Remove a node with one alternative; its costs move to its neighbours, its memory reduces the capacity."""
     graph.offset += int(graph.costs[node][0])
     for other, table in graph.edges[node].items():
         cost = graph.costs[other]
@@ -275,7 +297,7 @@ def _fix(graph: Graph, node: int, waiting: _Waiting) -> None:
 
 
 def _merge_with_decider(graph: Graph, node: int, waiting: _Waiting) -> bool:
-    """Contracts `node` into a neighbour each of whose alternatives allows exactly one of the node's."""
+    """Merge `node` into a neighbour if each of that neighbour's alternatives allows exactly one of the node's."""
     for other, table in graph.edges[node].items():
         open_ = table < FORBIDDEN
         if not (open_.sum(axis=0) == 1).all():
@@ -304,7 +326,7 @@ def _merge_with_decider(graph: Graph, node: int, waiting: _Waiting) -> bool:
 
 
 def _fold_leaf(graph: Graph, node: int, waiting: _Waiting) -> None:
-    """Eliminates a node of degree 1; with memory only when its cheapest answer never uses more than another."""
+    """Eliminate a node of degree 1; a node with memory only if its cheapest answers also use the least memory."""
     ((other, table),) = graph.edges[node].items()
     total = np.minimum(graph.costs[node][:, None] + table, FORBIDDEN)
     best = np.argmin(total, axis=0)
@@ -312,7 +334,7 @@ def _fold_leaf(graph: Graph, node: int, waiting: _Waiting) -> None:
     if node in graph.terms:
         usages = list(graph.terms[node].values())
         load = np.stack(usages).sum(axis=0, dtype=np.float64)
-        # Among the cheapest, the one that uses least.
+        # Break ties between equally cheap answers by the least memory.
         tied = np.where(total == total[best, columns][None, :], load[:, None], np.inf)
         best = np.argmin(tied, axis=0)
         for usage in usages:
@@ -330,7 +352,10 @@ def _fold_leaf(graph: Graph, node: int, waiting: _Waiting) -> None:
 
 
 def _fold_between(graph: Graph, node: int, waiting: _Waiting) -> None:
-    """Eliminates a node of degree 2 without memory: its best answer to each pair of neighbours becomes their edge."""
+    """Eliminate a node of degree 2 without memory.
+
+    Its best answer to each pair of the neighbours' choices becomes an edge between them.
+    """
     (left, left_table), (right, right_table) = graph.edges[node].items()
     shape = (left_table.shape[1], right_table.shape[1])
     grown = math.prod(shape)
@@ -352,7 +377,7 @@ def _fold_between(graph: Graph, node: int, waiting: _Waiting) -> None:
 
 
 def _fold_between_plainly(from_left: Ints, right: Ints) -> tuple[Ints, np.ndarray]:
-    """`_compare.fold_between`, by numpy."""
+    """Return the same as `dominance_kernels.fold_between`, computed with numpy."""
     best = from_left[0][:, None] + right[0][None, :]
     answer = np.zeros(best.shape, dtype=np.int16)
     for alternative in range(1, len(from_left)):

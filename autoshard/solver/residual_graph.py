@@ -1,4 +1,4 @@
-"""A problem that can be taken apart: nodes, merged edges, memory terms on compressed time, and the way back."""
+"""A problem under reduction: nodes, merged edges, memory terms on compressed time, and the steps to undo."""
 
 import dataclasses
 import itertools as it
@@ -12,17 +12,17 @@ from autoshard.solver.problem import FORBIDDEN, Problem
 
 Ints = NDArray[np.int64]
 EXACT = 2**62
-"""Bytes below which sums, and differences of sums, stay within 64 bits."""
+"""Bytes below which sums, and differences of sums, fit in 64 bits."""
 Terms = dict[tuple[int, int], Ints]
-"""Memory of a node: half-open interval in compressed time -> bytes per alternative."""
+"""Memory of a node: maps a half-open interval in compressed time to bytes for each alternative."""
 
 
 class InfeasibleGraph(Exception):
-    """Some node has no alternative left; no choices avoid every forbidden combination."""
+    """Error: a node has no alternative left, so that no choices avoid every forbidden combination."""
 
 
 class OverLimit(Exception):
-    """At some time even the least that every node can use is past the limit."""
+    """Error: at some time even the least usage of all nodes exceeds the limit."""
 
     def __init__(self, time: int, excess: int):
         super().__init__(time, excess)
@@ -32,27 +32,32 @@ class OverLimit(Exception):
 
 @dataclasses.dataclass(slots=True)
 class Graph:
-    """The undecided part of a problem. Costs saturate at `FORBIDDEN`: a sum that reaches it is not allowed."""
+    """Undecided part of a problem. Costs saturate at `FORBIDDEN`: a sum that reaches it is not allowed."""
 
     costs: dict[int, Ints]
-    """Alive node -> [alternatives], least 0 after tidying."""
+    """Maps each alive node to its costs [alternatives], whose minimum is 0 after tidying."""
     edges: dict[int, dict[int, Ints]]
-    """node -> neighbour -> [alternatives of node, alternatives of neighbour]; both directions share one memory."""
+    """Maps node and neighbour to their cost table [alternatives of node, alternatives of neighbour]; both directions
+    share memory.
+    """
     terms: dict[int, Terms]
-    """Alive node -> its memory terms; nodes without any are absent."""
+    """Maps each alive node to its memory terms; nodes without terms are absent."""
     capacity: Ints
     """[compressed times] bytes that the terms together may use."""
     times: Ints
-    """[compressed times] the time in the problem that each stands for."""
+    """[compressed times] the problem's time that each compressed time represents."""
     offset: int
-    """The cost of what is decided already."""
+    """Total cost of the decided part."""
     undo: list[tuple]
-    """Steps to go back, newest last; see `restore`."""
+    """Steps to undo, newest last; see `restore`."""
     size: int
-    """Number of nodes of the problem."""
+    """Number of nodes of the whole problem."""
 
     def restore(self, choices: dict[int, int], after: int = 0) -> Ints:
-        """Choices for every node of the problem from choices for the alive nodes; only back to step `after`."""
+        """Return choices for every node of the problem from choices for the alive nodes.
+
+        Only the steps from `after` on are undone.
+        """
         chosen = np.zeros(self.size, dtype=np.int64)
         for node, value in choices.items():
             chosen[node] = value
@@ -66,9 +71,10 @@ class Graph:
         return chosen
 
     def project(self, choices: Ints, after: int = 0) -> dict[int, int] | None:
-        """Choices for the alive nodes, no dearer than `choices` ([problem nodes], as they were at step `after`).
+        """Return choices for the alive nodes that cost no more than `choices`, which are [problem nodes] as of step
+        `after`.
 
-        None when they use an alternative that cannot be part of any feasible choices.
+        Returns None when they use an alternative that cannot be part of any feasible choices.
         """
         chosen = choices.copy()
         for step in self.undo[after:]:
@@ -80,7 +86,7 @@ class Graph:
         return {node: int(chosen[node]) for node in self.costs}
 
     def connect(self, first: int, second: int, table: Ints) -> None:
-        """Adds `table` [alternatives of first, of second] to the edge between two nodes."""
+        """Add `table` [alternatives of first, of second] to the edge between two nodes."""
         known = self.edges[first].get(second)
         if known is None:
             table = np.ascontiguousarray(table)
@@ -91,16 +97,18 @@ class Graph:
             np.minimum(known, FORBIDDEN, out=known)
 
     def add_term(self, node: int, start: int, stop: int, usage: Ints) -> None:
+        """Add usage [alternatives] to a node's memory in [start, stop)."""
         mine = self.terms.setdefault(node, {})
         known = mine.get((start, stop))
         mine[start, stop] = usage if known is None else known + usage
 
     def disconnect(self, first: int, second: int) -> None:
+        """Remove the edge between two nodes."""
         del self.edges[first][second]
         del self.edges[second][first]
 
     def forget(self, node: int) -> None:
-        """Removes a node whose cost, edges and terms were moved elsewhere."""
+        """Remove a node whose cost, edges and terms were moved elsewhere."""
         for other in self.edges.pop(node):
             del self.edges[other][node]
         del self.costs[node]
@@ -108,7 +116,7 @@ class Graph:
 
 
 def build(problem: Problem) -> Graph:
-    """The whole problem as a graph: parallel edges merged, self edges folded in, costs made non-negative."""
+    """Build the graph of a whole problem: parallel edges merged, self edges folded in, costs made non-negative."""
     offset = 0
     costs: dict[int, Ints] = {}
     bounds = problem.node_offsets.tolist()
@@ -135,19 +143,22 @@ def build(problem: Problem) -> Graph:
 
 
 def _above_least(costs: Ints) -> tuple[Ints, int]:
-    """Costs above the least of them, and that least: from 0 to `FORBIDDEN`, whatever 64 bits held."""
+    """Return the costs minus their least, clipped to `FORBIDDEN`, and this least; no difference overflows 64 bits."""
     least = int(costs.min())
     if least == 0:
         return np.minimum(costs, FORBIDDEN), 0
     if least >= FORBIDDEN:
         return np.full(len(costs), FORBIDDEN), 0
-    # From here up it is forbidden, or too far above the least to be told from it; no difference passes 64 bits.
+    # Costs from `top` up are forbidden, or too far above the least to be distinguished from forbidden.
     top = FORBIDDEN + min(least, 0)
     return np.where(costs >= top, FORBIDDEN, np.minimum(costs, top) - least), least
 
 
 def spread(problem: Problem) -> int:
-    """How far the dearest choices that are not forbidden lie above the cheapest, node by node and edge by edge."""
+    """Return the sum over nodes and edges of their largest allowed minus their least cost.
+
+    It is an upper bound on the cost range of choices without forbidden parts.
+    """
     total = 0
     for costs, offsets in ((problem.node_costs, problem.node_offsets), (problem.edge_costs, problem.edge_offsets)):
         if len(costs):
@@ -159,8 +170,10 @@ def spread(problem: Problem) -> int:
 
 
 def most_usage(problem: Problem) -> int:
-    """Bytes at the worst time if every node used the most that it can; a single use past the limit counts as one byte
-    past it, since it is as bad."""
+    """Return the bytes at the worst time if every node used its largest usage.
+
+    A single usage above the limit counts as limit plus one byte, since it is equally infeasible.
+    """
     limit = problem.usage_limit
     if limit is None or not len(problem.term_nodes):
         return 0
@@ -177,6 +190,10 @@ def most_usage(problem: Problem) -> int:
 
 
 def _add_terms(graph: Graph, problem: Problem) -> None:
+    """Add the memory terms to the graph, unless the limit can never be exceeded.
+
+    Raises `OutOfRangeError` if the usages are too large for exact sums.
+    """
     if problem.usage_limit is None or (most := most_usage(problem)) <= problem.usage_limit:
         return
     if most >= EXACT:
@@ -192,7 +209,7 @@ def _add_terms(graph: Graph, problem: Problem) -> None:
         usage = problem.term_usages[bounds[term] : bounds[term + 1]]
         if start < stop and usage.any():
             points.add(start)
-            # A single use past the limit is as bad as one just past it; this keeps sums within 64 bits.
+            # Any single usage above the limit is infeasible; clipping it to limit + 1 prevents overflow of sums.
             raw.append((node, start, stop, np.minimum(usage, problem.usage_limit + 1)))
     graph.times = np.array(sorted(points), dtype=np.int64)
     graph.capacity = np.full(len(graph.times), problem.usage_limit, dtype=np.int64)
@@ -202,9 +219,9 @@ def _add_terms(graph: Graph, problem: Problem) -> None:
 
 
 def compress(graph: Graph) -> None:
-    """Drops what memory cannot decide: constant parts of usages, times that cannot be exceeded or that others imply.
+    """Drop memory that cannot matter: constant parts of usages, times that cannot exceed capacity, and implied times.
 
-    Raises `OverLimit` when the least use at some time is past the limit, with the worst such time.
+    Raises `OverLimit`, with the worst time, when the least usage at some time exceeds the limit.
     """
     if not graph.terms:
         graph.capacity, graph.times = np.zeros(0, np.int64), np.zeros(0, np.int64)
@@ -229,7 +246,7 @@ def compress(graph: Graph) -> None:
     worst = int(np.argmin(graph.capacity))
     if graph.capacity[worst] < 0:
         raise OverLimit(int(graph.times[worst]), -int(graph.capacity[worst]))
-    # float64 sums may round; a time is dropped only with room to spare.
+    # float64 sums may round, so a time is dropped only with a margin.
     binding = np.cumsum(high)[:-1] * (1 + 1e-9) + 1 > graph.capacity
     kept = np.flatnonzero(binding)
     rename = np.concatenate([[0], np.cumsum(binding)])
@@ -239,7 +256,7 @@ def compress(graph: Graph) -> None:
 
 
 def _merge_times(graph: Graph) -> None:
-    """Drops each time whose live set and capacity another time covers (its set no larger, its capacity no less)."""
+    """Drop each time that another one implies: its live set is a subset, and its capacity is no smaller."""
     count = len(graph.capacity)
     starts, stops = [False] * (count + 1), [False] * (count + 1)
     for node_terms in graph.terms.values():
@@ -264,6 +281,7 @@ def _merge_times(graph: Graph) -> None:
 
 
 def _rename_times(graph: Graph, rename: list[int]) -> None:
+    """Change the time numbers of all terms to those in `rename`; terms with an empty interval disappear."""
     old, graph.terms = graph.terms, {}
     for node, node_terms in old.items():
         for (start, stop), usage in node_terms.items():
@@ -272,5 +290,5 @@ def _rename_times(graph: Graph, rename: list[int]) -> None:
 
 
 def table_entries(graph: Graph) -> int:
-    """Entries of all edge tables."""
+    """Return the number of entries of all edge tables."""
     return sum(table.size for near in graph.edges.values() for table in near.values()) // 2

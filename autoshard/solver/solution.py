@@ -1,4 +1,4 @@
-"""What `solve` returns."""
+"""The record that `solve` returns."""
 
 import dataclasses
 import enum
@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 
 class Status(enum.StrEnum):
-    """How a solve ended; each member is the sentence to show."""
+    """Outcome of a solve; each member's value is the sentence to show."""
 
     OPTIMAL = "the choices are proven optimal"
     FEASIBLE = "the choices keep every limit; nothing better was found before the search ended"
@@ -19,22 +19,23 @@ class Status(enum.StrEnum):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Solution:
-    """The best choices found, and a bound on what any choices can cost."""
+    """The incumbent of a solve, and a lower bound on the cost of any choices."""
 
     choices: NDArray[np.int64]
-    """[N]; one alternative per node. For INFEASIBLE and UNKNOWN: those with the smallest excess found."""
+    """[N]; one alternative for each node. For INFEASIBLE and UNKNOWN: the choices with the smallest excess found."""
     cost: int
     """Exact sum of the chosen costs, recomputed from the whole problem by `evaluate`."""
     lower_bound: int
-    """No feasible choices cost less. For INFEASIBLE: `FORBIDDEN`."""
+    """Lower bound on the cost of all feasible choices; `FORBIDDEN` if INFEASIBLE."""
     status: Status
     stats: dict[str, Any]
-    """Numbers about the solve; never needed to use the answer. Without feasible choices it has `excess` (bytes, the
-    smallest found) and `excess_time` (where)."""
+    """Statistics of the solve, not needed to use the answer. Without feasible choices they contain `excess` (bytes, the
+    smallest found) and `excess_time` (the time point).
+    """
 
     @property
     def gap(self) -> float:
-        """(cost - lower_bound) / cost, 0 when proven optimal; infinite without feasible choices."""
+        """(cost - lower_bound) / cost; 0 when proven optimal, infinite without feasible choices."""
         if self.status is Status.OPTIMAL:
             return 0.0
         if self.status is not Status.FEASIBLE:

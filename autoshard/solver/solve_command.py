@@ -1,4 +1,4 @@
-"""What `autoshard solve` does."""
+"""Implementation of the command `autoshard solve`."""
 
 import json
 import os
@@ -23,13 +23,15 @@ def run_solve(
     out: str | None = None,
     as_json: bool = False,
 ) -> int:
-    """Solves a contest file; progress goes to stderr, the choices are the last line of stdout. Returns the exit code.
+    """Solve a contest file and return the exit code; progress goes to stderr, the choices are the last line of stdout.
 
     With `as_json` stdout gets one object instead: the choices, their cost, the bound and more.
 
     The limit counts from the start of the process, so it includes reading. Once the file is read, SIGINT and SIGTERM
-    end the search; the best so far is then printed, with exit code 0. Otherwise 0 with
-    feasible choices, 1 when there are none or none were found. Raises `UserError` for a file that cannot be solved.
+    end the search; the best choices so far are then printed, with exit code 0. Otherwise the code is 0 with feasible
+    choices, and 1 if there are none or none were found.
+
+    Raises `UserError` for a file that cannot be solved, or a time limit that is not positive.
     """
     if not time_limit > 0:
         raise UserError(f"the time limit is {time_limit:g} s; it must be more than 0")
@@ -47,7 +49,7 @@ def run_solve(
         line = f"{time.monotonic() - began:8.2f} s  incumbent {cost if cost is not None else 'none'}"
         print(f"{line}  bound {moment.bound}  gap {gap}", file=sys.stderr, flush=True)
 
-    # What is left after reading, less what checking and printing the answer and ending the process take.
+    # Time left after reading, minus a reserve to check and print the answer and to end the process.
     left = max(0.05, time_limit - (time.monotonic() - began) - min(1.0, 0.1 * time_limit))
     answer = solve(
         problem, time_limit=left, seed=seed, threads=threads, iterations=iterations, progress=show, stop=stop
@@ -82,7 +84,7 @@ def run_solve(
 
 
 def _age() -> float:
-    """Seconds since this process started, where the system tells; else 0."""
+    """Return the seconds since this process started, or 0 if the system does not report them."""
     try:
         fields = pathlib.Path("/proc/self/stat").read_text().rsplit(")", 1)[1].split()
         started = float(fields[19]) / os.sysconf("SC_CLK_TCK")

@@ -1,4 +1,4 @@
-"""`solve`: reduce, bound, prove or search; check the answer with separate code."""
+"""The entry point `solve`: reduce, bound, then prove or search; independent code checks the answer."""
 
 import dataclasses
 import math
@@ -35,19 +35,19 @@ from autoshard.solver.solution import Solution, Status
 _SMALL = 60_000
 """Table entries up to which HiGHS alone is tried before the search."""
 _REDUCING = 0.5
-"""Share of the time limit that reducing may take: on a machine with much else to do the rest is for the search."""
+"""Share of the time limit that the reductions may use; on a busy machine this leaves time for the search."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Progress:
-    """A moment of a solve."""
+    """State of a solve at one moment."""
 
     elapsed: float
-    """Seconds since `solve` was called."""
+    """Wall-clock seconds since `solve` was called."""
     incumbent: int | None
-    """Cost of the best feasible choices so far."""
+    """Cost of the best feasible choices so far; None before any were found."""
     bound: int
-    """The best lower bound of the cost so far."""
+    """Best lower bound of the cost so far."""
 
 
 def solve(
@@ -63,18 +63,26 @@ def solve(
     clock: Clock = time.monotonic,
     enough: float = math.inf,
 ) -> Solution:
-    """Chooses one alternative per node at the least cost that keeps memory within the limit at all times.
+    """Choose one alternative for each node at the least total cost, within the memory limit at every time.
 
-    `hint` ([N] choices, feasible or not) is a start. `iterations` bounds the search by rounds of work too; then the
-    same `seed` gives the same answer unless the time is up first (with a `time_limit` of `math.inf` it never is).
-    `progress` is called whenever the incumbent or the bound improves; setting `stop` ends the search early.
-    The time limit counts seconds of `clock`: by default those on the wall, with `processor_seconds` those of work
-    (it is handed to the second process, so it must be a function of a module).
-    A bound of `enough` ends it too: choices that cost as much are of no use, and then none may be returned ([0]).
-    `threads` is 1 or 2 (one searches while a second process solves restricted problems exactly); more are not used.
     Returns the best choices, their exact cost (recomputed by `evaluate` from the whole problem) and a lower bound.
-    Raises `UserError` for a problem that is not well formed or a limit that is not positive, and `OutOfRangeError` for
-    one whose sums cannot be told from what is forbidden, or are more than 64 bits hold.
+
+    - `time_limit`: seconds of `clock`.
+    - `seed`: seed of the search. With `iterations`, the same seed gives the same answer unless the time limit ends the
+      search first.
+    - `hint`: start of the search, [N] choices, feasible or not.
+    - `threads`: 1 or 2; larger numbers act as 2. With 2 one thread searches while a second process solves restricted
+      problems exactly.
+    - `iterations`: rounds of work after which the search ends.
+    - `progress`: called whenever the incumbent or the bound improves.
+    - `stop`: event that ends the search early.
+    - `clock`: wall clock by default; with `processor_seconds` the limit counts processor time. A second process
+      receives the clock, so it must be a module-level function.
+    - `enough`: lower bound at which the search ends, since choices of this cost are of no use. The result may then have
+      no choices ([0]).
+
+    Raises `UserError` for a malformed problem, a time limit that is not positive, or fewer than one thread. Raises
+    `OutOfRangeError` if cost sums cannot be distinguished from forbidden ones, or if sums exceed 64 bits.
     """
     if not time_limit > 0:
         raise UserError(f"the time limit is {time_limit:g} s; it must be more than 0")
@@ -85,6 +93,8 @@ def solve(
 
 
 class _Solve:
+    """State of one call of `solve`: incumbent, bound and limits."""
+
     def __init__(
         self,
         problem: Problem,
@@ -113,9 +123,10 @@ class _Solve:
         self.bound = self.least = _trivial_bound(problem)
         self.stats: dict = {}
         self.nearest: Ints | None = None
-        """Choices that the search ended with when none were feasible."""
+        """Choices at the end of a search that found no feasible ones."""
 
     def run(self, hint: NDArray[np.int64] | None) -> Solution:
+        """Solve the problem, from the choices `hint` if given."""
         if hint is not None:
             self.offer(np.asarray(hint))
         graph = build(self.problem)
@@ -137,33 +148,37 @@ class _Solve:
             return self.infeasible(proven=done)
         done = done or self.bound >= self.cost
         if self.cost - self.least >= FORBIDDEN:
-            # A hint dearer than what the search tells from forbidden: others like it were not looked at.
+            # The hint costs more than the search can distinguish from forbidden, so the search skipped choices like it.
             self.bound, done = self.least, False
         return self.finish(Status.OPTIMAL if done else Status.FEASIBLE)
 
     def stopped(self) -> bool:
-        """Told to, or since all that is left is of no use."""
+        """Return True if the caller stopped the solve, or if all remaining choices are of no use by the bound."""
         return self.told() or self.bound >= self.enough
 
     def due(self) -> bool:
+        """Return True if the solve was stopped or its time is up."""
         return self.stopped() or self.clock() >= self.deadline
 
     def reduce(self, graph: Graph) -> None:
-        # Where work is counted by iterations, the same work is always done, unless the time is up altogether.
+        # With an iteration limit the answer must be reproducible, so only the full deadline cuts the reductions short.
+        """Apply the exact reductions to the graph."""
         until = self.deadline - (0.0 if self.iterations is not None else (1 - _REDUCING) * self.time_limit)
         reduce(graph, lambda: self.stopped() or self.clock() >= until)
 
     def search(self, graph: Graph) -> bool:
-        """True when the best choices so far are proven best (or, with none, that there are none)."""
+        """Solve the reduced graph; return True if the incumbent is proven best, or if none exists and that is
+        proven.
+        """
         if not graph.costs:
             self.offer(graph.restore({}))
             return True
         plan = Elimination.plan(graph)
         times: list[int] = []
         start = {node: int(np.argmin(cost)) for node, cost in graph.costs.items()}
-        found = None if plan is None else plan.solve(graph.costs, self.due)
-        if found is not None:
-            value, start = found
+        unlimited = None if plan is None else plan.solve(graph.costs, self.due)
+        if unlimited is not None:
+            value, start = unlimited
             if value >= FORBIDDEN:
                 return True
             self.raise_bound(graph.offset + value)
@@ -200,9 +215,9 @@ class _Solve:
                 return True
             self.raise_mip_bound(graph, result.bound)
             if result.finished or self.due():
-                # Better by less than floats tell apart is all that a search could be.
+                # A search could improve the answer only by less than the solver's floating-point tolerance.
                 return False
-        # Imported here: the kernels bring numba, which most problems never need.
+        # Imported here because the kernels load numba, which most problems never need.
         from autoshard.solver.search.engine import Engine
 
         engine = Engine(
@@ -223,27 +238,31 @@ class _Solve:
         return done
 
     def raise_mip_bound(self, graph: Graph, bound: float) -> None:
+        """Raise the bound to the lower bound of a MIP solve."""
         if np.isfinite(bound):
-            # The bound is a float of HiGHS: take off what rounding may have added.
+            # The bound is a float of HiGHS: subtract its possible rounding error.
             self.raise_bound(graph.offset + math.floor(bound - 1e-7 * abs(bound)))
 
     def offer(self, choices: Ints) -> None:
-        """Takes `choices` of the whole problem if they are feasible and better."""
+        """Accept `choices` of the whole problem as incumbent if they are feasible and better."""
         judged = evaluate(self.problem, choices)
         if judged.feasible and (self.cost is None or judged.cost < self.cost):
             self.best, self.cost = np.array(choices, dtype=np.int64), judged.cost
             self.tell()
 
     def raise_bound(self, bound: int) -> None:
+        """Raise the lower bound if `bound` is higher."""
         if bound > self.bound:
             self.bound = bound
             self.tell()
 
     def tell(self) -> None:
+        """Report incumbent and bound to the caller."""
         if self.progress is not None:
             self.progress(Progress(time.monotonic() - self.began, self.cost, self.bound))
 
     def finish(self, status: Status) -> Solution:
+        """Return the incumbent as the solution, after a check by independent code."""
         assert self.best is not None and self.cost is not None
         judged = evaluate(self.problem, self.best)
         if judged.cost != self.cost or not judged.feasible:
@@ -254,20 +273,24 @@ class _Solve:
         return Solution(self.best, self.cost, bound, status, self.stats)
 
     def infeasible(self, proven: bool) -> Solution:
-        """No choices found: looks for those with the smallest excess by bisection on the limit, costs set aside."""
-        apart = spread(self.problem)
-        dearest = max(apart, apart + self.least)
-        # Of costs that are not negative, whatever lies so far above the least is itself forbidden.
-        blind = self.least < 0 and apart >= FORBIDDEN
+        """Return the answer of a solve without feasible choices.
+
+        Ignoring costs, a bisection on the memory limit looks for choices with the smallest excess. Raises
+        `OutOfRangeError` if choices exist, but their costs cannot be distinguished from forbidden ones.
+        """
+        cost_spread = spread(self.problem)
+        dearest = max(cost_spread, cost_spread + self.least)
+        # If no cost is negative, a sum that lies so far above the least is itself forbidden.
+        blind = self.least < 0 and cost_spread >= FORBIDDEN
         if self.best is not None:
             if not blind:
                 raise RuntimeError("the problem was found infeasible although the hint is feasible")
             self.bound = self.least
             return self.finish(Status.FEASIBLE)
-        said = f"lie up to {apart} apart" if blind else f"add up to as much as {dearest}"
+        costs_text = f"lie up to {cost_spread} apart" if blind else f"add up to as much as {dearest}"
         if proven and (blind or (dearest >= FORBIDDEN and self.only_dear())):
             raise OutOfRangeError(
-                f"the costs of the problem {said}, and no choices were found whose cost is less than {FORBIDDEN}"
+                f"the costs of the problem {costs_text}, and no choices were found whose cost is less than {FORBIDDEN}"
                 f"{' above the least that may be' if blind else ''}: such sums cannot be told from forbidden ones; "
                 f"divide all costs by {dearest // FORBIDDEN + 1}"
             )
@@ -277,40 +300,40 @@ class _Solve:
         allowed = _without_costs(self.problem, None)
         limit = self.problem.usage_limit
         deadline = self.clock() + 0.3 if self.stopped() else max(self.deadline, self.clock() + 1.0)
-        found = _any(allowed, deadline, self.clock, self.seed, self.threads)
-        if found is not None:
-            choices = found
-        if found is not None and limit is not None:
+        within_limit = _any(allowed, deadline, self.clock, self.seed, self.threads)
+        if within_limit is not None:
+            choices = within_limit
+        if within_limit is not None and limit is not None:
             low, high = limit, evaluate(self.problem, choices).peak_usage
             while high - low > max(1, (high - limit) // 1000) and self.clock() < deadline:
                 middle = (low + high) // 2
-                tried = _without_costs(self.problem, middle)
-                if most_usage(tried) >= EXACT:
+                relaxed = _without_costs(self.problem, middle)
+                if most_usage(relaxed) >= EXACT:
                     break
-                found = _any(tried, deadline, self.clock, self.seed, self.threads)
-                if found is None:
+                within_limit = _any(relaxed, deadline, self.clock, self.seed, self.threads)
+                if within_limit is None:
                     low = middle
                 else:
-                    choices, high = found, evaluate(self.problem, found).peak_usage
+                    choices, high = within_limit, evaluate(self.problem, within_limit).peak_usage
         if not proven:
-            # The time was up before any were found, and costs aside some are.
+            # The time was up before the search found any, but the bisection without costs did.
             self.offer(choices)
             if self.best is not None:
                 return self.finish(Status.FEASIBLE)
         return self.without(choices, proven)
 
     def of_no_use(self) -> Solution:
-        """The answer when no choices cost less than what is enough."""
+        """Return the answer when no choices cost less than `enough`."""
         self.stats["solve_s"] = time.monotonic() - self.began
         return Solution(np.zeros(0, dtype=np.int64), FORBIDDEN, self.bound, Status.UNKNOWN, self.stats)
 
     def only_dear(self) -> bool:
-        """Whether choices keep the limit and avoid what is forbidden, and only their sum reaches `FORBIDDEN`."""
+        """Return True if some choices satisfy all limits and only their cost sum reaches `FORBIDDEN`."""
         allowed = _without_costs(self.problem, self.problem.usage_limit)
         return _any(allowed, max(self.deadline, self.clock() + 1.0), self.clock, self.seed, self.threads) is not None
 
     def without(self, choices: Ints, proven: bool) -> Solution:
-        """The answer when there are no feasible choices: those nearest to it."""
+        """Return the answer without feasible choices: the given choices, which come nearest to feasibility."""
         judged = evaluate(self.problem, choices)
         self.stats |= {"excess": judged.excess, "excess_time": judged.peak_time, "peak_usage": judged.peak_usage}
         self.stats["solve_s"] = time.monotonic() - self.began
@@ -319,7 +342,7 @@ class _Solve:
 
 
 def _any(problem: Problem, deadline: float, clock: Clock, seed: int, threads: int) -> Ints | None:
-    """Any feasible choices of a problem without costs."""
+    """Return any feasible choices of a problem without costs; None if none were found in time."""
     left = max(0.3, deadline - clock())
     inner = _Solve(problem, left, clock, seed, threads, None, None, None)
     graph = build(problem)
@@ -332,6 +355,7 @@ def _any(problem: Problem, deadline: float, clock: Clock, seed: int, threads: in
 
 
 def _without_costs(problem: Problem, limit: int | None) -> Problem:
+    """Return the problem with all allowed costs zero, under another memory limit."""
     return dataclasses.replace(
         problem,
         node_costs=np.where(problem.node_costs >= FORBIDDEN, FORBIDDEN, 0),
@@ -341,6 +365,7 @@ def _without_costs(problem: Problem, limit: int | None) -> Problem:
 
 
 def _trivial_bound(problem: Problem) -> int:
+    """Return the sum of the smallest cost of every node and edge, a lower bound."""
     nodes = np.minimum.reduceat(problem.node_costs, problem.node_offsets[:-1])
     edges = np.minimum.reduceat(problem.edge_costs, problem.edge_offsets[:-1]) if problem.num_edges else nodes[:0]
     return sum(nodes.tolist()) + sum(edges.tolist())

@@ -1,6 +1,6 @@
-"""Compiles the kernels into numba's cache, so that the first large solve does not wait for it.
+"""Precompilation of the kernels into numba's cache, so that the first large solve does not wait for it.
 
-python -m autoshard.solver.warm_solver
+The command is `python -m autoshard.solver.warm_solver`.
 """
 
 import numpy as np
@@ -16,7 +16,7 @@ from autoshard.solver.search.pruning import narrow
 
 
 def warm() -> None:
-    """Runs every kernel once on a problem of two nodes."""
+    """Run every kernel once on a problem of two nodes."""
     problem = Problem(
         node_offsets=np.array([0, 2, 4]),
         node_costs=np.array([1, 2, 3, 4]),

@@ -1,1 +1,1 @@
-"""The real compiler with no device: libtpu in a process of its own, and what it says of a plan."""
+"""Compilation for accelerators that are not present: libtpu in a separate process, and its verdict on a plan."""

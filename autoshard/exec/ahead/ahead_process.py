@@ -1,4 +1,4 @@
-"""Compiling with no device present: libtpu, or the GPU compiler, in a process of its own, with a time limit."""
+"""Compilation without devices, by libtpu or the GPU compiler, in a separate process with a time limit."""
 
 import contextlib
 import dataclasses
@@ -35,47 +35,51 @@ _ENVIRONMENT = {
     "TPU_STDERR_LOG_LEVEL": "1",
     "TPU_MIN_LOG_LEVEL": "1",
 }
-"""What libtpu needs to start on a machine that is no TPU host; JAX itself stays on the CPU."""
+"""Environment variables with which libtpu starts on a machine that is no TPU host; JAX itself stays on the CPU."""
 
 _LOCK = Path("/tmp/libtpu_lockfile")
+"""Lock file that libtpu creates."""
 
 RESULT = "result.json"
+"""File in which the compiler's process leaves its result."""
 _POLL_S = 0.25
+"""Seconds between two looks at the compiler's process."""
 
 _GIB = {"B": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
+"""Unit in libtpu's messages -> bytes."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class CompileJob:
-    """One plan to be compiled, here or on another machine. It can be pickled."""
+    """Picklable job that compiles one plan, here or on another machine."""
 
     target: Target
     files: dict[str, bytes]
-    """What the compiler's process reads, by file name."""
+    """Content of the files that the compiler's process reads, by name."""
     flags: tuple[str, ...]
-    """Compiler flags that the plan was made for."""
+    """Compiler flags for which the plan was made."""
     argument_bytes: int
     """Bytes of the arguments on one device."""
     time_limit: float
-    """Seconds that the compiler may take."""
+    """Most seconds that the compiler may take."""
     quick: bool
-    """Whether it is ended before machine code is written, where it can be."""
+    """True if the compiler is ended before it writes machine code."""
 
 
 def compile_without_devices(program: Program, plan: Plan, time_limit: float, quick: bool = False) -> Compiled:
-    """Apply the plan to the program's module and compile it for the plan's topology: by libtpu, or for GPUs by the
-    compiler in JAX's CUDA plugin from a description of the chip.
+    """Compile the program under the plan for its topology: by libtpu, or by JAX's CUDA plugin for GPUs.
 
-    With `quick` libtpu is ended when every value has its place in memory, before it writes machine code.
+    - `time_limit`: most seconds that the compiler may take.
+    - `quick`: end libtpu when every value has its place in memory, before it writes machine code.
 
-    Raises `UserError` if the compiler is not installed, there is none for the topology, it refuses it, fails, dies or
-    takes longer than `time_limit` seconds; no process and no lock is left behind in any case.
+    Raises `UserError` if no compiler is installed for the topology. It is also raised if the compiler refuses the
+    topology, fails, dies or takes too long. In every case no process and no lock is left behind.
     """
     return run_job(compile_job(program, plan, time_limit, quick))
 
 
 def compile_job(program: Program, plan: Plan, time_limit: float, quick: bool) -> CompileJob:
-    """What there is to compile. Raises `UserError` if nothing compiles for the topology, or not here."""
+    """Return the job that compiles a plan. Raises `UserError` if no compiler is installed for the topology."""
     target = _target(Topology.parse(plan.topology))
     aliases = sorted(donated_aliases(program, plan).items())
     job = {"platform": target.platform, "topology": target.name, "options": target.options, "aliases": aliases}
@@ -91,7 +95,7 @@ def compile_job(program: Program, plan: Plan, time_limit: float, quick: bool) ->
 
 
 def run_job(job: CompileJob) -> Compiled:
-    """Compile in a process of its own, which is gone afterwards. Raises `UserError` as `compile_without_devices`."""
+    """Compile in a separate process, which is gone afterwards. Raises `UserError` as `compile_without_devices` does."""
     with scratch_folder("compile") as directory, _no_new_lock():
         for name, data in job.files.items():
             (directory / name).write_bytes(data)
@@ -104,7 +108,7 @@ def run_job(job: CompileJob) -> Compiled:
 
 
 def try_job(job: CompileJob) -> Compiled | UserError:
-    """The same, for a worker of an executor: what the compiler has against one plan does not end the others."""
+    """Run a job in an executor's worker; return its `UserError` instead of raising it, for other plans' sake."""
     try:
         return run_job(job)
     except UserError as error:
@@ -112,7 +116,7 @@ def try_job(job: CompileJob) -> Compiled | UserError:
 
 
 def _target(topology: Topology) -> Target:
-    """What compiles for a topology. Raises `UserError` where nothing does, or it is not installed."""
+    """Return the compiler of a topology. Raises `UserError` if none exists, or if it is not installed."""
     if topology.traits.compiles_ahead:
         if importlib.util.find_spec("libtpu") is None:
             raise UserError("compiling for TPU needs libtpu, which is not installed: pip install 'autoshard[tpu]'.")
@@ -127,7 +131,7 @@ def _target(topology: Topology) -> Target:
 
 
 def _argument_bytes(program: Program, plan: Plan) -> int:
-    """Of one device: what waits in its host's memory is not among them."""
+    """Return the bytes of the arguments on one device, except arguments in its host's memory."""
     import ml_dtypes  # noqa: F401  registers bfloat16 and float8 with numpy
     import numpy as np
 
@@ -142,7 +146,7 @@ def _argument_bytes(program: Program, plan: Plan) -> int:
 
 
 def libtpu_topology(topology: Topology) -> tuple[str, dict[str, Any]]:
-    """Name and options of `get_topology_desc` for a topology."""
+    """Return the name and options with which `get_topology_desc` describes a topology."""
     options: dict[str, Any] = {}
     if topology.slices > 1:
         options["num_slices"] = topology.slices
@@ -156,12 +160,12 @@ def libtpu_topology(topology: Topology) -> tuple[str, dict[str, Any]]:
 
 @contextlib.contextmanager
 def _no_new_lock() -> Iterator[None]:
-    """libtpu leaves an empty lock file; take ours away, never another's."""
-    had = _LOCK.exists()
+    """Remove libtpu's empty lock file after the `with` block, unless it existed before."""
+    existed = _LOCK.exists()
     try:
         yield
     finally:
-        if not had:
+        if not existed:
             with contextlib.suppress(OSError):
                 _LOCK.unlink(missing_ok=True)
 
@@ -173,8 +177,11 @@ def _run(
     flags: Sequence[str] = (),
     until: Callable[[Path], object] | None = None,
 ) -> tuple[int, str]:
-    """`flags`: those that the plan was made for; they go before what the environment says. The process is ended when
-    `until` finds something in the directory."""
+    """Run the compiler's process on a folder; return its exit code and its stderr.
+
+    - `flags`: flags of the plan, placed before those of the environment.
+    - `until`: the process is ended when this function finds something in the folder.
+    """
     environment = {key: value for key, value in os.environ.items() if key != "XLA_FLAGS"}
     environment |= {**target.environment, "TPU_LOG_DIR": str(directory), "TMPDIR": str(directory)}
     if flags:
@@ -202,20 +209,20 @@ def _run(
 
 
 def _wait(process: "subprocess.Popen[bytes]", time_limit: float, enough: Callable[[], bool]) -> int:
-    """The process's exit code, or 0 if there is enough of it before. Raises `TimeoutExpired`."""
+    """Wait for the process and return its exit code, or 0 as soon as `enough` is true. Raises `TimeoutExpired`."""
     end = time.monotonic() + time_limit
     while not enough():
-        left = end - time.monotonic()
+        remaining = end - time.monotonic()
         try:
-            return process.wait(timeout=min(_POLL_S, max(left, 0.0)))
+            return process.wait(timeout=min(_POLL_S, max(remaining, 0.0)))
         except subprocess.TimeoutExpired:
-            if left <= _POLL_S:
+            if remaining <= _POLL_S:
                 raise
     return 0
 
 
 def _end(process: "subprocess.Popen[bytes]") -> None:
-    """End the process and everything it started."""
+    """End the process and all its children with SIGKILL, and wait until they are gone."""
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()
@@ -232,6 +239,7 @@ def _end(process: "subprocess.Popen[bytes]") -> None:
 
 
 def _read_result(directory: Path, code: int, log: str, target: Target, argument_bytes: int) -> Compiled:
+    """Read the result of the compiler's process. Raises `UserError` for each kind of failure except lack of memory."""
     noun, topology = target.noun, target.topology
     path = directory / RESULT
     if not path.exists():
@@ -249,7 +257,7 @@ def _read_result(directory: Path, code: int, log: str, target: Target, argument_
     if status == "memory":
         needed, available = parse_out_of_memory(message)
         if needed is not None and "HLO temporaries" in message:
-            needed += argument_bytes  # that message counts what the program allocates, not what it is given
+            needed += argument_bytes  # this message counts allocations, but not arguments
         return Compiled("", {}, result["compile_s"], needed, available, log)
     text = (directory / "program.hlo").read_text()
     live = directory / "program.live"
@@ -258,22 +266,23 @@ def _read_result(directory: Path, code: int, log: str, target: Target, argument_
 
 
 def _last_line(log: str) -> str:
+    """Return the last line of a log that looks like an error, else its last line."""
     lines = [line.strip() for line in log.splitlines() if line.strip()]
-    told = [line for line in lines if re.search(r"error|fail|check|exception|F\d{4} ", line, re.IGNORECASE)]
-    return (told or lines or ["it said nothing"])[-1][:200]
+    errors = [line for line in lines if re.search(r"error|fail|check|exception|F\d{4} ", line, re.IGNORECASE)]
+    return (errors or lines or ["it said nothing"])[-1][:200]
 
 
 def parse_out_of_memory(message: str) -> tuple[int | None, int | None]:
-    """Bytes needed and available, from libtpu's out-of-memory message; None where it does not say."""
+    """Return the bytes needed and available from libtpu's out-of-memory message; None if it gives none."""
     pairs = (
         r"\(([\d.]+)([BKMGT])\)\s*exceeds\s*available\s*HBM\s*\(([\d.]+)([BKMGT])\)",
         r"Used ([\d.]+)([BKMGT]) of ([\d.]+)([BKMGT]) hbm",
     )
     for pattern in pairs:
-        found = re.search(pattern, message)
-        if found:
+        sizes = re.search(pattern, message)
+        if sizes:
             return (
-                round(float(found[1]) * _GIB[found[2]]),
-                round(float(found[3]) * _GIB[found[4]]),
+                round(float(sizes[1]) * _GIB[sizes[2]]),
+                round(float(sizes[3]) * _GIB[sizes[4]]),
             )
     return None, None

@@ -1,8 +1,8 @@
-"""The process in which libtpu, or the GPU compiler, works: `main` is called with a directory.
+"""Process in which libtpu, or the GPU compiler, runs; `main` is called with the folder of one job.
 
-Reads `plan.json`, `module.mlirbc`, `job.json` and the bodies of calls (`call-N.mlirbc`) from the directory and leaves
-`result.json` there, `program.hlo`, the scheduled HLO, and `program.live`, what lives at its peak. libtpu may abort, or
-never return; the parent (`_compile`) watches.
+It reads `plan.json`, `module.mlirbc`, `job.json` and the bodies of calls (`call-N.mlirbc`) from the folder. It writes
+`result.json`, `program.hlo` (the scheduled HLO) and `program.live` (the live ranges at the peak). libtpu may abort or
+never return. Therefore the parent (`ahead_process`) limits its time.
 """
 
 import json
@@ -14,10 +14,11 @@ from typing import Any
 
 
 _NO_TILES = "Couldn't find output tile sizes"
-"""What Triton's matmuls fail with for some shapes where no device can time them; a library's are taken then."""
+"""Error of Triton's matmuls for some shapes that no device can time. The step is then compiled with library matmuls."""
 
 
 def main(folder: str) -> None:
+    """Compile the job in a folder, write its result and exit."""
     directory = Path(folder)
     job = json.loads((directory / "job.json").read_text())
     result = _compile(directory, job)
@@ -25,11 +26,12 @@ def main(folder: str) -> None:
     scratch.write_text(json.dumps(result))
     os.replace(scratch, directory / "result.json")
     sys.stdout.flush()
-    # libtpu's own exit handlers can hang; all that matters is on disk.
+    # The exit handlers of libtpu can hang, and all results are on disk.
     os._exit(0)
 
 
 def _compile(directory: Path, job: dict[str, Any]) -> dict[str, Any]:
+    """Compile the program under the plan and return the content of `result.json`."""
     import jax
     from jax.experimental import topologies
 
@@ -38,11 +40,11 @@ def _compile(directory: Path, job: dict[str, Any]) -> dict[str, Any]:
     from autoshard.planning.record.plan_files import load_plan
 
     try:
-        found = topologies.get_topology_desc(job["topology"], job["platform"], **job["options"])
-        devices = sorted(found.devices, key=lambda device: device.id) if job["platform"] != "tpu" else found.devices
+        target = topologies.get_topology_desc(job["topology"], job["platform"], **job["options"])
+        devices = sorted(target.devices, key=lambda device: device.id) if job["platform"] != "tpu" else target.devices
     except (jax.errors.JaxRuntimeError, ValueError) as error:
         return {"status": "refused", "message": _first_line(error)}
-    jax.config.update("jax_enable_x64", True)  # the module's own types, 64-bit ones too
+    jax.config.update("jax_enable_x64", True)  # the module may have 64-bit types
     plan = load_plan(directory / "plan.json")
     try:
         application = Application(plan, tuple(devices))
@@ -55,7 +57,7 @@ def _compile(directory: Path, job: dict[str, Any]) -> dict[str, Any]:
     start = time.perf_counter()
     options: dict[str, Any] = {"xla_dump_to": str(dump), "xla_dump_hlo_as_text": True}
     try:
-        # as_text() fails on some programs with asynchronous ops; the dump has the same text.
+        # The text comes from the dump, since `as_text()` fails on some programs with asynchronous ops.
         try:
             compiled = lowered.compile(compiler_options=options)
         except jax.errors.JaxRuntimeError as error:
@@ -68,7 +70,7 @@ def _compile(directory: Path, job: dict[str, Any]) -> dict[str, Any]:
             return {"status": "memory", "message": str(error), "compile_s": seconds}
         return {"status": "failed", "message": str(error)[:2000], "compile_s": seconds}
     seconds = time.perf_counter() - start
-    # The compiler dumps the modules of its helpers too (for the sparse cores, for instance).
+    # The compiler also dumps auxiliary modules (for the sparse cores, for instance); the step's own name has `.jit_`.
     texts = sorted(dump.glob("*after_optimizations.txt"), key=lambda path: (".jit_" not in path.name, path.name))
     if texts:
         live = texts[0].with_name(texts[0].name.removesuffix(".txt") + "-live-range.txt")
@@ -91,4 +93,5 @@ def _compile(directory: Path, job: dict[str, Any]) -> dict[str, Any]:
 
 
 def _first_line(error: Exception) -> str:
+    """Return an error's text as one line of at most 300 characters."""
     return " ".join(str(error).split())[:300]

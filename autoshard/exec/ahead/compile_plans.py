@@ -1,4 +1,4 @@
-"""What the real compiler says of a plan: does it fit, what does it send, how long will it take?"""
+"""Compilation of a plan by the real compiler without devices, compared with the plan's predictions."""
 
 import concurrent.futures
 import dataclasses
@@ -24,7 +24,7 @@ from autoshard.program import Program
 
 
 class Verdict(enum.StrEnum):
-    """Does the program fit into the memory of one device?"""
+    """Verdict on the fit of a compiled program into the memory of one device."""
 
     FITS = "fits"
     FITS_WITH_REMAT = "fits only with the compiler's own remat"
@@ -33,25 +33,27 @@ class Verdict(enum.StrEnum):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class CompileReport:
-    """The compiler's program against the plan's predictions; sizes are bytes of one device."""
+    """Compiled program against the plan's predictions; sizes are bytes of one device."""
 
     verdict: Verdict
     over_bytes: int
     """Bytes by which the program exceeds the memory of a device; 0 if it fits."""
     available_bytes: int | None
-    """The compiler's limit, if it does not fit."""
+    """The compiler's memory limit in bytes; None if the program fits."""
     peak_predicted: int
     peak_compiled: int | None
-    """Least memory with which the compiled program runs: live bytes at its peak, or what it needed if it does
-    not fit; None if the compiler did not say."""
+    """Least bytes with which the compiled program runs: live bytes at its peak, or the bytes it needs if it does not
+    fit. None if the compiler reported no figure.
+    """
     memory_predicted: dict[str, int]
     memory_compiled: dict[str, int]
-    """Arguments, temporaries, and `host`, bytes in the host's memory; results, donated and peak where machine code was
-    written, and what is `on_chip` where it was not."""
+    """Bytes of `arguments`, `temporaries` and `host` (in the host's memory). With machine code also `results`,
+    `donated` and `peak`, without it also `on_chip`.
+    """
     host_predicted: int
-    """Bytes of one device that the program keeps in its host's memory."""
+    """Predicted bytes of the host's memory that the program uses for one device."""
     memory_at_peak: dict[str, int]
-    """Bytes of each kind at the peak, as far as the compiler's live ranges tell; empty if it left none."""
+    """Bytes of each kind at the peak, from the compiler's live ranges; empty if it wrote none."""
     wire_predicted: dict[str, int]
     wire_compiled: dict[str, int]
     collectives: tuple[CompiledCollective, ...]
@@ -59,24 +61,26 @@ class CompileReport:
     step_time_predicted_s: float
     estimate: Estimate | None
     flops: FlopCheck | None
-    """Matrix flops of the compiled program beside the traced one's and the model's."""
+    """Matrix FLOPs of the compiled program, compared with those of the traced program and of the model."""
     compile_s: float
     hlo: str
-    """The scheduled HLO of the program, as text."""
+    """Scheduled HLO of the program, as text."""
     warnings: tuple[str, ...]
 
 
 UNCODED = "no machine code was written: a kernel that the code generator refuses would not be seen"
+"""Warning of a quick compilation."""
 
 
 def compile_plan(program: Program, plan: Plan, time_limit: float = 600.0, *, quick: bool = False) -> CompileReport:
-    """Apply the plan and compile it for its topology with no device present: for TPUs with libtpu, for GPUs with JAX's
-    CUDA plugin.
+    """Compile the program under the plan without devices: by libtpu for TPUs, by JAX's CUDA plugin for GPUs.
 
-    With `quick` libtpu is ended before it writes machine code, which takes most of its time: what a report says is
-    known by then, but a kernel that the code generator would refuse is not seen. It changes nothing for GPUs.
-    Runs in a subprocess that is gone afterwards whatever happens. Raises `UserError` if the compiler is missing, there
-    is none for the topology or it is refused, the program is not the plan's, or `time_limit` seconds are over.
+    - `time_limit`: most seconds of compiling.
+    - `quick`: end libtpu before it writes machine code, which takes most of its time. All figures of the report are
+      known by then, but a kernel that the code generator refuses goes unnoticed. GPUs always compile completely.
+
+    The compiler runs in a subprocess, which is gone afterwards in every case. Raises `UserError` if the compiler is
+    missing, refuses the topology or exceeds `time_limit`, or if the program is not the plan's.
     """
     program = verify_program(program, plan)
     return report(program, plan, compile_without_devices(program, plan, time_limit, quick))
@@ -91,10 +95,13 @@ def compile_plans(
     executor: concurrent.futures.Executor | None = None,
     progress: Callable[[str], None] | None = None,
 ) -> Iterator[tuple[str, CompileReport | UserError]]:
-    """Every plan, by name, compiled as `compile_plan` does: its report, or why there is none, in the plans' order.
+    """Yield each plan's name and its report, compiled as by `compile_plan`, or its `UserError`, in order.
 
-    They are tasks of `executor`, any of `concurrent.futures`' interface (also one of a cluster, whose nodes need the
-    compiler); without one they are compiled one after the other. Raises `UserError` if workers die again and again.
+    - `plans`: plans of the program by name.
+    - `executor`: runs the compilations as its tasks. Any `concurrent.futures` executor works; the nodes of a cluster
+      need the compiler. Without it, plans compile one after the other.
+
+    Raises `UserError` if workers die repeatedly.
     """
     say = progress or (lambda line: None)
     if executor is None:
@@ -105,35 +112,36 @@ def compile_plans(
             except UserError as error:
                 yield name, error
         return
-    found: dict[str, CompileReport | UserError] = {}
-    asked: list[tuple[str, Program]] = []
+    reports: dict[str, CompileReport | UserError] = {}
+    submitted: list[tuple[str, Program]] = []
 
     def jobs() -> Iterator[CompileJob]:
+        """Yield a job for each plan of this program; record the errors of the others."""
         for name, plan in plans.items():
             say(f"Compiling {name} for {plan.topology}")
             try:
                 verified = verify_program(program, plan)
                 job = compile_job(verified, plan, time_limit, quick)
             except UserError as error:
-                found[name] = error
+                reports[name] = error
                 continue
-            asked.append((name, verified))
+            submitted.append((name, verified))
             yield job
 
-    left = list(plans)
+    unreported = list(plans)
     try:
-        for number, made in as_ended(executor, try_job, jobs()):
-            name, verified = asked[number]
-            found[name] = made if isinstance(made, UserError) else report(verified, plans[name], made)
-            while left and left[0] in found:
-                yield left[0], found[left.pop(0)]
+        for number, outcome in as_ended(executor, try_job, jobs()):
+            name, verified = submitted[number]
+            reports[name] = outcome if isinstance(outcome, UserError) else report(verified, plans[name], outcome)
+            while unreported and unreported[0] in reports:
+                yield unreported[0], reports[unreported.pop(0)]
     except concurrent.futures.BrokenExecutor as error:
         raise UserError(f"a worker that compiles died again and again ({error}); compile without --on.") from error
-    yield from ((name, found[name]) for name in left)
+    yield from ((name, reports[name]) for name in unreported)
 
 
 def report(program: Program, plan: Plan, compiled: Compiled) -> CompileReport:
-    """Read what the compiler left (see `compile_plan`)."""
+    """Build the report of a compiled program (see `compile_plan`)."""
     prediction = plan.prediction
     common = {
         "peak_predicted": prediction.peak_bytes,
@@ -163,13 +171,13 @@ def report(program: Program, plan: Plan, compiled: Compiled) -> CompileReport:
         )
     mesh = plan_mesh(plan)
     module = parse_hlo(compiled.text)
-    found = read_collectives(module, mesh)
+    collectives = read_collectives(module, mesh)
     timed = estimate(module, mesh)
     flops = check_flops(program, timed, mesh.num_devices)
     at_peak = memory_at_peak(compiled, plan)
     peak = device_peak(compiled, at_peak)
     limit = mesh.topology.usable_bytes
-    over = peak - limit if peak is not None and mesh.topology.traits.described else 0  # this compiler knows no limit
+    over = peak - limit if peak is not None and mesh.topology.traits.described else 0  # the GPU compiler knows no limit
     rematerialised = re.search(r"%[\w.\-]+\.remat[\w.\-]* = ", compiled.text) is not None
     warnings = list(_warnings(compiled.log))
     if timed.unknown_trips:
@@ -184,9 +192,9 @@ def report(program: Program, plan: Plan, compiled: Compiled) -> CompileReport:
         available_bytes=limit if over > 0 else None,
         peak_compiled=peak,
         memory_at_peak=at_peak,
-        wire_compiled=wire_by_axis(found),
-        collectives=tuple(found),
-        unforeseen=unforeseen(program, plan, found, compiled.log),
+        wire_compiled=wire_by_axis(collectives),
+        collectives=tuple(collectives),
+        unforeseen=unforeseen(program, plan, collectives, compiled.log),
         estimate=timed,
         flops=flops,
         warnings=tuple(warnings),
@@ -195,12 +203,13 @@ def report(program: Program, plan: Plan, compiled: Compiled) -> CompileReport:
 
 
 def _warnings(log: str) -> tuple[str, ...]:
+    """Count the compiler's warnings of involuntary full rematerialization."""
     lines = involuntary(log)
     return (f"the compiler reports {len(lines)} involuntary full rematerializations",) if lines else ()
 
 
 def compile_figures(result: CompileReport) -> dict[str, Any]:
-    """The JSON object of `autoshard compile --json`."""
+    """Return the JSON object of `autoshard compile --json`."""
     axes = sorted({*result.wire_predicted, *result.wire_compiled})
     timed = result.estimate
     return {
@@ -266,7 +275,7 @@ def compile_figures(result: CompileReport) -> dict[str, Any]:
 
 
 def compile_lines(result: CompileReport) -> list[str]:
-    """The report for people, line by line."""
+    """Return the lines of the printed report."""
     lines = [f"Verdict: {result.verdict.value}"]
     if result.verdict is Verdict.DOES_NOT_FIT and result.available_bytes:
         lines[0] += (

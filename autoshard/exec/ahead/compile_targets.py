@@ -1,4 +1,4 @@
-"""Targets of compilation without a device, and the records of a compiled program."""
+"""Targets of compilation without devices, and the record of a compiled program."""
 
 import dataclasses
 import importlib.util
@@ -15,31 +15,33 @@ from autoshard.exec.hlo.hlo_text import HOST_SPACE
 
 
 _CHIPS = pathlib.Path(__file__).with_name("gpu_targets.json")
+"""File of GPU descriptions for the compiler."""
 _FLAGS = ("--xla_gpu_autotune_level=0",)
-"""Without a device nothing can be timed, so that kernels are chosen by the compiler's own estimates."""
+"""XLA flags for GPUs. No device can time kernels, so the compiler chooses them by its own estimates."""
 _PLUGIN = "jax_cuda12_plugin"
+"""Python package of JAX's CUDA plugin."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Target:
-    """A compiler, and the topology as it wants it."""
+    """Compiler, with the topology in its own terms."""
 
     platform: str
     """XLA's name of the platform."""
     noun: str
-    """What people call it."""
+    """Name of the platform in messages."""
     topology: str
     name: str
-    """The topology's name for the compiler."""
+    """Name of the topology for the compiler."""
     options: Mapping[str, Any]
     environment: Mapping[str, str]
-    """What the compiler needs to start on a machine without such devices; JAX itself stays on the CPU."""
+    """Environment variables with which the compiler starts on a machine without such devices."""
 
 
 def gpu_target(topology: Topology) -> Target:
-    """The compiler in JAX's CUDA plugin, for GPUs that are described to it.
+    """Return the compiler of JAX's CUDA plugin, with a description of the GPU.
 
-    Raises `UserError` if the plugin is not installed, or the chip has no description.
+    Raises `UserError` if the plugin is not installed, or if the chip has no description.
     """
     if importlib.util.find_spec(_PLUGIN) is None:
         raise UserError(
@@ -55,11 +57,12 @@ def gpu_target(topology: Topology) -> Target:
 
 
 def _island(topology: Topology) -> int:
+    """Return the number of devices of one slice."""
     return topology.num_devices // topology.slices
 
 
 def _described(figures: Mapping[str, Any]) -> Iterator[str]:
-    """A `GpuTargetConfigProto` as text (XLA's `device_description.proto`)."""
+    """Yield the lines of a `GpuTargetConfigProto` as text (XLA's `device_description.proto`)."""
     yield "gpu_device_info {"
     for key, value in figures["device"].items():
         yield f"  {key}: {json.dumps(value)}"
@@ -74,48 +77,55 @@ def _described(figures: Mapping[str, Any]) -> Iterator[str]:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Compiled:
-    """What the compiler left: scheduled HLO and memory, or how much it lacked."""
+    """Output of the compiler: scheduled HLO and memory, or the bytes that it lacked."""
 
     text: str
     """Scheduled HLO; empty if the program does not fit."""
     memory: dict[str, int]
-    """Bytes of one device: arguments, results, temporaries, donated, peak; and in its host's memory, `host`."""
+    """Bytes of one device: arguments, results, temporaries, donated, peak; `host` is in its host's memory."""
     compile_s: float
     needed_bytes: int | None
-    """What the program needed, if it does not fit."""
+    """Bytes that the program needs; None if it fits."""
     available_bytes: int | None
     log: str
-    """What the compiler wrote to stderr."""
+    """Text that the compiler wrote to stderr."""
     live: str = ""
-    """The compiler's report of live ranges, its last part the buffers at the peak; empty if it left none."""
+    """The compiler's report of live ranges, whose last part lists the buffers at the peak; empty if it left none."""
     coded: bool = True
-    """Whether machine code was written too."""
+    """True if machine code was written too."""
 
 
 _PLACED = ".after_optimizations_after_buffer_assignment.txt"
-"""Ends the name of a dump that is written when the program fits; it begins with that of the module."""
+"""End of the name of the dump that libtpu writes once the program fits; the name begins with the module's."""
 _ON_CHIP = 1
-"""The number of the memory that is on the chip, as dumps have it."""
+"""Number of the on-chip memory in dumps."""
 _SPACE = re.compile(r"Memory Space: \w+ \(color=(\d+)\)\s+Total bytes: (\d+)")
+"""Total of one memory in a usage report."""
 
 
 def placed(directory: Path) -> str | None:
-    """What the dumps' names begin with, of a program that fits; None as long as that is not known."""
+    """Return the common prefix of the dumps' names once the program is known to fit; None before."""
     dump = directory / "dump"
     for path in dump.glob(f"*.jit_*{_PLACED}"):
         stem = path.name.removesuffix(_PLACED)
-        if (dump / f"{stem}.debug_options").exists():  # written after all of them
+        if (dump / f"{stem}.debug_options").exists():  # the last dump to be written
             return stem
     return None
 
 
 def read_placed(directory: Path, stem: str, argument_bytes: int, compile_s: float, log: str) -> Compiled:
-    """The scheduled program and its memory, from the dumps: `argument_bytes` of a device are its arguments."""
+    """Read the scheduled program and its memory from the dumps of a compiler that wrote no machine code.
+
+    - `stem`: prefix of the dumps' names (`placed`).
+    - `argument_bytes`: bytes of the arguments on one device.
+    - `compile_s`: seconds of the compilation.
+    - `log`: text that the compiler wrote to stderr.
+    """
     dump = directory / "dump"
     text = (dump / f"{stem}.after_optimizations.txt").read_text()
-    said = (dump / f"{stem}.after_optimizations-memory-usage-report.txt").read_text()
+    usage = (dump / f"{stem}.after_optimizations-memory-usage-report.txt").read_text()
     live = dump / f"{stem}.after_optimizations-live-range.txt"
-    spaces = {int(color): int(size) for color, size in _SPACE.findall(said)}
+    spaces = {int(color): int(size) for color, size in _SPACE.findall(usage)}
     memory = {
         "arguments": argument_bytes,
         "temporaries": max(0, spaces.get(0, 0) - argument_bytes),

@@ -1,1 +1,1 @@
-"""A plan put on a program: JAX functions, opaque calls, torch modules, `jax.export` artifacts."""
+"""Application of a plan to a program: JAX functions, opaque calls, torch modules, `jax.export` artifacts."""

@@ -1,4 +1,4 @@
-"""Opaque calls on the shards of each device, and JAX's explicit meshes around a planned step."""
+"""Opaque calls that run on each device's shards, and JAX's explicit meshes around a planned step."""
 
 import functools
 import itertools
@@ -15,15 +15,19 @@ from autoshard.program import OpaqueCall, Program, lower_on_shards, lower_traced
 def lower_calls(
     plan: Plan, ops: Sequence[Any], found: Mapping[str, OpaqueCall], mesh: Any, platform: str
 ) -> tuple[dict[int, bytes], list[Any]]:
-    """The body of every call that stands for a function, by op number, and what must stay alive with it.
+    """Lower the body of every call that stands for a function; return bodies by op number, and objects to keep alive.
 
-    `ops` are those of `mlir.number_ops` before any pin, `found` the functions behind them by key. A call that the
-    plan does not split is made whole by every device. Raises `UserError` for a call whose function is not here, or
-    that cannot be lowered for `platform`.
+    - `ops`: ops of the module before any pin (`mlir.number_ops`).
+    - `found`: functions behind the calls, by key.
+    - `mesh`: mesh over which the calls run.
+    - `platform`: platform of the bodies.
+
+    A call that the plan does not split runs whole on every device. Raises `UserError` for a call whose function is
+    missing, or that cannot be lowered for `platform`.
     """
     planned = {call.op: call for call in plan.calls}
     bodies: dict[int, bytes] = {}
-    kept = []
+    lowerings = []
     for number, op in enumerate(ops):
         key = mlir.call_key(op)
         if not key:
@@ -46,12 +50,12 @@ def lower_calls(
                 f"the Pallas kernel `{name}` cannot run on {platform} devices; plan and run it on TPUs, or give "
                 "`pallas_call` interpret=True to rehearse it here."
             ) from error
-        kept.append(lowering)
-    return bodies, kept
+        lowerings.append(lowering)
+    return bodies, lowerings
 
 
 def lower_for_compiler(program: Program, plan: Plan, platform: str) -> dict[int, bytes]:
-    """Bodies of a program's calls for a platform whose devices are not here."""
+    """Return the bodies of a program's calls, by op number, for a platform whose devices are not present."""
     import jax
     from jax.sharding import AbstractMesh, AxisType
 
@@ -59,15 +63,21 @@ def lower_for_compiler(program: Program, plan: Plan, platform: str) -> dict[int,
         module = mlir.inline_calls(mlir.parse_module(program.module, context))
         if not mlir.remaining_calls(module):
             return {}
-        found: dict[str, OpaqueCall] = {}
+        opaque_calls: dict[str, OpaqueCall] = {}
         traced = jax.jit(lambda *args: program.fn(*args), keep_unused=True).trace(*program.args)
-        lower_traced(traced, found, (program.platform,))
+        lower_traced(traced, opaque_calls, (program.platform,))
         mesh = AbstractMesh(tuple(plan.mesh.values()), tuple(plan.mesh), axis_types=(AxisType.Auto,) * len(plan.mesh))
-        return lower_calls(plan, mlir.number_ops(module), found, mesh, platform)[0]
+        return lower_calls(plan, mlir.number_ops(module), opaque_calls, mesh, platform)[0]
 
 
 def place_calls(plan: Plan, module: Any, ops: Sequence[Any], bodies: Mapping[int, bytes]) -> None:
-    """Put every call's work on shards into the module, whose ops had the numbers of `ops` (in place)."""
+    """Replace every call in the module, in place, by its work on shards.
+
+    - `ops`: ops of the module, as numbered before pins.
+    - `bodies`: lowered bodies by op number.
+
+    Raises `UserError` if the plan splits a call whose code is compiled for whole tensors.
+    """
     planned = {call.op: call for call in plan.calls}
     for number, call in planned.items():
         op = ops[number]
@@ -83,12 +93,14 @@ def place_calls(plan: Plan, module: Any, ops: Sequence[Any], bodies: Mapping[int
 
 
 def _whole(number: int, op: Any) -> Call:
+    """Return a call whose operands and results are replicated."""
     ranks = [[len(shape) for shape in side] for side in mlir.call_shapes(op)]
     operands, results = (tuple(Spec.replicated(rank) for rank in side) for side in ranks)
     return Call(number, "", operands, results)
 
 
 def _partition_spec(spec: Spec) -> Any:
+    """Convert a spec to a `PartitionSpec`."""
     from jax.sharding import PartitionSpec
 
     return PartitionSpec(*(axes or None for axes in spec.dims))
@@ -107,7 +119,7 @@ def explicit_mesh(leaves: Iterable[Any]) -> Any:
 
 
 def in_type(leaf: Any) -> Any:
-    """Return the sharding that is part of the type of an array or shape, None if there is none."""
+    """Return the sharding that is part of the type of an array or shape; None if there is none."""
     from jax.sharding import NamedSharding
 
     sharding = getattr(leaf, "sharding", None)
@@ -115,9 +127,9 @@ def in_type(leaf: Any) -> Any:
 
 
 def on_mesh(results: Any, mesh: Any) -> Any:
-    """Return results of a step with types of an explicit mesh, as `jax.jit` types them; no data moves.
+    """Return the results of a step with types of an explicit mesh, as `jax.jit` types them; no data moves.
 
-    A result stays on the plan's mesh where no spec over this one splits it over the same devices alike.
+    A result stays on the plan's mesh if no spec over the other mesh splits it over the same devices alike.
     """
     import jax
 
@@ -134,14 +146,14 @@ def _spelled(sharding: Any, shape: tuple[int, ...], mesh: Any) -> Any:
     counts = [whole // part if part else 1 for whole, part in zip(shape, sharding.shard_shape(shape), strict=True)]
     axes = {name: size for name, size in mesh.shape.items() if size > 1}
     for entries in _entries(counts, axes):
-        made = NamedSharding(mesh, PartitionSpec(*entries), memory_kind=sharding.memory_kind)
-        if made.is_equivalent_to(sharding, len(shape)):
-            return made
+        candidate = NamedSharding(mesh, PartitionSpec(*entries), memory_kind=sharding.memory_kind)
+        if candidate.is_equivalent_to(sharding, len(shape)):
+            return candidate
     return sharding
 
 
 def _entries(counts: Sequence[int], axes: dict[str, int]) -> Iterator[tuple[Any, ...]]:
-    """Yield the ways to split dims into so many shards each, every axis used once at most."""
+    """Yield the ways to split dims into `counts` shards, each axis used at most once."""
     if not counts:
         yield ()
         return

@@ -1,4 +1,4 @@
-"""A planned step as a `jax.export` artifact: it has shardings and pins in its module, and runs without autoshard."""
+"""Planned step as a `jax.export` artifact, whose module has shardings and pins, and which runs without autoshard."""
 
 from typing import Any
 
@@ -11,12 +11,13 @@ from autoshard.program import Program
 
 
 def jax_export(plan: Plan, program: Program) -> bytes:
-    """The step as `jax.export.deserialize` reads it, for as many devices as the plan has.
+    """Serialise the planned step for `jax.export.deserialize`, for as many devices as the plan has.
 
-    It takes and returns the program's pytrees, or, where these have nodes that `jax.export` does not know, flat arrays
-    in the order of the plan's arguments and results; `in_shardings_jax(mesh)` of what is loaded says how to put the
-    arguments, on a mesh of any devices with the plan's axes. Other platforms than the plan's run it too, unless it
-    calls kernels. Raises `UserError` for another program than the plan's, and for tensors in the hosts' memory.
+    The artifact has the program's pytrees. If `jax.export` does not know their nodes, it has flat arrays in the order
+    of the plan's arguments and results. Its `in_shardings_jax(mesh)` gives the placement of arguments, on a mesh of any
+    devices with the plan's axes. It runs on other platforms than the plan's too, unless it calls kernels.
+
+    Raises `UserError` for another program than the plan's, and for tensors in the hosts' memory.
     """
     import dataclasses
 
@@ -34,6 +35,7 @@ def jax_export(plan: Plan, program: Program) -> bytes:
     mesh = AbstractMesh(tuple(plan.mesh.values()), tuple(plan.mesh), axis_types=(AxisType.Auto,) * len(plan.mesh))
 
     def shardings(specs: dict[str, Spec]) -> list[Any]:
+        """Return the shardings of some specs over the abstract mesh."""
         return [NamedSharding(mesh, spec.partition_spec()) for spec in specs.values()]
 
     out = jax.eval_shape(program.fn, *program.args)
@@ -45,43 +47,49 @@ def jax_export(plan: Plan, program: Program) -> bytes:
             out_shardings=jax.tree.structure(results).unflatten(shardings(plan.results)),
             keep_unused=True,
         )
-        made = export.export(
+        exported = export.export(
             stand_in, platforms=(platform,), disabled_checks=[export.DisabledSafetyCheck.platform()]
         )(*jax.tree.map(_shape, args))  # fmt: skip
-        made = dataclasses.replace(made, mlir_module_serialized=module, fun_name=program.name, _get_vjp=None)
+        exported = dataclasses.replace(exported, mlir_module_serialized=module, fun_name=program.name, _get_vjp=None)
         try:
-            return bytes(made.serialize())
-        except (TypeError, ValueError) as error:  # pytree nodes that it cannot write
+            return bytes(exported.serialize())
+        except (TypeError, ValueError) as error:  # jax.export cannot serialise some pytree node
             if args is not program.args and not isinstance(args, list):
                 raise UserError(f"`{program.name}` cannot be written by jax.export: {error}") from error
     raise AssertionError("the second of the two is flat")
 
 
 def _platform(plan: Plan) -> str:
+    """Return JAX's name of the plan's platform."""
     from autoshard.cost import Topology
 
     return Topology.parse(plan.topology).traits.platform
 
 
 def _stand_in(results: Any) -> Any:
-    """A function of the right types; its body is replaced."""
+    """Return a function with results of these types; its exported body is replaced."""
     import jax
     import jax.numpy as jnp
 
     def step(*_: Any) -> Any:
+        """Return zeros of the results' types."""
         return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), results)
 
     return step
 
 
 def _shape(leaf: Any) -> Any:
+    """Return the shape and dtype of an array."""
     import jax
 
     return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
 
 
 def _planned_module(plan: Plan, program: Program, platform: str) -> bytes:
-    """The program's module with the plan's shardings, pins, regions and calls, as a portable artifact."""
+    """Return the program's module with the plan's shardings, pins, regions and calls, as a portable artifact.
+
+    Raises `UserError` if the program is not the plan's.
+    """
     from autoshard import mlir
 
     program = as_planned(program, plan)
@@ -94,9 +102,9 @@ def _planned_module(plan: Plan, program: Program, platform: str) -> bytes:
         mlir.use_mesh(module, mlir.ensure_mesh(module, "mesh", plan.mesh))
         mlir.set_aliases(module, donated_aliases(program, plan))
         ops = mlir.number_ops(module)
-        found = mlir.regions_of(module, plan.regions)
+        regions = mlir.regions_of(module, plan.regions)
         mlir.insert_pins(module, "mesh", plan.mesh, plan.pins)
-        mlir.insert_regions(module, "mesh", plan.mesh, found)
+        mlir.insert_regions(module, "mesh", plan.mesh, regions)
         mlir.guard_indexing(module)
         if platform != "tpu":
             mlir.unfold_pooling(module)

@@ -1,4 +1,4 @@
-"""Applying a plan to a JAX function: a lowering of its own, shardings on its arguments, pins in its module."""
+"""Application of a plan to a JAX function: its own lowering, with shardings on arguments and pins in the module."""
 
 import collections
 import dataclasses
@@ -39,7 +39,7 @@ from autoshard.program import (
 
 @dataclasses.dataclass(frozen=True)
 class Application:
-    """A plan on devices: what `Plan.jit` and its neighbours call."""
+    """Plan on devices, which `Plan.jit` and related methods call."""
 
     plan: Plan
     devices: tuple[Any, ...] | None = None
@@ -47,34 +47,35 @@ class Application:
 
     @functools.cached_property
     def mesh(self) -> Any:
-        """`jax.sharding.Mesh` of the plan."""
+        """The plan's `jax.sharding.Mesh` over its devices."""
         return jax_mesh(self.plan, self.devices)
 
     def in_shardings(self) -> tuple[Any, ...]:
-        """A `NamedSharding` for every argument of the step, in their order."""
+        """Return a `NamedSharding` for every argument of the step, in order."""
         return self._shardings(self.plan.arguments)
 
     def out_shardings(self) -> tuple[Any, ...]:
-        """A `NamedSharding` for every result of the step, in their order."""
+        """Return a `NamedSharding` for every result of the step, in order."""
         return self._shardings(self.plan.results)
 
     def _shardings(self, specs: Mapping[str, Spec]) -> tuple[Any, ...]:
+        """Return a `NamedSharding` for each spec. Raises `UserError` if devices lack host memory that the plan uses."""
         if self.plan.host:
             check_host_memory(self.mesh.devices.flat[0])
         return tuple(named_sharding(self.mesh, spec, name in self.plan.host) for name, spec in specs.items())
 
     def shard_batch(self, batch: Any) -> Any:
-        """See `Plan.shard_batch`. Raises `UserError` for arrays of other shapes than were planned."""
+        """Place a batch as planned; see `Plan.shard_batch`. Raises `UserError` for shapes that were not planned."""
         import jax
 
         plan = self.plan
         names = [name for name in plan.arguments if plan.roles[name] == "batch"]
         leaves, tree = jax.tree.flatten(batch)
-        found = [tuple(getattr(leaf, "shape", ())) for leaf in leaves]
-        if found != [plan.shapes[name] for name in names]:
+        shapes = [tuple(getattr(leaf, "shape", ())) for leaf in leaves]
+        if shapes != [plan.shapes[name] for name in names]:
             wanted = ", ".join(f"{name} {list(plan.shapes[name])}" for name in names) or "nothing"
             raise UserError(
-                f"the batch has arrays of shapes {', '.join(str(list(shape)) for shape in found) or 'nothing'}; the "
+                f"the batch has arrays of shapes {', '.join(str(list(shape)) for shape in shapes) or 'nothing'}; the "
                 f"plan for {plan.program_name} wants {wanted}."
             )
         placed = [
@@ -84,7 +85,7 @@ class Application:
         return tree.unflatten(placed)
 
     def load_weights(self, path: str | os.PathLike[str], program: Program) -> dict[str, Any]:
-        """See `Plan.load_weights`."""
+        """Load weights as planned; see `Plan.load_weights`."""
         from autoshard.exec.apply import weight_files
 
         return weight_files.load_weights(self.plan, path, program, self.mesh)
@@ -92,13 +93,13 @@ class Application:
     def save_weights(
         self, params: Mapping[str, Any], folder: str | os.PathLike[str], program: Program
     ) -> list[pathlib.Path]:
-        """See `Plan.save_weights`."""
+        """Write weights to files; see `Plan.save_weights`."""
         from autoshard.exec.apply import weight_files
 
         return weight_files.save_weights(self.plan, params, folder, program)
 
     def load_batches(self, batches: Iterable[Any], ahead: int) -> Iterator[Any]:
-        """See `Plan.load_batches`. Raises `UserError` for an `ahead` below 1."""
+        """Yield batches placed in advance; see `Plan.load_batches`. Raises `UserError` for `ahead` below 1."""
         if ahead < 1:
             raise UserError(f"plan.load_batches: ahead={ahead}, but at least 1 batch has to be sent.")
         sent: collections.deque[Any] = collections.deque()
@@ -109,13 +110,13 @@ class Application:
         yield from sent
 
     def torch(self) -> TorchPlan:
-        """What applies the plan to torch modules."""
+        """Return the object that applies the plan to torch modules."""
         return TorchPlan(self.plan)
 
     def jit(
         self, fn: Callable[..., Any] | Program, donate_argnums: int | Sequence[int] | None = None
     ) -> "PlannedFunction":
-        """A function of the same arguments that runs as planned; see `Plan.jit`."""
+        """Return a function of the same arguments that runs as planned; see `Plan.jit`."""
         return PlannedFunction(self, *_step_of(fn, donate_argnums))
 
     def lower(
@@ -125,20 +126,20 @@ class Application:
         donate_argnums: int | Sequence[int] | None = None,
         module: bytes | None = None,
     ) -> Any:
-        """`jax.stages.Lowered` with shardings and pins; see `lower_planned`."""
+        """Lower a function to a `jax.stages.Lowered` with shardings and pins; see `lower_planned`."""
         import jax
 
         fn, donate_argnums = _step_of(fn, donate_argnums)
-        made = functional(in_recipe(self.plan, fn), args)
-        abstract = jax.tree.map(_abstract, made.args)
-        return lower_planned(self, made.fn, abstract, _donated(made.fn, abstract, donate_argnums), module)
+        step = functional(in_recipe(self.plan, fn), args)
+        abstract = jax.tree.map(_abstract, step.args)
+        return lower_planned(self, step.fn, abstract, _donated(step.fn, abstract, donate_argnums), module)
 
 
 class PlannedFunction:
-    """A function compiled under a plan, once for every structure of its arguments; call it like the function.
+    """Function compiled under a plan, once for every structure of its arguments, and called like the original.
 
-    Arguments that are not where the plan wants them are moved there. A donated argument that already is there is
-    consumed, as under `jax.jit`. Flax NNX objects are updated in place, as under `nnx.jit`.
+    Arguments move to the plan's shardings if they have others. A donated argument that already has the plan's sharding
+    is consumed, as under `jax.jit`. Flax NNX objects are updated in place, as under `nnx.jit`.
     """
 
     def __init__(
@@ -151,19 +152,19 @@ class PlannedFunction:
         functools.update_wrapper(self, fn, updated=())
 
     def lower(self, *args: Any, **named: Any) -> Any:
-        """`jax.stages.Lowered` of the function for these arguments, pins inserted."""
+        """Return the `jax.stages.Lowered` of the function for these arguments, with pins."""
         return self.application.lower(self.fn, self._in_order(args, named), self.donate_argnums)
 
     def compile(self, *args: Any, **named: Any) -> Any:
-        """`jax.stages.Compiled` for these arguments (arrays or `jax.ShapeDtypeStruct`s)."""
+        """Return the `jax.stages.Compiled` for these arguments (arrays or `jax.ShapeDtypeStruct`s)."""
         return self._compile(self._in_order(args, named))[0].step
 
     def shardings(self, *args: Any, **named: Any) -> tuple[Any, ...]:
-        """Pytrees of `NamedSharding` like the arguments: where to put or load them."""
+        """Return pytrees of `NamedSharding` like the arguments, with which to place or load them."""
         return self._compile(self._in_order(args, named))[0].shardings
 
     def _in_order(self, args: tuple[Any, ...], named: dict[str, Any]) -> tuple[Any, ...]:
-        """Return all arguments by position, as they were traced. Raises `UserError` for names that have none."""
+        """Return all arguments by position, as they were traced. Raises `UserError` for names that have no position."""
         if not named:
             return args
         name = getattr(self.fn, "__name__", "the function")
@@ -183,21 +184,21 @@ class PlannedFunction:
         import jax
 
         args = self._in_order(args, named)
-        made, arrays = self._compile(args)
+        compiled, arrays = self._compile(args)
         if self.application.mesh.is_multi_process:
-            out = made.step(*jax.tree.map(place, arrays, made.shardings))
+            out = compiled.step(*jax.tree.map(place, arrays, compiled.shardings))
         else:
-            out = made.step(*jax.device_put(arrays, made.shardings))
+            out = compiled.step(*jax.device_put(arrays, compiled.shardings))
         mesh = explicit_mesh(jax.tree.leaves(arrays))
-        return made.function.finish(args, out if mesh is None else on_mesh(out, mesh))
+        return compiled.function.finish(args, out if mesh is None else on_mesh(out, mesh))
 
     def _compile(self, args: tuple[Any, ...]) -> tuple["_Compiled", tuple[Any, ...]]:
-        """What was compiled for such arguments, and the arrays in them."""
+        """Return the compiled step for such arguments, and their arrays. Raises `UserError` inside a transformation."""
         import jax
         from jax.core import Tracer
 
-        taken = arrays_of(args)
-        leaves, tree = jax.tree.flatten(taken.args)
+        extracted = arrays_of(args)
+        leaves, tree = jax.tree.flatten(extracted.args)
         if any(isinstance(leaf, Tracer) for leaf in leaves):
             name = getattr(self.fn, "__name__", "the function")
             raise UserError(
@@ -205,22 +206,23 @@ class PlannedFunction:
                 "plan the whole step and call that."
             )
         abstract = [_abstract(leaf) for leaf in leaves]
-        key = (taken.key, tree, tuple((leaf.shape, leaf.dtype, leaf.weak_type) for leaf in abstract))
+        key = (extracted.key, tree, tuple((leaf.shape, leaf.dtype, leaf.weak_type) for leaf in abstract))
         if key not in self._compiled:
-            made = functional(in_recipe(self.application.plan, self.fn), args)
-            lowered = self.application.lower(made.fn, tree.unflatten(abstract), self.donate_argnums)
+            function = functional(in_recipe(self.application.plan, self.fn), args)
+            lowered = self.application.lower(function.fn, tree.unflatten(abstract), self.donate_argnums)
             shardings = tree.unflatten(list(self.application.in_shardings()))
             compiled = compile_lowered(lowered)
             check_granted(self.application.plan, compiled, self.application.mesh.devices.flat)
-            self._compiled[key] = _Compiled(compiled, shardings, made)
-        return self._compiled[key], taken.args
+            self._compiled[key] = _Compiled(compiled, shardings, function)
+        return self._compiled[key], extracted.args
 
 
 def compile_lowered(lowered: Any) -> Any:
-    """Compile a `jax.stages.Lowered` into a `jax.stages.Compiled` that takes arrays of any dtype.
+    """Compile a `jax.stages.Lowered` into a `jax.stages.Compiled` that accepts arrays of any dtype.
 
-    XLA gives arguments of 4 bits and fewer a layout that says how many bits they have. Arrays of jax 0.10 have none
-    that says so, though their bits lie the same, and jax refuses to call the program (`jax.jit` does not ask).
+    XLA gives arguments of 4 bits and fewer a layout that states their bits. Arrays of jax 0.10 have the same bits, but
+    their layout states none. For that reason jax refuses to call the compiled program; `jax.jit` does not compare
+    layouts.
     """
     import jax
 
@@ -247,7 +249,7 @@ def _arrays_state_bits() -> bool:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Compiled:
-    """A compiled step, where its arguments go, and the function over arrays that it is."""
+    """Compiled step, the shardings of its arguments, and the function over arrays that it computes."""
 
     step: Any
     shardings: tuple[Any, ...]
@@ -263,10 +265,16 @@ def lower_planned(
 ) -> Any:
     """Lower `fn(*abstract)` under the plan and insert its pins.
 
-    The lowering belongs to a wrapper made here, so no cached program of `fn` is edited or run by mistake.
-    Platforms lower some ops differently; then the body that was planned takes its place: `module` if given, else
-    a lowering of `fn` for the plan's devices. Raises `UserError` if the program is not the planned one, or its body
-    calls what these devices do not have.
+    - `abstract`: shapes of the arguments.
+    - `donate_argnums`: arguments to donate.
+    - `module`: serialised module that was planned; see below.
+
+    The lowering belongs to a new wrapper, so that no cached program of `fn` is edited or run by mistake. Platforms
+    lower some ops differently. If the lowering differs from the planned module, its body is replaced by `module`, or
+    else by a lowering of `fn` for the plan's platform.
+
+    Raises `UserError` if the program is not the planned one, or if its body calls targets that these devices lack.
+    Raises `RuntimeError` if this jax version does not compile the edited module.
     """
     import jax
 
@@ -281,13 +289,15 @@ def lower_planned(
     typings = [tree.unflatten([leaf.update(sharding=None) for _, leaf in leaves])]
     axes = {axis for spec in plan.arguments.values() for axis in spec.axes}
     if mesh is not None and plan.origin.names_devices and not lifted and axes.issubset(mesh.axis_names):
-        # Specs in types are kept by the trace: so the plan holds those of all arguments.
+        # The planned trace had specs in its types, and the plan has them for all arguments. Arguments with these types
+        # reproduce the planned module.
         types = [named_sharding(mesh, spec) for spec in plan.arguments.values()]
         typed = [leaf.update(sharding=of) for (_, leaf), of in zip(leaves, types, strict=True)]
         typings.insert(0, tree.unflatten(typed))
     abstract = typings[0]
 
     def planned(*args: Any) -> Any:
+        """Call `fn`, as a new function that JAX has not cached."""
         return fn(*args)
 
     planned.__name__ = getattr(fn, "__name__", "planned")
@@ -295,8 +305,8 @@ def lower_planned(
     check_results(plan, jax.tree.leaves(out))
     in_shardings = tree.unflatten(list(application.in_shardings()))
     out_shardings = jax.tree.structure(out).unflatten(list(application.out_shardings()))
-    # A program with specs of its own names devices of its own, and so do values with explicit types: lowered for
-    # those, it then runs on the plan's.
+    # A program with specs of its own, or with values of explicit types, names its own devices. A stand-in is lowered
+    # for the plan's devices, and its body is then replaced by the program's.
     own_specs = plan.origin.names_devices or mesh is not None
     body = functools.partial(_zeros, out) if own_specs else planned
     traced = jax.jit(
@@ -306,14 +316,14 @@ def lower_planned(
         donate_argnums=donate_argnums,
         keep_unused=True,
     ).trace(*abstract)
-    found: dict[str, OpaqueCall] = {}
-    lowered = user_code(planned.__name__, lambda: lower_traced(traced, found))
+    calls: dict[str, OpaqueCall] = {}
+    lowered = user_code(planned.__name__, lambda: lower_traced(traced, calls))
     ir = mlir.inline_calls(mlir.drop_sent_arguments(lowered.compiler_ir("stablehlo")))
     if plan.module_hash and mlir.structure_hash(ir) != plan.module_hash:
         lifted = lifted or (mesh is not None and not plan.origin.names_devices)
         platforms = dict.fromkeys((Topology.parse(plan.topology).traits.platform, "cpu"))
-        made = (_lowered_for(platform, planned, each, found, lifted) for platform in platforms for each in typings)
-        for donor in filter(None, made) if module is None else (module,):
+        donors = (_lowered_for(platform, planned, each, calls, lifted) for platform in platforms for each in typings)
+        for donor in filter(None, donors) if module is None else (module,):
             if mlir.structure_hash(mlir.inline_calls(mlir.parse_module(donor))) == plan.module_hash:
                 break
         else:
@@ -324,18 +334,18 @@ def lower_planned(
         mlir.use_mesh(ir, mlir.ensure_mesh(ir, "mesh", plan.mesh))
     ops = mlir.number_ops(ir)
     if own_specs and mlir.remaining_calls(ir):
-        _lowered_for("cpu", planned, abstract, found)
+        _lowered_for("cpu", planned, abstract, calls)
     platform = application.mesh.devices.flat[0].platform
-    bodies, kept = lower_calls(plan, ops, found, application.mesh, "cuda" if platform == "gpu" else platform)
+    bodies, lowerings = lower_calls(plan, ops, calls, application.mesh, "cuda" if platform == "gpu" else platform)
     _insert_choices(application, ir, lowered)
     place_calls(plan, ir, ops, bodies)
     mlir.drop_gspmd(ir)
-    _KEPT_ALIVE[lowered] = kept
+    _KEPT_ALIVE[lowered] = lowerings
     return lowered
 
 
 def check_targets(application: Application, targets: Collection[str]) -> None:
-    """Raise `UserError` for custom calls that the plan's platform has, and the devices at hand do not."""
+    """Raise `UserError` for custom calls that the plan's platform has and the present devices lack."""
     plan, device = application.plan, application.mesh.devices.flat[0]
     kind, traits = device.device_kind, Topology.parse(plan.topology).traits
     if targets and device.platform != traits.name:
@@ -347,7 +357,7 @@ def check_targets(application: Application, targets: Collection[str]) -> None:
 
 
 def _with_host(plan: Plan, fn: Callable[..., Any]) -> Callable[..., Any]:
-    """The step that was planned, of one that has on the devices what the plan was asked to keep on the host."""
+    """Return the step that was planned: `fn`, with the plan's host tensors streamed from and to the host's memory."""
     if plan.origin.on_host == "none":
         return fn
     places = {name: number for number, name in enumerate(plan.results)}
@@ -356,7 +366,7 @@ def _with_host(plan: Plan, fn: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _zeros(out: Any, *_: Any) -> Any:
-    """A stand-in with a program's results."""
+    """Return zeros like a program's results, as a stand-in for the program."""
     import jax
     import jax.numpy as jnp
 
@@ -364,14 +374,17 @@ def _zeros(out: Any, *_: Any) -> Any:
 
 
 def _insert_choices(application: Application, ir: Any, lowered: Any) -> None:
-    """Insert the plan's pins and regions into `ir`, `lowered`'s own module, and make sure that they are there."""
+    """Insert the plan's pins and regions into `ir`, the module of `lowered`, and verify that `lowered` has them.
+
+    Raises `RuntimeError` if this jax version compiles another module than `ir`.
+    """
     from autoshard import mlir
 
     plan = application.plan
     before = mlir.count_pins(ir)
-    found = mlir.regions_of(ir, plan.regions)
+    regions = mlir.regions_of(ir, plan.regions)
     inserted = mlir.insert_pins(ir, "mesh", plan.mesh, plan.pins)
-    mlir.insert_regions(ir, "mesh", plan.mesh, found)
+    mlir.insert_regions(ir, "mesh", plan.mesh, regions)
     mlir.guard_indexing(ir)
     if application.mesh.devices.flat[0].platform != "tpu":
         mlir.unfold_pooling(ir)
@@ -390,7 +403,7 @@ def _insert_choices(application: Application, ir: Any, lowered: Any) -> None:
 
 
 def check_host_memory(device: Any) -> None:
-    """Raises `UserError` if nothing can wait in the host memory of `device`, which may be a chip of a topology."""
+    """Raise `UserError` if `device`, present or described, cannot place values in its host's memory."""
     kinds = [memory.kind for memory in device.addressable_memories()]
     if HOST_MEMORY not in kinds:
         raise UserError(
@@ -401,16 +414,19 @@ def check_host_memory(device: Any) -> None:
 
 
 _KEPT_ALIVE: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
-"""A lowering -> the lowerings of calls in it: host callbacks live as long as what they came from."""
+"""Lowering -> the lowerings of its calls, since host callbacks live only as long as the lowering that made them."""
 
 
 def lower_module(
     application: Application, module: bytes, aliases: Mapping[int, int], bodies: Mapping[int, bytes] | None = None
 ) -> Any:
-    """`jax.stages.Lowered` of a module that has no Python function here, under the plan, its pins inserted.
+    """Lower a module that has no Python function here to a `jax.stages.Lowered` under the plan, with its pins.
 
-    A stand-in with the module's types is lowered for the devices and then given the module's body. `aliases` ties
-    donated arguments to results; `bodies` are those of calls that stand for functions (`lower_for_compiler`). Raises
+    - `module`: serialised StableHLO module.
+    - `aliases`: number of a donated argument -> number of its result.
+    - `bodies`: bodies of calls that stand for functions (`lower_for_compiler`), by op number.
+
+    A stand-in with the module's types is lowered for the devices, and its body is replaced by the module's. Raises
     `UserError` if the module is not the planned one.
     """
     import jax
@@ -424,12 +440,12 @@ def lower_module(
         raise UserError(other_program(plan))
     arguments, results = mlir.main_types(source)
     specs = [*plan.arguments.items()], [*plan.results.items()]
-    for what, types, named in (("argument", arguments, specs[0]), ("result", results, specs[1])):
-        if len(types) != len(named):
+    for what, types, planned in (("argument", arguments, specs[0]), ("result", results, specs[1])):
+        if len(types) != len(planned):
             raise UserError(
-                f"the plan is for another program: it has {len(named)} {what}s, this one {len(types)}; plan it again."
+                f"the plan is for another program: it has {len(planned)} {what}s, this one {len(types)}; plan it again."
             )
-        for (name, spec), (shape, dtype) in zip(named, types, strict=True):
+        for (name, spec), (shape, dtype) in zip(planned, types, strict=True):
             words = dtype == "uint32" and len(shape) - len(spec.dims) == 1  # a typed PRNG key
             if len(spec.dims) != len(shape) - words:
                 raise UserError(
@@ -439,6 +455,7 @@ def lower_module(
             check_even(plan, f"{what} `{name}`", shape[: len(spec.dims)], spec)
 
     def stand_in(*_: Any) -> Any:
+        """Return zeros of the results' types."""
         return tuple(jnp.zeros(shape, dtype) for shape, dtype in results)
 
     lowered = (
@@ -463,7 +480,7 @@ def lower_module(
 
 
 def donated_aliases(program: Program, plan: Plan) -> dict[int, int]:
-    """Argument number -> result number of donated state that keeps its spec."""
+    """Map the argument number to the result number of donated state whose spec does not change."""
     names = [result.name for result in program.results]
     return {
         i: argument.result
@@ -481,7 +498,11 @@ def _lowered_for(
     found: dict[str, OpaqueCall] | None = None,
     lifted: bool = False,
 ) -> bytes | None:
-    """Return the function's module for a platform; with `lifted`, without its own constraints. None if JAX has none."""
+    """Return the function's module for a platform; None if JAX cannot lower it for that platform.
+
+    - `found`: mapping that receives the opaque calls, by key.
+    - `lifted`: remove the program's own constraints.
+    """
     import jax
 
     from autoshard import mlir
@@ -496,6 +517,7 @@ def _lowered_for(
 
 
 def _abstract(leaf: Any) -> Any:
+    """Return the shape, dtype and explicit sharding of an argument. Raises `UserError` if it is no array or number."""
     import jax
     import jax.numpy as jnp
     import numpy as np
@@ -516,7 +538,7 @@ def _abstract(leaf: Any) -> Any:
 def _step_of(
     fn: Any, donate_argnums: int | Sequence[int] | None
 ) -> tuple[Callable[..., Any], int | Sequence[int] | None]:
-    """Return a function and what it donates; of a program its step. Raises `UserError` for what cannot be called."""
+    """Return a function, or a program's step, and its donated arguments. Raises `UserError` if it is not callable."""
     if isinstance(fn, Program):
         return fn.fn, fn.donate_argnums if donate_argnums is None else donate_argnums
     if not callable(fn):
@@ -527,7 +549,7 @@ def _step_of(
 def _donated(
     fn: Callable[..., Any], abstract: tuple[Any, ...], donate_argnums: int | Sequence[int] | None
 ) -> tuple[int, ...]:
-    """Positional arguments to donate: as told, else those that a `jax.jit` function donates whole."""
+    """Return the positions to donate: `donate_argnums`, else the arguments that a `jax.jit` function donates whole."""
     import jax
 
     if donate_argnums is not None:

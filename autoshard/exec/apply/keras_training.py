@@ -1,4 +1,4 @@
-"""Keras's own training loop, with each step as planned."""
+"""Keras's own training loop with each step run as planned."""
 
 from collections import OrderedDict
 from collections.abc import Iterator
@@ -11,12 +11,15 @@ from autoshard.program import KerasStep, keras_batch, keras_step
 
 
 def fit_as_planned(plan: Plan, model: Any) -> None:
-    """Have `model.fit` run each step as the plan says, with its pins and the optimizer state split as planned.
+    """Make `model.fit` run each step under the plan, with its pins and with the optimizer state sharded as planned.
 
-    `model` is the compiled Keras model that the plan's program was made of, made once more. Data, callbacks, validation
-    and checkpoints stay Keras's; a batch of another shape than was planned, such as the last one of an epoch, runs as
-    XLA's propagation makes it. A `compile` afterwards takes the plan away. Raises `UserError` if the model is not
-    compiled, and in the first step if its variables or the batch have other shapes than were planned.
+    - `model`: compiled Keras model, constructed like the one of the plan's program.
+
+    Data, callbacks, validation and checkpoints remain Keras's. A batch of another shape, such as the last of an epoch,
+    runs with XLA's propagation instead of the plan. A later `compile` removes the plan.
+
+    Raises `UserError` if the model is not compiled. The first step raises it if variables or the batch have other
+    shapes than planned.
     """
     if not getattr(model, "compiled", False):
         raise UserError(f"fit_as_planned: the Keras model `{model.name}` is not compiled: call its `compile` first.")
@@ -25,13 +28,13 @@ def fit_as_planned(plan: Plan, model: Any) -> None:
 
 
 class _PlannedSteps:
-    """What Keras calls for each step: `(state, iterator) -> (logs, state)`."""
+    """Train function that Keras calls for each step: `(state, iterator) -> (logs, state)`."""
 
     def __init__(self, plan: Plan, model: Any) -> None:
         self.plan = plan
         self.model = model
         self.names: list[list[str]] = []
-        """Once the first step has come: names of the variables in each list of the state."""
+        """Names of the variables in each list of the state; empty before the first step."""
         self.shapes = _planned(plan)
         self.planned: Any = None
         self.other: Any = None
@@ -40,16 +43,17 @@ class _PlannedSteps:
         import keras
 
         x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(next(iterator))
-        given = {"x": x, "y": y, "sample_weight": sample_weight}
-        given = {key: part for key, part in given.items() if part is not None}
+        batch = {"x": x, "y": y, "sample_weight": sample_weight}
+        batch = {key: part for key, part in batch.items() if part is not None}
         if not self.names:
-            self._begin(keras_step(self.model, keras_batch(x, y, sample_weight), True), state, given)
+            self._begin(keras_step(self.model, keras_batch(x, y, sample_weight), True), state, batch)
         groups = [OrderedDict(zip(names, values, strict=True)) for names, values in zip(self.names, state, strict=True)]
-        run = self.planned if _shapes(given) == self.shapes else self.other
-        *after, logs = run(*groups, given)
+        run = self.planned if _shapes(batch) == self.shapes else self.other
+        *after, logs = run(*groups, batch)
         return logs, tuple(list(group.values()) for group in after)
 
     def _begin(self, step: KerasStep, state: tuple[list[Any], ...], given: Any) -> None:
+        """Check the first step against the plan, and prepare the planned step and one for batches of other shapes."""
         import jax
 
         _check(self.plan, step, state, given)
@@ -60,21 +64,24 @@ class _PlannedSteps:
 
 
 def _planned(plan: Plan) -> list[tuple[int, ...]]:
+    """Return the planned shapes of the batch."""
     return [tuple(plan.shapes[name]) for name in plan.arguments if plan.roles[name] == "batch"]
 
 
 def _shapes(tree: Any) -> list[tuple[int, ...]]:
+    """Return the shapes of a tree's arrays."""
     import jax
 
     return [tuple(leaf.shape) for leaf in jax.tree.leaves(tree)]
 
 
 def _check(plan: Plan, step: KerasStep, state: tuple[list[Any], ...], given: Any) -> None:
-    found = [tuple(value.shape) for group in state for value in group]
+    """Raise `UserError` if the variables or the batch have other shapes than planned."""
+    sizes = [tuple(value.shape) for group in state for value in group]
     wanted = [tuple(plan.shapes[name]) for name in plan.arguments if plan.roles[name] != "batch"]
-    if found != wanted:
+    if sizes != wanted:
         raise UserError(
-            f"fit_as_planned: the Keras model `{step.name}` has {len(found)} variables with its optimizer and metrics, "
+            f"fit_as_planned: the Keras model `{step.name}` has {len(sizes)} variables with its optimizer and metrics, "
             f"and the plan ({plan.program_name}) {len(wanted)}, or some have other shapes: plan this model."
         )
     shapes, planned = _shapes(given), _planned(plan)

@@ -1,4 +1,4 @@
-"""Agreement of a program with a plan: arguments, results, computation, and recipe."""
+"""Checks that a program agrees with a plan: arguments, results, computation and recipe."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -10,13 +10,13 @@ from autoshard.program import as_asked, pipelined, read_pipeline
 
 
 def other_program(plan: Plan) -> str:
-    """The sentence for a program whose arguments agree with the plan but whose computation does not."""
+    """Return the error message for a program whose arguments agree with the plan but whose computation does not."""
     import jax
 
-    made = plan.origin.jax_version
+    planned_version = plan.origin.jax_version
     version = (
-        f" (the plan was made with jax {made}, this is {jax.__version__})"
-        if made not in (None, jax.__version__)
+        f" (the plan was made with jax {planned_version}, this is {jax.__version__})"
+        if planned_version not in (None, jax.__version__)
         else ""
     )
     return (
@@ -26,7 +26,7 @@ def other_program(plan: Plan) -> str:
 
 
 def check_arguments(plan: Plan, leaves: Sequence[tuple[Any, Any]]) -> None:
-    """Compare flat arguments, `(path, abstract)` in order, with those of the plan, and their split.
+    """Compare flat arguments, pairs (path, abstract array), with those of the plan; check that shards are even.
 
     Raises `UserError` that names the first argument that differs.
     """
@@ -34,12 +34,12 @@ def check_arguments(plan: Plan, leaves: Sequence[tuple[Any, Any]]) -> None:
 
     names = list(plan.arguments)
     for name, (path, leaf) in zip(names, leaves, strict=False):
-        found = (tuple(leaf.shape), str(leaf.dtype))
-        if found != (plan.shapes[name], plan.dtypes[name]):
+        actual = (tuple(leaf.shape), str(leaf.dtype))
+        if actual != (plan.shapes[name], plan.dtypes[name]):
             raise UserError(
                 f"the plan is for another program: argument `{name}` is "
                 f"{_typed(plan.shapes[name], plan.dtypes[name])} in the plan, but args{jax.tree_util.keystr(path)} "
-                f"is {_typed(*found)}; plan it again."
+                f"is {_typed(*actual)}; plan it again."
             )
     if len(names) != len(leaves):
         extra = (
@@ -56,7 +56,7 @@ def check_arguments(plan: Plan, leaves: Sequence[tuple[Any, Any]]) -> None:
 
 
 def check_results(plan: Plan, leaves: Sequence[Any]) -> None:
-    """The same for flat results."""
+    """Compare flat results with those of the plan, as `check_arguments` does. Raises `UserError`."""
     if len(leaves) != len(plan.results):
         raise UserError(
             f"the plan is for another program: it has {len(plan.results)} results, this one {len(leaves)}; "
@@ -83,13 +83,14 @@ def check_even(plan: Plan, what: str, shape: Sequence[int], spec: Spec) -> None:
 
 
 def _typed(shape: Sequence[int], dtype: str) -> str:
+    """Format a dtype and a shape."""
     return f"{dtype}[{','.join(map(str, shape))}]"
 
 
 def in_recipe(plan: Plan, fn: Callable[..., Any]) -> Callable[..., Any]:
-    """The function with its stacks of layers as the plan has them: in stages, if it was planned so."""
-    said = plan.source.options if plan.source is not None else {}
-    pipeline = read_pipeline(said.get("stages"), said.get("microbatches"), said.get("schedule"))
+    """Return the function with its stacks of layers cut into pipeline stages, if the plan has stages."""
+    options = plan.source.options if plan.source is not None else {}
+    pipeline = read_pipeline(options.get("stages"), options.get("microbatches"), options.get("schedule"))
     if pipeline is None:
         return fn
     with pipelined(pipeline):

@@ -1,4 +1,4 @@
-"""Weights in safetensors files, read into and written out of parameters that are split as planned, part by part."""
+"""Weights in safetensors files: reads into, and writes from, parameters that are sharded as planned."""
 
 import functools
 import json
@@ -16,15 +16,16 @@ from autoshard.program import Program, host_array
 
 
 INDEX = "model.safetensors.index.json"
+"""Name of the file that maps tensors to files."""
 FILE_BYTES = 2 << 30
-"""Of one file that is written, before it is closed; no process holds more than that and one tensor."""
+"""Bytes after which a file is closed. A process has at most that many bytes and one more tensor in memory."""
 
 
 class Files:
-    """The tensors of one model in a file, or in all files of a folder."""
+    """Tensors of one model, in one file or in all files of a folder."""
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
-        """Raises `UserError` where there are none."""
+        """Open the files at `path`. Raises `UserError` if there are none, or if one is no safetensors file."""
         from safetensors import SafetensorError, safe_open
 
         self.path = Path(path)
@@ -32,8 +33,8 @@ class Files:
             files = [self.path]
         elif self.path.is_dir():
             index = self.path / INDEX
-            found = self.path.glob("*.safetensors")
-            files = sorted((self.path / name for name in _named_files(index)) if index.is_file() else found)
+            matches = self.path.glob("*.safetensors")
+            files = sorted((self.path / name for name in _named_files(index)) if index.is_file() else matches)
         else:
             raise UserError(f"there is no folder or file `{path}` to read weights from.")
         if not files:
@@ -47,7 +48,10 @@ class Files:
             self._of |= dict.fromkeys(opened.keys(), opened)
 
     def named(self, name: str) -> str:
-        """What a parameter of the model is called in the files, which may leave out the base model's name or add it."""
+        """Return the files' name of a model's parameter, which may lack the base model's name or add it.
+
+        Raises `UserError` if the files have no such tensor.
+        """
         if name in self._of:
             return name
         _, _, rest = name.partition(".")
@@ -60,37 +64,40 @@ class Files:
         )
 
     def shape(self, key: str) -> tuple[int, ...]:
-        """Of a tensor, without reading it."""
+        """Return the shape of a tensor without reading it."""
         return tuple(self._of[key].get_slice(key).get_shape())
 
     def part(self, key: str, index: tuple[slice, ...]) -> Any:
-        """A part of a tensor as a numpy array; no more is read."""
+        """Read a part of a tensor as a numpy array; no other part is read."""
         opened = self._of[key]
         return host_array(opened.get_slice(key)[index] if index else opened.get_tensor(key))
 
 
 def _named_files(index: Path) -> set[str]:
-    """Files that an index names. Raises `UserError` where it is none."""
-    said = read_json(index)
-    places = said.get("weight_map") if isinstance(said, dict) else None
+    """Return the files that an index names. Raises `UserError` if it is no index."""
+    content = read_json(index)
+    places = content.get("weight_map") if isinstance(content, dict) else None
     if not isinstance(places, dict) or not all(isinstance(name, str) for name in places.values()):
         raise UserError(f"`{index}` is no index of weights: it has no `weight_map` from tensors to files.")
     return set(places.values())
 
 
 def load_weights(plan: Plan, path: str | os.PathLike[str], program: Program, mesh: Any) -> dict[str, Any]:
-    """See `Plan.load_weights`."""
+    """Load the weights of a model into arrays that are sharded as planned; see `Plan.load_weights`.
+
+    Raises `UserError` if the files do not fit the plan.
+    """
     import jax
 
     wanted = _stacks(plan, program)
     files = Files(path)
-    for name, members in wanted.items():  # before anything is made
-        shape = plan.shapes[name] if len(members) == 1 else plan.shapes[name][1:]  # stacks have two layers at least
+    for name, members in wanted.items():  # check all shapes before loading anything
+        shape = plan.shapes[name] if len(members) == 1 else plan.shapes[name][1:]  # a stack has at least two layers
         for member in members:
-            found = files.shape(files.named(member))
-            if found != shape:
+            stored = files.shape(files.named(member))
+            if stored != shape:
                 raise UserError(
-                    f"`{member}` is of shape {list(found)} in `{path}` and of {list(shape)} in {plan.program_name}; "
+                    f"`{member}` is of shape {list(stored)} in `{path}` and of {list(shape)} in {plan.program_name}; "
                     "give the weights of this model."
                 )
     loaded = {}
@@ -103,7 +110,12 @@ def load_weights(plan: Plan, path: str | os.PathLike[str], program: Program, mes
 
 
 def _part(files: Files, keys: Sequence[str], shape: Sequence[int], dtype: Any, read: dict[Any, Any], index: Any) -> Any:
-    """A part of a parameter that is one tensor, or a stack of several; `read` keeps it for other devices."""
+    """Read a part of a parameter, which is one tensor or a stack of several.
+
+    - `keys`: names of the tensors in the files.
+    - `read`: parts that were read already, for devices with equal shards.
+    - `index`: slices of the part.
+    """
     import numpy as np
 
     places = tuple(each.indices(size)[:2] for each, size in zip(index, shape, strict=True))
@@ -117,16 +129,20 @@ def _part(files: Files, keys: Sequence[str], shape: Sequence[int], dtype: Any, r
 
 
 def save_weights(plan: Plan, params: Mapping[str, Any], folder: str | os.PathLike[str], program: Program) -> list[Path]:
-    """See `Plan.save_weights`."""
+    """Write sharded parameters as safetensors files and return their paths; see `Plan.save_weights`.
+
+    Raises `UserError` for parameters of another model, for parameters of several processes, and for a folder that is
+    not empty.
+    """
     from safetensors.torch import save_file
 
     stacks = _stacks(plan, program)
-    # Frozen parameters are where they were read from, and may be left out.
+    # Frozen parameters have not changed since they were read, and may be left out.
     wanted = {name: members for name, members in stacks.items() if name in params or plan.roles[name] == "parameter"}
     if set(params) != set(wanted):
         odd = sorted(set(params) ^ set(wanted))
-        said = "no" if odd[0] in wanted else "unknown"
-        raise UserError(f"the parameters are not those of {plan.program_name}: {said} `{odd[0]}`.")
+        label = "no" if odd[0] in wanted else "unknown"
+        raise UserError(f"the parameters are not those of {plan.program_name}: {label} `{odd[0]}`.")
     if any(not array.is_fully_addressable for array in params.values()):
         raise UserError("weights are written by one process; these parameters are on devices of several.")
     target = Path(folder).absolute()
@@ -137,9 +153,9 @@ def save_weights(plan: Plan, params: Mapping[str, Any], folder: str | os.PathLik
     scratch.mkdir(parents=True)
     try:
         files: list[list[str]] = []
-        for held in _filled(params, wanted):
-            save_file(held, str(scratch / f"{len(files)}.safetensors"), metadata={"format": "pt"})
-            files.append(list(held))
+        for group in _filled(params, wanted):
+            save_file(group, str(scratch / f"{len(files)}.safetensors"), metadata={"format": "pt"})
+            files.append(list(group))
         names = [f"model-{number + 1:05d}-of-{len(files):05d}.safetensors" for number in range(len(files))]
         names = ["model.safetensors"] if len(files) == 1 else names
         for number, name in enumerate(names):
@@ -147,8 +163,8 @@ def save_weights(plan: Plan, params: Mapping[str, Any], folder: str | os.PathLik
         if len(files) > 1:
             total = sum(array.size * array.dtype.itemsize for array in params.values())
             places = {key: name for name, keys in zip(names, files, strict=True) for key in keys}
-            said = {"metadata": {"total_size": total}, "weight_map": places}
-            (scratch / INDEX).write_text(json.dumps(said, indent=2) + "\n")
+            index = {"metadata": {"total_size": total}, "weight_map": places}
+            (scratch / INDEX).write_text(json.dumps(index, indent=2) + "\n")
         if target.exists():
             target.rmdir()
         os.replace(scratch, target)
@@ -158,11 +174,11 @@ def save_weights(plan: Plan, params: Mapping[str, Any], folder: str | os.PathLik
 
 
 def _filled(params: Mapping[str, Any], stacks: Mapping[str, tuple[str, ...]]) -> Iterator[dict[str, Any]]:
-    """Whole tensors, so many at a time as one file takes; each is gathered when it is its turn."""
+    """Yield groups of whole tensors by name, one for each file; each tensor is gathered just before its use."""
     import numpy as np
     import torch
 
-    held: dict[str, Any] = {}
+    group: dict[str, Any] = {}
     size = 0
     for name, members in stacks.items():
         for number, member in enumerate(members):
@@ -170,17 +186,17 @@ def _filled(params: Mapping[str, Any], stacks: Mapping[str, tuple[str, ...]]) ->
             value = np.array(array)
             narrow = value.dtype.name == "bfloat16"
             tensor = torch.from_numpy(value.view(np.int16) if narrow else value)
-            held[member] = tensor.view(torch.bfloat16) if narrow else tensor
+            group[member] = tensor.view(torch.bfloat16) if narrow else tensor
             size += value.nbytes
             if size >= FILE_BYTES:
-                yield held
-                held, size = {}, 0
-    if held:
-        yield held
+                yield group
+                group, size = {}, 0
+    if group:
+        yield group
 
 
 def _stacks(plan: Plan, program: Program) -> Mapping[str, tuple[str, ...]]:
-    """Parameter -> the model's tensors that it stacks."""
+    """Map each parameter to the model's tensors that it stacks. Raises `UserError` without named weights."""
     if not program.weights:
         raise UserError(
             f"{program.name} has no weights that files name: only models of hf:CONFIG and torch modules have."

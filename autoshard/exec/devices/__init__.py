@@ -1,1 +1,1 @@
-"""The devices that are here, the memory they keep, and their profiles."""
+"""Devices of this machine, the memory that they retain, and their profiles."""

@@ -1,4 +1,4 @@
-"""The devices of this machine: their order over a mesh, and the memory that they grant and retain."""
+"""Devices of this machine: their order over a mesh, and the memory that they grant and retain."""
 
 import contextlib
 import ctypes
@@ -16,34 +16,35 @@ from autoshard.program import check_backend
 
 
 HOST_MEMORY = "pinned_host"
-"""JAX's name for the memory of a host that its devices can fetch from."""
+"""JAX's name for host memory from which devices can fetch."""
 
 _COUNT = "--xla_force_host_platform_device_count"
+"""XLA flag that sets the number of CPU devices."""
 _THREADS = "PJRT_NPROC"
-"""How many threads XLA's CPU client makes, but no fewer than it has devices."""
+"""Environment variable for the number of threads of XLA's CPU client, which has at least as many as devices."""
 
 
 def ensure_devices(count: int) -> None:
-    """Make sure that JAX has at least `count` CPU devices, if it has no accelerator and has not started yet.
+    """Ensure that JAX has at least `count` CPU devices, if it has no accelerator and has not started yet.
 
-    Raises `UserError` if JAX has started with fewer.
+    Raises `UserError` if JAX has started with fewer devices.
     """
     if not _started():
-        # Batched kernels of LAPACK (triangular solves, eigenvalues) wait in the thread of their device for others to
-        # share the work: with no more threads than devices all may wait, and nobody works.
+        # Batched LAPACK kernels (triangular solves, eigenvalues) block their device's thread until other threads share
+        # the work. With no more threads than devices, all threads may block for ever.
         os.environ.setdefault(_THREADS, str(max(count + 1, os.cpu_count() or 1)))
     if "jax" not in sys.modules:
         flags = [flag for flag in os.environ.get("XLA_FLAGS", "").split() if not flag.startswith(_COUNT + "=")]
-        given = [flag for flag in os.environ.get("XLA_FLAGS", "").split() if flag.startswith(_COUNT + "=")]
-        had = max([1, *(int(flag.partition("=")[2]) for flag in given if flag.partition("=")[2].isdigit())])
-        os.environ["XLA_FLAGS"] = " ".join([*flags, f"{_COUNT}={max(had, count)}"])
+        counts = [flag for flag in os.environ.get("XLA_FLAGS", "").split() if flag.startswith(_COUNT + "=")]
+        present = max([1, *(int(flag.partition("=")[2]) for flag in counts if flag.partition("=")[2].isdigit())])
+        os.environ["XLA_FLAGS"] = " ".join([*flags, f"{_COUNT}={max(present, count)}"])
         return
     import jax
 
     if not _started() and f"{_COUNT}=" not in os.environ.get("XLA_FLAGS", ""):
         try:
             jax.config.update("jax_num_cpu_devices", count)
-        except RuntimeError:  # JAX has started after all: what it has is checked below
+        except RuntimeError:  # JAX has started in spite of `_started`; its devices are counted below
             pass
     here = len(_devices())
     if here < count:
@@ -54,14 +55,14 @@ def ensure_devices(count: int) -> None:
 
 
 def _started() -> bool:
-    """Whether any JAX backend has been made; asking `jax.devices()` would make one."""
+    """Return True if a JAX backend exists. A call of `jax.devices()` would create one."""
     bridge = sys.modules.get("jax._src.xla_bridge")
     initialized = getattr(bridge, "backends_are_initialized", None)
     return bool(initialized()) if initialized is not None else False
 
 
 def _devices() -> list[Any]:
-    """Return the devices of JAX's default backend. Raises `UserError` if JAX cannot start the one it is asked for."""
+    """Return the devices of JAX's default backend. Raises `UserError` if JAX cannot start that backend."""
     import jax
 
     try:
@@ -72,11 +73,11 @@ def _devices() -> list[Any]:
 
 
 def plan_devices(plan: Plan, devices: Sequence[Any] | None = None) -> list[Any]:
-    """JAX devices row-major over the plan's mesh.
+    """Return the JAX devices of the plan's mesh in row-major order.
 
-    A plan's device numbers are positions in its topology: TPUs are found by slice and coordinates, other devices
-    by process and id. `devices` are those of JAX's default backend unless given; more than needed is allowed.
-    Raises `UserError` if there are too few.
+    A plan's device numbers are positions in its topology. TPUs are matched by slice and coordinates, other devices by
+    process and id. `devices` defaults to those of JAX's default backend; there may be more than needed. Raises
+    `UserError` if there are too few, or if they do not form the topology.
     """
     pool = list(_devices() if devices is None else devices)
     needed = len(plan.device_order)
@@ -101,13 +102,16 @@ def plan_devices(plan: Plan, devices: Sequence[Any] | None = None) -> list[Any]:
 
 
 def by_coordinates(topology: Topology, pool: Sequence[Any]) -> dict[int, Any]:
-    """Devices by number; coordinates count from the least one of each slice, axes in the topology's order."""
+    """Return the devices by their number in the topology.
+
+    Coordinates count from the least one of each slice; their axes are in the topology's order.
+    """
     slices = sorted({getattr(device, "slice_index", 0) or 0 for device in pool})
     numbered = {}
     for position, index in enumerate(slices):
-        mine = [device for device in pool if (getattr(device, "slice_index", 0) or 0) == index]
-        least = [min(device.coords[k] for device in mine) for k in range(3)]
-        for device in mine:
+        members = [device for device in pool if (getattr(device, "slice_index", 0) or 0) == index]
+        least = [min(device.coords[k] for device in members) for k in range(3)]
+        for device in members:
             coords = tuple(device.coords[k] - least[k] for k in range(3))
             if all(c < size for c, size in zip(coords, topology.shape, strict=False)) and not any(
                 coords[len(topology.shape) :]
@@ -118,7 +122,7 @@ def by_coordinates(topology: Topology, pool: Sequence[Any]) -> dict[int, Any]:
 
 
 def jax_mesh(plan: Plan, devices: Sequence[Any] | None = None) -> Any:
-    """`jax.sharding.Mesh` with the plan's axes over `plan_devices`."""
+    """Return the `jax.sharding.Mesh` with the plan's axes over `plan_devices`."""
     import jax
     import numpy as np
 
@@ -127,16 +131,16 @@ def jax_mesh(plan: Plan, devices: Sequence[Any] | None = None) -> Any:
 
 
 def named_sharding(mesh: Any, spec: Spec, on_host: bool = False) -> Any:
-    """`jax.sharding.NamedSharding` of a spec, of what is on the devices or in the memory of their hosts."""
+    """Return the `jax.sharding.NamedSharding` of a spec, in device memory or, with `on_host`, in the hosts' memory."""
     import jax
 
     return jax.sharding.NamedSharding(mesh, spec.partition_spec(), memory_kind=HOST_MEMORY if on_host else None)
 
 
 def place(value: Any, sharding: Any) -> Any:
-    """A host or device array where a sharding wants it; with several processes each puts its own shards.
+    """Put a host or device array under a sharding.
 
-    Every process holds the whole value; only its own part is copied to its devices.
+    With several processes, every process has the whole value and copies only its own shards to its devices.
     """
     import jax
     import numpy as np
@@ -145,14 +149,14 @@ def place(value: Any, sharding: Any) -> Any:
         return jax.device_put(value, sharding)
     if isinstance(value, jax.Array) and jax.numpy.issubdtype(value.dtype, jax.dtypes.prng_key):
         return jax.random.wrap_key_data(place(jax.random.key_data(value), sharding), impl=jax.random.key_impl(value))
-    whole = np.asarray(value)
-    return jax.make_array_from_callback(whole.shape, sharding, lambda index: whole[index])
+    array = np.asarray(value)
+    return jax.make_array_from_callback(array.shape, sharding, lambda index: array[index])
 
 
 def check_granted(plan: Plan, compiled: Any, devices: Iterable[Any]) -> None:
-    """Raise `UserError` if a compiled step needs more memory than JAX may use of a device, before it is run.
+    """Raise `UserError` if a compiled step needs more memory than JAX may use on a device.
 
-    Asks this process's first device. Says nothing of devices that do not say how much that is, such as CPUs.
+    Only this process's first device is asked. Devices that report no limit, such as CPUs, pass.
     """
     import jax
 
@@ -172,7 +176,7 @@ def check_granted(plan: Plan, compiled: Any, devices: Iterable[Any]) -> None:
 
 
 def advice(plan: Plan, needed: float) -> str:
-    """Return what would let a step run that needs so many bytes of a device."""
+    """Return the change that would let a step run which needs so many bytes of a device."""
     topology = Topology.parse(plan.topology)
     fraction = fraction_for(topology, needed)
     if fraction is not None and needed <= topology.usable_bytes:
@@ -180,8 +184,8 @@ def advice(plan: Plan, needed: float) -> str:
     return "plan with a --memory-limit that fits, or for more devices"
 
 
-# Parameters of `mallopt`, and the largest values that glibc gives the thresholds by itself (malloc/malloc.c, 2.36:
-# `DEFAULT_MMAP_THRESHOLD_MAX`, and twice that to trim).
+# Parameters of `mallopt`, and the largest thresholds that glibc's dynamic adjustment sets. Source: malloc/malloc.c of
+# 2.36, `DEFAULT_MMAP_THRESHOLD_MAX`, and twice that value for trimming.
 _TRIM_THRESHOLD, _TOP_PAD, _MMAP_THRESHOLD, _MMAP_MAX = -1, -2, -3, -4
 _KEPT = {_TRIM_THRESHOLD: 2**31 - 1, _TOP_PAD: 64 << 20, _MMAP_MAX: 0}
 _USUAL = {_TRIM_THRESHOLD: 64 << 20, _TOP_PAD: 0, _MMAP_THRESHOLD: 32 << 20, _MMAP_MAX: 65536}
@@ -189,12 +193,14 @@ _USUAL = {_TRIM_THRESHOLD: 64 << 20, _TOP_PAD: 0, _MMAP_THRESHOLD: 32 << 20, _MM
 
 @contextlib.contextmanager
 def memory_kept() -> Iterator[None]:
-    """While the body runs, memory that was freed stays with this process, so that no step pays for fresh pages.
+    """Make glibc retain freed memory within the `with` block, so that no step pays for fresh pages.
 
-    XLA asks for the temporaries of a step on CPU devices in one piece a device and frees them afterwards. glibc gives
-    large pieces back to the system, which zeroes every page again that the next step touches: 8 devices of 28 MB spent
-    a fifth of their step there, more or less as sizes fell on either side of glibc's thresholds. No accelerator does,
-    whose memory is one pool from the start. Does nothing with another C library. Afterwards what is free goes back.
+    XLA allocates the temporaries of a step on CPU in one piece for each device and frees them afterwards. Large freed
+    pieces return from glibc to the system, which zeroes each page again when the next step touches it. The cost jumps
+    with sizes around glibc's thresholds. Accelerators have no such cost: their memory is one pool. Other C libraries
+    are left alone. After the block, free memory returns to the system.
+
+    Evidence: docs/compiler_behaviour.md, "Page faults of XLA's CPU temporaries under glibc".
     """
     libc = _glibc()
     if libc is None:
@@ -212,7 +218,7 @@ def memory_kept() -> Iterator[None]:
 
 @functools.cache
 def _glibc() -> Any:
-    """The C library of this process if it is glibc."""
+    """Return the C library of this process if it is glibc, else None."""
     try:
         libc = ctypes.CDLL(None)
         libc.gnu_get_libc_version  # noqa: B018

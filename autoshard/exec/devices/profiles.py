@@ -1,4 +1,4 @@
-"""Profiles of devices by JAX's profiler, and a reader of its XSpace files."""
+"""Device profiles by JAX's profiler, and a reader of its XSpace files."""
 
 import contextlib
 import dataclasses
@@ -15,9 +15,9 @@ from autoshard.errors import UserError
 
 @contextlib.contextmanager
 def profiled(path: pathlib.Path) -> Iterator[None]:
-    """Records what happens inside, and writes it to `path` as a gzipped trace in Chrome's format.
+    """Record a profile of the `with` block and write it to `path` as a gzipped Chrome trace.
 
-    Python's own calls are left out. Raises: UserError if the profiler wrote nothing.
+    Python's own calls are left out. Raises `UserError` if the profiler wrote nothing.
     """
     import jax
 
@@ -34,6 +34,8 @@ def profiled(path: pathlib.Path) -> Iterator[None]:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Event:
+    """One event of an XSpace file."""
+
     plane: str
     line: str
     name: str
@@ -43,7 +45,7 @@ class Event:
 
 
 def events_in(file: Path) -> Iterator[Event]:
-    """Every event of a file. Raises `ValueError` if it is none."""
+    """Yield every event of an XSpace file. Raises `ValueError` if the file is not an XSpace."""
     try:
         for number, plane in _fields(memoryview(file.read_bytes())):
             if number == 1:
@@ -53,8 +55,9 @@ def events_in(file: Path) -> Iterator[Event]:
 
 
 def _plane(data: Any) -> Iterator[Event]:
+    """Yield the events of one plane."""
     name, lines = "", []
-    names: dict[int, dict[int, str]] = {4: {}, 5: {}}  # of events, and of statistics
+    names: dict[int, dict[int, str]] = {4: {}, 5: {}}  # names of events (4) and of statistics (5)
     for number, value in _fields(data):
         if number == 2:
             name = _text(value)
@@ -68,6 +71,7 @@ def _plane(data: Any) -> Iterator[Event]:
 
 
 def _line(plane: str, data: Any, names: Mapping[int, str], stat_names: Mapping[int, str]) -> Iterator[Event]:
+    """Yield the events of one line of a plane."""
     name, began_ns, events = "", 0, []
     for number, value in _fields(data):
         if number == 2:
@@ -81,41 +85,45 @@ def _line(plane: str, data: Any, names: Mapping[int, str], stat_names: Mapping[i
         stats: dict[str, Any] = {}
         for number, value in _fields(event):
             if number == 4:
-                key, found = _stat(value, stat_names)
-                stats[key] = found
+                key, content = _stat(value, stat_names)
+                stats[key] = content
             else:
                 known[number] = value
+        # Field numbers are those of XEvent: 1 is the name's id, 2 the offset and 3 the duration in picoseconds, 4 a
+        # statistic.
         start_ns = began_ns + known.get(2, 0) / 1e3
         yield Event(plane, name, names.get(known.get(1, 0), ""), start_ns, known.get(3, 0) / 1e3, stats)
 
 
 def _stat(data: Any, names: Mapping[int, str]) -> tuple[str, Any]:
-    key, found = "", None
+    """Return the name and value of one statistic."""
+    key, content = "", None
     for number, value in _fields(data):
         match number:
             case 1:
                 key = names.get(value, "")
             case 2:
-                found = struct.unpack("<d", value)[0]
+                content = struct.unpack("<d", value)[0]
             case 3:
-                found = value
+                content = value
             case 4:
-                found = value - (1 << 64) if value >> 63 else value
+                content = value - (1 << 64) if value >> 63 else value
             case 5:
-                found = _text(value)
+                content = _text(value)
             case 6:
-                found = bytes(value)
+                content = bytes(value)
             case 7:
-                found = names.get(value, "")
-    return key, found
+                content = names.get(value, "")
+    return key, content
 
 
 def _text(value: Any) -> str:
+    """Decode UTF-8 bytes."""
     return bytes(value).decode()
 
 
 def _fields(data: Any) -> Iterator[tuple[int, Any]]:
-    """Numbers and values of a message in protobuf's wire format: whole numbers, or the bytes of anything else."""
+    """Yield the number and value of each field of a protobuf message: a whole number, or the bytes of other types."""
     place, end = 0, len(data)
     while place < end:
         tag, place = _varint(data, place)
@@ -136,6 +144,7 @@ def _fields(data: Any) -> Iterator[tuple[int, Any]]:
 
 
 def _varint(data: Any, place: int) -> tuple[int, int]:
+    """Decode a variable-length number at `place`; return it and the position after it."""
     value = shift = 0
     while True:
         byte = data[place]

@@ -6,14 +6,14 @@ from typing import Any
 
 
 def own_name(name: str) -> str:
-    """A parameter's name without what wrappers (FSDP, checkpointing, torch.compile) put into it."""
+    """Strip the parts that wrappers (FSDP, checkpointing, torch.compile) insert into a parameter's name."""
     return re.sub(
         r"(_orig_module|_fsdp_wrapped_module|_checkpoint_wrapped_module|_orig_mod|_forward_module)\.", "", name
     )
 
 
 def mesh_sizes(mesh: Any) -> dict[str, int]:
-    """Axes and sizes of a `torch.distributed.device_mesh.DeviceMesh`; unnamed axes are named as ours are."""
+    """Return the axes and sizes of a `torch.distributed.device_mesh.DeviceMesh`; unnamed axes get our default names."""
     from autoshard.cost import default_axis_names
 
     sizes = tuple(int(size) for size in mesh.mesh.shape)
@@ -21,7 +21,7 @@ def mesh_sizes(mesh: Any) -> dict[str, int]:
 
 
 def owned_parameters(model: Any) -> Iterator[tuple[Any, str, str, Any]]:
-    """Owner, key, name and parameter; a shared parameter comes once for each owner, under its first name."""
+    """Yield owner, key, name and parameter; a shared parameter appears once for each owner, under its first name."""
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     for module in list(model.modules()):
         for key, parameter in list(module.named_parameters(recurse=False)):

@@ -1,1 +1,1 @@
-"""A plan on PyTorch modules: DTensor placements, and functions split where DTensor cannot."""
+"""A plan on PyTorch modules: DTensor placements, and split functions where DTensor has none."""

@@ -1,4 +1,4 @@
-"""A torch module that runs under a plan on DTensors: hooks that split its inputs, and keep its layers as planned."""
+"""A torch module that runs under a plan on DTensors, with hooks that split its inputs and place its layers' values."""
 
 import contextlib
 import dataclasses
@@ -21,25 +21,28 @@ from autoshard.program import map_inputs
 
 
 def distribute(plan: Plan, model: Any, mesh: Any, places: Mapping[str, Sequence[Any]], gather_outputs: bool) -> Any:
-    """Split a module's parameters, given their placements by name, and hook its modules; see `Plan.distribute`."""
+    """Split a module's parameters by `places` (placements by name), and hook its modules; see `Plan.distribute`.
+
+    Raises: UserError for a module that has DTensors already.
+    """
     if any(isinstance(parameter, DTensor) for parameter in model.parameters()):
         raise UserError("plan.distribute: the module has DTensors already; give a module that is not distributed yet.")
-    made: dict[int, Any] = {}
+    distributed: dict[int, Any] = {}
     uses = _PlannedUses(plan)
     pinned: dict[Any, dict[str, list[_PlacedUse]]] = {}
     for module, key, name, parameter in owned_parameters(model):
-        if id(parameter) not in made:
+        if id(parameter) not in distributed:
             value = distribute_tensor(parameter.detach(), mesh, list(places[name]))
-            made[id(parameter)] = torch.nn.Parameter(value, requires_grad=parameter.requires_grad)
-        module.register_parameter(key, made[id(parameter)])
-        if found := uses.of(own_name(name)):
-            pinned.setdefault(module, {})[key] = found
+            distributed[id(parameter)] = torch.nn.Parameter(value, requires_grad=parameter.requires_grad)
+        module.register_parameter(key, distributed[id(parameter)])
+        if placed_uses := uses.of(own_name(name)):
+            pinned.setdefault(module, {})[key] = placed_uses
     running = _RunHooks(plan, mesh, gather_outputs)
     running.place_gradients(model)
     for module in list(model.modules()):
         if is_experts(module):
-            taken = {key: found[0].weight for key, found in pinned.get(module, {}).items()}
-            block = ExpertHooks(mesh, taken)
+            expert_places = {key: placed_uses[0].weight for key, placed_uses in pinned.get(module, {}).items()}
+            block = ExpertHooks(mesh, expert_places)
             module.register_forward_pre_hook(block.before)
             module.register_forward_hook(block.after, always_call=True)
         elif module in pinned:
@@ -53,7 +56,10 @@ def distribute(plan: Plan, model: Any, mesh: Any, places: Mapping[str, Sequence[
 
 
 def notes_on(model: Any) -> tuple[str, ...]:
-    """See `autoshard.exec.distribution_notes`."""
+    """Return the sentences of `autoshard.exec.distribution_notes`.
+
+    Raises: UserError for a module that is not distributed.
+    """
     for hook in model._forward_pre_hooks.values():
         if isinstance(getattr(hook, "__self__", None), _RunHooks):
             return hook.__self__.notes()
@@ -62,7 +68,7 @@ def notes_on(model: Any) -> tuple[str, ...]:
 
 @dataclasses.dataclass(frozen=True)
 class _PlacedUse:
-    """Placements of one way to use a parameter, and the shapes by which that is known."""
+    """Placements for one use of a parameter, and the shapes that identify that use."""
 
     input_shape: tuple[int, ...]
     output_shape: tuple[int, ...]
@@ -71,12 +77,12 @@ class _PlacedUse:
     output: list[Any]
 
     def takes(self, shape: tuple[int, ...]) -> bool:
-        """Whether it takes values of a shape; what is looked up has one dim more in a program."""
+        """Return True if the use has an input of this shape; the ids of a lookup have one dim more in a program."""
         return self.input_shape in (shape, (*shape, 1))
 
 
 class _PlannedUses:
-    """The plan's uses of parameters, as DTensor can hold them."""
+    """The plan's uses of parameters, as far as DTensor can represent their specs."""
 
     def __init__(self, plan: Plan) -> None:
         self._found: dict[str, tuple[re.Pattern[str], list[_PlacedUse]]] = {}
@@ -84,17 +90,18 @@ class _PlannedUses:
             pattern = re.compile(module_pattern(plan, use.parameter))
             _, into = self._found.setdefault(use.parameter, (pattern, []))
             if all(dims_by_axis(spec, plan.mesh) is not None for spec in (use.weight, use.input, use.output)):
-                weight, taken, given = (
+                weight, inputs, outputs = (
                     list(placements_of(s, plan.mesh, "")) for s in (use.weight, use.input, use.output)
                 )
-                into.append(_PlacedUse(use.input_shape, use.output_shape, weight, taken, given))
+                into.append(_PlacedUse(use.input_shape, use.output_shape, weight, inputs, outputs))
 
     def of(self, name: str) -> list[_PlacedUse]:
+        """Return the uses of the parameter with that name."""
         return [use for pattern, uses in self._found.values() if pattern.match(name) for use in uses]
 
 
 def _pins(plan: Plan) -> dict[tuple[str, tuple[int, ...]], list[Any]]:
-    """Placements of what functions give in some shape, as far as DTensor can hold them."""
+    """Return the placements of functions' results, by function and shape, as far as DTensor can represent them."""
     return {
         (each.function, each.shape): list(placements_of(each.spec, plan.mesh, ""))
         for each in plan.activations
@@ -103,7 +110,7 @@ def _pins(plan: Plan) -> dict[tuple[str, tuple[int, ...]], list[Any]]:
 
 
 class _UseHooks:
-    """Hooks of a module that owns parameters: these are taken, and what it gives is held, as planned."""
+    """Hooks of a module that owns parameters: they place its parameters, its input and its output as planned."""
 
     def __init__(self, uses: Mapping[str, list[_PlacedUse]], ops: SplitOps) -> None:
         self._uses = uses
@@ -111,44 +118,46 @@ class _UseHooks:
         self._calls: list[list[tuple[str, _PlacedUse]]] = []
 
     def before(self, module: Any, args: tuple[Any, ...]) -> Any:
-        taken = args[0] if args and isinstance(args[0], DTensor) else None
-        shape = None if taken is None else tuple(taken.shape)
-        found = [
+        """Place the parameters and the first input for the planned use that has the input's shape."""
+        first = args[0] if args and isinstance(args[0], DTensor) else None
+        shape = None if first is None else tuple(first.shape)
+        matching = [
             (key, next(iter(fitting)))
             for key, uses in self._uses.items()
             if shape is not None and (fitting := [use for use in uses if use.takes(shape)])
         ]
-        self._calls.append(found)
-        self._ops.inside += bool(found)
-        for key, use in found:
-            held = module._parameters[key]
-            if list(held.placements) != use.weight:
-                # In front of the parameter: gone after the call, and never seen by an optimizer or a checkpoint.
-                module.__dict__[key] = held.redistribute(placements=use.weight)
-        if not found or shape is None:
+        self._calls.append(matching)
+        self._ops.inside += bool(matching)
+        for key, use in matching:
+            parameter = module._parameters[key]
+            if list(parameter.placements) != use.weight:
+                # The placed copy hides the parameter during the call only, so that no optimizer or checkpoint sees it.
+                module.__dict__[key] = parameter.redistribute(placements=use.weight)
+        if not matching or shape is None:
             return None
-        places = found[0][1].input
+        places = matching[0][1].input
         if any(place.is_shard() and place.dim >= len(shape) for place in places):
             return None
-        return (moved(taken, places), *args[1:])
+        return (moved(first, places), *args[1:])
 
     def after(self, module: Any, args: Any, output: Any) -> Any:
-        found = self._calls.pop() if self._calls else []
-        self._ops.inside -= bool(found)
-        for key, _ in found:
+        """Restore the parameters, and place the output as planned."""
+        matching = self._calls.pop() if self._calls else []
+        self._ops.inside -= bool(matching)
+        for key, _ in matching:
             module.__dict__.pop(key, None)
-        if found and isinstance(output, DTensor) and tuple(output.shape) == found[0][1].output_shape:
-            return moved(output, found[0][1].output)
+        if matching and isinstance(output, DTensor) and tuple(output.shape) == matching[0][1].output_shape:
+            return moved(output, matching[0][1].output)
         return None
 
 
 def moved(tensor: Any, places: Sequence[Any]) -> Any:
-    """A DTensor in other placements."""
+    """Return a DTensor in other placements."""
     return tensor if list(tensor.placements) == list(places) else tensor.redistribute(placements=list(places))
 
 
 class _RunHooks:
-    """Hooks of all modules: torch functions run split within them, the first to be called takes and gives for all."""
+    """Hooks of all modules that split torch functions within them; the outermost module places inputs and outputs."""
 
     def __init__(self, plan: Plan, mesh: Any, gather_outputs: bool) -> None:
         self._mesh = mesh
@@ -156,7 +165,7 @@ class _RunHooks:
         self.ops = SplitOps(mesh, _pins(plan))
         self._open: list[contextlib.ExitStack] = []
         self._gradients = False
-        """Whether the gradients of this module's parameters are placed."""
+        """True if the gradients of this module's parameters are placed."""
         self._inputs = {
             name.removeprefix("batch."): (plan.shapes[name], placements_of(spec, plan.mesh, name))
             for name, spec in plan.arguments.items()
@@ -167,26 +176,30 @@ class _RunHooks:
         return self.__dict__ | {"_gradients": False}  # parameters are copied and pickled without their hooks
 
     def place_gradients(self, module: Any) -> None:
-        """Have gradients placed as parameters are: an optimizer would sum them anew wherever it uses them."""
+        """Place gradients as parameters are; otherwise an optimizer would sum them again at each use."""
         for parameter in module.parameters():
             if isinstance(parameter, DTensor) and parameter.requires_grad:
                 parameter.register_hook(PlacedGradient(parameter.placements))
         self._gradients = True
 
     def notes(self) -> tuple[str, ...]:
+        """Return a sentence for each function that every device runs whole."""
         return tuple(f"{name} runs whole on every device: {said}." for name, said in self.ops.whole.items())
 
     def enter(self, module: Any, args: Any, kwargs: Any) -> None:
+        """Start splitting torch functions when the outermost module is called."""
         stack = contextlib.ExitStack()
         if not self._open:
             stack.enter_context(self.ops)
         self._open.append(stack)
 
     def leave(self, module: Any, args: Any, output: Any) -> None:
+        """Stop splitting torch functions when the outermost module returns."""
         if self._open:
             self._open.pop().close()
 
     def enter_root(self, module: Any, args: Any, kwargs: Any) -> Any:
+        """Place the inputs of the distributed module."""
         self.enter(module, args, kwargs)
         if not self._gradients:
             self.place_gradients(module)
@@ -197,12 +210,13 @@ class _RunHooks:
             raise
 
     def leave_root(self, module: Any, args: Any, output: Any) -> Any:
+        """Gather the outputs of the distributed module if asked to; otherwise complete their sums."""
         self.leave(module, args, output)
         final = gathered if self._gathers else settle
         return _pytree.tree_map_only(DTensor, final, output)
 
     def _placed(self, name: str, value: Any) -> Any:
-        """An input as planned; one of another shape is split if that comes out even, else whole."""
+        """Place an input as planned; an input of another shape is split if all parts are even, else replicated."""
         if not isinstance(value, torch.Tensor):
             return value
         shape, places = self._inputs.get(name, ((), None))

@@ -1,4 +1,4 @@
-"""Specs as DTensor placements, and back."""
+"""Specs as DTensor placements, and the reverse."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -8,9 +8,9 @@ from autoshard.planning import Spec, dims_by_axis, spec_text
 
 
 def placements_of(spec: Spec, mesh: Mapping[str, int], name: str) -> tuple[Any, ...]:
-    """`Shard` or `Replicate` for each mesh axis.
+    """Return `Shard` or `Replicate` for each mesh axis.
 
-    Raises `UserError` where a dim is split by axes in another order than the mesh's, which DTensor cannot hold.
+    Raises: UserError if axes split a dim in another order than the mesh's, which DTensor cannot represent.
     """
     from torch.distributed.tensor import Replicate, Shard
 
@@ -24,9 +24,9 @@ def placements_of(spec: Spec, mesh: Mapping[str, int], name: str) -> tuple[Any, 
 
 
 def spec_of_placements(placements: Any, rank: int, mesh: Mapping[str, int]) -> Spec:
-    """The spec that DTensor placements mean: the reverse of `placements_of`.
+    """Return the spec of DTensor placements, the reverse of `placements_of`.
 
-    Raises `UserError` for a partial or strided placement.
+    Raises: UserError for a partial or strided placement.
     """
     from torch.distributed.tensor import Replicate, Shard
 

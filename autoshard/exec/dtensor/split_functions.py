@@ -11,9 +11,9 @@ from autoshard.exec.dtensor.split_trial import settle
 
 
 def attend(func: Callable[..., Any], given: Sequence[Any], keywords: dict[str, Any]) -> Any:
-    """Attention on the shards of each device, which are of some batches and some heads; None if there is no such way.
+    """Run attention on each device's shard of batches and heads; return None if the arguments do not allow it.
 
-    DTensor knows the kernels of some backends only, and takes no mask that is split.
+    DTensor supports the kernels of some backends only, and no split mask.
     """
     if len(given) > 3 or not all(isinstance(each, DTensor) and each.ndim == 4 for each in given[:3]):
         return None
@@ -29,10 +29,11 @@ def attend(func: Callable[..., Any], given: Sequence[Any], keywords: dict[str, A
         places = [Replicate() if axis in shared else place for axis, place in enumerate(places)]
 
     def local(tensor: Any) -> Any:
-        ahead = 4 - tensor.ndim
+        """Return this device's part of a tensor whose leading dims may be missing, as those of a mask."""
+        missing = 4 - tensor.ndim
         own, grads = [], []
         for place in places:
-            dim = place.dim - ahead if isinstance(place, Shard) else -1
+            dim = place.dim - missing if isinstance(place, Shard) else -1
             whole = dim < 0 or tensor.shape[dim] == 1
             own.append(Replicate() if whole else Shard(dim))
             grads.append(Partial() if whole and isinstance(place, Shard) else own[-1])
@@ -40,14 +41,14 @@ def attend(func: Callable[..., Any], given: Sequence[Any], keywords: dict[str, A
 
     if masks:
         keywords = keywords | {"attn_mask": local(mask)}
-    made = func(*map(local, given), **keywords)
-    return DTensor.from_local(made, query.device_mesh, places, run_check=False)
+    result = func(*map(local, given), **keywords)
+    return DTensor.from_local(result, query.device_mesh, places, run_check=False)
 
 
 def embed(func: Callable[..., Any], given: Sequence[Any], keywords: dict[str, Any]) -> Any:
-    """A lookup of each device's ids in its part of the table.
+    """Look up each device's ids in its part of the table; return None if the arguments do not allow it.
 
-    DTensor's own takes all ids where rows of the table are split, and gathers the gradients of all ids.
+    DTensor's own lookup needs all ids where rows of the table are split, and gathers the gradients of all ids.
     """
     named = dict(zip(_EMBEDDING, given, strict=False)) | keywords
     ids, table = named.pop("input", None), named.pop("weight", None)
@@ -63,28 +64,31 @@ def embed(func: Callable[..., Any], given: Sequence[Any], keywords: dict[str, An
         grads.append(Partial() if by_id else place)
         out.append(id_place if by_id else Partial() if place == Shard(0) else
                    Shard(ids.ndim) if place == Shard(1) else Replicate())  # fmt: skip
-    taken, held = local_part(ids, own_ids), local_part(table, own_table, grads)
+    local_ids, part = local_part(ids, own_ids), local_part(table, own_table, grads)
     mesh, first = ids.device_mesh, 0
     for axis in [axis for axis, place in enumerate(own_table) if place == Shard(0)]:
         first = first * mesh.size(axis) + mesh.get_local_rank(axis)
     if Shard(0) not in own_table:
-        made = func(taken, held, **named)
+        result = func(local_ids, part, **named)
     else:
-        if len(held) * math.prod(mesh.size(axis) for axis, place in enumerate(own_table) if place == Shard(0)) != len(
+        if len(part) * math.prod(mesh.size(axis) for axis, place in enumerate(own_table) if place == Shard(0)) != len(
             table
         ):
             return None
         padding = named.pop("padding_idx", None)
-        if padding is not None and 0 <= (padding := padding % len(table) - first * len(held)) < len(held):
+        if padding is not None and 0 <= (padding := padding % len(table) - first * len(part)) < len(part):
             named["padding_idx"] = padding
-        own = taken - first * len(held)
-        elsewhere = (own < 0) | (own >= len(held))
-        made = func(own.masked_fill(elsewhere, 0), held, **named).masked_fill(elsewhere.unsqueeze(-1), 0)
-    return DTensor.from_local(made, mesh, out, run_check=False)
+        row = local_ids - first * len(part)
+        elsewhere = (row < 0) | (row >= len(part))
+        result = func(row.masked_fill(elsewhere, 0), part, **named).masked_fill(elsewhere.unsqueeze(-1), 0)
+    return DTensor.from_local(result, mesh, out, run_check=False)
 
 
 def convolve(func: Callable[..., Any], given: Sequence[Any], keywords: dict[str, Any]) -> Any:
-    """A convolution of some images to some features: DTensor's own splits space."""
+    """Run a convolution on some images or to some features; return None if the arguments do not allow it.
+
+    DTensor's own convolution splits space.
+    """
     named = dict(zip(_CONVOLUTION, given, strict=False)) | keywords
     images, kernel, bias = (named.pop(name, None) for name in ("input", "weight", "bias"))
     if not isinstance(images, DTensor) or not isinstance(kernel, DTensor) or images.ndim != kernel.ndim:
@@ -102,68 +106,72 @@ def convolve(func: Callable[..., Any], given: Sequence[Any], keywords: dict[str,
             places[name].append(each)
     own_bias = None if bias is None else local_part(bias, places["bias"], places["kernel'"])
     own_images = local_part(images, places["images"], places["images'"])
-    made = func(own_images, local_part(kernel, places["kernel"], places["kernel'"]), own_bias, **named)
-    return DTensor.from_local(made, images.device_mesh, places["out"], run_check=False)
+    result = func(own_images, local_part(kernel, places["kernel"], places["kernel'"]), own_bias, **named)
+    return DTensor.from_local(result, images.device_mesh, places["out"], run_check=False)
 
 
 def multiply(func: Callable[..., Any], given: Sequence[Any], keywords: dict[str, Any]) -> Any:
-    """A linear layer of values that are split between their first dim and their last: DTensor merges these dims."""
+    """Run a linear layer on values split in a dim between the first and the last; return None for other values.
+
+    DTensor would merge these dims.
+    """
     named = dict(zip(("input", "weight", "bias"), given, strict=False)) | keywords
-    taken, weight, bias = (named.get(name) for name in ("input", "weight", "bias"))
-    if not isinstance(taken, DTensor) or not isinstance(weight, DTensor) or not isinstance(bias, (DTensor, type(None))):
+    value, weight, bias = (named.get(name) for name in ("input", "weight", "bias"))
+    if not isinstance(value, DTensor) or not isinstance(weight, DTensor) or not isinstance(bias, (DTensor, type(None))):
         return None
-    last = taken.ndim - 1
-    if weight.ndim != 2 or not any(isinstance(place, Shard) and 0 < place.dim < last for place in taken.placements):
+    last = value.ndim - 1
+    if weight.ndim != 2 or not any(isinstance(place, Shard) and 0 < place.dim < last for place in value.placements):
         return None
     places: dict[str, list[Any]] = {name: [] for name in ("taken", "weight", "taken'", "weight'", "out")}
-    for taken_place, place in zip(taken.placements, weight.placements, strict=True):
-        rows = isinstance(taken_place, Shard) and taken_place.dim < last
+    for value_place, place in zip(value.placements, weight.placements, strict=True):
+        rows = isinstance(value_place, Shard) and value_place.dim < last
         columns = not rows and place == Shard(0)
-        split = (taken_place, Replicate(), taken_place, Partial(), taken_place) if rows else (
+        split = (value_place, Replicate(), value_place, Partial(), value_place) if rows else (
             (Replicate(), Shard(0), Partial(), Shard(0), Shard(last)) if columns else (Replicate(),) * 5
         )  # fmt: skip
         for name, each in zip(places, split, strict=True):
             places[name].append(each)
     own_bias = None if bias is None else local_part(bias, places["weight"], places["weight'"])
-    own_taken = local_part(taken, places["taken"], places["taken'"])
-    made = func(own_taken, local_part(weight, places["weight"], places["weight'"]), own_bias)
-    return DTensor.from_local(made, taken.device_mesh, places["out"], run_check=False)
+    own_values = local_part(value, places["taken"], places["taken'"])
+    result = func(own_values, local_part(weight, places["weight"], places["weight'"]), own_bias)
+    return DTensor.from_local(result, value.device_mesh, places["out"], run_check=False)
 
 
 def choose(func: Callable[..., Any], given: Sequence[Any], keywords: dict[str, Any]) -> Any:
-    """The largest of every row, where rows are whole; DTensor has no gradient of that."""
+    """Run top-k with whole rows; DTensor has no gradient of top-k."""
     named = dict(zip(("input", "k", "dim", "largest", "sorted"), given, strict=False)) | keywords
-    taken = named.pop("input", None)
-    if not isinstance(taken, DTensor) or "out" in named:
+    rows = named.pop("input", None)
+    if not isinstance(rows, DTensor) or "out" in named:
         return None
-    places = _whole_in(taken, {named.get("dim", -1) % max(taken.ndim, 1)})
-    values, indices = func(local_part(taken, places), **named)
-    made = (DTensor.from_local(each, taken.device_mesh, places, run_check=False) for each in (values, indices))
-    return torch.return_types.topk(tuple(made))  # pyright: ignore[reportArgumentType]
+    places = _whole_in(rows, {named.get("dim", -1) % max(rows.ndim, 1)})
+    values, indices = func(local_part(rows, places), **named)
+    results = (DTensor.from_local(each, rows.device_mesh, places, run_check=False) for each in (values, indices))
+    return torch.return_types.topk(tuple(results))  # pyright: ignore[reportArgumentType]
 
 
 def pad(func: Callable[..., Any], given: Sequence[Any], keywords: dict[str, Any]) -> Any:
-    """Values with more at their ends, where they are not split."""
+    """Pad values in dims that are not split; return None if the arguments do not allow it."""
     named = dict(zip(("input", "pad", "mode", "value"), given, strict=False)) | keywords
-    taken, widths = named.pop("input", None), named.get("pad", ())
-    if not isinstance(taken, DTensor) or not all(isinstance(width, int) for width in widths):
+    values, widths = named.pop("input", None), named.get("pad", ())
+    if not isinstance(values, DTensor) or not all(isinstance(width, int) for width in widths):
         return None
-    places = _whole_in(taken, {taken.ndim - 1 - k // 2 for k, width in enumerate(widths) if width})
-    return DTensor.from_local(func(local_part(taken, places), **named), taken.device_mesh, places, run_check=False)
+    places = _whole_in(values, {values.ndim - 1 - k // 2 for k, width in enumerate(widths) if width})
+    return DTensor.from_local(func(local_part(values, places), **named), values.device_mesh, places, run_check=False)
 
 
 def _whole_in(tensor: Any, dims: set[int]) -> list[Any]:
-    """A tensor's placements with these dims whole."""
+    """Return a tensor's placements with these dims whole."""
     return [p if isinstance(p, Shard) and p.dim not in dims else Replicate() for p in tensor.placements]
 
 
 def local_part(tensor: Any, places: Sequence[Any], grads: Sequence[Any] | None = None) -> Any:
-    """This device's part of a tensor in some placements; what it adds to gradients is placed as `grads` say."""
+    """Return this device's part of a tensor in some placements; `grads` are the placements of its gradient."""
     return tensor.redistribute(placements=list(places)).to_local(grad_placements=list(grads or places))
 
 
 _EMBEDDING = ("input", "weight", "padding_idx", "max_norm", "norm_type", "scale_grad_by_freq", "sparse")
 _CONVOLUTION = ("input", "weight", "bias", "stride", "padding", "dilation", "groups")
+# Torch function -> its implementation on shards, which returns None if the arguments do not allow it.
 ON_SHARDS: dict[Any, Callable[..., Any]] = {
     torch.nn.functional.scaled_dot_product_attention: attend,
     torch.nn.functional.embedding: embed,
@@ -178,7 +186,7 @@ ON_SHARDS: dict[Any, Callable[..., Any]] = {
 
 
 def is_experts(module: Any) -> bool:
-    """Whether a module is a block of experts as transformers has them, all of whose parameters are by expert."""
+    """Return True if a module is a block of experts of transformers, whose parameters all have experts as first dim."""
     count = getattr(module, "num_experts", None)
     if not isinstance(count, int) or not hasattr(module, "_is_expert_parallel"):
         return False
@@ -187,37 +195,38 @@ def is_experts(module: Any) -> bool:
 
 
 class ExpertHooks:
-    """Hooks of a block of experts: it takes this device's tokens and holds its experts while it runs.
+    """Hooks of a block of experts: during a call the block has this device's tokens and this device's experts.
 
-    A token that another device's expert is to have counts nothing here; what all devices make is summed.
+    A token counts nothing here if its expert is on another device. The results of all devices are summed.
     """
 
     def __init__(self, mesh: Any, taken: Mapping[str, Sequence[Any]]) -> None:
         self._mesh = mesh
         self._taken = dict(taken)
-        """Parameter -> the placements in which the plan's ops take it, where it says that."""
+        """Parameter -> its placements in the plan's ops, where the plan has them."""
         self._calls: list[tuple[Any, ...] | None] = []
 
     def before(self, module: Any, args: tuple[Any, ...]) -> Any:
-        held = dict(module.named_parameters(recurse=False))
-        fits = len(args) == 3 and all(isinstance(each, DTensor) for each in (*args, *held.values()))
+        """Replace inputs and parameters by this device's parts, and send tokens of other devices' experts nowhere."""
+        parameters = dict(module.named_parameters(recurse=False))
+        fits = len(args) == 3 and all(isinstance(each, DTensor) for each in (*args, *parameters.values()))
         if not fits or len({len(each) for each in args}) != 1:
             self._calls.append(None)
             return None
         hidden, index, weights = (settle(each) for each in args)
-        by_expert = self._axes_of_experts(held)
+        by_expert = self._axes_of_experts(parameters)
         rows: list[Any] = []
         for axis, place in enumerate(hidden.placements):
             rows.append(Shard(0) if place == Shard(0) and axis not in by_expert else Replicate())
         summed = [Partial() if axis in by_expert else place for axis, place in enumerate(rows)]
         own_hidden, own_weights = (local_part(each, rows, summed) for each in (hidden, weights))
         own_index = local_part(index, rows, rows)
-        for name, parameter in held.items():
+        for name, parameter in parameters.items():
             places = [Shard(0) if axis in by_expert else Replicate() for axis in range(self._mesh.ndim)]
             grads = [Partial() if row.is_shard() else place for row, place in zip(rows, places, strict=True)]
             module.__dict__[name] = local_part(parameter, places, grads)
         if by_expert:
-            count = len(module.__dict__[next(iter(held))])
+            count = len(module.__dict__[next(iter(parameters))])
             number = 0
             for axis in by_expert:
                 number = number * self._mesh.size(axis) + self._mesh.get_local_rank(axis)
@@ -225,10 +234,11 @@ class ExpertHooks:
             own_index = torch.where(elsewhere, count, own_index % count)
             own_weights = own_weights.masked_fill(elsewhere, 0)
             module.num_experts, module._is_expert_parallel = count, True
-        self._calls.append((list(held), len(next(iter(held.values()))), summed, hidden.placements))
+        self._calls.append((list(parameters), len(next(iter(parameters.values()))), summed, hidden.placements))
         return own_hidden, own_index, own_weights
 
     def after(self, module: Any, args: Any, output: Any) -> Any:
+        """Restore the parameters, and return the output as a DTensor to be summed over axes of experts."""
         called = self._calls.pop() if self._calls else None
         if called is None:
             return None
@@ -237,14 +247,14 @@ class ExpertHooks:
             module.__dict__.pop(name, None)
         module.num_experts, module._is_expert_parallel = count, False
         if not isinstance(output, torch.Tensor) or isinstance(output, DTensor):
-            return None  # it failed
-        made = DTensor.from_local(output, self._mesh, places, run_check=False)
+            return None  # the call failed
+        result = DTensor.from_local(output, self._mesh, places, run_check=False)
         if any(place.is_partial() and own == Shard(0) for place, own in zip(places, before, strict=True)):
-            return made.redistribute(placements=[own if own == Shard(0) else place
+            return result.redistribute(placements=[own if own == Shard(0) else place
                                                  for place, own in zip(places, before, strict=True)])  # fmt: skip
-        return made
+        return result
 
     def _axes_of_experts(self, held: Mapping[str, Any]) -> list[int]:
-        """Axes of the mesh over which parameters are taken split by experts; where that is not known, are held so."""
+        """Return the mesh axes that split experts in the plan's uses of the parameters, else in their placements."""
         places = [list(each) for each in self._taken.values()] or [list(each.placements) for each in held.values()]
         return [axis for axis in range(self._mesh.ndim) if all(each[axis] == Shard(0) for each in places)]

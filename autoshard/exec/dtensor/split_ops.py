@@ -1,8 +1,8 @@
-"""Any torch code on DTensors: what DTensor cannot run is run on whole tensors, by every device alike.
+"""Any torch code on DTensors: functions that DTensor cannot run are run on whole tensors, by every device alike.
 
-DTensor knows how to split most of torch's operators, but not all; of some it knows the operator and not its gradient;
-and it refuses to mix its tensors with plain ones. A mode that sees every call of a torch function stands in between.
-It works above autograd: what runs on whole tensors also has its gradient computed on whole tensors.
+DTensor can split most of torch's operators, but not all. For some operators it lacks the gradient, and it refuses to
+mix its tensors with plain ones. A mode that intercepts every call of a torch function handles these cases. The mode
+works above autograd: a function on whole tensors also has its gradient computed on whole tensors.
 """
 
 import functools
@@ -20,31 +20,32 @@ from autoshard.exec.dtensor.split_trial import is_sound, settle, trial
 
 
 class SplitOps(TorchFunctionMode):
-    """While it is entered, torch functions that take DTensors of `mesh` take plain tensors too and do not fail on them.
+    """Mode in which torch functions accept DTensors of `mesh` together with plain tensors, and do not fail on DTensors.
 
-    A plain tensor is taken to be the same on every process. A function is tried when it is first met with arguments of
-    such shapes and placements: if DTensor fails on it or on its gradient, or comes to other values than one device
-    does, its arguments are gathered and every device runs it whole, from then on. Sums that are left over are done
-    before the next function sees them, and what cannot be split evenly is whole.
+    A plain tensor is assumed to be equal on every process. The first call of a function with such shapes and placements
+    is a trial. The function fails the trial if DTensor fails on it or on its gradient, or returns other values than one
+    device does. From then on its arguments are gathered and every device runs it whole. Open sums are completed before
+    the next function, and tensors that cannot be split evenly are replicated.
     """
 
     def __init__(self, mesh: Any, pins: Mapping[tuple[str, tuple[int, ...]], Sequence[Any]] | None = None) -> None:
         super().__init__()
         register_missing()
         self._pins = dict(pins or {})
-        """Name of a function and shape of what it gives -> how that is placed."""
+        """(Name of a function, shape of its result) -> placements of the result."""
         self.inside = 0
-        """Layers that are being run whose results are placed at their end: nothing within them is pinned."""
+        """Number of running layers whose results are placed at their end; no value within them is pinned."""
         self.mesh = mesh
         self.whole: dict[str, str] = {}
-        """Functions that every device ran whole, by name, with what was wrong on DTensors."""
+        """Name of a function that every device ran whole -> its failure on DTensors."""
         self._runs: dict[Any, bool] = {}
-        """Function and all that decides whether DTensor runs it -> whether it does."""
+        """Key of a trial (`_key`) -> True if it succeeded."""
         self._replicated = [Replicate()] * mesh.ndim
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        """Run a function on DTensors if its trial succeeds; else split by batch if that trial succeeds; else whole."""
         kwargs = kwargs or {}
         leaves = _pytree.tree_leaves((args, kwargs))
         if func in _READS or not any(isinstance(leaf, DTensor) for leaf in leaves):
@@ -67,17 +68,17 @@ class SplitOps(TorchFunctionMode):
             if by_batch and self._runs.get(by_key):
                 (given, keywords), key = by_batch, by_key
         if self._runs[key]:
-            made = run_split(func, given, keywords)
-            if all(is_sound(each, _divides) for each in _pytree.tree_leaves(made)):
-                return made if _changes(func) else _pytree.tree_map_only(DTensor, self._pinned(func, args), made)
+            result = run_split(func, given, keywords)
+            if all(is_sound(each, _divides) for each in _pytree.tree_leaves(result)):
+                return result if _changes(func) else _pytree.tree_map_only(DTensor, self._pinned(func, args), result)
             self._note(func, self._agreed("its result is of another shape"))
             self._runs[key] = False
         return self._on_whole(func, args, kwargs)
 
     def _pinned(self, func: Callable[..., Any], args: Sequence[Any]) -> Callable[[Any], Any]:
-        """What has a result of a function placed as planned, and settled."""
+        """Return a function that places a result as planned, and settles it."""
         name = plain_name(func)
-        # A view that changes no shape is in no plan.
+        # No plan pins a view that does not change the shape.
         same = args[0].shape if name in _VIEWS and args and isinstance(args[0], torch.Tensor) else None
 
         def place(tensor: Any) -> Any:
@@ -88,11 +89,11 @@ class SplitOps(TorchFunctionMode):
         return place
 
     def _distributed(self, tensor: Any) -> Any:
-        """As a DTensor with nothing left to sum."""
+        """Return a tensor as a DTensor without open sums."""
         return settle(tensor) if isinstance(tensor, DTensor) else self._wrapped(tensor)
 
     def _by_batch(self, func: Callable[..., Any], given: Any, keywords: Any) -> tuple[Any, Any]:
-        """Arguments that are split in their first dim only, and their key; None where that changes nothing."""
+        """Return the arguments split in their first dim only, and their key; None if they are so already."""
         if _changes(func):
             return None, None
         changed = False
@@ -107,36 +108,38 @@ class SplitOps(TorchFunctionMode):
 
         if not any(Shard(0) in leaf.placements for leaf in _pytree.tree_leaves((given, keywords)) if _is(leaf)):
             return None, None
-        made = _pytree.tree_map_only(DTensor, kept, (given, keywords))
-        return (made, _key(func, made)) if changed else (None, None)
+        resplit = _pytree.tree_map_only(DTensor, kept, (given, keywords))
+        return (resplit, _key(func, resplit)) if changed else (None, None)
 
     def _agreed(self, wrong: str) -> str:
-        """What is wrong, with what other processes found too; empty if no process found anything."""
-        found = DTensor.from_local(
+        """Return the failure of a trial, also if only another process failed; "" if no process failed."""
+        failed = DTensor.from_local(
             torch.tensor(float(bool(wrong)), device=self.mesh.device_type), self.mesh, [Partial("max")] * self.mesh.ndim
         )
-        return (wrong or "it went wrong on another process") if found.full_tensor().item() else ""
+        return (wrong or "it went wrong on another process") if failed.full_tensor().item() else ""
 
     def _note(self, func: Callable[..., Any], wrong: str) -> None:
+        """Record that every device runs a function whole, with the reason."""
         self.whole.setdefault(resolve_name(func) or getattr(func, "__name__", str(func)), wrong)
 
     def _on_whole(self, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Run a function on gathered arguments, on every device, and copy its writes back to the shards."""
         target = _pytree.tree_leaves((args, kwargs))[0]
         writable: list[tuple[Any, Any, int]] = []
 
         def gather(tensor: Any) -> Any:
-            made = gathered(tensor)
+            result = gathered(tensor)
             if not tensor.requires_grad:
-                writable.append((tensor, made, made._version))
-            return made
+                writable.append((tensor, result, result._version))
+            return result
 
         whole, keywords = _pytree.tree_map_only(DTensor, gather, (args, kwargs))
         if not _changes(func):
-            made = func(*whole, **keywords)
+            result = func(*whole, **keywords)
             for tensor, each, before in writable:
-                if each._version != before:  # named by `out`, or running statistics
+                if each._version != before:  # `out`, or running statistics
                     tensor.copy_(self._wrapped(each).redistribute(placements=tensor.placements))
-            return _pytree.tree_map_only(torch.Tensor, self._wrapped, made)
+            return _pytree.tree_map_only(torch.Tensor, self._wrapped, result)
         if not isinstance(target, DTensor):
             return func(*whole, **keywords)
         changed = whole[0].clone()
@@ -145,58 +148,59 @@ class SplitOps(TorchFunctionMode):
         return target
 
     def _wrapped(self, tensor: Any) -> Any:
+        """Wrap a plain tensor as a replicated DTensor."""
         return DTensor.from_local(tensor, self.mesh, self._replicated, run_check=False)
 
 
 @functools.cache
 def register_missing() -> None:
-    """Tell DTensor how views of whole tensors are split, which it does not know of all: as they were."""
+    """Register with DTensor how views of whole tensors are split, as their inputs are, where DTensor lacks them."""
 
     @register_sharding(torch.ops.aten.alias.default)
     def _(tensor: Any) -> Any:
         return [([place], [place]) for place in (Replicate(), *map(Shard, range(len(tensor.shape))))]
 
-    # What torch 2.9 has for it writes the shape of what is selected into what DTensor remembers of the op before.
+    # The rule of torch 2.9 for `select` writes the selected shape into DTensor's cached metadata of the op before.
     @register_sharding(torch.ops.aten.select.int)
     def _(tensor: Any, dim: int, index: int) -> Any:
         rank = len(tensor.shape)
-        found: list[Any] = [([Replicate()], [Replicate(), None, None])]
+        strategies: list[Any] = [([Replicate()], [Replicate(), None, None])]
         for own in range(rank):
             if own != dim % rank:
-                found.append(([Shard(own - (own > dim % rank))], [Shard(own), None, None]))
-        return found
+                strategies.append(([Shard(own - (own > dim % rank))], [Shard(own), None, None]))
+        return strategies
 
 
 def run_split(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    """A function on DTensors, as DTensor runs it, or so that it can."""
+    """Run a function on DTensors, by an implementation of `ON_SHARDS` if there is one."""
     if func in ON_SHARDS:
-        made = ON_SHARDS[func](func, args, kwargs)
-        if made is not None:
-            return made
+        result = ON_SHARDS[func](func, args, kwargs)
+        if result is not None:
+            return result
     if func in (torch.cat, torch.concat) and args and isinstance(args[0], (list, tuple)):
-        # Torch leaves an empty tensor of one dim out, such as a cache that holds nothing yet; DTensor fails on it.
-        kept = [each for each in args[0] if tuple(each.shape) != (0,)]
-        args = (kept or args[0], *args[1:])
+        # Torch skips an empty tensor of one dim, such as an empty cache; DTensor fails on it.
+        nonempty = [each for each in args[0] if tuple(each.shape) != (0,)]
+        args = (nonempty or args[0], *args[1:])
     return func(*args, **kwargs)
 
 
 def settled(tensor: Any) -> Any:
-    """What a function gives, with splits that come out even, and with its gradient split alike.
+    """Return a function's result with even splits, and with its gradient placed alike.
 
-    A gradient may come in any placement, which what DTensor was tried with does not cover.
+    A gradient may arrive in any placement, which the trial does not cover.
     """
     if any(place.is_partial() and type(place) is not Partial for place in tensor.placements):
-        tensor = settle(tensor)  # a lookup in a part of a table, which can be summed only once
+        tensor = settle(tensor)  # a lookup in a part of a table can be summed only once
     places = [p if _divides(tensor, p) else Replicate() for p in tensor.placements]
-    made = tensor if places == list(tensor.placements) else tensor.redistribute(placements=places)
-    if made.requires_grad and not made.is_leaf:
-        wanted = [Replicate() if p.is_partial() else p for p in places]
-        made.register_hook(PlacedGradient(wanted))
-    return made
+    result = tensor if places == list(tensor.placements) else tensor.redistribute(placements=places)
+    if result.requires_grad and not result.is_leaf:
+        gradient_places = [Replicate() if p.is_partial() else p for p in places]
+        result.register_hook(PlacedGradient(gradient_places))
+    return result
 
 
 class PlacedGradient:
-    """A hook of a tensor that has its gradient placed so; nothing in what is saved."""
+    """Hook of a tensor that places its gradient; the hook is not serialised with the tensor."""
 
     __torch_unserializable__ = True
 
@@ -210,11 +214,15 @@ class PlacedGradient:
 
 
 def gathered(tensor: Any) -> Any:
-    """The whole of a DTensor as a plain tensor, the same on every process; gradients go back as they came."""
+    """Return the whole of a DTensor as a plain tensor, equal on every process.
+
+    Gradients flow back in the placements in which they arrive.
+    """
     return settle(tensor).redistribute(placements=[Replicate()] * tensor.device_mesh.ndim).to_local()
 
 
 def _divides(tensor: Any, placement: Any) -> bool:
+    """Return True if a placement splits its dim evenly."""
     if not isinstance(placement, Shard):
         return True
     parts = 1
@@ -225,7 +233,7 @@ def _divides(tensor: Any, placement: Any) -> bool:
 
 
 def plain_name(func: Callable[..., Any]) -> str:
-    """The name of a function as plans have it: `add` for `Tensor.__radd__`, `__iadd__` and `torch.add`."""
+    """Return a function's name in plans: `add` for `Tensor.__radd__`, `__iadd__` and `torch.add`."""
     name = getattr(func, "__name__", "")
     plain = name.strip("_")
     return plain[1:] if name.startswith("__") and plain[1:] in _REFLECTED else plain
@@ -236,11 +244,12 @@ _REFLECTED = set("add sub mul truediv".split())
 
 
 def _is(leaf: Any) -> bool:
+    """Return True for a DTensor."""
     return isinstance(leaf, DTensor)
 
 
 def _changes(func: Callable[..., Any]) -> bool:
-    """Whether a function changes its first argument."""
+    """Return True if a function writes to its first argument."""
     name = getattr(func, "__name__", "")
     return name == "__setitem__" or name in _IN_PLACE or (name.endswith("_") and not name.endswith("__"))
 
@@ -266,11 +275,11 @@ _READS = {
         for name in "shape dtype device layout ndim requires_grad is_leaf is_cuda is_meta data grad grad_fn".split()
     ),
 }
-"""What only asks about a tensor, or gives the same one."""
+"""Functions that only read metadata of a tensor, or return the same tensor."""
 
 
 def _key(func: Callable[..., Any], given: Any) -> Any:
-    """What decides whether DTensor runs a function: all about its arguments but their values."""
+    """Return the key of a function's trial: the function and all properties of its arguments but their values."""
     grad = torch.is_grad_enabled()
 
     def told(leaf: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Whether DTensor runs a torch function as one device does: its values and its gradients are compared."""
+"""Trial of a torch function on DTensors: its values and gradients are compared with those on one device."""
 
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -10,11 +10,11 @@ from torch.utils import _pytree
 
 
 MOST_BYTES = 1 << 28
-"""Functions whose arguments and results are larger together are tried, but their values are not compared."""
+"""Most bytes of arguments and results of a function whose values are compared. Larger functions are only tried."""
 
 
 def settle(value: Any) -> Any:
-    """A DTensor with the sums that are left over done, in place of one with some left; anything else as it is."""
+    """Complete the open sums of a DTensor; return any other value unchanged."""
     if not isinstance(value, DTensor):
         return value
     places = [Replicate() if place.is_partial() else place for place in value.placements]
@@ -22,45 +22,51 @@ def settle(value: Any) -> Any:
 
 
 def trial(func: Callable[..., Any], run: Callable[..., Any], args: Any, kwargs: Any, changes: bool) -> str:
-    """What is wrong with a function on DTensors, empty if nothing is.
+    """Try a function on DTensors and return the failure as text; "" if it succeeds.
 
-    `run(func, args, kwargs)` is how it is run on DTensors, none of them a partial sum; `changes` says whether it
-    changes its first argument. No argument is changed, and no random numbers are used up.
+    No argument is changed, and no random numbers are consumed.
+
+    - `run`: `run(func, args, kwargs)` runs the function on DTensors.
+    - `args`, `kwargs`: arguments, none of them a partial sum.
+    - `changes`: True if the function writes to its first argument.
     """
     tensors = [leaf for leaf in _pytree.tree_leaves((args, kwargs)) if isinstance(leaf, DTensor)]
     mesh = tensors[0].device_mesh
     device = torch.get_device_module(mesh.device_type)
     own = [] if mesh.device_type == "cpu" else [device.current_device()]
-    # What the trial saves for its gradients is none of what a checkpoint around it counts.
+    # A checkpoint around the trial must not count the tensors that the trial saves for its gradients.
     keep = torch.autograd.graph.saved_tensors_hooks(_itself, _itself)
     with keep, torch.random.fork_rng(own, device_type="cuda" if mesh.device_type == "cpu" else mesh.device_type):
         before = _random_state(mesh)
         try:
-            found = [settle(each) for each in _values(lambda a, k: run(func, a, k), args, kwargs, changes)]
-        except Exception as error:  # DTensor raises many kinds; an error of the script's comes again on whole tensors
+            results = [settle(each) for each in _values(lambda a, k: run(func, a, k), args, kwargs, changes)]
+        except Exception as error:  # DTensor raises many kinds; the script's own error recurs on whole tensors
             return _said(error)
         if getattr(func, "__name__", "").startswith(("empty", "new_empty")):
             return ""
         if before != _random_state(mesh):
-            return ""  # two draws are never alike
+            return ""  # two random draws always differ
         if (
-            sum(each.numel() * each.element_size() for each in (*tensors, *found) if isinstance(each, DTensor))
+            sum(each.numel() * each.element_size() for each in (*tensors, *results) if isinstance(each, DTensor))
             > MOST_BYTES
         ):
             return ""
         whole, keywords = _pytree.tree_map_only(DTensor, _whole_copy, (args, kwargs))
         try:
-            wanted = list(_values(lambda a, k: func(*a, **k), whole, keywords, changes))
+            expected = list(_values(lambda a, k: func(*a, **k), whole, keywords, changes))
         except Exception:
             return "it fails on whole tensors"
-    allowed = _rounding([*tensors, *wanted], mesh.device_type)
-    # Each is compared, as gathering takes all processes, and these need not see the same.
-    alike = [len(found) == len(wanted)] + [_alike(a, b, allowed) for a, b in zip(found, wanted, strict=False)]
-    return "" if all(alike) else "it gives other values than on one device"
+    allowed = _rounding([*tensors, *expected], mesh.device_type)
+    # Every value is compared: gathering needs all processes, and they may see different results.
+    matches = [len(results) == len(expected)] + [_alike(a, b, allowed) for a, b in zip(results, expected, strict=False)]
+    return "" if all(matches) else "it gives other values than on one device"
 
 
 def _rounding(values: Sequence[Any], device_type: str) -> float:
-    """How far values may differ, relative to the largest of their tensor: by the coarsest of the dtypes involved."""
+    """Return the largest accepted difference of values, relative to the largest value of their tensor.
+
+    It is the square root of the coarsest epsilon of the dtypes involved.
+    """
     dtypes = {value.dtype for value in values if isinstance(value, torch.Tensor) and value.is_floating_point()}
     if torch.is_autocast_enabled(device_type):
         dtypes.add(torch.get_autocast_dtype(device_type))
@@ -68,16 +74,18 @@ def _rounding(values: Sequence[Any], device_type: str) -> float:
 
 
 def _itself(value: Any) -> Any:
+    """Return the value itself, as a hook that saves tensors unchanged."""
     return value
 
 
 def _said(error: Exception) -> str:
-    """The first of what an error says, without the arguments that it lists."""
-    said = " ".join(str(error).partition(", args_schema")[0].partition("DTensor(local")[0].split())
-    return said[:160].rstrip(" .,[(") or type(error).__name__
+    """Return the beginning of an error's text, without the arguments that it lists."""
+    text = " ".join(str(error).partition(", args_schema")[0].partition("DTensor(local")[0].split())
+    return text[:160].rstrip(" .,[(") or type(error).__name__
 
 
 def _random_state(mesh: Any) -> tuple[bytes, ...]:
+    """Return the states of the random generators of the host and the device."""
     states = [torch.get_rng_state()]
     if mesh.device_type != "cpu":
         states.append(torch.get_device_module(mesh.device_type).get_rng_state())
@@ -85,6 +93,7 @@ def _random_state(mesh: Any) -> tuple[bytes, ...]:
 
 
 def _whole_copy(tensor: Any) -> Any:
+    """Return a whole copy of a DTensor as a plain tensor."""
     return tensor.detach().full_tensor().requires_grad_(tensor.requires_grad)
 
 
@@ -107,14 +116,14 @@ def _values(run: Callable[[Any, Any], Any], args: Any, kwargs: Any, changes: boo
         return copy
 
     given, keywords = _pytree.tree_map_only(torch.Tensor, copied, (args, kwargs))
-    made = run(given, keywords)
-    results = _pytree.tree_leaves(given[:1] if changes else made)
+    returned = run(given, keywords)
+    results = _pytree.tree_leaves(given[:1] if changes else returned)
     yield from results
     yield from (copy for copy, before in writable if _writes_to(copy) != before)
     differ = [each for each in results if isinstance(each, torch.Tensor) and each.requires_grad]
     if differ and taken:
-        ahead = [_ramp(each) for each in differ]
-        yield from torch.autograd.grad(differ, taken, ahead, allow_unused=True)
+        seeds = [_ramp(each) for each in differ]
+        yield from torch.autograd.grad(differ, taken, seeds, allow_unused=True)
 
 
 def _writes_to(tensor: Any) -> list[int]:
@@ -123,19 +132,20 @@ def _writes_to(tensor: Any) -> list[int]:
 
 
 def _ramp(like: Any) -> Any:
-    """Values that are all different, placed as a tensor is whose sums are done."""
+    """Return values that all differ, in the shape and placements of a tensor whose sums are complete."""
     size = math.prod(like.shape)
-    made = (
+    values = (
         torch.arange(size, device=like.device, dtype=torch.float32).mul_(0.7).cos_().to(like.dtype).reshape(like.shape)
     )
     if not isinstance(like, DTensor):
-        return made
+        return values
     places = [Replicate() if place.is_partial() else place for place in like.placements]
-    whole = DTensor.from_local(made, like.device_mesh, [Replicate()] * like.device_mesh.ndim, run_check=False)
+    whole = DTensor.from_local(values, like.device_mesh, [Replicate()] * like.device_mesh.ndim, run_check=False)
     return whole.redistribute(placements=places)
 
 
 def _alike(found: Any, wanted: Any, allowed: float) -> bool:
+    """Return True if a DTensor equals the expected tensor but for rounding."""
     if not isinstance(wanted, torch.Tensor):
         return type(found) is type(wanted) and (not isinstance(wanted, (int, float, bool, str)) or found == wanted)
     if not isinstance(found, DTensor) or found.shape != wanted.shape or found.dtype != wanted.dtype:
@@ -149,12 +159,12 @@ def _alike(found: Any, wanted: Any, allowed: float) -> bool:
     if not torch.equal(torch.where(usual, 0, wanted).nan_to_num(1.0), torch.where(usual, 0, found).nan_to_num(1.0)):
         return False
     scale = torch.where(usual, wanted, 0).abs().max() if wanted.numel() else 0.0
-    far = torch.where(usual, found - wanted, 0).abs()
-    return bool((far <= allowed * scale).all())
+    error = torch.where(usual, found - wanted, 0).abs()
+    return bool((error <= allowed * scale).all())
 
 
 def is_sound(tensor: Any, divides: Callable[[Any, Any], bool]) -> bool:
-    """Whether the shape that a DTensor says is that of its shards together, where these are even."""
+    """Return True if the shape of a DTensor matches that of its shards together, where these are even."""
     if not isinstance(tensor, DTensor):
         return True
     shape = list(tensor.shape)

@@ -16,22 +16,22 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True)
 class TorchPlan:
-    """What `Plan.mark`, `Plan.placements` and their neighbours call."""
+    """Implementation of `Plan.mark`, `Plan.placements` and the other methods of `Plan` for torch."""
 
     plan: Plan
 
     def specs(self, model: Any) -> dict[str, Spec]:
-        """The spec of every parameter of a module, by its name there.
+        """Return the spec of every parameter of a module, by its name there.
 
-        A parameter that the plan stacks over layers has the spec of one layer; how it is split over the layers is
-        left out. Raises `UserError` for a parameter that the plan does not have, or has in another shape.
+        A parameter that the plan stacks over layers has the spec of one layer, without a split over the layers. Raises:
+        UserError for a parameter that the plan does not have, or has in another shape.
         """
         known = {
             name: re.compile(module_pattern(self.plan, name))
             for name in self.plan.arguments
             if self.plan.is_weight(name)
         }
-        found: dict[str, Spec] = {}
+        specs: dict[str, Spec] = {}
         for name, parameter in model.named_parameters():
             plain = own_name(name)
             named = next((key for key, pattern in known.items() if pattern.match(plain)), None)
@@ -46,13 +46,13 @@ class TorchPlan:
                     f"parameter `{plain}` is of shape {list(parameter.shape)}, but the plan for "
                     f"{self.plan.program_name} has {list(shape)}: plan it again."
                 )
-            found[name] = spec
-        return found
+            specs[name] = spec
+        return specs
 
     def mark(self, model: Any) -> Any:
-        """Hold a module's parameters on the XLA devices as planned; see `Plan.mark`.
+        """Mark a module's parameters on the XLA devices as planned; see `Plan.mark`.
 
-        Raises `UserError` where SPMD mode is off.
+        Raises: UserError if SPMD mode is off.
         """
         import torch_xla.runtime as xr
 
@@ -65,20 +65,20 @@ class TorchPlan:
         return model
 
     def xla_mesh(self) -> Any:
-        """`torch_xla.distributed.spmd.Mesh` of the plan, its axes by name."""
+        """Return the plan's `torch_xla.distributed.spmd.Mesh` with named axes."""
         return self._live_mesh().mesh
 
     def _live_mesh(self) -> "LiveMesh":
-        """The plan's mesh, in its own order of devices, over the devices that are here."""
+        """Return the plan's mesh, in its own order of devices, over the devices that are here."""
         from autoshard.exec.torch_xla_hook.planning.runtime_topology import xla_devices
         from autoshard.exec.torch_xla_hook.values.live_marks import LiveMesh
 
         return LiveMesh(self.plan.mesh, xla_devices(self.plan.topology, self.plan.device_order))
 
     def input_sharding(self) -> Any:
-        """What `MpDeviceLoader(input_sharding=...)` takes; see `Plan.input_sharding`.
+        """Return a value for `MpDeviceLoader(input_sharding=...)`; see `Plan.input_sharding`.
 
-        Raises `UserError` for a plan without a batch.
+        Raises: UserError for a plan without a batch.
         """
         import torch_xla.distributed.spmd as xs
 
@@ -93,17 +93,17 @@ class TorchPlan:
         }
         if not batch:
             raise UserError(f"the plan for {plan.program_name} has no batch, so that there is nothing to load.")
-        made = {name: xs.ShardingSpec(mesh.mesh, partition(spec)) for name, (_, spec) in batch.items()}
+        shardings = {name: xs.ShardingSpec(mesh.mesh, partition(spec)) for name, (_, spec) in batch.items()}
         if len({spec for _, spec in batch.values()}) == 1:
-            return next(iter(made.values()))
+            return next(iter(shardings.values()))
         if all(name.isidentifier() for name in batch):
-            return made
+            return shardings
         return inputs_by_shape(batch, mesh)
 
     def placements(self, model: Any, mesh: Any) -> dict[str, tuple[Any, ...]]:
-        """DTensor placements of every parameter of a module on a `DeviceMesh`; see `Plan.placements`.
+        """Return DTensor placements of every parameter of a module on a `DeviceMesh`; see `Plan.placements`.
 
-        Raises `UserError` for another mesh than the plan's.
+        Raises: UserError for a mesh other than the plan's.
         """
         sizes = mesh_sizes(mesh)
         if sizes != self.plan.mesh:
@@ -114,7 +114,7 @@ class TorchPlan:
         return {name: placements_of(spec, sizes, name) for name, spec in self.specs(model).items()}
 
     def distribute(self, model: Any, mesh: Any, gather_outputs: bool = False) -> Any:
-        """Have a module run on a `DeviceMesh` as planned; see `Plan.distribute`."""
+        """Distribute a module over a `DeviceMesh` as planned; see `Plan.distribute`."""
         places = self.placements(model, mesh)
         self._check_all_there(model)
         from autoshard.exec.dtensor.distributed_module import distribute
@@ -122,11 +122,11 @@ class TorchPlan:
         return distribute(self.plan, model, mesh, places, gather_outputs)
 
     def _check_all_there(self, model: Any) -> None:
-        """Raises `UserError` for a module that lacks one of the plan's parameters, or one of its layers."""
-        there = [own_name(name) for name, _ in model.named_parameters()]
+        """Check that a module has all of the plan's parameters and layers. Raises: UserError if one is missing."""
+        present = [own_name(name) for name, _ in model.named_parameters()]
         for name in self.plan.arguments:
             if self.plan.is_weight(name):
-                count = sum(bool(re.match(module_pattern(self.plan, name), each)) for each in there)
+                count = sum(bool(re.match(module_pattern(self.plan, name), each)) for each in present)
                 wanted = self.plan.shapes[name][0] if is_stacked(name) else 1
                 if count != wanted:
                     raise UserError(
@@ -136,9 +136,9 @@ class TorchPlan:
 
 
 def distribution_notes(model: Any) -> tuple[str, ...]:
-    """What of a distributed module every device has run whole so far: a sentence for each torch function.
+    """Return a sentence for each torch function that every device of a distributed module has run whole so far.
 
-    Raises `UserError` for a module that `Plan.distribute` was not called with.
+    Raises: UserError for a module that `Plan.distribute` was not called with.
     """
     from autoshard.exec.dtensor.distributed_module import notes_on
 

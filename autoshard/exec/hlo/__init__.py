@@ -1,1 +1,1 @@
-"""Optimised HLO as it is read: computations, collectives, work, and how long a scheduled program takes."""
+"""Analysis of optimised HLO: computations, collectives, work, and the estimated time of a scheduled program."""

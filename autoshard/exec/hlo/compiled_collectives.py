@@ -1,4 +1,4 @@
-"""Which collectives XLA emitted, on which mesh axes, with how many bytes on the wire: read from optimised HLO."""
+"""Collectives that XLA emitted, read from optimised HLO: their mesh axes, and their bytes on the wire."""
 
 import collections
 import dataclasses
@@ -18,7 +18,7 @@ OTHER = "other"
 """Key of traffic between groups that no set of mesh axes forms."""
 
 OPCODES: dict[str, Kind] = {**{kind: kind for kind in KINDS}, "ragged-all-to-all": "all-to-all"}
-"""Opcode of optimised HLO -> the kind that it is priced as."""
+"""Opcode of optimised HLO -> the kind of collective that prices it."""
 
 _TRANSFERS: dict[str, Kind] = {
     "ALL_REDUCE": "all-reduce",
@@ -30,17 +30,17 @@ _TRANSFERS: dict[str, Kind] = {
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class CompiledCollective:
-    """One collective of the compiled program, all its executions in one step together."""
+    """One collective of the compiled program, with all its executions in one step."""
 
     kind: Kind
     axes: tuple[str, ...]
-    """Mesh axes its groups span, in mesh order; `("other",)` if they span no whole axes."""
+    """Mesh axes that its groups span, in mesh order; `("other",)` if they span no whole axes."""
     wire: dict[str, float]
-    """Bytes that one device puts on the wire in one step, by mesh axis."""
+    """Bytes that one device sends in one step, by mesh axis."""
     size_bytes: int
-    """One execution, as `cost.Collectives` counts it: gathered result, unreduced input, or local array."""
+    """Bytes of one execution, as `cost.Collectives` counts them: gathered result, unreduced input, or local array."""
     count: int
-    """Executions in one step: trips of all loops around it multiplied."""
+    """Executions in one step: the product of the trips of all enclosing loops."""
     in_loop: bool
     asynchronous: bool
     network: bool
@@ -48,19 +48,19 @@ class CompiledCollective:
     name: str
     """Name of the HLO instruction."""
     source: str
-    """Op name of the source that caused it."""
+    """Name of the source's op that caused it."""
     group: int = 0
-    """How many devices are in one group."""
+    """Number of devices in one group."""
     arrays: int = 1
-    """Arrays that one execution carries: the compiler combines small collectives."""
+    """Number of arrays in one execution, since the compiler combines small collectives."""
     trips_known: bool = True
-    """False if a loop around it has a trip count that the text does not tell: counted as one."""
+    """False if the text does not give the trip count of an enclosing loop, which counts as one."""
     line: str = ""
-    """`file:line` of the source, where the text tells."""
+    """`file:line` of the source, if the text has it."""
     members: tuple[int, ...] = ()
     """Devices of one group, as numbers in the topology."""
     pairs: tuple[tuple[int, int], ...] = ()
-    """For a collective-permute, the pairs of devices of which the first sends to the second."""
+    """Pairs of devices of a collective-permute; the first device sends to the second."""
 
     @property
     def wire_bytes(self) -> float:
@@ -69,25 +69,29 @@ class CompiledCollective:
 
 
 def plan_mesh(plan: Plan) -> Mesh:
-    """The plan's mesh on its topology, with the plan's device order."""
+    """Return the plan's mesh on its topology, with the plan's device order."""
     mesh = make_mesh(Topology.parse(plan.topology), plan.mesh)
     return mesh if mesh.device_order == plan.device_order else dataclasses.replace(mesh, device_order=plan.device_order)
 
 
 def read_collectives(text: str | HloModule, mesh: Mesh) -> list[CompiledCollective]:
-    """Every collective of a compiled program, in the order of execution.
+    """Return every collective of a compiled program, in the order of execution.
 
-    `text` is optimised HLO of a program compiled for `mesh` (partition number = position in the mesh, as JAX
-    assigns them). Loops are multiplied by their trips; of a conditional the branch with most traffic counts; a
-    start/done pair counts once, and so do TPU's fused forms: asynchronous fusions, and all-reduce-scatter, which is
-    a reduce-scatter. A collective-permute counts by the share of devices that send.
+    `text` is optimised HLO of a program compiled for `mesh` (partition number = position in the mesh, as JAX assigns
+    them).
+
+    - Executions in loops are multiplied by the loops' trips.
+    - Only the branch of a conditional with the most traffic counts.
+    - A start/done pair counts once, and so do TPU's asynchronous collective fusions.
+    - TPU's all-reduce-scatter counts as a reduce-scatter.
+    - A collective-permute counts by the share of devices that send.
     """
     module = parse_hlo(text) if isinstance(text, str) else text
     return Walk(module, mesh).computation(module.computations[module.entry], _Place())
 
 
 def wire_by_axis(found: Iterable[CompiledCollective]) -> dict[str, int]:
-    """Bytes on the wire of one device in one step, by mesh axis."""
+    """Return the bytes that one device sends in one step, by mesh axis."""
     totals: dict[str, float] = collections.defaultdict(float)
     for collective in found:
         for axis, size in collective.wire.items():
@@ -96,7 +100,7 @@ def wire_by_axis(found: Iterable[CompiledCollective]) -> dict[str, int]:
 
 
 def count_by_kind(found: Iterable[CompiledCollective]) -> dict[str, int]:
-    """Executions in one step, by kind; a combined one counts once for each array."""
+    """Return the executions in one step, by kind; a combined collective counts once for each array."""
     counts: dict[str, int] = collections.defaultdict(int)
     for collective in found:
         counts[collective.kind] += collective.count * collective.arrays
@@ -105,15 +109,20 @@ def count_by_kind(found: Iterable[CompiledCollective]) -> dict[str, int]:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Place:
+    """Context of an instruction: its executions in one step, and its enclosing loops and ops."""
+
     count: int = 1
     in_loop: bool = False
     asynchronous: bool = False
     known: bool = True
+    """False if the trip count of an enclosing loop is unknown."""
     near: Instruction | None = None
-    """The named op around it, for collectives that have no name of their own."""
+    """The enclosing named op, for collectives without a name of their own."""
 
 
 class Walk:
+    """Walk over the computations of a module that collects its collectives."""
+
     def __init__(self, module: HloModule, mesh: Mesh) -> None:
         self.module = module
         self.mesh = mesh
@@ -123,19 +132,21 @@ class Walk:
         self.groups: dict[str, tuple[tuple[str, ...], int, tuple[int, ...]]] = {}
 
     def computation(self, computation: Computation, place: _Place) -> list[CompiledCollective]:
-        found: list[CompiledCollective] = []
+        """Return the collectives of a computation and of the computations that it calls."""
+        collectives: list[CompiledCollective] = []
         for instruction in computation.instructions:
-            found += self.instruction(computation, instruction, place)
-        return found
+            collectives += self.instruction(computation, instruction, place)
+        return collectives
 
     def instruction(self, owner: Computation, op: Instruction, place: _Place) -> list[CompiledCollective]:
+        """Return the collectives of one instruction, including those of computations that it calls."""
         base, started = (op.opcode[:-6], True) if op.opcode.endswith("-start") else (op.opcode, False)
         if base in OPCODES:
             if "chain_id=" in op.attributes and not _starts(owner):
-                return []  # the later parts of one asynchronous fusion repeat the collective that it started
+                return []  # later parts of an asynchronous fusion repeat the collective of its start
             asynchronous = place.asynchronous or started or _starts(owner)
-            where = dataclasses.replace(place, asynchronous=asynchronous, near=place.near or _named(owner, op))
-            return self.collective(op, OPCODES[base], started, where)
+            context = dataclasses.replace(place, asynchronous=asynchronous, near=place.near or _named(owner, op))
+            return self.collective(op, OPCODES[base], started, context)
         if op.opcode == "send":
             return self.transfer(owner, op, place)
         if op.opcode == "while":
@@ -149,26 +160,29 @@ class Walk:
         if op.opcode == "async-start":
             return self.called(op, "calls", dataclasses.replace(place, asynchronous=True))
         if op.opcode == "fusion":
-            found = self.called(op, "calls", dataclasses.replace(place, near=place.near or _named(owner, op)))
-            return [self.scattered(c) if _scatters(op) else c for c in found]
+            collectives = self.called(op, "calls", dataclasses.replace(place, near=place.near or _named(owner, op)))
+            return [self.scattered(c) if _scatters(op) else c for c in collectives]
         if op.opcode == "call":
             return self.called(op, "to_apply", place)
-        if op.opcode == "custom-call":  # what the sparse cores do (tpu7x) is called by one
+        if op.opcode == "custom-call":  # calls the computations of the sparse cores (tpu7x)
             keys = [key for key in ("calls", "called_computations") if op.attribute(key)]
             return [c for key in keys for name in _names(op, key) for c in self.called_by_name(name, place)]
         return []
 
     def called(self, op: Instruction, key: str, place: _Place) -> list[CompiledCollective]:
+        """Return the collectives of the computation that the attribute `key` names."""
         return self.called_by_name((op.attribute(key) or "").lstrip("%"), place)
 
     def called_by_name(self, name: str, place: _Place) -> list[CompiledCollective]:
+        """Return the collectives of the computation with that name; none if it does not exist."""
         inside = self.module.computations.get(name)
         return self.computation(inside, place) if inside is not None else []
 
     def collective(self, op: Instruction, kind: Kind, started: bool, place: _Place) -> list[CompiledCollective]:
+        """Return the record of a collective instruction; none for a group of one device."""
         shapes = op.shapes
         if kind == "collective-permute":
-            # A start's result is (operand, result, context ...); several arrays may be sent by one permute.
+            # A start's result is (operand, result, context ...), and one permute may send several arrays.
             arrays = shapes[: len(op.operands)] if started else shapes
             return self.permute(op, sum(shape.bytes for shape in arrays), place)
         if started and kind != "all-reduce":
@@ -185,6 +199,12 @@ class Walk:
     def record(
         self, op: Instruction, kind: Kind, axes: tuple[str, ...], group: int, size: int, share: float, place: _Place
     ) -> CompiledCollective:
+        """Return the record of one collective instruction.
+
+        - `group`: devices in one group.
+        - `size`: bytes of one execution (`CompiledCollective.size_bytes`).
+        - `share`: share of the devices that send.
+        """
         named = op if op.op_name or place.near is None else place.near
         return CompiledCollective(
             kind=kind,
@@ -204,19 +224,21 @@ class Walk:
         )
 
     def wire(self, kind: Kind, axes: tuple[str, ...], group: int, size: int) -> dict[str, float]:
+        """Return the bytes that one device sends in one execution, by mesh axis."""
         if OTHER not in axes and math.prod(self.mesh.axes[axis] for axis in axes) == group:
             return {axis: float(b) for axis, b in self.prices.wire_bytes(kind, axes, size).items()}
         factor = {"all-reduce": 2 * (group - 1) / group, "collective-permute": 1.0}.get(kind, (group - 1) / group)
         return {axes[0]: size * factor}
 
     def scattered(self, collective: CompiledCollective) -> CompiledCollective:
-        """TPU's fused all-reduce and slice sends what a reduce-scatter sends: half of an all-reduce."""
+        """Turn TPU's fused all-reduce and slice into the reduce-scatter that it runs, which sends half the bytes."""
         if collective.kind != "all-reduce":
             return collective
         wire = {axis: size / 2 for axis, size in collective.wire.items()}
         return dataclasses.replace(collective, kind=cast(Kind, "reduce-scatter"), wire=wire)
 
     def permute(self, op: Instruction, size: int, place: _Place) -> list[CompiledCollective]:
+        """Return the record of a collective-permute; none if every device sends to itself."""
         text = op.attribute("source_target_pairs") or ""
         pairs = [(int(a), int(b)) for a, b in re.findall(r"\{(\d+),(\d+)\}", text)]
         moving = [(self.place_of(a), self.place_of(b)) for a, b in pairs if a != b]
@@ -232,7 +254,7 @@ class Walk:
         return [dataclasses.replace(record, pairs=tuple((order[a], order[b]) for a, b in moving))]
 
     def transfer(self, owner: Computation, op: Instruction, place: _Place) -> list[CompiledCollective]:
-        """A transfer between slices: send and recv of the host, in the name of a collective."""
+        """Return the record of a transfer between slices: a host's send and recv that name a collective."""
         if "is_host_transfer=true" not in op.attributes or "megascale" not in op.attributes:
             return []
         wanted = re.search(r'_xla_megascale_transfer_type="(\w+)"', op.attributes)
@@ -253,10 +275,11 @@ class Walk:
     # Groups of devices as mesh axes
 
     def place_of(self, partition: int) -> int:
-        """Mesh position of a partition number; with several slices the numbers are those of the first one."""
+        """Return the mesh position of a partition number, which counts within the first slice if there are several."""
         return self.positions[partition] if partition < len(self.positions) else partition
 
     def coords(self, position: int) -> tuple[int, ...]:
+        """Return the coordinates of a mesh position, one for each axis."""
         result: list[int] = []
         for size in reversed(self.sizes):
             position, digit = divmod(position, size)
@@ -264,13 +287,13 @@ class Walk:
         return tuple(result)
 
     def group(self, op: Instruction) -> tuple[tuple[str, ...], int, tuple[int, ...]]:
-        """Mesh axes that a collective's groups span, the size of one group, and the devices of the first."""
-        found = re.search(
+        """Return the mesh axes that a collective's groups span, the size of one group, and the devices of the first."""
+        attribute = re.search(
             r"replica_groups=(mesh\[.*?\](?:, device_ids=\(.*?\))? \{.*?\}|\[[\d,]+\]<=\[[\d,]+\](?:T\([\d,]+\))?|"
             r"\{\{.*?\}\}|\{\})",
             op.attributes,
         )
-        text = found[1] if found else "{}"
+        text = attribute[1] if attribute else "{}"
         if text not in self.groups:
             groups = parse_groups(text, len(self.positions))
             first = max(groups, key=len, default=[])
@@ -279,6 +302,7 @@ class Walk:
         return self.groups[text]
 
     def axes_of(self, groups: Sequence[Sequence[int]]) -> tuple[tuple[str, ...], int]:
+        """Return the mesh axes that groups of partition numbers span, and the size of one group."""
         size = max((len(group) for group in groups), default=1)
         if size == 1:
             return (), 1
@@ -293,11 +317,12 @@ class Walk:
 
 
 def _names(op: Instruction, key: str) -> list[str]:
+    """Return the names of computations in an attribute."""
     return re.findall(r"[\w.\-]+", op.attribute(key) or "")
 
 
 def _named(owner: Computation, op: Instruction) -> Instruction | None:
-    """The instruction itself if the source names it, or else the nearest named one that takes or makes its value."""
+    """Return the instruction itself if the source names it, else the nearest named producer or user of its value."""
     frontier, seen = [op], {op.name}
     for _ in range(4):
         for near in frontier:
@@ -311,29 +336,30 @@ def _named(owner: Computation, op: Instruction) -> Instruction | None:
 
 
 def _real_share(op: Instruction) -> float:
-    """Of what a ragged all-to-all has room for, the share that one of ours sends; others may send all of it."""
-    found = re.search(rf"{RAGGED}(?:_back)?_([0-9.e-]+)/", op.op_name)
-    return float(found[1]) if found else 1.0
+    """Return the share of a ragged all-to-all's capacity that is sent; 1 for ops that autoshard did not emit."""
+    share = re.search(rf"{RAGGED}(?:_back)?_([0-9.e-]+)/", op.op_name)
+    return float(share[1]) if share else 1.0
 
 
 def _starts(computation: Computation) -> bool:
-    """Whether a fused computation starts one of TPU's asynchronous collective fusions."""
+    """Return True if a fused computation starts one of TPU's asynchronous collective fusions."""
     return any('custom_call_target="AsyncCollectiveStart"' in i.attributes for i in computation.instructions)
 
 
 def _scatters(fusion: Instruction) -> bool:
+    """Return True for TPU's fusion of an all-reduce and a slice."""
     return "AllReduceScatter" in fusion.attributes or "calls=%all-reduce-scatter" in fusion.attributes
 
 
 def _first_slice(mesh: Mesh) -> tuple[int, ...]:
-    """Mesh positions in the first slice, in order: the compiler numbers partitions within one slice."""
+    """Return the mesh positions in the first slice, in order: the compiler numbers partitions within one slice."""
     if mesh.topology.slices == 1 or not mesh.topology.traits.torus:
         return tuple(range(len(mesh.device_order)))
     return tuple(p for p, device in enumerate(mesh.device_order) if mesh.topology.coords(device)[0] == 0)
 
 
 def _axes_between_slices(mesh: Mesh) -> tuple[str, ...]:
-    """Mesh axes that cross from slice to slice."""
+    """Return the mesh axes that span several slices."""
     axes = tuple(
         name
         for name, segments in zip(mesh.names, mesh.layout, strict=True)
@@ -343,18 +369,19 @@ def _axes_between_slices(mesh: Mesh) -> tuple[str, ...]:
 
 
 def parse_groups(text: str, devices: int) -> list[list[int]]:
-    """Replica groups in any of XLA's three syntaxes; an empty list means one group of all.
+    """Parse replica groups in any of XLA's three syntaxes; an empty list means one group of all devices.
 
-    `{{0,1},{2,3}}`; `[2,4]<=[4,2]T(1,0)`: iota over the dims after `<=`, transposed, reshaped to groups by members;
-    `mesh['a'=2,'b'=4], device_ids=([4,2]T(1,0)) {'b'}`: groups along the named axes (`'b':(1)2` is a part of one).
+    - `{{0,1},{2,3}}`: explicit groups.
+    - `[2,4]<=[4,2]T(1,0)`: iota over the dims after `<=`, transposed, reshaped to groups by members.
+    - `mesh['a'=2,'b'=4], device_ids=([4,2]T(1,0)) {'b'}`: groups along the named axes (`'b':(1)2` is a part of one).
     """
     if text.startswith("mesh["):
         return _mesh_groups(text, devices)
     if text.startswith("["):
-        found = re.match(r"\[([\d,]+)\]<=(\[[\d,]+\](?:T\([\d,]+\))?)", text)
-        if found:
-            shape = [int(size) for size in found[1].split(",")]
-            order = _iota(found[2])
+        iota = re.match(r"\[([\d,]+)\]<=(\[[\d,]+\](?:T\([\d,]+\))?)", text)
+        if iota:
+            shape = [int(size) for size in iota[1].split(",")]
+            order = _iota(iota[2])
             members = shape[-1]
             return [order[i : i + members] for i in range(0, len(order), members)]
     explicit = [[int(m) for m in group.split(",") if m.strip()] for group in re.findall(r"\{([\d, ]+)\}", text)]
@@ -362,12 +389,12 @@ def parse_groups(text: str, devices: int) -> list[list[int]]:
 
 
 def _iota(text: str) -> list[int]:
-    """`[2,4]T(1,0)` -> 0, 4, 1, 5, ..."""
-    found = re.match(r"\[([\d,]+)\](?:T\(([\d,]+)\))?", text)
-    if found is None:
+    """Expand an iota list: `[2,4]T(1,0)` -> 0, 4, 1, 5, ..."""
+    match = re.match(r"\[([\d,]+)\](?:T\(([\d,]+)\))?", text)
+    if match is None:
         return []
-    dims = [int(size) for size in found[1].split(",")]
-    order = [int(p) for p in found[2].split(",")] if found[2] else list(range(len(dims)))
+    dims = [int(size) for size in match[1].split(",")]
+    order = [int(p) for p in match[2].split(",")] if match[2] else list(range(len(dims)))
     strides = [math.prod(dims[i + 1 :]) for i in range(len(dims))]
     result = [0]
     for dim in order:
@@ -376,18 +403,19 @@ def _iota(text: str) -> list[int]:
 
 
 def _mesh_groups(text: str, devices: int) -> list[list[int]]:
-    found = re.match(r"mesh\[(.*?)\](?:, device_ids=\((.*?)\))? \{(.*)\}", text)
-    if found is None:
+    """Parse replica groups along named axes of a mesh."""
+    match = re.match(r"mesh\[(.*?)\](?:, device_ids=\((.*?)\))? \{(.*)\}", text)
+    if match is None:
         return [list(range(devices))]
-    sizes = [(name, int(size)) for name, size in re.findall(r"'([^']+)'=(\d+)", found[1])]
+    sizes = [(name, int(size)) for name, size in re.findall(r"'([^']+)'=(\d+)", match[1])]
     order = list(range(math.prod(size for _, size in sizes)))
-    if found[2]:
-        order = _iota(found[2]) if found[2].startswith("[") else [int(d) for d in re.findall(r"\d+", found[2])]
+    if match[2]:
+        order = _iota(match[2]) if match[2].startswith("[") else [int(d) for d in re.findall(r"\d+", match[2])]
     wanted = {
         name: (int(before), int(size)) if size else None
-        for name, before, size in re.findall(r"'([^']+)'(?::\((\d+)\)(\d+))?", found[3])
+        for name, before, size in re.findall(r"'([^']+)'(?::\((\d+)\)(\d+))?", match[3])
     }
-    # Split every axis into (before, chosen, after) so that part of an axis is an axis of its own.
+    # Split every axis into (before, chosen, after), so that a part of an axis is an axis of its own.
     digits: list[tuple[int, bool]] = []
     for name, size in sizes:
         part = wanted.get(name, (1, 1))

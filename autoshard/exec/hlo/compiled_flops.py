@@ -1,4 +1,4 @@
-"""The matrix flops that a compiled program does, against those of the program that it was compiled from."""
+"""Matrix FLOPs of a compiled program, compared with those of the program that it was compiled from."""
 
 import dataclasses
 
@@ -8,27 +8,30 @@ from autoshard.program import Program
 
 
 TOLERANCE = 0.03
-"""Share by which the counts may differ with no reason: small products that the compiler turns into other ops."""
+"""Share by which the counts may differ without a complaint, for small products that the compiler rewrites."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class FlopCheck:
-    """Matrix flops of one step over all devices."""
+    """Matrix FLOPs of one step over all devices."""
 
     program: float
-    """FLOPs of the program as it was traced, the rematerialisation that it asks for included."""
+    """FLOPs of the traced program, with the rematerialisation that it requests."""
     compiled: float
+    """FLOPs of the compiled program on all devices."""
     remat: float
-    """What of the compiled ones the compiler's own rematerialisation may have added."""
+    """Compiled FLOPs that the compiler's own rematerialisation may have added."""
     model: float | None
-    """FLOPs of the model itself: nothing is computed twice, and masked scores are left out."""
+    """FLOPs of the model alone, without recomputation and without masked scores."""
 
     @property
     def ratio(self) -> float:
+        """Compiled FLOPs over those of the traced program."""
         return self.compiled / self.program if self.program else 1.0
 
     @property
     def model_ratio(self) -> float | None:
+        """Compiled FLOPs over those of the model, None if the model's are unknown."""
         return self.compiled / self.model if self.model else None
 
     @property
@@ -47,7 +50,7 @@ class FlopCheck:
 
 
 def check_flops(program: Program, estimate: Estimate, devices: int) -> FlopCheck:
-    """Compare the flops of a compiled step, `devices` times those of one, with the program's own."""
+    """Compare the FLOPs of a compiled step on `devices` devices with those of the traced program."""
     return FlopCheck(
         program=float(read_graph(program.module).flops),
         compiled=estimate.flops * devices,

@@ -1,6 +1,6 @@
-"""A small reader of optimised HLO text: computations, instructions, shapes, loop trip counts.
+"""A small parser of optimised HLO text: computations, instructions, shapes, source lines.
 
-Reads what XLA prints on CPU, GPU and TPU, layouts and memory spaces included. Unknown attributes are kept as text.
+It reads the output of XLA on CPU, GPU and TPU, layouts and memory spaces included. Unknown attributes stay text.
 """
 
 import dataclasses
@@ -42,25 +42,25 @@ HOST_SPACE, SCALAR_SPACE = 5, 6
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Shape:
-    """One array: dtype, dims, and what the layout says of the memory it lives in."""
+    """One array: its dtype, its dims, and the memory space and tiles of its layout."""
 
     dtype: str
     dims: tuple[int, ...]
     space: int = 0
-    """Memory space of the layout, `S(1)`: on TPU 0 is HBM, 1 VMEM, 5 the host's memory and 6 the scalar core's own."""
+    """Memory space of the layout, 1 for `S(1)`. On TPU 0 is HBM, 1 VMEM, 5 the host's memory, 6 the scalar core's."""
     minor: tuple[int, ...] = ()
-    """Dims by the layout, innermost first; empty where none is printed."""
+    """Dims in the order of the layout, innermost first; empty without a layout."""
     tile: tuple[int, ...] = ()
     """Sizes of the layout's first tile, innermost first: (128, 8) for `T(8,128)`."""
 
     @property
     def bytes(self) -> int:
-        """Of its elements."""
+        """Bytes of its elements, without padding."""
         return -(-math.prod(self.dims) * self._bits // 8)
 
     @property
     def held(self) -> int:
-        """Bytes in memory: its dims are padded to whole tiles, and that is also what reading or writing it moves."""
+        """Bytes in memory, with dims padded to whole tiles; reads and writes move the padding as well."""
         sizes = list(self.dims)
         for dim, tile in zip(self.minor, self.tile, strict=False):
             sizes[dim] = -(-sizes[dim] // tile) * tile
@@ -78,26 +78,28 @@ class Instruction:
     name: str
     opcode: str
     shapes: tuple[Shape, ...]
-    """The result's arrays, tuples flattened."""
+    """Arrays of the result, with tuples flattened."""
     operands: tuple[str, ...]
     attributes: str
-    """Everything after the operands, as printed."""
+    """Text after the operands, as printed."""
     literal: str
-    """What stands between the parentheses, as printed: the value of a constant, the number of a parameter."""
+    """Text between the parentheses, as printed: the value of a constant, the number of a parameter."""
     root: bool
 
     @property
     def bytes(self) -> int:
+        """Bytes of the result's elements."""
         return sum(shape.bytes for shape in self.shapes)
 
     @property
     def held(self) -> int:
+        """Bytes of the result in memory, padded to tiles."""
         return sum(shape.held for shape in self.shapes)
 
     def attribute(self, key: str) -> str | None:
-        """The raw value of `key=...`, brackets balanced."""
-        found = re.search(rf"(?:^|, ){re.escape(key)}=", self.attributes)
-        return _balanced(self.attributes, found.end()) if found else None
+        """Return the raw value of `key=...` with balanced brackets; None without that key."""
+        match = re.search(rf"(?:^|, ){re.escape(key)}=", self.attributes)
+        return _balanced(self.attributes, match.end()) if match else None
 
     @property
     def called(self) -> tuple[str, ...]:
@@ -111,13 +113,13 @@ class Instruction:
 
     @property
     def op_name(self) -> str:
-        """The source's name, from the metadata; empty where XLA put a name of its own there (`custom-call.48`)."""
-        found = re.search(r'op_name="([^"]*)"', self.attributes)
-        return "" if found is None or re.fullmatch(r"[\w\-]+\.\d+", found[1]) else found[1]
+        """Name in the source, from the metadata; empty if XLA put a name of its own there (`custom-call.48`)."""
+        match = re.search(r'op_name="([^"]*)"', self.attributes)
+        return "" if match is None or re.fullmatch(r"[\w\-]+\.\d+", match[1]) else match[1]
 
     @property
     def frame(self) -> int:
-        """`stack_frame_id` of the metadata, -1 if it has none."""
+        """`stack_frame_id` of the metadata, -1 without one."""
         return _field(self.attributes, "stack_frame_id")
 
 
@@ -133,15 +135,17 @@ class Computation:
 
     @functools.cached_property
     def by_name(self) -> dict[str, Instruction]:
+        """Instructions by their name."""
         return {instruction.name: instruction for instruction in self.instructions}
 
     @property
     def root(self) -> Instruction:
+        """The instruction whose value the computation returns."""
         return next((i for i in self.instructions if i.root), self.instructions[-1])
 
     @functools.cached_property
     def users(self) -> dict[str, list[Instruction]]:
-        """Instructions that take a value, by its name."""
+        """Instructions that consume a value, by the value's name."""
         users: dict[str, list[Instruction]] = {}
         for instruction in self.instructions:
             for operand in dict.fromkeys(instruction.operands):
@@ -150,6 +154,7 @@ class Computation:
 
     @functools.cached_property
     def parameters(self) -> dict[int, Instruction]:
+        """Parameter instructions by their number."""
         return {int(i.literal): i for i in self.instructions if i.opcode == "parameter"}
 
 
@@ -165,7 +170,7 @@ class HloModule:
 
 
 def parse_hlo(text: str) -> HloModule:
-    """Read HLO text as `jax.stages.Compiled.as_text()` prints it."""
+    """Parse HLO text as `jax.stages.Compiled.as_text()` prints it."""
     computations: dict[str, Computation] = {}
     entry = ""
     name: str | None = None
@@ -188,28 +193,29 @@ def parse_hlo(text: str) -> HloModule:
 
 
 def module_name(text: str) -> str:
-    """The name at the head of HLO text, as profilers print it."""
-    found = re.match(r"HloModule ([\w.\-]+)", text)
-    return found[1] if found else ""
+    """Return the name at the head of HLO text, as profilers print it."""
+    match = re.match(r"HloModule ([\w.\-]+)", text)
+    return match[1] if match else ""
 
 
 def _whole_lines(text: str) -> Iterator[str]:
-    """Lines of HLO text; an attribute that holds line breaks (a kernel's metadata) is joined to its instruction."""
-    held: str | None = None
+    """Yield the lines of HLO text; the lines of an attribute with line breaks (a kernel's metadata) are joined."""
+    pending: str | None = None
     for line in text.splitlines():
-        if held is not None and not line.startswith((" ", "%", "ENTRY")) and re.match(r"\}(,|\s*$)", line) is None:
-            held += line
+        if pending is not None and not line.startswith((" ", "%", "ENTRY")) and re.match(r"\}(,|\s*$)", line) is None:
+            pending += line
             continue
-        if held is not None:
-            yield held
-        held = line if line.startswith("  ") else None
-        if held is None:
+        if pending is not None:
+            yield pending
+        pending = line if line.startswith("  ") else None
+        if pending is None:
             yield line
-    if held is not None:
-        yield held
+    if pending is not None:
+        yield pending
 
 
 def _source_lines(text: str) -> dict[int, str]:
+    """Return `file:line` by stack frame, from the tables at the head of the text."""
     tables: dict[str, dict[int, str]] = {"FileNames": {}, "FileLocations": {}, "StackFrames": {}}
     current: dict[int, str] | None = None
     for line in text.splitlines():
@@ -231,11 +237,13 @@ def _source_lines(text: str) -> dict[int, str]:
 
 
 def _field(text: str, key: str) -> int:
-    found = re.search(rf"\b{key}=(\d+)", text)
-    return int(found[1]) if found else -1
+    """Return the number of `key=...` in a text, -1 without one."""
+    match = re.search(rf"\b{key}=(\d+)", text)
+    return int(match[1]) if match else -1
 
 
 def _parse_line(line: str) -> Instruction | None:
+    """Parse one line of a computation; None if it is no instruction."""
     head = re.match(r"^\s+(ROOT\s+)?%?([\w.\-]+) = ", line)
     if head is None:
         return None
@@ -253,7 +261,7 @@ def _parse_line(line: str) -> Instruction | None:
 
 
 def _balanced(text: str, start: int, stop: str = ",") -> str:
-    """Text from `start` up to `stop` (or an unmatched closing bracket) outside of brackets and quotes."""
+    """Return the text from `start` up to `stop` (or an unmatched closing bracket) outside of brackets and quotes."""
     depth, quoted, position = 0, False, start
     while position < len(text):
         char = text[position]
@@ -281,19 +289,20 @@ _ARRAY = re.compile(r"\b([a-z][a-z0-9]*)\[([^\]]*)\](\{[^}]*\})?")
 
 @functools.lru_cache(maxsize=65536)
 def _shapes(text: str) -> tuple[Shape, ...]:
-    found = []
+    """Parse all arrays in the text of a type, tuples flattened."""
+    shapes = []
     for dtype, dims, layout in _ARRAY.findall(text):
         sizes = tuple(int(size.strip("<= ")) for size in dims.split(",") if size.strip())
         space = re.search(r"S\((\d+)\)", layout)
         minor, tile = tiling(layout)
-        found.append(Shape(dtype, sizes, int(space[1]) if space else 0, minor, tile))
-    return tuple(found)
+        shapes.append(Shape(dtype, sizes, int(space[1]) if space else 0, minor, tile))
+    return tuple(shapes)
 
 
 def tiling(layout: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """`Shape.minor` and `Shape.tile` of a layout such as `{1,0:T(8,128)(2,1)}`."""
-    found = re.match(r"\{([\d,]*)(?::T\(([\d,]+)\))?", layout)
-    if found is None:
+    """Return `Shape.minor` and `Shape.tile` of a layout such as `{1,0:T(8,128)(2,1)}`."""
+    match = re.match(r"\{([\d,]*)(?::T\(([\d,]+)\))?", layout)
+    if match is None:
         return (), ()
-    minor, tile = ([int(number) for number in part.split(",") if number] for part in (found[1], found[2] or ""))
+    minor, tile = ([int(number) for number in part.split(",") if number] for part in (match[1], match[2] or ""))
     return tuple(minor), tuple(reversed(tile))

@@ -1,4 +1,4 @@
-"""What one instruction of optimised HLO does: matrix flops, main-memory traffic, elementwise work."""
+"""Work of one instruction of optimised HLO: matrix FLOPs, main-memory traffic, elementwise operations."""
 
 import dataclasses
 import functools
@@ -26,19 +26,19 @@ FREE = frozenset(
         "copy-done",
     }
 )
-"""Instructions that take no time."""
+"""Opcodes of instructions that take no time."""
 
 _VIEWS = frozenset({"bitcast", "reshape", "get-tuple-element", "copy", "convert", "transpose"})
 _NO_ARITHMETIC = (
     _VIEWS | FREE | {"broadcast", "slice", "concatenate", "pad", "iota", "dynamic-slice", "dynamic-update-slice"}
 )
 _UPDATE = {"dynamic-update-slice": 1, "scatter": 2}
-"""Operand of an instruction that writes in place: the values it writes over those of operand 0."""
+"""Opcode that writes in place -> the operand whose values overwrite those of operand 0."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Matmul:
-    """One dot or convolution, as the matrix unit sees it."""
+    """One dot or convolution in the dims of the matrix unit."""
 
     m: int
     n: int
@@ -46,36 +46,38 @@ class Matmul:
     flops: float
     dtype: str
     passes: int
-    """1, or the bf16 passes that a higher precision of 32-bit floats takes."""
+    """Number of bf16 passes that a higher precision of 32-bit floats needs, else 1."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class InstructionWork:
-    """One execution on one device."""
+    """Work of one execution on one device."""
 
     matmuls: tuple[Matmul, ...]
     hbm_bytes: int
-    """Read and written, padding of tiles included: it is moved like the elements."""
+    """Bytes read from and written to main memory, padding of tiles included, since it moves with the elements."""
     vmem_bytes: int
+    """Bytes read from and written to other memory spaces, such as VMEM."""
     elements: float
-    """How many elementwise operations one execution does."""
+    """Elementwise operations of one execution."""
     kernel: Kernel | None = None
-    """A Pallas kernel, whose work is all in here."""
+    """The Pallas or cuDNN kernel that does all of the work, if there is one."""
 
     @property
     def flops(self) -> float:
+        """Matrix FLOPs of one execution."""
         return sum(matmul.flops for matmul in self.matmuls) + (self.kernel.flops if self.kernel else 0.0)
 
 
 class Reader:
-    """Works out the work of instructions of one module."""
+    """Derivation of the work of each instruction of one module."""
 
     def __init__(self, module: HloModule) -> None:
         self.module = module
         self._inside: dict[str, tuple[tuple[Matmul, ...], float]] = {}
 
     def work(self, owner: Computation, op: Instruction) -> InstructionWork:
-        """Work of an instruction that is no loop, call or collective."""
+        """Return the work of an instruction that is no loop, call or collective."""
         if op.opcode in FREE or (op.opcode == "custom-call" and is_idle(op)):
             return InstructionWork((), 0, 0, 0.0)
         if op.opcode == "custom-call":
@@ -89,13 +91,14 @@ class Reader:
     # Arithmetic
 
     def _arithmetic(self, owner: Computation, op: Instruction) -> tuple[tuple[Matmul, ...], float]:
+        """Return the matmuls and the number of elementwise operations of an instruction."""
         if op.opcode in ("fusion", "call"):
             return self._inner_arithmetic(_called(op))
         if op.opcode in ("dot", "convolution"):
             return (_matmul(owner, op),), 0.0
         if op.opcode == "custom-call":
-            found = _library_call(owner, op)
-            return ((found,) if found is not None else ()), 0.0
+            library_matmul = _library_call(owner, op)
+            return ((library_matmul,) if library_matmul is not None else ()), 0.0
         if op.opcode in _NO_ARITHMETIC or not op.shapes:
             return (), 0.0
         if op.opcode in ("reduce", "reduce-window", "scatter", "sort"):
@@ -104,13 +107,14 @@ class Reader:
         return (), float(math.prod(op.shapes[0].dims))
 
     def _inner_arithmetic(self, name: str) -> tuple[tuple[Matmul, ...], float]:
+        """Return the matmuls and elementwise operations of a called computation, cached by its name."""
         if name not in self._inside:
             computation = self.module.computations.get(name)
             matmuls: list[Matmul] = []
             elements = 0.0
             for inner in computation.instructions if computation is not None else ():
-                found, count = self._arithmetic(computation, inner) if computation is not None else ((), 0.0)
-                matmuls += found
+                inner_matmuls, count = self._arithmetic(computation, inner) if computation is not None else ((), 0.0)
+                matmuls += inner_matmuls
                 elements += count
             self._inside[name] = (tuple(matmuls), elements)
         return self._inside[name]
@@ -118,6 +122,7 @@ class Reader:
     # Traffic
 
     def _traffic(self, owner: Computation, op: Instruction) -> tuple[int, int]:
+        """Return the bytes that an instruction moves in main memory, and in other memory spaces."""
         moved = [0, 0]
 
         def count(shape: Shape, size: int) -> None:
@@ -152,13 +157,14 @@ class Reader:
         return moved[0], moved[1]
 
     def _read(self, computation: Computation, number: int, whole: int) -> int:
-        """Bytes that a fused computation reads of one parameter: slices of it where only slices are used."""
+        """Return the bytes that a fused computation reads of one parameter: only its slices if nothing else is used."""
         parameter = computation.parameters.get(number)
         if parameter is None:
             return whole
         return min(whole, self._used(computation, parameter.name, whole, 0))
 
     def _used(self, computation: Computation, name: str, whole: int, depth: int) -> int:
+        """Return the bytes of a value that its users read, at most `whole`."""
         total = 0
         for user in computation.users.get(name, ()):
             first = bool(user.operands) and user.operands[0] == name
@@ -176,7 +182,7 @@ class Reader:
                         if _hands_on(inner, number):
                             total += self._used(computation, user.name, whole, depth + 1)
             elif user.opcode == "tuple":
-                total += 0  # handed on untouched
+                total += 0  # returned unchanged
             else:
                 return whole
             if total >= whole:
@@ -184,7 +190,7 @@ class Reader:
         return total
 
     def _written(self, computation: Computation, shapes: tuple[Shape, ...]) -> list[int]:
-        """Bytes that a fused computation writes of each result: the update where it writes in place."""
+        """Return the bytes that a fused computation writes of each result: only the update if it writes in place."""
         root = computation.root
         roots = [computation.by_name.get(name) for name in root.operands] if root.opcode == "tuple" else [root]
         if len(roots) != len(shapes):
@@ -195,16 +201,16 @@ class Reader:
         ]
 
     def _update(self, computation: Computation, op: Instruction) -> int:
-        """Return the bytes that a result of a fused computation writes: its updates alone if a parameter holds them."""
+        """Return the bytes written for a result of a fused computation: only its updates if a parameter stores it."""
         while op.opcode in ("bitcast", "reshape") and op.operands[0] in computation.by_name:
             op = computation.by_name[op.operands[0]]
         if op.opcode in ("dynamic-update-slice", "scatter") and len(op.shapes) == 1:
             updated, update = (computation.by_name.get(op.operands[n]) for n in (0, _UPDATE[op.opcode]))
-            # A value that the fusion computes is written whole, whatever is written over it.
+            # A value that the fusion computes is written whole, and its updates again.
             if updated is not None and update is not None:
                 return self._update(computation, updated) + update.held
         if op.opcode == "parameter":
-            return 0  # handed on untouched
+            return 0  # returned unchanged
         if op.opcode == "fusion":
             inner = self.module.computations.get(_called(op))
             if inner is not None and inner.root.opcode != "tuple":
@@ -213,7 +219,7 @@ class Reader:
 
 
 def _hands_on(computation: Computation, number: int) -> bool:
-    """Whether what a fused computation makes is one of its parameters, under another shape."""
+    """Return True if a fused computation returns one of its parameters, perhaps reshaped."""
     op: Instruction | None = computation.root
     while op is not None and op.opcode in ("bitcast", "reshape"):
         op = computation.by_name.get(op.operands[0])
@@ -221,18 +227,20 @@ def _hands_on(computation: Computation, number: int) -> bool:
 
 
 def _called(op: Instruction) -> str:
+    """Return the name of the computation that an instruction calls, "" without one."""
     return (op.attribute("calls") or op.attribute("to_apply") or "").lstrip("%")
 
 
 def _library_call(owner: Computation, op: Instruction) -> Matmul | None:
-    """A matmul of cuBLAS, or a convolution of cuDNN; None for any other call."""
+    """Return the matmul of a call to cuBLAS, or of a convolution of cuDNN; None for any other call."""
     target = re.search(r'custom_call_target="__(cublas|cudnn\$conv)([$\w]*)"', op.attributes)
     sides = [owner.by_name[name].shapes[0] for name in op.operands[:2] if name in owner.by_name]
     if target is None or len(sides) < 2 or not op.shapes:
         return None
     left, right = sides
     if target[2].startswith("$triangularSolve"):
-        # As slow as a product with the whole matrix: half of it is zeros, but rows wait for one another.
+        # A triangular solve is as slow as a product with the whole matrix: half of it is zeros, but rows wait for one
+        # another.
         rank = len(left.dims)
         return _product(left, right, [rank - 1], list(range(rank - 2)), 1)
     if target[1] == "cublas":
@@ -241,7 +249,7 @@ def _library_call(owner: Computation, op: Instruction) -> Matmul | None:
             for key in ("lhs_contracting", "lhs_batch")
         }
         return _product(left, right, dims["lhs_contracting"], dims["lhs_batch"], 1)
-    # The labels are those of the convolution forward, of which a gradient's call makes an operand.
+    # The labels belong to the forward convolution; the call of a gradient computes one of its operands.
     if "BackwardInput" in target[2]:
         return _convolution(op, op.shapes[0], right, left, 1)
     if "BackwardFilter" in target[2]:
@@ -250,6 +258,7 @@ def _library_call(owner: Computation, op: Instruction) -> Matmul | None:
 
 
 def _matmul(owner: Computation, op: Instruction) -> Matmul:
+    """Return the matmul of a dot or a convolution."""
     left, right = (owner.by_name[name].shapes[0] for name in op.operands[:2])
     precision = op.attribute("operand_precision") or ""
     passes = 6 if "highest" in precision else 3 if "high" in precision else 1
@@ -262,6 +271,7 @@ def _matmul(owner: Computation, op: Instruction) -> Matmul:
 
 
 def _product(left: Shape, right: Shape, contracting: list[int], batches: list[int], passes: int) -> Matmul:
+    """Return the matmul of a product of two arrays, given the contracting and batch dims of the left one."""
     contracted, batch = (math.prod(left.dims[d] for d in dims) for dims in (contracting, batches))
     m = math.prod(left.dims) // max(1, contracted * batch)
     n = math.prod(right.dims) // max(1, contracted * batch)
@@ -269,14 +279,16 @@ def _product(left: Shape, right: Shape, contracting: list[int], batches: list[in
 
 
 def _numbers(text: str | None) -> list[int]:
+    """Return the whole numbers in a text."""
     return [int(number) for number in re.findall(r"\d+", text or "")]
 
 
 def _convolution(op: Instruction, left: Shape, right: Shape, result: Shape, passes: int) -> Matmul:
-    """Flops as XLA counts them: only the places where a kernel element meets an input element.
+    """Return a convolution as a matmul, with FLOPs as XLA counts them.
 
-    TPU programs express batched matmuls as convolutions whose window is dilated or strided so that each batch meets
-    itself only; counting the whole window would be wrong by the batch size.
+    Only pairs of a kernel element and an input element count. TPU programs express batched matmuls as convolutions with
+    a dilated or strided window, so that each batch is multiplied with itself only. The whole window would overcount by
+    the batch size.
     """
     labels = re.search(r"dim_labels=(\w+)_(\w+)->(\w+)", op.attributes)
     if labels is None:
@@ -299,26 +311,27 @@ def _convolution(op: Instruction, left: Shape, right: Shape, result: Shape, pass
     groups = int(op.attribute("batch_group_count") or 1)
     flops = 2.0 * meetings * batch * features * k / groups
     places = math.prod(result.dims[outputs.index(label)] for label in spatial)
-    # What of the window is contracted counts to k, what is a batch to neither.
-    deep = max(1, round(meetings / places)) if places else 1
+    # The contracted part of the window counts to k; the part that stands for a batch counts to no dim.
+    depth = max(1, round(meetings / places)) if places else 1
     rows = max(1, batch * places)
-    return Matmul(rows, features, k * deep, flops, left.dtype, passes)
+    return Matmul(rows, features, k * depth, flops, left.dtype, passes)
 
 
 _WINDOW = (("stride", 1), ("pad", 0), ("lhs_dilate", 1), ("rhs_dilate", 1))
 
 
 def _window(text: str) -> dict[str, list[int]]:
-    found: dict[str, list[int]] = {"stride": [], "pad": [], "lhs_dilate": [], "rhs_dilate": []}
+    """Parse the window of a convolution: one number for each spatial dim."""
+    window: dict[str, list[int]] = {"stride": [], "pad": [], "lhs_dilate": [], "rhs_dilate": []}
     for key, value in re.findall(r"(\w+)=([\d_x\-]+)", text):
-        if key in found:
-            found[key] = [int(part.split("_")[0]) for part in value.split("x")]
-    return found
+        if key in window:
+            window[key] = [int(part.split("_")[0]) for part in value.split("x")]
+    return window
 
 
 @functools.lru_cache(maxsize=4096)
 def _meetings(size: int, kernel: int, out: int, stride: int, pad: int, lhs_dilate: int, rhs_dilate: int) -> int:
-    """Pairs (output place, kernel element) that meet an input element, along one spatial dim."""
+    """Count the pairs (output place, kernel element) that read an input element, along one spatial dim."""
     import numpy as np
 
     if kernel == 1 and pad == 0 and lhs_dilate == 1:

@@ -1,4 +1,4 @@
-"""Collectives priced on the physical links between the very devices that take part in them."""
+"""Prices of collectives on the physical links between the devices of their groups."""
 
 import dataclasses
 import functools
@@ -9,39 +9,39 @@ from autoshard.cost import Calibration, Collectives, Mesh, Segment, Topology
 
 
 def group_segments(topology: Topology, members: Sequence[int]) -> tuple[Segment, ...] | None:
-    """Physical axes that the devices (numbers in the topology) of one group span; None if they form no box.
+    """Return the physical axes that the devices of one group span; None if the devices form no box.
 
-    A group is a box if it holds every combination of the coordinates that its devices have, evenly spaced. A span of
-    a whole ring is a ring; of a part of one, a line.
+    `members` are numbers in the topology. A group is a box if it contains every combination of its devices'
+    coordinates, evenly spaced. A span of a whole ring is a ring, a span of a part of it a line.
     """
     axes = topology.physical_axes
     places = [_place(topology, device) for device in members]
     segments = []
     for number, axis in enumerate(axes):
-        here = sorted({place[number] for place in places})
-        if len(here) == 1:
+        coordinates = sorted({place[number] for place in places})
+        if len(coordinates) == 1:
             continue
-        steps = {b - a for a, b in zip(here, here[1:], strict=False)}
+        steps = {b - a for a, b in zip(coordinates, coordinates[1:], strict=False)}
         if len(steps) != 1:
             return None
         stride = steps.pop()
-        wrap = axis.wrap and len(here) * stride == axis.size
-        segments.append(Segment(axis.name, axis.kind, len(here), stride, wrap))
+        wrap = axis.wrap and len(coordinates) * stride == axis.size
+        segments.append(Segment(axis.name, axis.kind, len(coordinates), stride, wrap))
     return tuple(segments) if math.prod(s.size for s in segments) == len(set(places)) else None
 
 
 def _place(topology: Topology, device: int) -> tuple[int, ...]:
-    """A device's coordinate on each of `Topology.physical_axes`."""
-    found: list[int] = []
+    """Return a device's coordinate on each of `Topology.physical_axes`."""
+    coordinates: list[int] = []
     for axis in reversed(topology.physical_axes):
         device, digit = divmod(device, axis.size)
-        found.insert(0, digit)
-    return tuple(found)
+        coordinates.insert(0, digit)
+    return tuple(coordinates)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Route:
-    """Where a collective runs: its prices, and the physical axes that it occupies, each way by itself (`x+`, `x-`)."""
+    """Prices of a group's collectives, and the physical axes that they occupy, each direction apart (`x+`, `x-`)."""
 
     prices: Collectives
     group: int
@@ -50,7 +50,7 @@ class Route:
 
 @functools.lru_cache(maxsize=4096)
 def route(topology: Topology, calibration: Calibration, segments: tuple[Segment, ...]) -> Route:
-    """Prices of collectives over one group that spans these physical axes."""
+    """Return the prices of collectives over one group that spans these physical axes."""
     group = math.prod(s.size for s in segments)
     mesh = Mesh(topology, ("group",), (group,), (segments,), tuple(range(group)))
     links = {s.kind for s in segments if s.kind != "torus"}
@@ -61,16 +61,19 @@ def route(topology: Topology, calibration: Calibration, segments: tuple[Segment,
 def permute_seconds(
     topology: Topology, calibration: Calibration, pairs: Sequence[tuple[int, int]], size: int
 ) -> tuple[float, frozenset[str]]:
-    """Seconds of a collective-permute between devices (numbers in the topology), and the links that it occupies.
+    """Return the seconds of a collective-permute, and the links that it occupies.
 
     Every pair sends along x, then y, then z, the short way round a ring; the link that most pairs cross binds. Links
-    work both ways at once: of an axis, the way that most hops take is occupied (`x+`), so that the two halves of a
-    shift in both directions run beside each other.
+    carry both directions at once. The direction of an axis with most hops is occupied (`x+`), so that the two halves of
+    a shift in both directions overlap.
+
+    - `pairs`: source and target of each transfer, as numbers in the topology.
+    - `size`: bytes that each source sends.
     """
     axes = topology.physical_axes
     crossings: dict[tuple[int, ...], int] = {}
     farthest, used = 0, set()
-    ways: dict[str, int] = {}
+    net_hops: dict[str, int] = {}
     for source, target in pairs:
         here, there = list(_place(topology, source)), _place(topology, target)
         hops = 0
@@ -93,7 +96,7 @@ def permute_seconds(
                 crossings[link] = crossings.get(link, 0) + 1
                 here[number] = (here[number] + step) % axis.size
             hops += abs(delta)
-            ways[axis.name] = ways.get(axis.name, 0) + delta
+            net_hops[axis.name] = net_hops.get(axis.name, 0) + delta
         farthest = max(farthest, hops)
     if not used:
         return 0.0, frozenset()
@@ -108,6 +111,7 @@ def permute_seconds(
         rate = chip.network_bytes_per_s_per_chip * calibration.network_efficiency / topology.devices_per_chip
         rate /= 1.0 + calibration.network_contention * (topology.slices - 1)
         seconds += max(calibration.network_latency_s, size / rate)
-    torus = {f"{axis}{'+' if hops >= 0 else '-'}" for axis, hops in ways.items()}
-    # The links between a chip's devices are so much faster that they are free most of the time.
-    return seconds, frozenset((used - ways.keys() - {"die"}) | torus) or frozenset(used)
+    torus = {f"{axis}{'+' if hops >= 0 else '-'}" for axis, hops in net_hops.items()}
+    # Links between a chip's devices are so fast that they are free most of the time. They are occupied only if no other
+    # link is.
+    return seconds, frozenset((used - net_hops.keys() - {"die"}) | torus) or frozenset(used)

@@ -1,4 +1,4 @@
-"""Time inside one computation of a compiled program, what it was spent on, and when each part of it ran."""
+"""Simulated time inside one computation of a compiled program, by kind of work, with its timeline."""
 
 import collections
 import dataclasses
@@ -6,12 +6,12 @@ from collections.abc import Iterable
 
 
 COMPUTE, WAITING = "compute", "exposed"
-"""Lanes of what runs on the device itself, and of what it waits for; other lanes are links."""
+"""Lanes of the device's own work and of its waits; all other lanes are links."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Busy:
-    """One thing that takes time; seconds from the start of the computation."""
+    """One span of time on a lane; seconds count from the start of the computation."""
 
     name: str
     lane: str
@@ -21,18 +21,19 @@ class Busy:
 
 @dataclasses.dataclass(slots=True)
 class Traffic:
-    """Seconds of all transfers of one kind, and the part of them that the device waits for."""
+    """Seconds of all transfers of one kind, and the exposed part of them."""
 
     sent_s: float = 0.0
     waited_s: float = 0.0
 
     def add(self, other: "Traffic", times: float) -> None:
+        """Add other traffic, multiplied by `times`."""
         self.sent_s += other.sent_s * times
         self.waited_s += other.waited_s * times
 
 
 class Clock:
-    """Simulated time: work goes on it, transfers go on their links, and waiting for one moves it."""
+    """Simulated time: work advances it, transfers occupy their links, and a wait for a transfer advances it."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -40,15 +41,15 @@ class Clock:
         self.copies = 0.0
         self.flops = 0.0
         self.again = 0.0
-        """Flops that the compiler's own rematerialisation added."""
+        """FLOPs that the compiler's own rematerialisation added."""
         self.unknown_trips = 0
         self.by_kind: dict[str, float] = collections.defaultdict(float)
         self.busy: dict[str, float] = collections.defaultdict(float)
-        """When each link is free again."""
+        """Time at which each link is free again."""
         self.traffic: dict[tuple[str, bool], Traffic] = collections.defaultdict(Traffic)
-        """Kind of collective, and whether it goes between slices -> how long its transfers take."""
+        """(Kind of collective, True between slices) -> seconds of its transfers."""
         self.pending: dict[str, tuple[float, str, bool]] = {}
-        """Key of a running transfer -> when it ends, its kind, and whether it goes between slices."""
+        """Key of a running transfer -> the time of its end, its kind, and True between slices."""
         self.spans: list[Busy] = []
 
     @property
@@ -58,11 +59,11 @@ class Clock:
 
     @property
     def exposed(self) -> float:
-        """The part of them that the device waits for."""
+        """Seconds of transfers that the device waits for."""
         return sum(each.waited_s for each in self.traffic.values())
 
     def work(self, seconds: float, kind: str, name: str) -> None:
-        """The device computes."""
+        """Move the clock past a computation of the device."""
         if seconds > 0:
             self.spans.append(Busy(name, COMPUTE, self.now, seconds))
         self.now += seconds
@@ -72,8 +73,14 @@ class Clock:
     def transfer(
         self, seconds: float, links: Iterable[str], name: str, key: str, kind: str, far: bool = False
     ) -> float:
-        """A transfer takes its links as soon as all are free; gives when it ends. `key` names it for `end`, if any;
-        `far`: between slices."""
+        """Start a transfer as soon as all of its links are free; return the time at which it ends.
+
+        - `links`: links that it occupies.
+        - `name`: title of its span.
+        - `key`: name for `end`; empty if nothing waits for it by name.
+        - `kind`: kind of collective, or `copy`.
+        - `far`: True between slices.
+        """
         used = sorted(links)
         begin = max([self.now, *(self.busy[link] for link in used)])
         until = begin + seconds
@@ -88,11 +95,12 @@ class Clock:
         return until
 
     def end(self, key: str) -> None:
-        """The device waits for a transfer that was begun."""
+        """Wait for the pending transfer with that key, if there is one."""
         if key in self.pending:
             self.wait(*self.pending.pop(key))
 
     def wait(self, until: float, kind: str, far: bool = False) -> None:
+        """Move the clock to the end of a transfer, and count the wait."""
         waited = max(0.0, until - self.now)
         if waited > 0:
             self.spans.append(Busy(f"waiting for {kind}", WAITING, self.now, waited))
@@ -104,13 +112,13 @@ class Clock:
             self.traffic[kind, far].waited_s += waited
 
     def finish(self) -> None:
-        """Wait for all that still runs."""
+        """Wait for all pending transfers."""
         for until, kind, far in self.pending.values():
             self.wait(until, kind, far)
         self.pending.clear()
 
     def add(self, other: "Clock", times: float) -> None:
-        """Run another computation so many times; all runs are drawn as one."""
+        """Run another computation so many times; the timeline shows all runs as one."""
         self.spans += [Busy(s.name, s.lane, self.now + s.start_s * times, s.seconds * times) for s in other.spans]
         self.now += other.now * times
         self.compute += other.compute * times
@@ -125,6 +133,6 @@ class Clock:
 
 
 def _lanes(links: list[str]) -> list[str]:
-    """Links as lanes to draw: an axis that is used both ways (`x+`, `x-`) is one."""
+    """Return the lanes of links in the timeline; an axis used in both directions (`x+`, `x-`) is one lane."""
     both = {link[:-1] for link in links if link.endswith("+") and f"{link[:-1]}-" in links}
     return sorted({link[:-1] if link[:-1] in both and link[-1] in "+-" else link for link in links})

@@ -1,9 +1,9 @@
-"""How long a scheduled TPU program takes: its instructions walked in the order in which they will run.
+"""Estimated time of a scheduled TPU program, from a walk over its instructions in the order of execution.
 
-Compute is a roofline (matrix unit, main memory, vector units) with the chip's calibrated efficiencies; collectives
-are priced by `cost` on the physical axes that their groups span. A synchronous collective stops everything. An
-asynchronous one occupies its links from its start, and its done waits for it: what compute stands between is
-hidden. Collectives that share links queue. Loop bodies are walked once and multiplied by their trips.
+Compute is a roofline (matrix unit, main memory, vector units) with the chip's calibrated efficiencies. `cost` prices
+collectives on the physical axes that their groups span. A synchronous collective blocks all other work. An asynchronous
+collective occupies its links from its start, and its done waits for it: compute between the two hides it. Collectives
+that share links queue. Loop bodies are walked once and multiplied by their trips.
 """
 
 import dataclasses
@@ -24,30 +24,33 @@ from autoshard.exec.hlo.trip_counts import trip_count
 
 
 _ERROR_FILE = pathlib.Path(__file__).with_name("estimator.json")
+# Kinds of time that published runs do not test, since they take next to no time in any of them.
 _UNMEASURED = ("overhead", "vector", "copy")
 SHORTEST = 1e-5
-"""Spans shorter than this share of the step are left out of the timeline."""
+"""Share of the step below which a span is omitted from the timeline."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class EstimatorError:
-    """How far estimates were from measured step times, as shares of those."""
+    """Errors of estimates against measured step times, as shares of the measured times."""
 
     mean: float
+    """Mean error over the published runs."""
     within: float
-    """Nine of ten published runs were nearer than this."""
+    """Error that nine of ten published runs stay below."""
     source: str
-    """The published runs that `mean` and `within` are of."""
+    """The published runs behind `mean` and `within`."""
     pairs: float
-    """Nine of ten ratios of two measured plans of one model on one set of chips were less wrong than this share of the
-    longer step; what is wrong with both plans cancels."""
+    """Error of the ratio of two measured plans that nine of ten pairs stay below, as a share of the longer step. Both
+    plans are of one model on the same chips, so errors common to both cancel.
+    """
     pairs_source: str
-    """The measured plans that `pairs` is of."""
+    """The measured plans behind `pairs`."""
 
 
 @functools.cache
 def estimator_error() -> EstimatorError:
-    """The estimator's error, as it was measured on published runs and on plans of one model.
+    """Return the estimator's error, measured on published runs and on plans of one model.
 
     `experiments/fidelity/published_runs.py` and `experiments/fidelity/pair_estimates.py` measure it.
     """
@@ -56,41 +59,44 @@ def estimator_error() -> EstimatorError:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Estimate:
-    """One step of a compiled program; seconds on one device."""
+    """Estimated times of one step of a compiled program; seconds on one device."""
 
     step_time_s: float
     compute_s: float
     exposed_comm_s: float
     hidden_comm_s: float
     copy_s: float
-    """Waiting for copies between memories."""
+    """Seconds of waits for copies between memories."""
     flops: float
-    """Matrix flops of one device in one step, recompute included."""
+    """Matrix FLOPs of one device in one step, recomputation included."""
     remat_flops: float
-    """The part of them that the compiler's own rematerialisation added."""
+    """Matrix FLOPs that the compiler's own rematerialisation added."""
     by_kind: dict[str, float]
-    """Seconds by what the time went to: matmul, kernel, memory, vector, overhead, and the kinds of collectives."""
+    """Seconds by kind of time: matmul, kernel, memory, vector, overhead, and the kinds of collectives."""
     traffic: dict[tuple[str, bool], Traffic]
-    """Seconds of communication by kind of collective and whether it goes between slices: sent, and waited for."""
+    """Seconds of communication, total and exposed, by kind of collective and a flag for transfers between slices."""
     unknown_trips: int
-    """Loops whose trip count the text does not tell; counted once."""
+    """Number of loops without a trip count in the text; they count as one trip."""
     spans: tuple[Busy, ...]
-    """The step laid out in time; all trips of a loop are drawn as one."""
+    """The step's timeline; all trips of a loop are one span."""
 
     @property
     def hidden(self) -> dict[str, float]:
-        """Share of each class of communication (`cost.traffic_class`) that compute does not wait for."""
+        """Hidden share of each class of communication (`cost.traffic_class`)."""
         classes: dict[str, tuple[float, float]] = {}
-        for (kind, far), found in self.traffic.items():
+        for (kind, far), seconds in self.traffic.items():
             name = traffic_class(kind, far)
             sent, waited = classes.get(name, (0.0, 0.0))
-            classes[name] = (sent + found.sent_s, waited + found.waited_s)
+            classes[name] = (sent + seconds.sent_s, waited + seconds.waited_s)
         return hidden_shares(classes)
 
     @property
     def error(self) -> float:
-        """Share by which the step time may be wrong: as measured on published runs, and on top of that the share of
-        what took next to no time in any of them (fixed overheads, vector units, copies)."""
+        """Share by which the step time may be wrong.
+
+        It is the error on published runs, plus the share of time that no published run tests (fixed overheads, vector
+        units, copies).
+        """
         unknown = sum(self.by_kind.get(kind, 0.0) for kind in _UNMEASURED)
         return min(1.0, estimator_error().within + (unknown / self.step_time_s if self.step_time_s else 0.0))
 
@@ -103,8 +109,9 @@ def estimate(
 ) -> Estimate:
     """Estimate one step of scheduled HLO that was compiled for `mesh`.
 
-    `layers` says that a program was compiled with fewer repeated layers than it has, (8, 32) with 8 of 32: outermost
-    loops of 8 trips, or of up to two fewer where the compiler took some out, run 24 times more.
+    `layers` are the compiled and the real number of repeated layers, if fewer were compiled: (8, 32) for 8 of 32.
+    Outermost loops of 8 trips then run 24 times more, as do loops of up to two fewer, from which the compiler peeled
+    layers.
     """
     module = parse_hlo(text) if isinstance(text, str) else text
     clock = _Simulator(module, mesh, calibration, layers or (0, 0)).run(module.computations[module.entry])
@@ -124,21 +131,25 @@ def estimate(
 
 
 def decided(a: float, b: float, error: float) -> bool:
-    """Whether two times differ by more than the share `error` of the longer one."""
+    """Return True if two times differ by more than the share `error` of the longer one."""
     return abs(a - b) > error * max(a, b)
 
 
 def pair_error(a: Mapping[str, float], b: Mapping[str, float], longer_s: float) -> float:
-    """Share of the longer of two estimated steps, `longer_s`, by which their difference may be wrong: as measured on
-    pairs of plans of one model, and on top by how much the two differ in what took next to no time in published runs.
+    """Return the share of the longer of two estimated steps by which their difference may be wrong.
 
-    `a`, `b`: seconds by kind, as in `Estimate.by_kind`.
+    It is the error on pairs of plans of one model, plus the difference in time that no published run tests.
+
+    - `a`, `b`: seconds by kind, as in `Estimate.by_kind`.
+    - `longer_s`: seconds of the longer step.
     """
     apart = sum(abs(a.get(kind, 0.0) - b.get(kind, 0.0)) for kind in _UNMEASURED)
     return min(1.0, estimator_error().pairs + (apart / longer_s if longer_s else 0.0))
 
 
 class _Simulator:
+    """Walk over a scheduled module that advances a clock, computation by computation."""
+
     def __init__(self, module: HloModule, mesh: Mesh, calibration: Calibration | None, layers: tuple[int, int]) -> None:
         self.module = module
         self.mesh = mesh
@@ -150,6 +161,7 @@ class _Simulator:
         self.cache: dict[str, Clock] = {}
 
     def run(self, computation: Computation) -> Clock:
+        """Return the clock of one computation, cached by its name."""
         if computation.name not in self.cache:
             clock = Clock()
             for op in computation.instructions:
@@ -159,6 +171,7 @@ class _Simulator:
         return self.cache[computation.name]
 
     def step(self, clock: Clock, owner: Computation, op: Instruction) -> None:
+        """Move the clock past one instruction."""
         if op.opcode in FREE and op.opcode != "copy-done":
             return
         if op.opcode == "while":
@@ -174,8 +187,8 @@ class _Simulator:
         elif op.opcode in ("recv", "send-done"):
             return  # the transfer runs from its send to its recv-done
         elif op.opcode == "send":
-            for found in self.walk.instruction(owner, op, _Place()):
-                self.begin(clock, found, _rendezvous(owner, op))
+            for collective in self.walk.instruction(owner, op, _Place()):
+                self.begin(clock, collective, _rendezvous(owner, op))
         elif op.opcode == "recv-done":
             clock.end(_rendezvous(owner, op))
         elif op.opcode.endswith("-done"):
@@ -186,50 +199,53 @@ class _Simulator:
             self.plain(clock, owner, op)
 
     def loop(self, clock: Clock, owner: Computation, op: Instruction) -> None:
+        """Move the clock past all trips of a loop."""
         body = self.module.computations.get((op.attribute("body") or "").lstrip("%"))
         if body is None:
             return
         trips = trip_count(self.module, op)
         clock.unknown_trips += trips is None
         if trips is not None and owner.name == self.module.entry:
-            compiled, whole = self.layers
-            trips += whole - compiled if compiled - 2 <= trips <= compiled else 0
+            compiled, real = self.layers
+            trips += real - compiled if compiled - 2 <= trips <= compiled else 0
         clock.add(self.run(body), 1 if trips is None else trips)
 
     def plain(self, clock: Clock, owner: Computation, op: Instruction) -> None:
-        """Compute, a copy, or a collective."""
+        """Move the clock past compute, a copy, or a collective."""
         chain = self.chain(op)
         if chain is not None and chain[0] == "done":
             clock.end(chain[1])
             return
-        found = self.walk.instruction(owner, op, _Place()) if _may_communicate(op) else []
+        collectives = self.walk.instruction(owner, op, _Place()) if _may_communicate(op) else []
         if op.opcode.endswith("-start") or (chain is not None and chain[0] == "start"):
             key = chain[1] if chain is not None else op.name
-            if found:
-                for collective in found:
+            if collectives:
+                for collective in collectives:
                     self.begin(clock, collective, key)
             elif any(shape.space == HOST_SPACE for shape in op.shapes):
-                # What goes to the host or comes from there is in main memory at its other end.
+                # A transfer to or from the host has its other end in main memory.
                 size = sum(shape.held for shape in op.shapes if shape.space == 0)
                 clock.transfer(float(self.compute.host_seconds(size)), ("host",), _title(op), key, "copy")
             elif op.opcode in ("copy-start", "slice-start", "dynamic-slice-start"):
                 self.copy(clock, op)
             else:
-                # Asynchronous compute (the sparse core's gathers): memory bound, beside everything else.
+                # Asynchronous compute (the sparse core's gathers) is memory bound and overlaps with everything else.
                 size = sum(shape.held for shape in op.shapes if shape.space == 0)
                 clock.transfer(float(self.compute.memory_seconds(size)), (), _title(op), key, "copy")
             return
-        if found:
-            for collective in found:
+        if collectives:
+            for collective in collectives:
                 self.synchronous(clock, collective)
             return
         self.roofline(clock, op, self.reader.work(owner, op))
 
     def copy(self, clock: Clock, op: Instruction) -> None:
+        """Start an asynchronous copy between memories."""
         seconds = float(self.compute.memory_seconds(op.shapes[0].held))
         clock.transfer(seconds, ("copies",), _title(op), op.name, "copy")
 
     def roofline(self, clock: Clock, op: Instruction, work: InstructionWork) -> None:
+        """Move the clock by the longest of matrix, memory and vector time, plus the fixed overhead."""
         clock.flops += work.flops
         clock.again += work.flops if ".remat" in op.name else 0.0
         if work.kernel is not None:
@@ -248,13 +264,13 @@ class _Simulator:
             clock.work(self.compute.calibration.op_overhead_s, "overhead", "overhead")
 
     def matrix(self, work: InstructionWork) -> float:
-        """Seconds of a fusion's matmuls, the traffic that blocks of theirs cause included."""
+        """Return the seconds of a fusion's matmuls, including the traffic that their blocks cause."""
         total = sum(x.flops for x in work.matmuls)
         seconds = 0.0
         for x in work.matmuls:
             if x.flops:
                 batch, share = x.flops / (2.0 * x.m * x.n * x.k), x.flops / total
-                # What goes beyond operands and result belongs to the fusion's other ops, which read and write once.
+                # Traffic beyond operands and result belongs to the fusion's other ops, which read and write once.
                 own = 2.0 * batch * (x.m * x.k + x.k * x.n + x.m * x.n)
                 size = min(own, work.hbm_bytes * share)
                 fused = work.hbm_bytes * share - size
@@ -264,6 +280,7 @@ class _Simulator:
         return seconds
 
     def kernel(self, kernel: Kernel) -> float:
+        """Return the seconds of a kernel call."""
         if not kernel.head:
             return float(self.compute.op_seconds(kernel.flops, kernel.traffic))
         passes = kernel.score_passes
@@ -273,13 +290,14 @@ class _Simulator:
     # Collectives
 
     def cost(self, collective: CompiledCollective) -> tuple[float, frozenset[str]]:
-        """Seconds of one execution, and the physical axes that it occupies."""
+        """Return the seconds of one execution of a collective, and the physical axes that it occupies; cached."""
         key = (collective.kind, collective.size_bytes, collective.members, collective.pairs, collective.network)
         if key not in self.routes:
             self.routes[key] = self.priced(collective)
         return self.routes[key]
 
     def priced(self, collective: CompiledCollective) -> tuple[float, frozenset[str]]:
+        """Price one execution of a collective on the links of its group."""
         topology, calibration = self.mesh.topology, self.compute.calibration
         size = collective.size_bytes
         if collective.network:
@@ -289,20 +307,22 @@ class _Simulator:
         else:
             segments = group_segments(topology, collective.members)
         if segments is None:
-            # No box: as if all devices took part, which no group of them can be slower than.
+            # A group that forms no box is priced as all devices, since no group can be slower.
             segments = tuple(s for axis in self.mesh.names for s in self.mesh.segments(axis))
-        found = route(topology, calibration, segments)
-        return float(found.prices.time(collective.kind, ("group",), size)), found.links
+        group_route = route(topology, calibration, segments)
+        return float(group_route.prices.time(collective.kind, ("group",), size)), group_route.links
 
     def synchronous(self, clock: Clock, collective: CompiledCollective) -> None:
+        """Run a collective and wait for its end."""
         clock.wait(self.begin(clock, collective, ""), collective.kind, collective.network)
 
     def begin(self, clock: Clock, collective: CompiledCollective, key: str) -> float:
+        """Start a collective; return the time at which it ends."""
         seconds, links = self.cost(collective)
         return clock.transfer(seconds, links, _named(collective), key, collective.kind, collective.network)
 
     def origin(self, owner: Computation, op: Instruction) -> str:
-        """Name of the start that a done belongs to, through updates and tuple elements."""
+        """Return the name of the start that a done belongs to, through updates and tuple elements."""
         source = owner.by_name.get(op.operands[0]) if op.operands else None
         while source is not None and not source.opcode.endswith("-start"):
             if not source.operands:
@@ -311,15 +331,15 @@ class _Simulator:
         return source.name if source is not None else ""
 
     def chain(self, op: Instruction) -> tuple[str, str] | None:
-        """Part ("start", "during", "done") and key of one of TPU's asynchronous collective fusions."""
+        """Return part ("start", "during", "done") and key of one of TPU's asynchronous collective fusions, or None."""
         if op.opcode != "fusion":
             return None
         inside = self.module.computations.get((op.attribute("calls") or "").lstrip("%"))
         if inside is None:
             return None
         for inner in inside.instructions:
-            found = re.search(r'chain_id="([^"]*)"', inner.attributes)
-            if found:
+            chain_id = re.search(r'chain_id="([^"]*)"', inner.attributes)
+            if chain_id:
                 targets = " ".join(i.attributes for i in inside.instructions if i.opcode == "custom-call")
                 part = (
                     "start"
@@ -328,32 +348,37 @@ class _Simulator:
                     if "CollectiveDone" in targets
                     else "during"
                 )
-                return part, f"chain {found[1]}"
+                return part, f"chain {chain_id[1]}"
         return None
 
 
 def _is_scalar(op: Instruction) -> bool:
-    """Whether the compiler has put all that an op makes into the scalar core's memory: counters and indices, which are
-    an instruction or two of that core and no kernel to start."""
+    """Return True if the results of an op are all in the scalar core's memory.
+
+    Such counters and indices cost an instruction or two of that core, and no kernel is launched.
+    """
     return bool(op.shapes) and all(shape.space == SCALAR_SPACE for shape in op.shapes)
 
 
 def _title(op: Instruction) -> str:
+    """Return the title of an instruction's span."""
     return op.op_name or op.name
 
 
 def _named(collective: CompiledCollective) -> str:
+    """Return the title of a collective's span."""
     return f"{collective.kind} over {', '.join(collective.axes)}: {collective.source or collective.name}"
 
 
 def _may_communicate(op: Instruction) -> bool:
+    """Return True if an instruction may contain a collective."""
     base = op.opcode.removesuffix("-start")
     return op.opcode in ("fusion", "async-start", "custom-call") or base in OPCODES
 
 
 def _rendezvous(owner: Computation, op: Instruction) -> str:
-    """What a send and its recv-done have in common."""
+    """Return the key that a send and its recv-done share."""
     if op.opcode.endswith("-done") and op.operands and op.operands[0] in owner.by_name:
         op = owner.by_name[op.operands[0]]
-    found = re.search(r'_xla_host_transfer_rendezvous="([^"]*)"', op.attributes)
-    return f"transfer {found[1]}" if found else op.name
+    rendezvous = re.search(r'_xla_host_transfer_rendezvous="([^"]*)"', op.attributes)
+    return f"transfer {rendezvous[1]}" if rendezvous else op.name

@@ -1,4 +1,4 @@
-"""What a custom call of a compiled TPU program does: a Pallas kernel's flops and traffic, or nothing at all."""
+"""Kernels behind the custom calls of a compiled program: FLOPs and traffic of Pallas and cuDNN kernels."""
 
 import dataclasses
 import math
@@ -10,7 +10,7 @@ from autoshard.exec.hlo.hlo_text import Computation, Instruction, Shape
 
 
 _IDLE = frozenset({"AllocateBuffer", "AssumeGatherIndicesInBound", "Sharding", "annotate_device_placement"})
-"""Calls that only reserve memory or hold what the compiler was told."""
+"""Targets of calls that only reserve memory or carry annotations for the compiler."""
 
 _ATTENTION = re.compile(r"flash_attention|splash_m[hq]a")
 
@@ -21,9 +21,9 @@ _HEADS_AT_2 = re.compile(
 )
 
 _FLOPS = {"fwd": 4, "dkv": 8, "dq": 6}
-"""Of jax's attention kernels, for each pair of positions and head channel: two matmuls, four, three."""
+"""FLOPs of jax's attention kernels for each pair of positions and head channel: two matmuls, four, three."""
 _BLOCK = 512
-"""Queries, and keys, in one block of scores, where the text does not tell: what jax's kernels take by default."""
+"""Queries, and keys, in one block of scores if the text does not give it: the default of jax's kernels."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -33,27 +33,29 @@ class Kernel:
     name: str
     flops: float
     traffic: float
-    """Bytes from and to main memory."""
+    """Bytes read from and written to main memory."""
     head: int = 0
     """The head dim over which an attention kernel multiplies; 0 for any other kernel."""
     steps: float = 0.0
-    """How many blocks of scores an attention kernel computes."""
+    """Number of blocks of scores that an attention kernel computes."""
 
     @property
     def score_passes(self) -> float:
-        """Scores of an attention kernel times the matmuls over them."""
+        """Number of scores of an attention kernel times the matmuls over them."""
         return self.flops / (2.0 * self.head) if self.head else 0.0
 
 
 def is_idle(op: Instruction) -> bool:
-    """Whether a custom call takes no time."""
-    found = re.search(r'custom_call_target="([^"]*)"', op.attributes)
-    return found is not None and found[1] in _IDLE
+    """Return True if a custom call takes no time."""
+    target = re.search(r'custom_call_target="([^"]*)"', op.attributes)
+    return target is not None and target[1] in _IDLE
 
 
 def read_kernel(owner: Computation, op: Instruction) -> Kernel | None:
-    """A Pallas kernel's own figures (`cost_estimate`), else those of its operands, as of cuDNN's attention; None for
-    any other custom call."""
+    """Return the kernel of a custom call; None if the call is no Pallas kernel and no attention of cuDNN.
+
+    FLOPs and traffic are the kernel's own figures (`cost_estimate`), else those of its operands.
+    """
     if _CUDNN in op.attributes:
         return _cudnn(owner, op)
     if 'custom_call_target="tpu_custom_call"' not in op.attributes:
@@ -74,9 +76,9 @@ def read_kernel(owner: Computation, op: Instruction) -> Kernel | None:
 
 
 def _cudnn(owner: Computation, op: Instruction) -> Kernel | None:
-    """Return cuDNN's attention: two matmuls over the scores, backward five. A causal mask leaves out half of them.
+    """Return cuDNN's attention: two matmuls over the scores forward, five backward; a causal mask omits half of them.
 
-    Heads are dim 1 or 2 of queries and keys, as the first matmul with both says; positions are the other one.
+    Heads are dim 1 or 2 of queries and keys, as the dim numbers of the first matmul show; positions are the other dim.
     """
     shapes = [owner.by_name[o].shapes[0] for o in op.operands[:2] if o in owner.by_name and owner.by_name[o].shapes]
     if len(shapes) < 2 or any(len(shape.dims) != 4 for shape in shapes):
@@ -91,11 +93,12 @@ def _cudnn(owner: Computation, op: Instruction) -> Kernel | None:
 
 
 def _block(operands: Sequence[Shape], queries: Shape, keys: int, scores: float) -> tuple[int, int]:
-    """Queries and keys of a block: splash attention's tables `[heads, rows, columns]` have an entry for each.
+    """Return the queries and keys of a block of scores.
 
-    A window leaves fewer rows or columns than there are blocks, and then nearly every entry is computed: sides of which
-    less than half of the entries would be are too long, and the smaller one is taken for both, as is one that is no
-    multiple of a register's lanes. Without a mask that leaves blocks out, half of them and more are computed.
+    Splash attention's tables `[heads, rows, columns]` have one entry for each block. A window leaves fewer rows or
+    columns than there are blocks, and then nearly every entry is computed. Sides are therefore too long if less than
+    half of the entries would be computed, or if they are no multiple of a register's lanes. Then the smaller side
+    counts for both. Without a mask that omits blocks, at least half of them are computed.
     """
     length = queries.dims[-2]
     for shape in operands:
@@ -103,23 +106,25 @@ def _block(operands: Sequence[Shape], queries: Shape, keys: int, scores: float) 
             rows, columns = shape.dims[1:]
             sides = length // rows, keys // columns
             entries = math.prod(queries.dims[:-2]) * rows * columns
-            whole = all(side and side % LANES == 0 for side in sides)
-            if not whole or scores < 0.5 * entries * math.prod(sides):
+            aligned = all(side and side % LANES == 0 for side in sides)
+            if not aligned or scores < 0.5 * entries * math.prod(sides):
                 sides = (min(sides) or _BLOCK,) * 2
             return min(sides[0], length), min(sides[1], keys)
     return min(_BLOCK, length), min(_BLOCK, keys)
 
 
 def _flops_of(name: str) -> int:
+    """Return the FLOPs of a kernel for each pair of positions and head channel, by its name."""
     return next((n for key, n in _FLOPS.items() if key in name), 4)
 
 
 def _name(op: Instruction) -> str:
-    """The scope right around the call: `.../splash_mha_fwd/pallas_call`, or the instruction's own name."""
+    """Return the scope directly around the call (`.../splash_mha_fwd/pallas_call`), or the instruction's own name."""
     parts = op.op_name.split("/")
     return parts[-2] if len(parts) > 1 and parts[-1] == "pallas_call" else op.name
 
 
 def _figure(op: Instruction, key: str) -> float:
-    found = re.search(rf'"cost_estimate":\{{[^}}]*"{key}":"?(\d+)', op.attributes)
-    return float(found[1]) if found else 0.0
+    """Return a figure of a kernel's `cost_estimate`, 0 without one."""
+    match = re.search(rf'"cost_estimate":\{{[^}}]*"{key}":"?(\d+)', op.attributes)
+    return float(match[1]) if match else 0.0

@@ -1,4 +1,4 @@
-"""How often a loop of a compiled module runs, read off its condition, its body and its start values."""
+"""Trip counts of the loops of a compiled module, derived from condition, body and start values."""
 
 import re
 
@@ -6,7 +6,7 @@ from autoshard.exec.hlo.hlo_text import Computation, HloModule, Instruction
 
 
 def trip_count(module: HloModule, loop: Instruction) -> int | None:
-    """How often a while loop's body runs, or None if the text does not tell."""
+    """Return the trip count of a while loop, or None if the text does not determine it."""
     known = re.search(r'"known_trip_count":\{"n":"?(\d+)"?', loop.attributes)
     if known:
         return int(known[1])
@@ -15,7 +15,10 @@ def trip_count(module: HloModule, loop: Instruction) -> int | None:
 
 
 def _counted(module: HloModule, owner: Computation, loop: Instruction) -> int | None:
-    """From `carried[k] < limit` in the condition, `carried[k] + step` in the body, and the start value outside."""
+    """Return the trip count of a counting loop, or None for any other loop.
+
+    Such a loop has `carried[k] < limit` in the condition, `carried[k] + step` in the body, and a constant start value.
+    """
     condition = module.computations.get((loop.attribute("condition") or "").lstrip("%"))
     body = module.computations.get((loop.attribute("body") or "").lstrip("%"))
     if condition is None or body is None or not loop.operands:
@@ -51,6 +54,7 @@ def _counted(module: HloModule, owner: Computation, loop: Instruction) -> int | 
 
 
 def _tuple_elements(computation: Computation, name: str) -> tuple[str, ...] | None:
+    """Return the names of a tuple's elements, seen through copies and barriers; None if the value is no tuple."""
     instruction = computation.by_name.get(name)
     while instruction is not None and instruction.opcode in ("copy", "optimization-barrier", "bitcast"):
         instruction = computation.by_name.get(instruction.operands[0])
@@ -58,16 +62,20 @@ def _tuple_elements(computation: Computation, name: str) -> tuple[str, ...] | No
 
 
 def _constant_of(module: HloModule, computation: Computation, name: str) -> int | None:
+    """Return the value of a constant integer scalar; None for any other value."""
     value = _affine(module, computation, name, {})
     return value[1] if value is not None and value[0] is None else None
 
 
 _Affine = tuple[int | None, int]
-"""(carried element or None, offset): `carried[k] + offset`, or a constant."""
+"""A carried element plus an offset, `carried[k] + offset`, as (k, offset); a constant has None for k."""
 
 
 def _affine(module: HloModule, computation: Computation, name: str, bound: dict[int, _Affine | None]) -> _Affine | None:
-    """An integer scalar as carried element plus offset, seen through copies and fusions; None if it is neither."""
+    """Return an integer scalar as carried element plus offset, seen through copies and fusions; None if it is neither.
+
+    `bound` has the values of the computation's parameters.
+    """
     instruction = computation.by_name.get(name)
     if instruction is None:
         return None
@@ -102,20 +110,21 @@ def _affine(module: HloModule, computation: Computation, name: str, bound: dict[
 def _through_fusion(
     module: HloModule, outside: Computation, fusion: Instruction, index: int | None, bound: dict[int, _Affine | None]
 ) -> _Affine | None:
+    """Return a fusion's result as carried element plus offset; `index` picks an element of a tuple result."""
     inside = module.computations.get((fusion.attribute("calls") or "").lstrip("%"))
     if inside is None:
         return None
-    given = {k: _affine(module, outside, operand, bound) for k, operand in enumerate(fusion.operands)}
+    operands = {k: _affine(module, outside, operand, bound) for k, operand in enumerate(fusion.operands)}
     target = inside.root
     if index is not None:
         if target.opcode != "tuple" or index >= len(target.operands):
             return None
-        return _affine(module, inside, target.operands[index], given)
-    return _affine(module, inside, target.name, given)
+        return _affine(module, inside, target.operands[index], operands)
+    return _affine(module, inside, target.name, operands)
 
 
 def _comparison(module: HloModule, condition: Computation) -> tuple[str, tuple[str, int], tuple[str, int]] | None:
-    """Direction and both sides, each ("carried", k) or ("constant", value)."""
+    """Return direction and both sides of a condition's comparison, each ("carried", k) or ("constant", value)."""
     root, computation, bound = condition.root, condition, dict[int, _Affine | None]()
     while root.opcode in ("fusion", "copy", "bitcast", "call"):
         if root.opcode in ("copy", "bitcast"):

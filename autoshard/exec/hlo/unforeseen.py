@@ -1,4 +1,4 @@
-"""Communication in a compiled program that its plan did not predict, with what caused it."""
+"""Communication in a compiled program that its plan did not predict, with its cause."""
 
 import dataclasses
 import itertools
@@ -11,16 +11,16 @@ from autoshard.program import Program
 
 
 UNFORESEEN_SHARE = 0.01
-"""Communication above this share of the step's that the plan did not predict is worth a line."""
+"""Share of the step's communication above which unpredicted communication is reported."""
 
 PADDING_SHARE = 0.12
-"""A collective may exceed what was predicted by this share: reduce-scatters of tiled dims are padded, by 3 to 10 %."""
+"""Share by which a collective may exceed its prediction: reduce-scatters of tiled dims are padded by 3 to 10 %."""
 
 SUMMED_WHOLE = "the plan has a reduce-scatter here; the compiler sums everything and takes a slice"
 
 _PERMUTE = "collective-permute"
 _LAST = {_PERMUTE: 1, "all-reduce": 2}
-"""Kinds that take of the prediction last: permutes may be anything, and whole sums are what nobody plans to have."""
+"""Kinds that are matched to the prediction last: permutes may belong to any kind, and no plan wants whole sums."""
 
 _REDUCING = frozenset({"all-reduce", "reduce-scatter"})
 
@@ -32,32 +32,34 @@ class Unforeseen:
     kind: str
     axes: tuple[str, ...]
     wire_bytes: int
-    """Bytes on the wire of one device in one step."""
+    """Bytes that one device sends in one step."""
     share: float
-    """Its share of all bytes that the step puts on the wire."""
+    """Share of all bytes that one device sends in the step."""
     count: int
     op: str
-    """The source's name for the op."""
+    """Name of the op in the source."""
     line: str
-    """`file:line` of the source, where known."""
+    """`file:line` of the source, if known."""
     before: str
-    """Spec of the value where it is made, where known."""
+    """Spec of the value at its producer, if known."""
     after: str
-    """Spec that its user needs, where known."""
+    """Spec that its user needs, if known."""
     note: str = ""
-    """What the compiler itself said of it, or what it did in place of what was planned, where known."""
+    """The compiler's own warning, or its replacement for the planned collective, if known."""
 
 
 def unforeseen(
     program: Program, plan: Plan, found: Sequence[CompiledCollective], log: str = ""
 ) -> tuple[Unforeseen, ...]:
-    """Communication beyond the prediction, largest first.
+    """Return the communication beyond the plan's prediction, largest first.
 
-    Within one set of mesh axes reductions (all-reduce, reduce-scatter) and moves (the other kinds) are compared as
-    bytes on the wire, since the compiler may choose either kind of each, and make one collective of several. One that
-    runs as often and sends as much as a predicted one, but for padding, is that one; what is left takes what is left
-    of the prediction, and is blamed where that does not suffice. Specs and source lines come from Shardy's own list
-    of reshards for the pinned program, and from the compiler's warnings of involuntary rematerialisation.
+    Within one set of mesh axes, reductions (all-reduce, reduce-scatter) and moves (the other kinds) are compared as
+    bytes on the wire. The compiler may choose either kind of each, and merge several collectives into one. A collective
+    that runs as often and sends as much as a predicted one, but for padding, matches it. The remaining collectives
+    consume the remaining prediction, and are reported if it does not suffice.
+
+    Specs and source lines come from Shardy's own list of reshards for the pinned program, and from the compiler's
+    warnings of involuntary rematerialisation.
     """
     total = sum(c.wire_bytes for c in found)
     if not total:
@@ -76,14 +78,14 @@ def unforeseen(
         if c.wire_bytes >= UNFORESEEN_SHARE * total:
             row = _explained(c, total, reshards, notes)
             planned = any(e.kind == "reduce-scatter" and e.may_be(c) for e in expected)
-            whole = c.kind == "all-reduce" and planned and not row.note
-            rows.append(dataclasses.replace(row, note=SUMMED_WHOLE) if whole else row)
+            summed_whole = c.kind == "all-reduce" and planned and not row.note
+            rows.append(dataclasses.replace(row, note=SUMMED_WHOLE) if summed_whole else row)
     return tuple(sorted(rows, key=lambda row: -row.wire_bytes))
 
 
 @dataclasses.dataclass(slots=True)
 class Expected:
-    """A predicted collective, and its bytes on the wire that no compiled one has taken."""
+    """A predicted collective, with its bytes on the wire that no compiled collective has consumed."""
 
     kind: str
     axes: tuple[str, ...]
@@ -92,13 +94,14 @@ class Expected:
 
     @property
     def reducing(self) -> bool:
+        """True for an all-reduce or a reduce-scatter."""
         return self.kind in _REDUCING
 
     def may_be(self, collective: CompiledCollective) -> bool:
-        """Whether a compiled collective may be this one or a part of it.
+        """Return True if a compiled collective may be this one or a part of it.
 
-        Gathers over two axes, one after the other, may be compiled as one; a loop of permutes does either sort; a sum
-        over slices and chips of a slice ends with a gather.
+        Successive gathers over two axes may be compiled as one. A loop of permutes implements either sort. A sum over
+        slices and chips of a slice ends with a gather.
         """
         mine, other = set(self.axes), set(collective.axes)
         same = self.reducing == (collective.kind in _REDUCING)
@@ -107,11 +110,14 @@ class Expected:
 
 
 def beyond(found: Sequence[CompiledCollective], expected: Sequence[Expected], least: float) -> list[CompiledCollective]:
-    """Compiled collectives that no predicted bytes are left for; what is short by less than `least` is let pass."""
+    """Return the compiled collectives for which no predicted bytes remain.
+
+    A total shortage of less than `least` bytes is ignored. `expected` is modified: its bytes are consumed.
+    """
     rest: list[CompiledCollective] = []
     for collective in sorted(_loops_joined(found), key=lambda c: (_LAST.get(c.kind, 0), -c.wire_bytes)):
         size = collective.wire_bytes
-        alike = [
+        similar = [
             e
             for e in expected
             if e.axes == collective.axes
@@ -119,9 +125,9 @@ def beyond(found: Sequence[CompiledCollective], expected: Sequence[Expected], le
             and e.count == collective.count
             and abs(e.bytes - size) <= PADDING_SHARE * size
         ]
-        if alike:
-            like = min(alike, key=lambda e: abs(e.bytes - size))
-            like.bytes = max(0.0, like.bytes - size)
+        if similar:
+            nearest = min(similar, key=lambda e: abs(e.bytes - size))
+            nearest.bytes = max(0.0, nearest.bytes - size)
         else:
             rest.append(collective)
     needs = [collective.wire_bytes for collective in rest]
@@ -129,9 +135,9 @@ def beyond(found: Sequence[CompiledCollective], expected: Sequence[Expected], le
         for k, collective in enumerate(rest):
             near = [e for e in expected if e.may_be(collective) and (nested or e.axes == collective.axes)]
             for e in sorted(near, key=lambda e: e.count != collective.count):
-                taken = min(needs[k], e.bytes)
-                e.bytes -= taken
-                needs[k] -= taken
+                consumed = min(needs[k], e.bytes)
+                e.bytes -= consumed
+                needs[k] -= consumed
     short = [(c, need) for c, need in zip(rest, needs, strict=True) if need > PADDING_SHARE * c.wire_bytes]
     missing = sum(need for _, need in short)
     blamed = []
@@ -144,7 +150,7 @@ def beyond(found: Sequence[CompiledCollective], expected: Sequence[Expected], le
 
 
 def _loops_joined(found: Sequence[CompiledCollective]) -> list[CompiledCollective]:
-    """The permutes of one op, which together are one gather or reduction beside parts of a matmul, as one."""
+    """Merge the permutes of one op, which together are one gather or reduction that overlaps with parts of a matmul."""
     joined: dict[tuple[object, ...], CompiledCollective] = {}
     for number, collective in enumerate(found):
         key = (collective.axes, collective.source) if collective.kind == _PERMUTE and collective.source else (number,)
@@ -158,25 +164,26 @@ def _loops_joined(found: Sequence[CompiledCollective]) -> list[CompiledCollectiv
 
 
 def _reshards(program: Program, plan: Plan) -> list[dict[str, Any]]:
-    """Shardy's list of reshards and sums for the program under the plan."""
+    """Return Shardy's list of reshards and sums for the program under the plan."""
     from autoshard import mlir
 
     module = mlir.inline_calls(mlir.parse_module(program.module))
     mlir.set_shardings(module, "mesh", plan.mesh, list(plan.arguments.values()), list(plan.results.values()))
-    found = mlir.regions_of(module, plan.regions)
+    regions = mlir.regions_of(module, plan.regions)
     mlir.insert_pins(module, "mesh", plan.mesh, plan.pins)
-    mlir.insert_regions(module, "mesh", plan.mesh, found)
+    mlir.insert_regions(module, "mesh", plan.mesh, regions)
     return [*mlir.explicit_reshards(module), *mlir.explicit_sums(module)]
 
 
 def involuntary(log: str) -> list[str]:
-    """The compiler's own complaints, one line each."""
+    """Return the compiler's warnings of involuntary rematerialisation, one line each."""
     return [line.strip()[:400] for line in log.splitlines() if "nvoluntary full rematerialization" in line]
 
 
 def _explained(
     collective: CompiledCollective, total: float, reshards: Sequence[dict[str, Any]], notes: Sequence[str]
 ) -> Unforeseen:
+    """Return a report of a collective with the reshard and the warning that explain it best."""
     tail = _tail(collective.source)
     best = max(reshards, key=lambda r: _likeness(r, collective), default=None)
     if best is not None and not _likeness(best, collective)[0]:
@@ -198,7 +205,7 @@ def _explained(
 
 
 def _likeness(reshard: dict[str, Any], collective: CompiledCollective) -> tuple[bool, bool, bool, int]:
-    """How well a reshard of Shardy's list explains a collective: at all, by its axes, by kind, by its op's name."""
+    """Rank how well a reshard of Shardy's list explains a collective: overall, by axes, by kind, by its op's name."""
     tail = _tail(collective.source)
     same = bool(tail) and any(_tail(name) == tail for name in reshard["names"])
     summed = reshard.get("summed", ())
@@ -211,12 +218,13 @@ def _likeness(reshard: dict[str, Any], collective: CompiledCollective) -> tuple[
 
 
 def _shared(name: str, tail: str) -> int:
-    """Leading parts of two name stacks that are the same."""
+    """Count the equal leading parts of two name stacks."""
     pairs = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(name.split("/"), tail.split("/"), strict=False))
     return sum(1 for _ in pairs)
 
 
 def _specs(reshard: dict[str, Any]) -> tuple[str, str]:
+    """Return the specs of a reshard before and after, as text."""
     before, after = (spec_text(Spec(reshard[side]), reshard["shape"]) for side in ("before", "after"))
     if reshard.get("summed"):
         before += f" not yet summed over {', '.join(reshard['summed'])}"
@@ -224,5 +232,5 @@ def _specs(reshard: dict[str, Any]) -> tuple[str, str]:
 
 
 def _tail(name: str) -> str:
-    """An op's name stack without the name of the jitted function, which differs between lowerings."""
+    """Return an op's name stack without the name of the jitted function, which differs between lowerings."""
     return name.partition("/")[2]

@@ -1,1 +1,1 @@
-"""Plan, judge, learn, plan again."""
+"""Refinement of cost figures: plan, judge, learn and plan again."""

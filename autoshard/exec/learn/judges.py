@@ -1,4 +1,4 @@
-"""Judges: who says how long plans take by more than the prices that chose them, and what they saw."""
+"""Judges, which time plans by a source independent of the prices that chose them, and their judgements."""
 
 import concurrent.futures
 import dataclasses
@@ -17,34 +17,35 @@ from autoshard.program import Program
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Seen:
-    """What a judge says of one plan; `failed` says why it says nothing."""
+    """Judgement of one plan; `failed` has the reason if there is none."""
 
     seconds: float | None = None
-    """Step time; None where the plan does not fit or the judge failed."""
+    """Seconds of one step; None if the plan does not fit or the judge failed."""
     error: float = 0.0
-    """Share by which the time may be wrong: of a schedule as measured on published runs, of a measurement half the
-    distance of its quartiles."""
+    """Relative uncertainty of the time. For a compiled schedule it was measured on published runs; for measured steps
+    it is half the distance of the quartiles over the median.
+    """
     verdict: str = ""
     peak_bytes: int | None = None
-    """Peak memory of one device, where the judge says it."""
+    """Peak bytes of one device, if the judge reports them."""
     hidden_share: float | None = None
-    """Share of the communication that the compiler's schedule hides behind compute."""
+    """Share of the communication time that the compiler's schedule hides behind compute."""
     hidden: dict[str, float] | None = None
-    """The hidden share of each class of communication (`cost.traffic_class`)."""
+    """Hidden share of each class of communication (`cost.traffic_class`)."""
     failed: str = ""
 
     @property
     def fits(self) -> bool:
-        """Whether it ran, or compiled, within a device's memory."""
+        """True if the plan ran, or compiled, within a device's memory."""
         return not self.failed and self.verdict != Verdict.DOES_NOT_FIT.value
 
     def to_json(self) -> dict[str, Any]:
-        """What the database keeps of it."""
+        """Return the fields that the database stores."""
         return {key: value for key, value in dataclasses.asdict(self).items() if value is not None and key != "failed"}
 
 
 class Judging(Protocol):
-    """Says what it sees of plans of one program, by name, each as soon as it is known."""
+    """Judge of several plans of one program; it yields each name and judgement as soon as it is known."""
 
     @property
     def name(self) -> Judge: ...
@@ -56,18 +57,18 @@ class Judging(Protocol):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class CompileJudge:
-    """The compiler of TPUs or of GPUs with none present: whether a plan fits, and what runs beside what. Times are our
-    prices of its schedule."""
+    """Judge that compiles for TPUs or GPUs without devices: it reports memory and overlap, and prices the schedule."""
 
     time_limit: float = 600.0
-    """Seconds that the compiler may take for each plan."""
+    """Most seconds of compiling one plan."""
     name: Judge = "compile"
     executor: concurrent.futures.Executor | None = None
-    """Whose tasks the compilations are; None if they are made here, one after the other."""
+    """Executor of the compilations; None compiles here, one plan after the other."""
 
     def judge(
         self, program: Program, plans: Mapping[str, Plan], progress: Callable[[str], None]
     ) -> Iterator[tuple[str, Seen]]:
+        """Yield the name and judgement of each plan as its compilation ends."""
         compiled = compile_plans(program, plans, self.time_limit, quick=True, executor=self.executor, progress=progress)
         for name, report in compiled:
             if isinstance(report, UserError):
@@ -93,7 +94,7 @@ class CompileJudge:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class MeasureJudge:
-    """The devices that are here. Plans run in turn, a step of each, so that all meet the same machine."""
+    """Judge that runs plans on the devices present, one step of each in turn, under the same machine conditions."""
 
     steps: int = 10
     warmup: int = 2
@@ -103,17 +104,18 @@ class MeasureJudge:
     def judge(
         self, program: Program, plans: Mapping[str, Plan], progress: Callable[[str], None]
     ) -> Iterator[tuple[str, Seen]]:
+        """Yield failures while plans compile, then the name and judgement of each plan after all steps."""
         import jax
 
         if not plans:
             return
         ensure_devices(max(len(plan.device_order) for plan in plans.values()))
-        made = first_arguments(program, self.seed)
+        first_args = first_arguments(program, self.seed)
         ready: dict[str, PlannedStep] = {}
         for name, plan in plans.items():
             progress(f"Compiling {name} for the devices here")
             try:
-                ready[name] = PlannedStep(verify_program(program, plan), plan, made)
+                ready[name] = PlannedStep(verify_program(program, plan), plan, first_args)
                 ready[name].run()
             except jax.errors.JaxRuntimeError as error:
                 ready.pop(name, None)
@@ -141,10 +143,14 @@ def judge_of(
     time_limit: float,
     executor: concurrent.futures.Executor | None = None,
 ) -> Judging:
-    """The judge of that name; by default devices for CPU topologies, which are here, and else the compiler.
+    """Return the judge of that name; by default `measure` for CPU topologies, and `compile` for others.
 
-    Raises `UserError` for an unknown name, for a compiler that makes no programs for the topology, and for an executor
-    that is to measure.
+    - `steps`: timed steps of each plan, for `measure`.
+    - `time_limit`: most seconds of compiling one plan.
+    - `executor`: executor of the compilations.
+
+    Raises `UserError` for an unknown name, for a topology that cannot be compiled for without devices, and for an
+    executor with `measure`.
     """
     name = name or cast(Judge, topology.traits.judge)
     if name == "measure":

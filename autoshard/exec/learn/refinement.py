@@ -1,8 +1,8 @@
-"""Plan, judge, learn, plan again: until the choice stands.
+"""Refinement loop: plan, judge the best plans, fit the cost figures, and plan again until the choice is stable.
 
-Each round plans with what is known, lets a judge see the few best plans that really differ, keeps what it saw in the
-user's database as soon as it is known, and fits the figures to it. A run that was interrupted, or is made again, plans
-its first round with what others have seen and finds its own judgements in the database instead of making them again.
+Each round plans with the fitted figures and lets a judge time a few of the best plans that really differ. It stores
+each judgement in the user's database at once, and fits the figures to all of them. A repeated or resumed run finds its
+own judgements in the database. It plans its first round with other programs' and judges' observations only.
 """
 
 import concurrent.futures
@@ -42,45 +42,45 @@ from autoshard.program import Program, lift_constraints, open_source
 
 
 PLANS, ROUNDS = 4, 3
-"""Plans that are judged in a round, and most rounds, unless asked otherwise."""
+"""Default number of plans judged in one round, and default number of rounds at most."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Judged:
-    """One plan that a judge was asked about."""
+    """Plan with its judgement."""
 
     name: str
-    """The name that `PlanCandidate` has, with the round where two would have one name."""
+    """Name of the plan's `PlanCandidate`, with the round appended if two plans would share a name."""
     why: str
-    """How the plan was found."""
+    """Explanation of how the search found this plan."""
     plan: Plan
     seen: Seen
     round: int
     kept: bool
     """True if the judgement was in the database already."""
     predicted_before_s: float
-    """Step time with the figures of the first round."""
+    """Seconds of a step, predicted with the figures of the first round."""
     predicted_after_s: float
-    """Step time with the figures of all that was learned."""
+    """Seconds of a step, predicted with the figures fitted to all judgements."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Refinement:
-    """What a refinement came to."""
+    """Result of a refinement: the best plan, all judgements and the fitted figures."""
 
     plan: Plan
-    """The plan with the least judged time of those that fit; its provenance says so under `refined`."""
+    """The fitting plan with the least judged time; its provenance has the details under `refined`."""
     best: Judged
     judged: tuple[Judged, ...]
-    """All plans that were judged, the best first, those that do not fit and those that failed last."""
+    """All judged plans, the best first; plans that do not fit and failed plans are last."""
     judge: Judge
     rounds: int
     settled: bool
-    """Whether the choice stood; otherwise the rounds ran out."""
+    """True if the choice became stable before the rounds ran out."""
     why: str
-    """Why it ended, in a sentence."""
+    """Reason for the end of the loop, as a clause."""
     fit: Fit
-    """The figures as they are now, and how sure."""
+    """Cost figures after the last round, with their uncertainty."""
 
 
 def refine(
@@ -96,18 +96,23 @@ def refine(
     progress: Callable[[str], None] | None = None,
     **options: Unpack[PlanOptions],
 ) -> Refinement:
-    """Plan `program` on `topology`, have the best few plans judged, learn from it, plan again until the choice stands.
+    """Plan `program` on `topology`, judge the best plans, fit the cost figures, and repeat until the choice is stable.
 
-    `judge` is `"measure"` (the devices that are here, `steps` timed steps of each plan; the default for CPU
-    topologies) or `"compile"` (the compiler of TPUs or of GPUs, with none present, at most `compile_limit` seconds for
-    each plan, which are tasks of `executor` if there is one, as of `compile_plans`). `plans` is how many plans that
-    really differ are judged in a round, `rounds` how many rounds there are at most. What is seen is kept in the user's
-    database and used by later plans of the topology; with `calibration=False` the database is neither read nor
-    written. What is seen of steps with compiler flags
-    (`xla_flags`) serves plans with the same flags alone. The other `options` are those of `autoshard.plan`.
+    - `judge`: `"measure"` times plans on the devices present (the default for CPU topologies); `"compile"` uses the
+      compiler of TPUs or GPUs without devices.
+    - `plans`: plans judged in one round; they really differ.
+    - `rounds`: most rounds.
+    - `steps`: timed steps of each plan, for `"measure"`.
+    - `compile_limit`: most seconds of compiling one plan.
+    - `executor`: runs compilations as its tasks, as in `compile_plans`.
+    - `options`: options of `autoshard.plan`.
 
-    A judge that fails on a plan drops that plan, and says why. Raises `UserError` if it fails on all of them or none
-    fits, and as `autoshard.plan` does.
+    Judgements are stored in the user's database, and later plans of the topology use them. `calibration=False` neither
+    reads nor writes the database. Judgements of steps with compiler flags (`xla_flags`) serve only plans with the same
+    flags.
+
+    A plan on which the judge fails is dropped, with the reason. Raises `UserError` if the judge fails on all plans, if
+    none fits, or as `autoshard.plan` does.
     """
     if plans < 1 or rounds < 1:
         raise UserError(f"refine: {plans} plans in {rounds} rounds; at least 1 plan and 1 round are needed.")
@@ -122,7 +127,7 @@ def refine(
 
         ensure_devices(parsed.num_devices)
     program = open_source(program, **settled_options({}, topology)) if isinstance(program, str) else program
-    if read.ignore_constraints:  # here, as what is judged must be what is planned
+    if read.ignore_constraints:  # lifted here, so that the judge runs the program that is planned
         program, read = lift_constraints(program), dataclasses.replace(read, ignore_constraints=False)
     flags, _ = chosen_flags(read.xla_flags, parsed.chip)
     database = Database.of_user() if read.calibration else None
@@ -132,7 +137,7 @@ def refine(
 
 
 class _Memory:
-    """What was seen: in the database, and by this run, which goes on where nothing can be kept."""
+    """Observations in the database and of this run; a run without a database uses its own only."""
 
     def __init__(
         self, topology: Topology, flags: Sequence[str], judge: Judge, program: str, database: Database | None
@@ -143,37 +148,39 @@ class _Memory:
         self.mine: list[Observation] = []
 
     def all(self) -> list[Observation]:
-        """Everything of this topology and compiler, once."""
-        kept = self.database.read(self.topology.name, self.compiler) if self.database is not None else []
-        return list({one.id: one for one in (*kept, *self.mine)}.values())
+        """Return every observation of this topology and compiler, without duplicates."""
+        stored = self.database.read(self.topology.name, self.compiler) if self.database is not None else []
+        return list({each.id: each for each in (*stored, *self.mine)}.values())
 
     def of_others(self) -> list[Observation]:
-        """What this run would know if it were the first on its program."""
-        own = (self.judge, self.program)
-        return [one for one in self.all() if (one.judge, one.about.get("program")) != own]
+        """Return the observations without this judge's own of this program, as before the first run."""
+        own_pair = (self.judge, self.program)
+        return [each for each in self.all() if (each.judge, each.about.get("program")) != own_pair]
 
     def fit(self, observations: Sequence[Observation]) -> Fit:
+        """Fit the cost figures to observations."""
         return fit_observations(self.topology, observations, self.flags)
 
     def judgements(self) -> dict[str, Seen]:
-        """What this judge said of plans of this program earlier, by their digests; of several the first by id."""
-        found: dict[str, Seen] = {}
-        for one in sorted(self.all(), key=lambda o: o.id):
-            if one.op == STEP and (one.judge, one.about.get("program")) == (self.judge, self.program):
-                found.setdefault(one.about["plan"], Seen(**one.seen))
-        return found
+        """Return this judge's earlier judgements of this program by plan digest; duplicates resolve to the least id."""
+        by_digest: dict[str, Seen] = {}
+        for each in sorted(self.all(), key=lambda o: o.id):
+            if each.op == STEP and (each.judge, each.about.get("program")) == (self.judge, self.program):
+                by_digest.setdefault(each.about["plan"], Seen(**each.seen))
+        return by_digest
 
     def keep(self, plan: Plan, name: str, bill: Bill, seen: Seen) -> None:
+        """Store a judgement, also in the database if there is one."""
         about = {"program": self.program, "plan": plan_digest(plan), "name": f"{plan.program_name}: {name}"}
-        one = Observation(self.topology.name, self.compiler, self.judge, STEP, about, bill, seen.to_json())
-        self.mine.append(one)
+        observation = Observation(self.topology.name, self.compiler, self.judge, STEP, about, bill, seen.to_json())
+        self.mine.append(observation)
         if self.database is not None:
-            self.database.add([one])
+            self.database.add([observation])
 
 
 @dataclasses.dataclass(slots=True)
 class _Case:
-    """A plan that was offered, and what became of it."""
+    """Candidate plan and, once it is judged, its judgement."""
 
     name: str
     why: str
@@ -185,6 +192,8 @@ class _Case:
 
 
 class _Refiner:
+    """State of one refinement."""
+
     def __init__(
         self,
         program: Program,
@@ -196,19 +205,22 @@ class _Refiner:
         self.program, self.planning = program, planning
         self.judging, self.memory, self.progress = judging, memory, progress
         self.cases: dict[str, _Case] = {}
-        """By digest."""
+        """Digest of a plan -> its case."""
 
     def run(self, rounds: int) -> Refinement:
+        """Run up to `rounds` rounds until the choice is stable."""
         first = fit = self.memory.fit(self.memory.of_others())
         earlier: str | None = None
         settled, why, number = False, "", 0
         for number in range(1, rounds + 1):
             self.progress(f"Round {number}: planning with {_known(fit)}")
-            made = make_plan(self.program, dataclasses.replace(self.planning, calibration=fit))
-            choice = plan_digest(made.plan)
-            self.judge(self.offered(made, number), number)
+            planned = make_plan(self.program, dataclasses.replace(self.planning, calibration=fit))
+            choice = plan_digest(planned.plan)
+            self.judge(self.offered(planned, number), number)
             fit = self.memory.fit(self.memory.all())
             best = self.best()
+            # The choice is stable if the planner's first choice is also the judge's, or if the new figures choose the
+            # same plan again.
             if best == choice:
                 settled, why = True, "the plan that was chosen is the one that was judged best"
             elif choice == earlier:
@@ -221,49 +233,51 @@ class _Refiner:
         return self.result(first, fit, number, settled, why)
 
     def offered(self, made: PlanResult, number: int) -> list[_Case]:
-        """The plans to judge in a round, ours first, no two of them one."""
-        found: dict[str, tuple[str, str, Plan]] = {}
+        """Return the plans to judge in a round, without duplicates: our candidates, then the fastest baselines that
+        fit.
+        """
+        by_digest: dict[str, tuple[str, str, Plan]] = {}
         for each in made.candidates:
-            found.setdefault(plan_digest(each.plan), (each.name, each.why, each.plan))
-        named = made.plan.baselines
-        for name in sorted(named, key=lambda name: (named[name].step_time_s, name)):
-            if len(found) >= self.planning.candidates:
+            by_digest.setdefault(plan_digest(each.plan), (each.name, each.why, each.plan))
+        baselines = made.plan.baselines
+        for name in sorted(baselines, key=lambda name: (baselines[name].step_time_s, name)):
+            if len(by_digest) >= self.planning.candidates:
                 break
-            if named[name].fits:
+            if baselines[name].fits:
                 plan = made.baseline_plans[name]
-                found.setdefault(plan_digest(plan), (f"{name}*", "baseline, completed by the solver", plan))
-        chosen = dict(list(found.items())[: self.planning.candidates])
+                by_digest.setdefault(plan_digest(plan), (f"{name}*", "baseline, completed by the solver", plan))
+        chosen = dict(list(by_digest.items())[: self.planning.candidates])
         new = {digest: each for digest, each in chosen.items() if digest not in self.cases}
         bills = plan_bills(self.program, [plan for _, _, plan in new.values()])
         for (digest, (name, why, plan)), bill in zip(new.items(), bills, strict=True):
-            taken = {case.name for case in self.cases.values()}
-            label = f"{name}, round {number}" if name in taken else name
+            names = {case.name for case in self.cases.values()}
+            label = f"{name}, round {number}" if name in names else name
             self.cases[digest] = _Case(label, why, plan, bill, number)
         return [self.cases[digest] for digest in chosen]
 
     def judge(self, cases: Iterable[_Case], number: int) -> None:
-        """Ask the judge of all that it has not judged yet."""
-        known = self.memory.judgements()
-        asked: dict[str, _Case] = {}
+        """Judge the plans that have no judgement yet; reuse stored judgements."""
+        earlier = self.memory.judgements()
+        unjudged: dict[str, _Case] = {}
         for case in cases:
             if case.seen is not None:
                 continue
-            case.seen = known.get(plan_digest(case.plan))
+            case.seen = earlier.get(plan_digest(case.plan))
             case.kept = case.seen is not None
             if case.seen is None:
-                asked[case.name] = case
+                unjudged[case.name] = case
             else:
                 self.progress(f"Round {number}: {_line(case)} (judged before)")
-        plans = {name: case.plan for name, case in asked.items()}
+        plans = {name: case.plan for name, case in unjudged.items()}
         for name, seen in self.judging.judge(self.program, plans, self.progress):
-            case = asked[name]
+            case = unjudged[name]
             case.seen = seen
             if not seen.failed:
                 self.memory.keep(case.plan, name, case.bill, seen)
             self.progress(f"Round {number}: {_line(case)}")
 
     def best(self) -> str:
-        """Digest of the plan with the least judged time that fits. Raises `UserError` if there is none."""
+        """Return the digest of the fitting plan with the least judged time. Raises `UserError` if there is none."""
         judged = {digest: case.seen for digest, case in self.cases.items() if case.seen is not None}
         times = {d: seen.seconds for d, seen in judged.items() if seen.fits and seen.seconds is not None}
         if times:
@@ -277,6 +291,7 @@ class _Refiner:
         )
 
     def result(self, first: Fit, fit: Fit, rounds: int, settled: bool, why: str) -> Refinement:
+        """Return the refinement's result, with the best plan first."""
         best = self.best()
         judged = {digest: _judged(case, first, fit) for digest, case in self.cases.items() if case.seen is not None}
         chosen = judged[best]
@@ -298,18 +313,21 @@ class _Refiner:
 
 
 def _judged(case: _Case, first: Fit, fit: Fit) -> Judged:
+    """Convert a case into a public record, with predictions from the first and the last figures."""
     assert case.seen is not None
     before, after = (case.bill.seconds(each.calibration) for each in (first, fit))
     return Judged(case.name, case.why, case.plan, case.seen, case.round, case.kept, before, after)
 
 
 def _known(fit: Fit) -> str:
+    """Describe the figures in use, for progress lines."""
     if not fit.observations:
         return "the shipped figures"
     return f"figures fitted to {fit.observations} {'observation' if fit.observations == 1 else 'observations'}"
 
 
 def _line(case: _Case) -> str:
+    """Describe a judgement, for progress lines."""
     seen = case.seen
     assert seen is not None
     if seen.failed:
@@ -321,7 +339,7 @@ def _line(case: _Case) -> str:
 
 
 def refinement_figures(result: Refinement) -> dict[str, Any]:
-    """The JSON object of `autoshard refine --json`."""
+    """Return the JSON object of `autoshard refine --json`."""
     fit = result.fit
     return {
         "program": result.plan.program_name,
@@ -363,6 +381,7 @@ def refinement_figures(result: Refinement) -> dict[str, Any]:
 
 
 def _times(each: Judged) -> dict[str, float | None]:
+    """Return the judged and the predicted seconds of a step."""
     return {
         "judged": each.seen.seconds,
         "predicted_before": each.predicted_before_s,

@@ -1,1 +1,1 @@
-"""A planned step run here: its time, what its profile says, and whether it computes the same."""
+"""Execution of a planned step on the devices present: its time, its profile, and checks of its results."""

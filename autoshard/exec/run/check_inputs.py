@@ -1,4 +1,4 @@
-"""Inputs at the edges of what ops define, and the noise floor of a step's results."""
+"""Edge-case inputs of a step, and the noise floor of its results."""
 
 import math
 import re
@@ -14,22 +14,24 @@ from autoshard.program import WEIGHTS, Program, Role
 
 
 ENDS, BEYOND, UNDEFINED = "ends and ties", "indices past the ends", "NaN"
-"""Names of the edges, in the order in which they are compared."""
+"""Names of the edge cases, in the order in which they are compared."""
 _EXTREME = re.compile(r"=[^=\n]* (?:maximum|minimum)\(")
+"""A maximum or minimum op in HLO text."""
 
 
 def edge_arguments(program: Program, leaves: Sequence[Any], seed: int) -> dict[str, list[Any]]:
-    """Return flat arguments for each edge that the program has, from those of an ordinary step.
+    """Return flat arguments for each edge case that the program has, derived from those of an ordinary step.
 
-    `ENDS`: half of the indices are the first or the last of their dim, and floats of the batch repeat. `BEYOND`: half
-    of them lie before or past the ends, which JAX clamps, drops or wraps; PyTorch refuses them, so that programs of
-    modules have none. `UNDEFINED`: one element of each float argument of the batch is NaN.
+    - `ENDS`: half of the indices are the first or the last of their dim, and floats of the batch repeat.
+    - `BEYOND`: half of the indices lie before or past the ends. JAX clamps, drops or wraps such indices. PyTorch
+      refuses them, so that programs of torch modules have no such case.
+    - `UNDEFINED`: one element of each float argument of the batch is NaN.
     """
     with mlir.new_context() as context:
         sizes = mlir.indexed_sizes(mlir.parse_module(program.module, context))
     batch = [n for n, argument in enumerate(program.arguments) if argument.role is Role.BATCH]
-    given = [n for n, argument in enumerate(program.arguments) if argument.role in (Role.BATCH, Role.OTHER)]
-    indices = {n: sizes[n] for n in given if n in sizes and _has_dtype(leaves[n], "integer")}
+    data = [n for n, argument in enumerate(program.arguments) if argument.role in (Role.BATCH, Role.OTHER)]
+    indices = {n: sizes[n] for n in data if n in sizes and _has_dtype(leaves[n], "integer")}
     floats = [n for n in batch if _has_dtype(leaves[n], "floating")]
     draw = np.random.default_rng(seed)
     edges: dict[str, list[Any]] = {}
@@ -51,9 +53,9 @@ def edge_arguments(program: Program, leaves: Sequence[Any], seed: int) -> dict[s
 
 
 def drops_nan(compiled_text: str, platform: str) -> bool:
-    """Return True if a compiled step takes the largest or smallest number over devices that drop NaN.
+    """Return True if a compiled step reduces a maximum or minimum over devices whose collectives drop NaN.
 
-    XLA's collectives of CPUs do, also in plain JAX.
+    XLA's collectives of CPUs drop NaN, also in plain JAX.
     """
     if platform != "cpu":
         return False
@@ -63,7 +65,7 @@ def drops_nan(compiled_text: str, platform: str) -> bool:
 
 
 def _has_dtype(leaf: Any, kind: str) -> bool:
-    """Return True for an array with elements of this kind of dtype, also of one that numpy lacks."""
+    """Return True for a nonempty array whose dtype is of this kind, including dtypes that numpy lacks."""
     import jax.numpy as jnp
 
     dtype = jnp.result_type(leaf) if not hasattr(leaf, "dtype") else leaf.dtype
@@ -71,32 +73,36 @@ def _has_dtype(leaf: Any, kind: str) -> bool:
 
 
 def _replaced(draw: np.random.Generator, leaf: Any, numbers: Sequence[int]) -> Any:
-    """Return the array with half of its elements replaced by these numbers, as far as its dtype has them."""
+    """Return the array with half of its elements replaced by those of the numbers that its dtype represents."""
     import jax.numpy as jnp
 
     array = np.array(leaf)
     limits = jnp.iinfo(array.dtype)
-    given = [number for number in numbers if limits.min <= number <= limits.max] or [0]
+    representable = [number for number in numbers if limits.min <= number <= limits.max] or [0]
     places = draw.permutation(array.size)[: -(-array.size // 2)]
-    array.reshape(-1)[places] = draw.choice(given, places.size)
+    array.reshape(-1)[places] = draw.choice(representable, places.size)
     return array
 
 
 def _with_nan(draw: np.random.Generator, leaf: Any) -> Any:
+    """Return the array with one random element replaced by NaN."""
     array = np.array(leaf)
     array.reshape(-1)[int(draw.integers(array.size))] = np.nan
     return array
 
 
 ORDERS = 8
-"""Orders that are tried at most. Rounding puts a ReLU's input on the other side of 0 in some orders only, so that noise
-comes in steps: of a small ResNet's moments 0.1 % in three orders of eight and 1.8 % in the other five."""
+"""Most orders of the examples that are run. Only some orders put a ReLU's input on the other side of 0, so the noise
+comes in steps. For a small ResNet's moments it was 0.1 % in three orders of eight and 1.8 % in the other five.
+"""
 ROUNDINGS = 4
-"""Runs from rounded arguments at most."""
+"""Most runs from rounded arguments."""
 ROUNDING = {"bfloat16": 2.0**-9, "float16": 2.0**-12}
-"""Half a unit in the last place of floats that are narrower than 32 bits, relative."""
+"""Half a unit in the last place of float types narrower than 32 bits, relative."""
 INDIFFERENT = 1e-3
-"""A step whose own results (no updated state) change by more of their maximum does not treat all examples alike."""
+"""Largest relative change, under another order of examples, of a result that is no updated state. A step that exceeds
+it does not treat all examples alike.
+"""
 
 
 def noise_floor(
@@ -106,15 +112,18 @@ def noise_floor(
     unplanned: Sequence[Any],
     enough: Callable[[list[float]], bool] = lambda noise: False,
 ) -> tuple[list[float], str]:
-    """The largest difference of every result between orders of the examples, or why there is none to tell.
+    """Return the largest difference of every result between orders of the examples, or the reason why it is unknown.
 
-    `run` is the unplanned step over flat arguments, `unplanned` what it gives for `leaves`. Results that have the
-    batch are put back in order before they are compared. At most `ORDERS` are tried, and no more once `enough` says so
-    of the noise seen until then.
+    - `run`: the unplanned step over flat arguments.
+    - `leaves`: flat arguments of the ordinary step.
+    - `unplanned`: results of the unplanned step for `leaves`.
+    - `enough`: True if a noise suffices, which ends the search before `ORDERS` orders.
+
+    Results with a batch dim are put back into order before they are compared.
     """
     none = [0.0] * len(program.results)
-    size, taken, given = batch_dims(program)
-    data = [d for a, d in zip(program.arguments, taken, strict=True) if a.role is Role.BATCH]
+    size, argument_dims, result_dims = batch_dims(program)
+    data = [d for a, d in zip(program.arguments, argument_dims, strict=True) if a.role is Role.BATCH]
     if size < 2 or not any(data):
         return none, "the program has no batch whose examples could be put in another order"
     noise = none
@@ -122,9 +131,9 @@ def noise_floor(
     for number in range(ORDERS):
         order = random.permutation(size) if number else np.arange(size)[::-1]
         back = np.argsort(order)
-        found = run([_taken(leaf, order, dims) for leaf, dims in zip(leaves, taken, strict=True)])
-        found = [_taken(value, back, dims) for value, dims in zip(found, given, strict=True)]
-        noise = [max(n, _distance(a, b)) for n, a, b in zip(noise, found, unplanned, strict=True)]
+        reordered = run([_taken(leaf, order, dims) for leaf, dims in zip(leaves, argument_dims, strict=True)])
+        reordered = [_taken(value, back, dims) for value, dims in zip(reordered, result_dims, strict=True)]
+        noise = [max(n, _distance(a, b)) for n, a, b in zip(noise, reordered, unplanned, strict=True)]
         for result, size_of, n in zip(program.results, map(_largest, unplanned), noise, strict=True):
             if result.argument is None and n > INDIFFERENT * size_of:
                 return none, f"with its examples in another order the step gives another {result.name}"
@@ -134,7 +143,7 @@ def noise_floor(
 
 
 def narrow_rounding(program: Program) -> float:
-    """Half a unit in the last place of the narrowest floats that a program multiplies; 0 where none are narrow."""
+    """Return half a unit in the last place of the narrowest floats that the program multiplies, or 0."""
     graph = kept_graph(program.module)
     heavy = (t for op in graph.ops if op.op_class is OpClass.HEAVY for t in op.operands)
     return max((ROUNDING.get(graph.tensors[t].dtype, 0.0) for t in heavy), default=0.0)
@@ -148,45 +157,50 @@ def rounding_floor(
     noise: Sequence[float],
     enough: Callable[[list[float]], bool] = lambda noise: False,
 ) -> list[float]:
-    """The noise, and that of a step whose arguments are off by a rounding of the floats that it multiplies in.
+    """Return the noise, raised to that of steps whose float arguments have a rounding error of the multiplied dtype.
 
-    Of an updated parameter what counts is its update, as the parameter itself begins elsewhere.
+    - `run`, `leaves`, `unplanned`, `enough`: as in `noise_floor`.
+    - `noise`: noise of each result so far.
+
+    For an updated parameter the update is compared, since the parameter itself starts elsewhere.
     """
-    found = list(noise)
+    raised = list(noise)
     unit = narrow_rounding(program)
     moved = [
         a.role in (*WEIGHTS, Role.BATCH) and np.issubdtype(np.asarray(leaf).dtype, np.floating)
         for a, leaf in zip(program.arguments, leaves, strict=True)
     ]
     if not unit or not any(moved):
-        return found
+        return raised
     random = np.random.default_rng(0)
     for _ in range(ROUNDINGS):
-        other = [_rounded(leaf, unit, random) if move else leaf for leaf, move in zip(leaves, moved, strict=True)]
-        results = run(other)
+        nudged = [_rounded(leaf, unit, random) if move else leaf for leaf, move in zip(leaves, moved, strict=True)]
+        results = run(nudged)
         for i, result in enumerate(program.results):
             value = results[i]
             if result.argument is not None and moved[result.argument]:
-                value = np.asarray(value) - (np.asarray(other[result.argument]) - np.asarray(leaves[result.argument]))
-            found[i] = max(found[i], _distance(value, unplanned[i]))
-        if enough(found):
+                value = np.asarray(value) - (np.asarray(nudged[result.argument]) - np.asarray(leaves[result.argument]))
+            raised[i] = max(raised[i], _distance(value, unplanned[i]))
+        if enough(raised):
             break
-    return found
+    return raised
 
 
 def _rounded(leaf: Any, unit: float, random: np.random.Generator) -> Any:
+    """Return the array with each element perturbed by at most `unit`, relative."""
     array = np.asarray(leaf)
     return (array * (1 + unit * random.uniform(-1, 1, array.shape))).astype(array.dtype)
 
 
 def _taken(value: Any, order: Any, dims: Sequence[int]) -> Any:
+    """Apply an order of elements along some dims of an array."""
     for dim in dims:
         value = np.take(np.asarray(value), order, axis=dim)
     return value
 
 
 def _distance(a: Any, b: Any) -> float:
-    """Of floats; whole numbers have no noise."""
+    """Return the largest finite difference of two arrays of floats; 0 for whole numbers, which have no noise."""
     one, two = np.asarray(a), np.asarray(b)
     if one.dtype.kind in "biu":
         return 0.0
@@ -197,6 +211,7 @@ def _distance(a: Any, b: Any) -> float:
 
 
 def _largest(value: Any) -> float:
+    """Return the largest finite magnitude in an array; 0 if there is none."""
     array = np.asarray(value)
     sizes = np.abs(array if array.dtype.kind == "c" else array.astype(np.float64))
     return float(sizes[np.isfinite(sizes)].max(initial=0.0))

@@ -1,13 +1,14 @@
-"""Does a traced torch module compute what it computes in eager torch?
+"""Comparison of a traced torch module with eager torch.
 
-One step runs in eager torch on the host and one in JAX, from the same weights and inputs, and every tensor is
-compared: the largest difference over the tensor's own maximum. Two things need care:
+One step runs in eager torch on the host and one in JAX, from the same weights and inputs. Each tensor's difference is
+its largest element-wise difference over the tensor's own maximum. Two cases require care:
 
-- A gradient that is zero in exact arithmetic is rounding noise on both sides. Where a difference exceeds the tolerance,
-  eager torch runs once more in float64, and the noise of a tensor is the difference between its two runs: `FACTOR`
-  times the noise is allowed, up to `MOST` of the maximum of its family (all gradients, say). Where float64 does not
-  run, a tensor whose maximum is below `NOISE` of its family's is compared on the scale of the family.
-- Rounding puts an input of a ReLU on the other side of 0 now and then. A difference below `KINK` counts only if other
+- A gradient that is zero in exact arithmetic is rounding noise on both sides. If a difference exceeds the tolerance,
+  eager torch runs again in float64. The noise of a tensor is the difference between its two runs. A difference of
+  `FACTOR` times the noise is allowed. It may not exceed `MOST` times the maximum of the tensor's family (all gradients,
+  say). If float64 does not run, a tensor whose maximum is below `NOISE` of its family's is compared on the family's
+  scale.
+- Rounding occasionally puts an input of a ReLU on the other side of 0. A difference below `KINK` counts only if other
   inputs show one too.
 """
 
@@ -24,59 +25,65 @@ from autoshard.program import EagerTwin, Program, named_tensors
 
 
 TOLERANCE = 1e-5
+"""Largest relative difference that always counts as rounding."""
 FACTOR = 8.0
+"""Allowed difference, in multiples of a tensor's noise."""
 MOST = 1e-3
+"""Largest difference allowed as noise, as a share of the maximum of the tensor's family."""
 NOISE = 1e-5
+"""Share of the family's maximum below which a whole tensor is noise, if float64 does not run."""
 KINK = 5e-2
+"""Largest relative difference that one input of a ReLU on the other side of 0 may explain."""
 MOST_PARAMETERS = 200_000_000
+"""Parameters of the largest model that runs on the host."""
 MOST_FLOPS = 5e12
 """Model FLOPs of the largest step that runs on the host: about a minute on two cores."""
 
 _Tensors = dict[tuple[str, str], np.ndarray]
-"""(kind, name) -> values."""
+"""(kind, name) of a tensor -> its values."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class EagerDifference:
-    """One tensor of the traced step against eager torch's."""
+    """Comparison of one tensor of the traced step with eager torch."""
 
     kind: str
-    """`loss`, `output`, `gradient` or `buffer`."""
+    """Kind of the tensor: `loss`, `output`, `gradient` or `buffer`."""
     name: str
     rel_diff: float
     """Largest difference over the tensor's maximum in eager torch."""
     allowed: float
-    """Largest such difference that is rounding."""
+    """Largest such difference that counts as rounding."""
 
     @property
     def within(self) -> bool:
-        """True if the difference is rounding."""
+        """True if the difference counts as rounding."""
         return self.rel_diff <= self.allowed
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class EagerCheck:
-    """The traced step against eager torch, or the reason why the two were not compared."""
+    """Comparison of the traced step with eager torch, or the reason why there is none."""
 
     differences: tuple[EagerDifference, ...] = ()
     form: str = ""
-    """The form of the program that was compared (`2 layers of width 256, in float32`); empty for the program itself."""
+    """Reduced form that was compared (`2 layers of width 256, in float32`); empty for the program itself."""
     skipped: str = ""
-    """A sentence: why nothing was compared; else empty."""
+    """Sentence with the reason why nothing was compared; else empty."""
 
     @property
     def agrees(self) -> bool:
-        """True if no difference is more than rounding; also where nothing was compared."""
+        """True if every difference counts as rounding, or if nothing was compared."""
         return all(difference.within for difference in self.differences)
 
     @property
     def worst(self) -> EagerDifference | None:
-        """The largest difference; of those that are more than rounding, if there is any."""
+        """The largest difference that exceeds its limit, else the largest one; None if nothing was compared."""
         return max(self.differences, key=lambda each: (not each.within, each.rel_diff), default=None)
 
     @property
     def compared(self) -> dict[str, int]:
-        """Kind -> the number of tensors that were compared."""
+        """Kind -> number of tensors that were compared."""
         kinds = [difference.kind for difference in self.differences]
         return {kind: kinds.count(kind) for kind in dict.fromkeys(kinds)}
 
@@ -84,8 +91,8 @@ class EagerCheck:
 def check_eager(program: Program, seed: int = 0) -> EagerCheck:
     """Compare one traced step of a torch module with eager torch, on the host.
 
-    Weights are the module's own, or small random ones. A large `hf:` source is compared in a reduced form. Where eager
-    torch cannot run, `skipped` says why.
+    Weights are the module's own, or small random ones. A large `hf:` source is compared in a reduced form. If eager
+    torch cannot run, `skipped` has the reason.
     """
     try:
         twin = program.eager and program.eager.judged(MOST_PARAMETERS, MOST_FLOPS)
@@ -97,6 +104,7 @@ def check_eager(program: Program, seed: int = 0) -> EagerCheck:
         first = _check(twin, module, seed)
         if first.agrees or max(each.rel_diff for each in first.differences) >= KINK:
             return first
+        # A small difference may be a ReLU's input on the other side of 0: it counts only if other inputs show one too.
         second = _check(twin, module, seed + 1)
         return first if second.skipped else second
     except UserError as error:
@@ -108,14 +116,14 @@ def _check(twin: EagerTwin, module: Any, seed: int) -> EagerCheck:
 
     Raises `UserError` if eager torch gives nothing to compare with.
     """
-    batch, wanted = _run_torch(twin, module, seed)
+    batch, eager = _run_torch(twin, module, seed)
     actual = _of_jax(twin, module, batch)
-    differences = _compare(actual, wanted)
+    differences = _compare(actual, eager)
     if not all(difference.within for difference in differences):
         exact = _exact(twin, module, batch)
-        differences = _compare(actual, wanted, exact)
+        differences = _compare(actual, eager, exact)
         if exact and not all(difference.within for difference in differences):
-            # In 64 bits no input of a ReLU is on the other side of 0 by rounding.
+            # In float64, rounding puts no input of a ReLU on the other side of 0.
             traced = _traced_exact(twin, module, batch)
             finer = _compare(traced, exact) if traced else []
             differences = finer if finer and all(each.within for each in finer) else differences
@@ -123,21 +131,24 @@ def _check(twin: EagerTwin, module: Any, seed: int) -> EagerCheck:
 
 
 def _run_torch(twin: EagerTwin, module: Any, seed: int) -> tuple[Mapping[str, Any], _Tensors]:
-    """The first of the possible inputs that eager torch takes, and what it computes of them."""
+    """Return the first candidate inputs that eager torch accepts and that give finite values, and the values.
+
+    Raises `UserError` if there are none.
+    """
     reason = "random inputs give values that are not finite"
     for batch in twin.inputs(module, seed):
         try:
-            wanted = _of_torch(twin, twin.run(module, batch))
+            eager = _of_torch(twin, twin.run(module, batch))
         except UserError as error:
             reason = str(error)
             continue
-        if all(np.isfinite(value).all() for value in wanted.values() if value.dtype.kind in "fc"):
-            return batch, wanted
+        if all(np.isfinite(value).all() for value in eager.values() if value.dtype.kind in "fc"):
+            return batch, eager
     raise UserError(reason)
 
 
 def _of_torch(twin: EagerTwin, eager: tuple[Any, dict[str, Any], dict[str, Any]]) -> _Tensors:
-    """Everything that eager torch computes, by name."""
+    """Return every tensor that a step computes, by kind and name."""
     result, gradients, buffers = eager
     tensors: _Tensors = {}
     if twin.training:
@@ -149,9 +160,9 @@ def _of_torch(twin: EagerTwin, eager: tuple[Any, dict[str, Any], dict[str, Any]]
 
 
 def _of_jax(twin: EagerTwin, module: Any, batch: Mapping[str, Any]) -> _Tensors:
-    """Everything that the traced step computes from the weights of `module`, by the same names.
+    """Return every tensor that the traced step computes from the weights of `module`, by the same names.
 
-    A buffer that the step does not give back is unchanged.
+    A buffer that the step does not return is unchanged.
     """
     with _on_host():
         result, gradients, buffers = twin.run_traced(module, batch)
@@ -160,7 +171,7 @@ def _of_jax(twin: EagerTwin, module: Any, batch: Mapping[str, Any]) -> _Tensors:
 
 @contextlib.contextmanager
 def _on_host() -> Iterator[None]:
-    """While inside, JAX computes on the host if it can, and in full precision."""
+    """Run JAX on the host if possible, and in full precision, within the `with` block."""
     import jax
 
     with contextlib.ExitStack() as stack:
@@ -171,27 +182,31 @@ def _on_host() -> Iterator[None]:
 
 
 def _exact(twin: EagerTwin, module: Any, batch: Mapping[str, Any]) -> _Tensors:
-    """Everything that eager torch computes in float64; nothing if it does not run so."""
+    """Return every tensor that eager torch computes in float64; empty if the module does not run in float64."""
     floats = {key for key, value in batch.items() if np.asarray(value).dtype.kind not in "biuc"}
     wide = {key: np.asarray(value, np.float64) if key in floats else value for key, value in batch.items()}
     try:
         return _of_torch(twin, twin.run(module, wide, double=True))
-    except UserError:  # code that names float32 itself meets float64
+    except UserError:  # the module fixes float32 somewhere and fails on float64
         return {}
 
 
 def _traced_exact(twin: EagerTwin, module: Any, batch: Mapping[str, Any]) -> _Tensors:
-    """Everything that the traced step computes in float64; nothing if it does not run so."""
+    """Return every tensor that the traced step computes in float64; empty if the step does not run in float64."""
     wide = {key: value.astype(np.float64) if value.dtype.kind == "f" else value for key, value in batch.items()}
     try:
         with _on_host():
             return _of_torch(twin, twin.run_traced(module, wide, double=True))
-    except Exception:  # code that names float32 itself meets float64, as in eager torch
+    except Exception:  # the step fixes float32 somewhere and fails on float64
         return {}
 
 
 def _compare(actual: _Tensors, wanted: _Tensors, exact: _Tensors | None = None) -> list[EagerDifference]:
-    """Compare all tensors; `exact` is eager torch in float64, if the noise of a tensor is asked for."""
+    """Compare all tensors.
+
+    - `actual`, `wanted`: tensors of the traced step and of eager torch.
+    - `exact`: tensors of eager torch in float64, empty if it failed; None to allow only the plain tolerance.
+    """
     kinds = dict.fromkeys(kind for kind, _ in wanted)
     families = {kind: max(_largest(v) for (own, _), v in wanted.items() if own == kind) for kind in kinds}
     differences = []
@@ -214,11 +229,13 @@ def _compare(actual: _Tensors, wanted: _Tensors, exact: _Tensors | None = None) 
 
 
 def _numbers(value: Any) -> np.ndarray:
+    """Convert a value to a numpy array, of float64 unless it is boolean, whole or complex."""
     array = np.asarray(value)
     return array if array.dtype.kind in "biuc" else array.astype(np.float64)
 
 
 def _distance(one: np.ndarray, other: np.ndarray) -> float:
+    """Return the largest element-wise difference; NaN equals NaN, and any other NaN counts as infinite."""
     kind = np.complex128 if other.dtype.kind == "c" else np.float64
     a, b = one.astype(kind), other.astype(kind)
     with np.errstate(invalid="ignore"):
@@ -227,17 +244,19 @@ def _distance(one: np.ndarray, other: np.ndarray) -> float:
 
 
 def _largest(array: np.ndarray) -> float:
+    """Return the largest finite magnitude in an array; 0 if there is none."""
     return float(np.abs(array[np.isfinite(array)].astype(np.complex128)).max(initial=0.0))
 
 
 def _share(distance: float, scale: float) -> float:
+    """Return a difference over a scale; infinite for a nonzero difference on scale 0."""
     if distance == 0.0:
         return 0.0
     return distance / scale if scale > 0 else math.inf
 
 
 def eager_figures(check: EagerCheck) -> dict[str, Any]:
-    """The JSON object of a comparison with eager torch."""
+    """Return the JSON object of a comparison with eager torch."""
     worst = check.worst
     return {
         "agrees": check.agrees,
@@ -250,4 +269,5 @@ def eager_figures(check: EagerCheck) -> dict[str, Any]:
 
 
 def _figures(difference: EagerDifference) -> dict[str, Any]:
+    """Convert a difference to JSON."""
     return dataclasses.asdict(difference)

@@ -1,4 +1,4 @@
-"""Running a planned program on the devices that are here: time, compiled communication, and agreement."""
+"""Measurement of a planned program on the devices present: time, compiled communication, and agreement of results."""
 
 import dataclasses
 import pathlib
@@ -30,42 +30,42 @@ from autoshard.program import Program
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Measurement:
-    """A planned step as it ran, against what was predicted."""
+    """Measured planned step, with the predictions for it."""
 
     step_time_s: float
-    """Median over the timed steps."""
+    """Median seconds of the timed steps."""
     step_times_s: tuple[float, ...]
     compile_s: float
     device: str
-    """Kind and number of the devices that ran it."""
+    """Kind and number of the devices that ran the step."""
     wire_predicted: dict[str, int]
     wire_compiled: dict[str, int]
-    """Bytes on the wire of one device in one step, by mesh axis (`other`: groups that are no mesh axes)."""
+    """Bytes that one device sends in one step, by mesh axis (`other`: groups that match no mesh axis)."""
     counts_predicted: dict[str, int]
     counts_compiled: dict[str, int]
-    """Collectives in one step, by kind; a combined one counts once for each array."""
+    """Number of collectives in one step, by kind; a combined collective counts once for each array."""
     collectives: tuple[CompiledCollective, ...]
     memory: dict[str, int]
     """Bytes of one device as the compiler counts them: arguments, results, temporaries, donated."""
     check: Check | None
     check_skipped: str = ""
-    """Why there is no check although one was asked for."""
+    """Reason why a requested check was not made; else empty."""
     collective_times: CollectiveTimes | None = None
-    """What the profiler saw of collectives, if it was asked."""
+    """Times of collectives from the profiler, if requested."""
     eager: EagerCheck | None = None
-    """The traced step against eager torch; None without a check, or if the program has no eager form."""
+    """Comparison of the traced step with eager torch; None without a check, or if the program has no eager form."""
     edges: Mapping[str, Check | None] = dataclasses.field(default_factory=dict)
-    """Checks of steps from other arguments (`edge_arguments`), by name; None for one that was not made."""
+    """Checks of steps from other arguments (`edge_arguments`), by name; None for one that was skipped."""
 
     @property
     def failed(self) -> bool:
-        """True if a comparison shows a difference, or that with the unplanned step was not made."""
+        """True if a comparison shows a difference, or if the requested one with the unplanned step is missing."""
         differs = any(check is not None and not check.passed for check in (self.check, *self.edges.values()))
         return bool(self.check_skipped) or differs or (self.eager is not None and not self.eager.agrees)
 
     @property
     def spread(self) -> float:
-        """Difference of the quartiles over the median."""
+        """Distance of the quartiles of the step times over the median."""
         if len(self.step_times_s) < 2:
             return 0.0
         low, _, high = statistics.quantiles(self.step_times_s, n=4)
@@ -85,17 +85,23 @@ def measure(
     timed_collectives: int = 0,
     eager: bool = True,
 ) -> Measurement:
-    """Run `steps` timed steps of the program under the plan after `warmup` untimed ones.
+    """Run the program under the plan and time its steps.
 
-    Updated state is fed into the next step, donation included. With `check`, one step of the unplanned program
-    runs on one device first, from the same arguments, and all results are compared (see `Check`; unless `tolerance` is
-    given, what differs more is compared with the noise of the unplanned step, `noise_floor`); if one device has
-    too little memory for that, it is said, and the planned step is timed all the same. With `profile` one more step
-    is recorded by JAX's profiler, and written there as a trace in Chrome's format, gzipped; with `timed_collectives`
-    so many more are, to time every collective. The check of a torch module first compares the traced step with eager
-    torch (`check_eager`), unless `eager` is False. The check ends with steps from arguments at the edges of what the
-    program defines (`edge_arguments`). Raises `UserError` for too few devices, another program than the planned one,
-    memory that runs out, or a runtime that fails.
+    - `steps`, `warmup`: numbers of timed steps, and of untimed ones before them. Each step consumes the state of the
+      last.
+    - `check`: compare the results of the first step with one step of the unplanned program (see `Check`).
+    - `seed`: seed of the example arguments.
+    - `tolerance`: largest relative difference in checks. If None, larger differences are compared with `noise_floor`.
+    - `profile`: file for a gzipped Chrome trace of one more step, from JAX's profiler.
+    - `timed_collectives`: number of further steps that are profiled to time every collective.
+    - `eager`: the check of a torch module begins with a comparison with eager torch (`check_eager`).
+
+    The unplanned step runs on one device before the planned one, from the same arguments. If it runs out of memory,
+    `check_skipped` says so and the planned step is still timed. A check ends with steps from edge-case arguments
+    (`edge_arguments`).
+
+    Raises `UserError` for too few devices, a program other than the planned one, exhausted memory, or a failing
+    runtime.
     """
     if steps < 1 or warmup < 0:
         raise UserError(f"measure: {steps} steps after {warmup} for warm-up; at least 1 step and 0 are needed.")
@@ -103,32 +109,32 @@ def measure(
     import jax
 
     program = verify_program(program, plan)
-    beside_torch = check_eager(program, seed) if check and eager and program.eager is not None else None
-    made = first_arguments(program, seed)
+    eager_check = check_eager(program, seed) if check and eager and program.eager is not None else None
+    first_args = first_arguments(program, seed)
     verdict: Check | None = None
     edges: dict[str, Check | None] = {}
     times: list[float] = []
     try:
-        one_device, unplanned, skipped = _try_unplanned(program, plan, made) if check else (None, [], "")
-        planned = PlannedStep(program, plan, made)
+        one_device, unplanned, skipped = _try_unplanned(program, plan, first_args) if check else (None, [], "")
+        planned = PlannedStep(program, plan, first_args)
         text = planned.compiled.as_text()
-        found = read_collectives(text, plan_mesh(plan))
+        collectives = read_collectives(text, plan_mesh(plan))
         times_of = None
         with memory_kept():
             for step in range(warmup + steps):
                 elapsed, results = planned.run()
                 if step == 0 and one_device is not None:
                     ours = [host_copy(value) for value in results]
-                    verdict = _verdict(program, one_device, ours, unplanned, tolerance, made)
+                    verdict = _verdict(program, one_device, ours, unplanned, tolerance, first_args)
                 if step >= warmup:
                     times.append(elapsed)
             if profile is not None:
                 with profiled(profile):
                     planned.run()
             if timed_collectives:
-                times_of = time_collectives(planned.run, timed_collectives, module_name(text), found)
+                times_of = time_collectives(planned.run, timed_collectives, module_name(text), collectives)
             if one_device is not None:
-                edges = _check_edges(program, planned, one_device, made, seed, tolerance)
+                edges = _check_edges(program, planned, one_device, first_args, seed, tolerance)
     except jax.errors.JaxRuntimeError as error:
         raise failure(plan, error) from error
 
@@ -142,27 +148,27 @@ def measure(
         compile_s=planned.compile_s,
         device=f"{mesh.size} x {mesh.devices.flat[0].device_kind}",
         wire_predicted=dict(plan.prediction.wire_bytes),
-        wire_compiled=wire_by_axis(found),
+        wire_compiled=wire_by_axis(collectives),
         counts_predicted=counts,
-        counts_compiled=count_by_kind(found),
-        collectives=tuple(found),
+        counts_compiled=count_by_kind(collectives),
+        collectives=tuple(collectives),
         memory=_memory(planned.compiled),
         check=verdict,
         check_skipped=skipped,
         collective_times=times_of,
-        eager=beside_torch,
+        eager=eager_check,
         edges=edges,
     )
 
 
 _Step = Callable[[tuple[Any, ...]], list[Any]]
-"""The unplanned step: host arrays of its flat results, from its arguments."""
+"""Unplanned step: maps its arguments to host arrays of its flat results."""
 
 
 def _check_edges(
     program: Program, planned: PlannedStep, one_device: _Step, made: Any, seed: int, tolerance: float | None
 ) -> dict[str, Check | None]:
-    """Compare the planned step with the unplanned one from arguments at the edges of what the program defines."""
+    """Compare the planned step with the unplanned one from edge-case arguments."""
     import jax
 
     leaves, tree = jax.tree.flatten(made)
@@ -171,30 +177,33 @@ def _check_edges(
         if name == UNDEFINED and drops_nan(planned.compiled.as_text(), planned.platform):
             checks[name] = None
             continue
-        given = tree.unflatten(arguments)
+        edge_args = tree.unflatten(arguments)
         results = [host_copy(value) for value in planned.run_once(arguments)]
-        checks[name] = _verdict(program, one_device, results, one_device(given), tolerance, given)
+        checks[name] = _verdict(program, one_device, results, one_device(edge_args), tolerance, edge_args)
     return checks
 
 
 def _verdict(
     program: Program, one_device: _Step, planned: list[Any], unplanned: list[Any], tolerance: float | None, made: Any
 ) -> Check:
-    """The check; where the tolerance is not the user's own and not kept, beside the noise of the unplanned step."""
+    """Compare results; if the default tolerance is exceeded, compare again with the noise of the unplanned step."""
     import jax
 
     leaves, tree = jax.tree.flatten(made)
-    found = compare(program, planned, unplanned, tolerance, leaves)
-    if found.passed or tolerance is not None:
-        return found
+    plain = compare(program, planned, unplanned, tolerance, leaves)
+    if plain.passed or tolerance is not None:
+        return plain
 
     def judged(noise: list[float], why: str = "") -> Check:
+        """Compare with a noise of the results."""
         return compare(program, planned, unplanned, tolerance, leaves, (noise, why))
 
     def run(other: list[Any]) -> list[Any]:
+        """Run the unplanned step from flat arguments."""
         return one_device(tree.unflatten(other))
 
     def enough(noise: list[float]) -> bool:
+        """Return True if the comparison passes with this noise."""
         return judged(noise).passed
 
     noise, why = noise_floor(program, run, leaves, unplanned, enough)
@@ -204,9 +213,9 @@ def _verdict(
 
 
 def verify_program(program: Program, plan: Plan) -> Program:
-    """The program that the plan is for: the one given, or that one with its constraints lifted as they were.
+    """Return the program of the plan: the given one, with its constraints lifted if the plan ignores them.
 
-    Raises `UserError` if the plan was made for another program; names the argument that differs.
+    Raises `UserError` if the plan was made for another program, naming the argument that differs.
     """
     import jax
 
@@ -237,7 +246,7 @@ def verify_program(program: Program, plan: Plan) -> Program:
 
 
 def _try_unplanned(program: Program, plan: Plan, args: tuple[Any, ...]) -> tuple[_Step | None, list[Any], str]:
-    """The unplanned step and its results, or why there are none: one device may be too small for what many share."""
+    """Return the unplanned step, its results, and the reason if one device lacks the memory for it, else empty."""
     import jax
 
     try:
@@ -251,17 +260,17 @@ def _try_unplanned(program: Program, plan: Plan, args: tuple[Any, ...]) -> tuple
 
 
 def _unplanned_step(program: Program, plan: Plan) -> _Step:
-    """The step on one device, compiled once; on all, with nothing split but by itself, if the program names a mesh."""
+    """Compile the unplanned step for one device; for all, with everything replicated, if the program names a mesh."""
     import jax
 
     if plan.origin.names_devices:
-        whole = dataclasses.replace(
+        replicated_plan = dataclasses.replace(
             plan,
             arguments={name: Spec.replicated(len(spec.dims)) for name, spec in plan.arguments.items()},
             results={name: Spec.replicated(len(spec.dims)) for name, spec in plan.results.items()},
             pins=(),
         )
-        application = Application(whole)
+        application = Application(replicated_plan)
         shardings = application.in_shardings()
         lowered = application.lower(program.fn, program.args, program.donate_argnums, program.module)
         compiled = compile_lowered(lowered)
@@ -279,6 +288,7 @@ def _unplanned_step(program: Program, plan: Plan) -> _Step:
 
 
 def _memory(compiled: Any) -> dict[str, int]:
+    """Return the compiler's memory figures in bytes; empty if it gives none."""
     stats = compiled.memory_analysis()
     if stats is None:
         return {}
@@ -291,7 +301,7 @@ def _memory(compiled: Any) -> dict[str, int]:
 
 
 def measurement_figures(measurement: Measurement) -> dict[str, Any]:
-    """The JSON object of `autoshard measure --json`."""
+    """Return the JSON object of `autoshard measure --json`."""
     axes = sorted({*measurement.wire_predicted, *measurement.wire_compiled})
     kinds = sorted({*measurement.counts_predicted, *measurement.counts_compiled})
     figures: dict[str, Any] = {
@@ -340,6 +350,7 @@ def measurement_figures(measurement: Measurement) -> dict[str, Any]:
 
 
 def _edge_figures(check: Check | None) -> dict[str, Any] | None:
+    """Return the JSON object of one edge case; None if it was skipped."""
     if check is None:
         return None
     worst = check.worst

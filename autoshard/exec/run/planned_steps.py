@@ -1,4 +1,4 @@
-"""A planned step, compiled and fed with its own results: what every measurement runs."""
+"""Compiled planned step that consumes its own results: every measurement runs one."""
 
 import math
 import statistics
@@ -15,10 +15,11 @@ from autoshard.program import Program
 
 
 class PlannedStep:
-    """A program under a plan, compiled for the devices that are here, with the arguments of its next step.
+    """Program compiled under a plan for the devices present, with the arguments of its next step.
 
-    `made` are the first step's arguments, host arrays in the program's tree. Raises the runtime's own errors, which
-    `failure` turns into a `UserError`.
+    - `made`: host arrays of the first step's arguments, in the program's tree.
+
+    Raises the runtime's own errors, which `failure` converts into a `UserError`.
     """
 
     def __init__(self, program: Program, plan: Plan, made: tuple[Any, ...]) -> None:
@@ -42,7 +43,7 @@ class PlannedStep:
         ]
 
     def run(self) -> tuple[float, list[Any]]:
-        """Seconds and results (flat) of one step; updated state goes into the next one, donation included."""
+        """Run one step; return its seconds and flat results. The next step consumes the updated state."""
         import jax
 
         if not self._current:
@@ -57,20 +58,23 @@ class PlannedStep:
         return elapsed, results
 
     def run_once(self, leaves: Sequence[Any]) -> list[Any]:
-        """Results (flat) of a step from other arguments; the next step starts from the first step's again."""
+        """Run one step from other arguments; return its flat results. The next `run` uses the first arguments again."""
         import jax
 
-        self._current = []  # two steps' arguments may be more than the devices hold
+        self._current = []  # the arguments of two steps may exceed device memory
         placed = [place_anew(leaf, sharding) for leaf, sharding in zip(leaves, self._shardings, strict=True)]
         return jax.tree.leaves(self.compiled(*self._tree.unflatten(placed)))
 
     @property
     def platform(self) -> str:
-        """`cpu`, `gpu` or `tpu`."""
+        """Platform of the devices: `cpu`, `gpu` or `tpu`."""
         return self.application.mesh.devices.flat[0].platform
 
     def _next(self, results: list[Any]) -> list[Any]:
-        """Arguments of the next step: updated state, what was kept, and donated arguments with no successor anew."""
+        """Return the next step's arguments: updated state, and arguments that are still alive.
+
+        A donated argument that no result updates is placed again.
+        """
         following = []
         for i, argument in enumerate(self._program.arguments):
             if argument.result is not None:
@@ -83,7 +87,7 @@ class PlannedStep:
 
 
 def first_arguments(program: Program, seed: int) -> tuple[Any, ...]:
-    """The program's own example arguments as host arrays: a donated step would take device arrays of the caller's."""
+    """Return the program's example arguments as host arrays: a donated step would consume the caller's arrays."""
     import jax
 
     made = program.make_args(seed) if program.make_args is not None else _ones(program.args)
@@ -93,17 +97,17 @@ def first_arguments(program: Program, seed: int) -> tuple[Any, ...]:
 
 
 def place_anew(leaf: Any, sharding: Any) -> Any:
-    """One of the first step's arguments where a sharding wants it, in memory of its own: a step may be given it."""
+    """Copy an argument of the first step to the devices, in new memory, since the step may donate it."""
     import jax
 
-    # Everything else is a host array; a key is on a device already, perhaps where it is wanted.
+    # Only keys are device arrays. A key may already have the sharding, and then would not be copied.
     if isinstance(leaf, jax.Array) and is_key(leaf) and leaf.is_fully_addressable:
         leaf = jax.random.wrap_key_data(host_copy(leaf), impl=jax.random.key_impl(leaf))
     return place(leaf, sharding)
 
 
 def host_copy(value: Any) -> Any:
-    """A host copy of the whole array: the one it came from may be donated to the next step."""
+    """Copy a whole array to the host, since its device memory may be donated to the next step."""
     import jax
     import numpy as np
 
@@ -117,6 +121,7 @@ def host_copy(value: Any) -> Any:
 
 
 def is_key(value: Any) -> bool:
+    """Return True for an array of JAX's typed random keys."""
     import jax
     import jax.numpy as jnp
 
@@ -124,13 +129,13 @@ def is_key(value: Any) -> bool:
 
 
 def failure(plan: Plan, error: Exception) -> UserError:
-    """What the runtime says when a planned step does not run, as one sentence."""
+    """Convert the runtime's error of a planned step into a `UserError` of one sentence."""
     exhausted = "RESOURCE_EXHAUSTED" in str(error)
     what = "ran out of memory" if exhausted else "failed"
     first = " ".join(str(error).split())[:200]
     fraction = fraction_for(Topology.parse(plan.topology), plan.prediction.peak_bytes) if exhausted else None
-    told = "" if fraction is None else f" (JAX takes 75% of a GPU unless {FRACTION}={fraction:.2f} says more)"
-    return UserError(f"{plan.program_name} {what} on the devices here{told}: {first}")
+    hint = "" if fraction is None else f" (JAX takes 75% of a GPU unless {FRACTION}={fraction:.2f} says more)"
+    return UserError(f"{plan.program_name} {what} on the devices here{hint}: {first}")
 
 
 def run_in_turn(
@@ -140,10 +145,10 @@ def run_in_turn(
     warmup: int = 2,
     seconds: float = math.inf,
 ) -> dict[str, list[float]]:
-    """Seconds of every step in every round: a step of each in turn, so that all meet the same machine.
+    """Time every step in every round, one run of each in turn, so that all steps see the same state of the machine.
 
-    Every second round runs backwards: what a step leaves in caches is not always left to the same neighbour. Stops
-    before `rounds` when `seconds` have passed, after three rounds at the soonest.
+    Every second round runs backwards, because a step leaves its data in caches for its neighbour. The rounds stop early
+    once `seconds` have passed, but not before three rounds.
     """
     times: dict[str, list[float]] = {name: [] for name in steps}
     with memory_kept():
@@ -160,7 +165,7 @@ def run_in_turn(
 
 
 def quartiles(times: Sequence[float]) -> tuple[float, float, float]:
-    """Lower quartile, median and upper quartile; of one time, that time thrice."""
+    """Return the lower quartile, the median and the upper quartile; a single time is all three."""
     if len(times) < 2:
         return times[0], times[0], times[0]
     low, middle, high = statistics.quantiles(times, n=4)
@@ -168,6 +173,7 @@ def quartiles(times: Sequence[float]) -> tuple[float, float, float]:
 
 
 def _ones(args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Return arrays of ones with the shapes of the arguments."""
     import jax
     import jax.numpy as jnp
 

@@ -1,7 +1,8 @@
-"""How long collectives took, by JAX's profiler: its ops by the names that the compiler gave them.
+"""Times of collectives from JAX's profiler, whose ops have the names that the compiler gave them.
 
-The profiler's XSpace has, on CPU, an event for every op that a device ran (`hlo_op`, `device_ordinal`, `run_id`) and a
-second one where an op that runs on its own ends; on GPU and TPU a plane for each device with events named after ops.
+On CPU the profiler's XSpace has one event for every op that a device ran (`hlo_op`, `device_ordinal`, `run_id`). An op
+that runs asynchronously has a second event at its end. On GPU and TPU it has one plane for each device, whose events
+are named after ops.
 """
 
 import collections
@@ -20,19 +21,20 @@ from autoshard.exec.hlo.compiled_collectives import CompiledCollective
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class CollectiveTime:
-    """All collectives of one kind over the same mesh axes, in one step."""
+    """All collectives of one kind over the same mesh axes in one step."""
 
     kind: str
     axes: tuple[str, ...]
     seconds: float
-    """Seconds of one device, waiting for other devices included: the mean over the devices of this process, and the
-    median over the profiled steps."""
+    """Seconds of one device, including waiting for other devices: the mean over this process's devices, and the median
+    over the profiled steps.
+    """
     count: int
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class CollectiveTimes:
-    """What the profiler gave, and why something is missing."""
+    """Times of collectives, and the reason if some are missing."""
 
     times: tuple[CollectiveTime, ...]
     note: str = ""
@@ -40,13 +42,13 @@ class CollectiveTimes:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Ran:
-    """One op on one device; seconds on the profiler's clock."""
+    """One op's execution on one device; seconds are on the profiler's clock."""
 
     op: str
     module: str
     device: int
     run: int
-    """Which step, if the profiler says."""
+    """Number of the step, if the profiler gives one; else -1."""
     start_s: float
     seconds: float
 
@@ -54,8 +56,13 @@ class Ran:
 def time_collectives(
     step: Callable[[], Any], steps: int, module: str, found: Sequence[CompiledCollective]
 ) -> CollectiveTimes:
-    """Run `step` so many times under the profiler; what it saw of `module` (the HLO module's name) is matched with the
-    collectives `found` in its text."""
+    """Run a step under the profiler and return the times of its collectives.
+
+    - `step`: runs one step.
+    - `steps`: number of steps to profile.
+    - `module`: name of the HLO module whose events count.
+    - `found`: collectives in the module's text, which the events are matched with.
+    """
     import jax
 
     with scratch_folder("profile") as directory:
@@ -78,7 +85,7 @@ def time_collectives(
 
 
 def read_events(file: Path) -> list[Ran]:
-    """Every op that an XSpace file says a device ran."""
+    """Read every op that an XSpace file reports as run by a device. Raises `ValueError` if the file is no XSpace."""
     ran: list[Ran] = []
     for plane, events in it.groupby(events_in(file), key=lambda event: event.plane):
         number = re.search(r"/device:\w+:(\d+)", plane)
@@ -95,15 +102,17 @@ def read_events(file: Path) -> list[Ran]:
                 continue
             device = _whole(stats.get("device_ordinal", number[1] if number else 0))
             name = op.partition(" = ")[0].lstrip("%")
-            found = Ran(name, str(stats.get("hlo_module", "")), device, _whole(stats.get("run_id")), start, seconds)
-            begun.append((found, _whole(stats.get("_p"))))
-        for found, key in begun:
-            until = max(found.start_s + found.seconds, ends.get(key, 0.0) if key >= 0 else 0.0)
-            ran.append(dataclasses.replace(found, seconds=until - found.start_s))
+            execution = Ran(name, str(stats.get("hlo_module", "")), device, _whole(stats.get("run_id")), start, seconds)
+            begun.append((execution, _whole(stats.get("_p"))))
+        for execution, key in begun:
+            # An asynchronous op ends with the event that has its number.
+            until = max(execution.start_s + execution.seconds, ends.get(key, 0.0) if key >= 0 else 0.0)
+            ran.append(dataclasses.replace(execution, seconds=until - execution.start_s))
     return ran
 
 
 def _whole(value: Any) -> int:
+    """Convert a statistic to a whole number; -1 if it is none."""
     try:
         return int(value)
     except (TypeError, ValueError):
@@ -111,21 +120,26 @@ def _whole(value: Any) -> int:
 
 
 def collective_times(ran: Sequence[Ran], steps: int, found: Sequence[CompiledCollective]) -> CollectiveTimes:
-    """The time of collectives by kind and axes in a step, from all ops of `steps` profiled ones."""
+    """Return the time of collectives in one step, by kind and axes.
+
+    - `ran`: all ops of the profiled steps.
+    - `steps`: number of profiled steps.
+    - `found`: collectives in the compiled text.
+    """
     if not ran:
         return CollectiveTimes((), "the profiler recorded no op of the compiled program on these devices")
     runs: dict[int, list[Ran]] = {}
     for event in ran:
         runs.setdefault(event.run, []).append(event)
-    named = {name: collective for collective in found for name in _names(collective)}
-    # Without step numbers in the profile all steps are one run.
+    by_op = {name: collective for collective in found for name in _names(collective)}
+    # A profile without step numbers puts all steps into one run.
     shared = 1 if len(runs) > 1 else steps
     devices = len({event.device for event in ran})
     totals: dict[tuple[str, tuple[str, ...]], list[float]] = collections.defaultdict(lambda: [0.0] * len(runs))
     counts: collections.Counter[tuple[str, tuple[str, ...]]] = collections.Counter()
     for number, events in enumerate(runs.values()):
         for event in events:
-            collective = named.get(event.op)
+            collective = by_op.get(event.op)
             if collective is not None:
                 key = (collective.kind, collective.axes)
                 totals[key][number] += event.seconds / devices / shared
@@ -139,6 +153,6 @@ def collective_times(ran: Sequence[Ran], steps: int, found: Sequence[CompiledCol
 
 
 def _names(collective: CompiledCollective) -> tuple[str, ...]:
-    """The op's names in a profile: an asynchronous one has a start and a done."""
+    """Return the op's names in a profile: an asynchronous collective has a start and a done op."""
     name = collective.name
     return (name, name.replace("-start", "-done")) if "-start" in name else (name,)

@@ -1,4 +1,4 @@
-"""Both comparisons of a program: its trace with eager torch, and its planned step with the unplanned one."""
+"""Check of a program: its trace against eager torch, and its planned step against the unplanned one."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -12,20 +12,20 @@ from autoshard.program import Program
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ProgramCheck:
-    """Results of the comparisons of a program."""
+    """Results of the comparisons of one program."""
 
     eager: EagerCheck
-    """The traced step against eager torch, or the reason why they were not compared."""
+    """Comparison of the traced step with eager torch, or the reason why there is none."""
     plan: Check | None = None
-    """The planned step against the unplanned one; None without a plan, or if `plan_skipped` says why."""
+    """Comparison of the planned step with the unplanned one; None without a plan or with a `plan_skipped`."""
     plan_skipped: str = ""
-    """Why the planned step was not compared; else empty."""
+    """Reason why the planned step was not compared; else empty."""
     edges: Mapping[str, Check | None] = dataclasses.field(default_factory=dict)
-    """As `plan`, from arguments at the edges of what the program defines, by name; None for one that was not made."""
+    """Comparisons like `plan`, by name of the edge case of the arguments; None for one that was skipped."""
 
     @property
     def agrees(self) -> bool:
-        """True if no comparison that was made shows a difference."""
+        """True if none of the comparisons shows a difference."""
         checks = (self.plan, *self.edges.values())
         return self.eager.agrees and all(check is None or check.passed for check in checks)
 
@@ -49,7 +49,7 @@ class ProgramCheck:
 def check(program: Program, plan: Plan | None = None, seed: int = 0) -> ProgramCheck:
     """Compare the traced step with eager torch; with a plan, also one planned step with the unplanned one.
 
-    Raises `UserError` if the plan needs more devices than are here, or is for another program.
+    Raises `UserError` if the plan needs more devices than are present, or is for another program.
     """
     eager = check_eager(program, seed)
     if plan is None:

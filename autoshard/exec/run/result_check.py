@@ -1,15 +1,15 @@
-"""Do the results of a planned step equal those of the unplanned program?
+"""Comparison of a planned step's results with those of the unplanned program.
 
-Every result is compared with the unplanned one: the largest difference over the tensor's own maximum. Where that is
-past the tolerance, it may still be no more than `FACTOR` times the noise of the unplanned step itself (`_floor`). Two
-things need care, both because a gradient that is zero in exact arithmetic comes out as rounding noise:
+The difference of a result is its largest element-wise difference over the tensor's own maximum. A difference past the
+tolerance may still be at most `FACTOR` times the noise of the unplanned step (`Difference.floor`). A gradient that is
+zero in exact arithmetic comes out as rounding noise, which requires care in two cases:
 
-- A tensor of optimizer state that is noise as a whole (its maximum below `NOISE` of its family's, such as all first
-  moments) is compared on the scale of its family.
-- Adam divides one moment by the root of the other, so where both are noise the updated parameter differs by a whole
-  learning rate. The update u = m / (sqrt(v) + eps) changes by at most |u| (|dm/m| + |dv/v| / 2) to first order; of a
-  parameter that has two moments, twice |u| (|dm/m| + |dv/v|) is taken off each element's difference, with m and v
-  as both runs left them. Nothing escapes: m is linear in the gradient, and both moments are compared everywhere.
+- A tensor of optimizer state may be noise as a whole: its maximum is below `NOISE` of its family's, such as all first
+  moments. It is compared on the scale of its family.
+- Adam divides one moment by the root of the other. If both are noise, the updated parameter differs by a whole learning
+  rate. To first order the update u = m / (sqrt(v) + eps) changes by at most |u| (|dm/m| + |dv/v| / 2). If a parameter
+  has two moments, twice |u| (|dm/m| + |dv/v|) is subtracted from each element's difference. Here m and v are the
+  moments after both runs. No error escapes: m is linear in the gradient, and both moments are compared everywhere.
 """
 
 import dataclasses
@@ -23,38 +23,38 @@ from autoshard.program import Program, Role
 
 
 NOISE = 1e-5
-"""Below this share of its family's maximum, a whole tensor of optimizer state is rounding noise."""
+"""Share of the family's maximum below which a whole tensor of optimizer state is rounding noise."""
 
 
 FACTOR = 2.0
-"""A difference of at most so many times the noise of a result is noise too."""
+"""Largest difference that still counts as noise, in multiples of a result's noise."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Difference:
-    """One result of the planned step against the unplanned one."""
+    """Comparison of one result of the planned step with the unplanned one."""
 
     name: str
     rel_diff: float
-    """Largest difference over the tensor's maximum (or its family's, for noise)."""
+    """Largest difference over the tensor's maximum (over its family's maximum for noise)."""
     compared: float
     """Share of the elements whose moments explain less than the tolerance; 1 except under Adam."""
     floor: float = 0.0
-    """How far the unplanned step is from itself, on the same scale; 0 where that was not asked for."""
+    """Noise of the unplanned step on the same scale; 0 if it was not determined."""
 
     def within(self, tolerance: float) -> bool:
-        """Whether the difference is at most `tolerance`, or a few times the noise of the unplanned step."""
+        """Return True if the difference is at most `tolerance`, or `FACTOR` times the noise of the unplanned step."""
         return self.rel_diff <= max(tolerance, FACTOR * self.floor)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Check:
-    """All results; passed if no difference exceeds both the tolerance and the noise of its result."""
+    """Comparison of all results; it passes if no difference exceeds both the tolerance and the noise of its result."""
 
     differences: tuple[Difference, ...]
     tolerance: float
     floor_note: str = ""
-    """Why the noise of the results is not known although a difference exceeds the tolerance; else empty."""
+    """Reason why the noise is unknown although a difference exceeds the tolerance; else empty."""
 
     @property
     def max_rel_diff(self) -> float:
@@ -63,17 +63,17 @@ class Check:
 
     @property
     def passed(self) -> bool:
-        """Whether every result is within the tolerance, or within the noise of the unplanned step."""
+        """True if every result is within the tolerance, or within the noise of the unplanned step."""
         return all(d.within(self.tolerance) for d in self.differences)
 
     @property
     def worst(self) -> Difference | None:
-        """The largest difference; of one that exceeds what is allowed, if there is any."""
+        """The largest difference that exceeds its limit, else the largest one; None if there are no results."""
         return max(self.differences, key=lambda d: (not d.within(self.tolerance), d.rel_diff), default=None)
 
 
 def default_tolerance(program: Program) -> float:
-    """1e-5 for a program in 32-bit floats; a few units in the last place where it has narrower ones."""
+    """Return the tolerance for a program: 1e-5 for 32-bit floats, a few units in the last place for narrower ones."""
     narrow = {"bfloat16": 3e-2, "float16": 4e-3}
     return max([narrow.get(t.dtype, 1e-5) for t in (*program.arguments, *program.results)], default=1e-5)
 
@@ -86,13 +86,15 @@ def compare(
     before: Sequence[Any] | None = None,
     floor: tuple[Sequence[float], str] | None = None,
 ) -> Check:
-    """Compare flat results, in order; arrays of any kind that numpy can read.
+    """Compare flat results of the planned and the unplanned step, in the order of the program's results.
 
-    `before` are the flat arguments of the step, without which no difference is explained by moments; `floor` is the
-    noise of every result, or why there is none (`noise_floor`).
+    - `planned`, `unplanned`: arrays of any kind that numpy reads.
+    - `tolerance`: largest relative difference; None for `default_tolerance`.
+    - `before`: flat arguments of the step; without them, moments explain no difference.
+    - `floor`: noise of every result, and the reason if it is unknown (`noise_floor`).
     """
     tolerance = default_tolerance(program) if tolerance is None else tolerance
-    found = [_as_numbers(value) for value in planned]
+    actual = [_as_numbers(value) for value in planned]
     wanted = [_as_numbers(value) for value in unplanned]
     families = _families(program)
     scales = {family: max((_largest(wanted[i]) for i in members), default=0.0) for family, members in families.items()}
@@ -103,26 +105,31 @@ def compare(
     differences = []
     for i, result in enumerate(program.results):
         scale = scales[family_of[i]] if i in noise else _largest(wanted[i])
-        explained = _explained(program, i, found, wanted, before)
+        explained = _explained(program, i, actual, wanted, before)
         compared = 1.0
         if explained is not None and explained.size:
             compared = float((explained <= tolerance * scale).mean())
-        own = floor[0][i] / scale if floor is not None and scale > 0 else 0.0
-        differences.append(Difference(result.name, _rel_diff(found[i], wanted[i], scale, explained), compared, own))
+        own_noise = floor[0][i] / scale if floor is not None and scale > 0 else 0.0
+        differences.append(
+            Difference(result.name, _rel_diff(actual[i], wanted[i], scale, explained), compared, own_noise)
+        )
     return Check(tuple(differences), tolerance, floor[1] if floor is not None else "")
 
 
 def _as_numbers(value: Any) -> np.ndarray:
+    """Convert a value to a numpy array, of float64 unless it is boolean, whole or complex."""
     array = np.asarray(value)
     return array if array.dtype.kind in "biuc" else array.astype(np.float64)
 
 
 def _largest(array: np.ndarray) -> float:
+    """Return the largest finite magnitude in an array; 0 if there is none."""
     finite = np.abs(array[np.isfinite(array)].astype(np.complex128 if array.dtype.kind == "c" else np.float64))
     return float(finite.max()) if finite.size else 0.0
 
 
 def _rel_diff(found: np.ndarray, wanted: np.ndarray, scale: float, explained: np.ndarray | None) -> float:
+    """Return the largest difference that moments do not explain, over `scale`; infinite for different shapes."""
     if found.shape != wanted.shape:
         return math.inf
     kind = np.complex128 if wanted.dtype.kind == "c" else np.float64
@@ -141,7 +148,7 @@ def _rel_diff(found: np.ndarray, wanted: np.ndarray, scale: float, explained: np
 
 
 def _families(program: Program) -> dict[str, list[int]]:
-    """Results that are optimizer state, by what stands before the name of the parameter they belong to."""
+    """Group the results that are optimizer state by the part of their name before the parameter's name."""
     families: dict[str, list[int]] = {}
     tails = [_tails(a.name) for a in program.arguments if a.role is Role.PARAMETER]
     for i, result in enumerate(program.results):
@@ -156,7 +163,7 @@ def _families(program: Program) -> dict[str, list[int]]:
 
 
 def _tails(name: str) -> tuple[str, ...]:
-    """A parameter's name, and the same without the name of the function's argument."""
+    """Return a parameter's name, and the same without the name of the function's argument."""
     return (name, name.partition(".")[2]) if "." in name else (name,)
 
 
@@ -167,7 +174,12 @@ def _explained(
     wanted: Sequence[np.ndarray],
     before: Sequence[Any] | None,
 ) -> np.ndarray | None:
-    """How much of each element's difference of an updated parameter its two moments explain; None if it has none."""
+    """Return each element's difference of an updated parameter that its moments explain; None if it has no moments.
+
+    - `index`: position of the parameter among the results.
+    - `found`, `wanted`: results of the planned and of the unplanned step.
+    - `before`: flat arguments of the step.
+    """
     argument = program.results[index].argument
     if before is None or argument is None or program.arguments[argument].role is not Role.PARAMETER:
         return None
@@ -185,9 +197,10 @@ def _explained(
     relative = np.zeros(shape)
     for i in moments:
         change, size = np.abs(found[i] - wanted[i]), np.abs(wanted[i])
-        # A moment that is zero in one run and noise in the other explains anything.
+        # A moment that is zero in one run and noise in the other explains any difference.
         relative += np.divide(change, size, out=np.where(change > 0, np.inf, 0.0), where=size > 0)
     start = _as_numbers(before[argument])
     update = np.maximum(np.abs(wanted[index] - start), np.abs(found[index] - start))
     with np.errstate(invalid="ignore"):
+        # Twice the first-order bound |u| (|dm/m| + |dv/v|); see the module's docstring.
         return np.nan_to_num(2 * update * relative, nan=0.0)

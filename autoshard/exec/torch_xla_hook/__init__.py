@@ -1,8 +1,8 @@
 """Auto-sharding inside PyTorch/XLA: `xr.use_spmd(auto=True)` plans the first step of an unchanged script.
 
-The first step is left pending as the lazy backend has it, read as one StableHLO module (forward, backward,
-optimizer), planned, and run under the plan; parameters, optimizer state and inputs are then held as planned, and the
-outputs of the user's modules are pinned in every later step.
+The hook leaves the first step pending in the lazy backend and reads the step as one StableHLO module (forward,
+backward, optimizer). It plans the module and runs the step under the plan. Afterwards parameters, optimizer state and
+inputs stay sharded as planned. Every later step pins the outputs of the user's modules.
 """
 
 from autoshard.exec.torch_xla_hook.lifecycle.auto_policy import plan_first_step as plan_first_step

@@ -1,1 +1,1 @@
-"""Reading a module into an `OpGraph`: ops, loops, constraints and sharding rules."""
+"""Extraction of an `OpGraph` from a module: ops, loops, constraints and sharding rules."""

@@ -21,7 +21,7 @@ _PASSED = frozenset(
         "select", "slice", "subtract", "transpose",
     }
 )  # fmt: skip
-"""Ops that stand between a projection and its attention: layouts, rotary embedding, norms' scales."""
+"""Ops that may stand between a projection and its attention: layouts, rotary embedding, norms' scales."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -32,26 +32,31 @@ class Attention:
     forward: bool
     ring: bool
     queries: frozenset[int]
-    """Factors of the op along the sequence of queries."""
+    """Factors of the op along the queries' sequence."""
     keys: frozenset[int]
-    """The factors along the sequence of keys and values; in a ring they are those of the queries."""
+    """Factors along the sequence of keys and values; in a ring they equal those of the queries."""
     leading: frozenset[int]
-    """The factors of batch, heads and groups of heads."""
+    """Factors of batch, heads and groups of heads."""
     heads: tuple[int, int]
-    """Heads of keys and values, and query heads that share one (1 where the kernel does not keep them apart)."""
+    """Heads of keys and values, and query heads that share one of them (1 if the kernel has no separate dim for
+    these).
+    """
     of_heads: int
-    """The factor of the heads of keys and values."""
+    """Factor of the heads of keys and values."""
     of_sequence: int
-    """The factor of the queries' sequence that may be split: of blocks, where a kernel has some."""
+    """Factor of the queries' sequence that may be split; in kernels with blocks, the factor of the blocks."""
     splits: bool
-    """Whether a device may take a part of the queries; splash attention's kernel of the gradients of keys looks its
-    queries up in a table, and takes the whole of them."""
+    """True if a device may compute a part of the queries. Splash attention's kernel for the keys' gradients needs all
+    queries, since it looks them up in a table.
+    """
     operand: int
-    """The tensor of its queries."""
+    """Tensor of the op's queries."""
     values: Mapping[int, int]
-    """Tensors from the projections to the op, and from it to the next one -> the dim that is their sequence."""
+    """Maps tensors between the projections and the op, and between the op and the next projection, to their sequence
+    dim.
+    """
     of_queries: frozenset[int]
-    """The members of `values` whose sequence is the queries', with their heads: no tables of positions."""
+    """Members of `values` that have the queries' sequence and heads; tables of positions are too small to count."""
 
     @property
     def sequence(self) -> frozenset[int]:
@@ -60,15 +65,16 @@ class Attention:
 
 
 def find_attentions(graph: OpGraph) -> tuple[Attention, ...]:
-    """Every attention of a graph that one op computes, in program order."""
+    """Return every attention of a graph that one op computes, in program order."""
     uses: dict[int, list[int]] = defaultdict(list)
     for op in graph.ops:
         for tensor in op.operands:
             uses[tensor].append(op.id)
-    return tuple(found for op in graph.ops if (found := _attention(graph, op, uses)) is not None)
+    return tuple(attention for op in graph.ops if (attention := _attention(graph, op, uses)) is not None)
 
 
 def _attention(graph: OpGraph, op: Op, uses: Mapping[int, list[int]]) -> Attention | None:
+    """Return the attention record of an op; None if the op has no rule or is no attention kernel."""
     known = op.kind in MATMULS or (op.opaque is not None and (op.opaque.head or op.opaque.target.startswith(RING)))
     if op.rule is None or not known:
         return None
@@ -91,10 +97,11 @@ def _attention(graph: OpGraph, op: Op, uses: Mapping[int, list[int]]) -> Attenti
         record = graph.tensors[tensor]
         along = [d for d, factors in enumerate(dims) if sequence & set(factors)]
         if along and _is_float(record):
-            found = _between(graph, tensor, along[0], uses)
-            values |= found
+            connected = _between(graph, tensor, along[0], uses)
+            values |= connected
             if splits and queries & set(dims[along[0]]):
-                of_queries |= {t for t in found if 2 * graph.tensors[t].elements >= record.elements}
+                # Half of the queries' elements: excludes tables of positions, which have no heads.
+                of_queries |= {t for t in connected if 2 * graph.tensors[t].elements >= record.elements}
     target = op.opaque.target if op.opaque is not None else ""
     forward = op.kind in (ATTENTION, RING_ATTENTION) or bool(_FORWARD.search(target))
     ring = target.startswith(RING) or op.kind.startswith(RING)
@@ -105,26 +112,27 @@ def _attention(graph: OpGraph, op: Op, uses: Mapping[int, list[int]]) -> Attenti
 
 
 def _is_float(tensor: Tensor) -> bool:
+    """Return True for a floating-point tensor with more than two dims."""
     return len(tensor.shape) > 2 and tensor.dtype.startswith(("float", "bfloat"))
 
 
 def _between(graph: OpGraph, tensor: int, dim: int, uses: Mapping[int, list[int]]) -> dict[int, int]:
-    """A tensor, and those that lead to it or that it leads to without a matmul between -> the dim of the sequence."""
-    found = {tensor: dim}
+    """Map a tensor, and all tensors connected to it through ops of `_PASSED`, to their sequence dim."""
+    sequence_dims = {tensor: dim}
     waiting = [tensor]
     while waiting:
         at = waiting.pop()
         producer = graph.tensors[at].producer
         for number in ((producer,) if producer >= 0 else ()) + tuple(uses.get(at, ())):
-            for other, where in _along(graph.ops[number], at, found[at]):
-                if other not in found and graph.tensors[other].elements > 1:
-                    found[other] = where
+            for other, where in _along(graph.ops[number], at, sequence_dims[at]):
+                if other not in sequence_dims and graph.tensors[other].elements > 1:
+                    sequence_dims[other] = where
                     waiting.append(other)
-    return found
+    return sequence_dims
 
 
 def _along(op: Op, tensor: int, dim: int) -> Iterator[tuple[int, int]]:
-    """Other tensors of an op that is passed, and the dim of each that is the dim of `tensor`."""
+    """Yield the other tensors of an op of `_PASSED` that share a factor with dim `dim` of `tensor`, and their dim."""
     if op.rule is None or op.kind not in _PASSED:
         return
     factors = {f for t, dims in op.sides if t == tensor for f in dims[dim]}
@@ -138,15 +146,22 @@ _PREFIX, _BACKWARD, _BIAS, _EIGHT_BITS = "__cudnn$fmha", "Backward", "Bias", "F8
 
 
 def is_cudnn_attention(target: str) -> bool:
+    """Return True if a call's target is one of cuDNN's attention kernels."""
     return target.startswith(_PREFIX)
 
 
 def cudnn_rule(target: str, config: str, operands: Sequence[Tensor], results: Sequence[Tensor]) -> CallRule | None:
-    """Batch `b`, heads of keys `k` and heads of queries for each of these `g` are split, all else stays whole.
+    """Return the sharding rule of a cuDNN attention call; None if its shards would compute something else.
 
-    Flops are those of two matmuls over the scores forward and of five backward; scores never reach memory. None where
-    shards would not mean the same: packed sequences, whose offsets count over batch and heads; paged keys and values,
-    which the batch shares; eight-bit floats, whose largest values are results. None too for a call of another form.
+    The batch `b`, the heads of keys `k` and the query heads for each of these `g` may be split; all other dims stay
+    whole. FLOPs are those of two matmuls over the scores forward and of five backward. The scores never reach memory.
+
+    The result is None in these cases:
+
+    - packed sequences, whose offsets count over batch and heads;
+    - paged keys and values, which the batch shares;
+    - eight-bit floats, whose maxima are results;
+    - a call of another form.
     """
     fmha = _read(config)
     heads = _dim_of_heads(fmha)
@@ -196,6 +211,7 @@ def cudnn_rule(target: str, config: str, operands: Sequence[Tensor], results: Se
 
 
 def _read(config: str) -> dict[str, Any]:
+    """Parse the cuDNN part of a call's backend config; return an empty dict for any other text."""
     try:
         read = json.loads(config)
     except json.JSONDecodeError:
@@ -204,7 +220,7 @@ def _read(config: str) -> dict[str, Any]:
 
 
 def _dim_of_heads(fmha: dict[str, Any]) -> int | None:
-    """The dim of heads in queries and keys: the second that the first matmul with one on its right side loops over."""
+    """Return the head dim of queries and keys: the second batch dim of the right operand of the first matmul."""
     for matmul in ("bmm1", "bmm1_grad_gemm1"):
         dims = fmha.get(f"{matmul}_dot_dimension_numbers", {}).get("rhs_batch_dimensions", ())
         if [str(d) for d in dims] in (["0", "1"], ["0", "2"]):
@@ -213,7 +229,7 @@ def _dim_of_heads(fmha: dict[str, Any]) -> int | None:
 
 
 def _bias(shape: Sequence[int]) -> str:
-    """`[b n s t]`, with batch and heads that may be one for all."""
+    """Return the factors of a bias `[b n s t]`, whose batch and heads may be of size one."""
     if len(shape) != 4:
         return "b (k g) s t"
     return " ".join(["b" if shape[0] > 1 else "alike", "(k g)" if shape[1] > 1 else "common", "s", "t"])

@@ -1,4 +1,4 @@
-"""What has been read of a module so far: tensors, ops, loops, and which tensor each value is."""
+"""State of the extraction: tensors, ops and loops so far, and the tensor of each MLIR value."""
 
 import math
 import re
@@ -13,11 +13,13 @@ from autoshard.graph.records import Constraint, Loop, Manual, Op, OpClass, OpGra
 
 
 MOST_TENSOR_BYTES = 1 << 53
-"""Up to this every number of bytes is exact in floating point, and sums over a step stay within 64 bits."""
+"""Largest tensor, in bytes. Up to this size byte counts are exact in floating point, and sums over a step fit in 64
+bits.
+"""
 
 
 class UseReading:
-    """Grows op by op; `graph` is the result."""
+    """Builder of an `OpGraph`: grows op by op, and `graph` returns the result."""
 
     def __init__(self) -> None:
         self.tensors: list[Tensor] = []
@@ -38,6 +40,7 @@ class UseReading:
         self.regions: list[Manual] = []
 
     def graph(self) -> OpGraph:
+        """Return the graph of the ops so far, with rolls joined."""
         loops = tuple(loop for loop in self.loops if loop is not None)
         returned = set(self.results) | {t for loop in loops for c in loop.carries for t in (c.init, c.update)}
         ops = join_rolls(self.ops, self.tensors, self.cuts, returned)
@@ -47,6 +50,7 @@ class UseReading:
         )  # fmt: skip
 
     def new_tensor(self, value: Any, producer: int, loop: int, where: tuple[int, int], name: str = "") -> int:
+        """Add a tensor for an MLIR value and return its id; raises `UserError` if it exceeds `MOST_TENSOR_BYTES`."""
         shape, dtype, size = parse_type(str(value.type))
         size *= math.prod(shape)
         if size > MOST_TENSOR_BYTES:
@@ -61,6 +65,7 @@ class UseReading:
         return tensor.id
 
     def alias(self, op: Any) -> None:
+        """Map each result of an op to the tensor of the operand at the same position."""
         for operand, result in zip(op.operands, op.results, strict=True):
             self.ids[result] = self.ids[operand]
 
@@ -77,7 +82,15 @@ class UseReading:
         fixed: tuple[tuple[int, tuple[str, ...]], ...] = (),
         manual: tuple[str, ...] = (),
     ) -> None:
-        """An op that only says how its operand is split: a constraint, or one value at an end of a region."""
+        """Append an op that only defines a split of its operand: a constraint, or one value at an end of a `shard_map`
+        region.
+
+        - `op`, `kind`: the MLIR op and the kind of the new op.
+        - `source`, `value`: tensor of the operand, MLIR value of the result.
+        - `where`: (op number, position) that becomes `Tensor.value`.
+        - `operand`: position of the source among the operands of the MLIR op.
+        - `rule`, `loop`, `fixed`, `manual`: see `Op`.
+        """
         op_class = OpClass.VIEW if kind == "sharding_constraint" else OpClass.HEAVY
         op_id, name = len(self.ops), mlir.location_name(op.location)
         result = self.new_tensor(value, op_id, loop, where, name)
@@ -105,7 +118,10 @@ class UseReading:
         )
 
     def note_constant(self, op: Any, tensor: int) -> None:
-        """Remembers a whole number; nobody asks for others, and the bindings cannot read complex ones at all."""
+        """Record the value of an integer constant.
+
+        Other constants are skipped: they are not needed, and the MLIR bindings cannot read complex ones.
+        """
         if not self.tensors[tensor].dtype.startswith(("int", "uint")):
             return
         match = re.search(r"dense<(-?\d+)>", str(op.attributes["value"]))
@@ -114,4 +130,4 @@ class UseReading:
 
 
 ReadBlock = Callable[[Any, int], list[int]]
-"""Reads the ops of a block in a loop (-1 for none); gives the tensors that its terminator returns."""
+"""Function that reads the ops of a block in a loop (-1 for none) and returns the tensors of its terminator."""

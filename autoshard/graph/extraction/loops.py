@@ -1,4 +1,4 @@
-"""Loops and conditionals: their bodies, what they carry, how often they run."""
+"""Loops and conditionals: their bodies, their carried values, their numbers of trips."""
 
 from typing import Any
 
@@ -12,9 +12,9 @@ BRANCHING = frozenset({"case", "if"})
 
 
 def read_branches(reading: UseReading, op: Any, kind: str, parent: int, read_block: ReadBlock) -> None:
-    """A conditional: the ops of every branch, and for each result an op that takes what the branches give for it.
+    """Read a conditional: the ops of every branch, and for each result an op whose operands are the branches' values.
 
-    So branches and results agree on a spec as operands and results of pointwise ops do.
+    These ops are pointwise, so branches and results must agree on a spec.
     """
     number, name = reading.number, mlir.location_name(op.location)
     given = []
@@ -42,6 +42,10 @@ def read_branches(reading: UseReading, op: Any, kind: str, parent: int, read_blo
 
 
 def read_while(reading: UseReading, op: Any, parent: int, read_block: ReadBlock) -> None:
+    """Read a `while`: its carried values, condition, body and number of trips.
+
+    A carried value that the body returns unchanged is an alias of its initial value.
+    """
     number, loop_id = reading.number, len(reading.loops)
     reading.loops.append(None)
     condition, body = (region.blocks[0] for region in op.regions)
@@ -76,8 +80,8 @@ def read_while(reading: UseReading, op: Any, parent: int, read_block: ReadBlock)
 
 
 def _read_condition(reading: UseReading, block: Any) -> tuple[int, int] | None:
-    """(counter's tensor as seen by the condition, limit) of `counter < limit`."""
-    found = None
+    """Return (the counter's tensor in the condition, limit) of a condition `counter < limit`; None for any other."""
+    bound = None
     for handle in block.operations:
         op = handle.operation
         reading.number += 1
@@ -89,19 +93,20 @@ def _read_condition(reading: UseReading, block: Any) -> tuple[int, int] | None:
         elif kind == "compare" and "LT" in str(op.attributes["comparison_direction"]):
             left, right = (reading.ids.get(value) for value in op.operands)
             if left is not None and right in reading.constants:
-                found = (left, reading.constants[right])
+                bound = (left, reading.constants[right])
         else:
             for value in op.results:
                 reading.ids.setdefault(value, -1)
-    return found
+    return bound
 
 
 def _count_trips(
     reading: UseReading, bound: tuple[int, int] | None, inits: list[int], carried: list[int], updates: list[int]
 ) -> int | None:
+    """Return the number of trips of a loop with a constant start, step and limit; None for any other loop."""
     if bound is None or bound[0] not in inits:
         return None
-    # Several carries may start from one shared zero: the counter is the one whose update adds a constant.
+    # Several carries may start from one shared zero: the counter is the carry whose update adds a constant.
     for k, init in enumerate(inits):
         if init != bound[0] or init not in reading.constants:
             continue

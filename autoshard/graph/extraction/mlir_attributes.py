@@ -1,4 +1,4 @@
-"""Types, shardings and sharding rules, read from the text of MLIR attributes."""
+"""Parsers of types, shardings and sharding rules in the text of MLIR attributes."""
 
 import dataclasses
 import functools
@@ -20,7 +20,7 @@ _DTYPES = {
 
 @functools.lru_cache(maxsize=8192)
 def parse_type(text: str) -> tuple[tuple[int, ...], str, int]:
-    """Shape, dtype name and bytes per element of an MLIR tensor type; tokens and tuples count nothing."""
+    """Return shape, dtype name and bytes per element of an MLIR tensor type; tokens and tuples have zero bytes."""
     match = _TENSOR.match(text)
     if match is None:
         return (), "token", 0
@@ -39,22 +39,22 @@ _DIM = re.compile(r"\{([^}]*)\}(?:p\d+)?")
 
 
 def parse_mesh(text: str) -> tuple[tuple[str, int], ...]:
-    """`#sdy.mesh<["data"=4, "model"=2]>` as names and sizes, major first."""
+    """Return axis names and sizes, major first, of a text such as `#sdy.mesh<["data"=4, "model"=2]>`."""
     return tuple((name, int(size)) for name, size in _MESH.findall(text))
 
 
 def parse_shardings(text: str, meshes: dict[str, tuple[tuple[str, int], ...]]) -> tuple[Sharding, ...]:
-    """Every sharding in the text of a `TensorShardingAttr` or a `TensorShardingPerValueAttr`.
+    """Return every sharding in the text of a `TensorShardingAttr` or a `TensorShardingPerValueAttr`.
 
-    Priorities are left out: they order Shardy's propagation, and a plan leaves nothing to propagation.
+    Priorities are dropped: they order Shardy's propagation, and a plan leaves nothing to propagation.
     """
-    found = []
+    shardings = []
     for match in _ONE.finditer(text):
         name, dims, rest = match.groups()
         mesh = meshes.get((name or "").strip('"'), ())
         whole = re.search(r"replicated=\{([^}]*)\}", rest)
         unreduced = re.search(r"unreduced=\{([^}]*)\}", rest)
-        found.append(
+        shardings.append(
             Sharding(
                 tuple(_axes(dim) for dim in _DIM.findall(dims)),
                 tuple("?" in dim for dim in _DIM.findall(dims)),
@@ -63,11 +63,11 @@ def parse_shardings(text: str, meshes: dict[str, tuple[tuple[str, int], ...]]) -
                 mesh,
             )
         )
-    return tuple(found)
+    return tuple(shardings)
 
 
 def tiled(attributes: Any, rank: int) -> Sharding:
-    """The sharding of a `@Sharding` custom call, in GSPMD's form; `unspecified_dims=[1]` leaves dims open."""
+    """Return the sharding of a `@Sharding` custom call, in GSPMD's form; `unspecified_dims=[1]` leaves dim 1 open."""
     config = str(attributes["backend_config"]) if "backend_config" in attributes else ""
     match = re.search(r"unspecified_dims=\[([\d,]*)\]", config)
     free = {int(n) for n in match[1].split(",") if n} if match else set()
@@ -76,11 +76,12 @@ def tiled(attributes: Any, rank: int) -> Sharding:
 
 
 def parse_axes(text: str) -> tuple[str, ...]:
-    """Names of the axes in `#sdy<manual_axes{"data", "model"}>`."""
+    """Return the axis names in a text such as `#sdy<manual_axes{"data", "model"}>`."""
     return tuple(name for name, _, _ in _AXIS.findall(text))
 
 
 def _axes(text: str) -> tuple[AxisUse, ...]:
+    """Return the axes, whole or in parts, in the text of one dim's sharding."""
     return tuple(
         AxisUse(name, (int(before), int(size)) if size else None) for name, before, size in _AXIS.findall(text)
     )
@@ -94,9 +95,10 @@ _SPECIAL = re.compile(r"(reduction|need_replication|permutation)=\{([^}]*)\}")
 
 @functools.lru_cache(maxsize=8192)
 def parse_rule(text: str) -> Rule:
-    """`#sdy.op_sharding_rule<([i, j])->([i]) {i=8, j=4} reduction={j}>` as a `Rule`.
+    """Parse a text such as `#sdy.op_sharding_rule<([i, j])->([i]) {i=8, j=4} reduction={j}>`.
 
-    Factor letters run i..z, then z_1, z_2, ... (openxla/shardy, `dialect.cc`, `factorSymbolString`).
+    Factor letters run i..z, then z_1, z_2, ... (openxla/shardy, `dialect.cc`, `factorSymbolString`). Raises
+    `ValueError` if the text is no sharding rule.
     """
     match = _RULE.search(text)
     if match is None:
@@ -116,16 +118,17 @@ def parse_rule(text: str) -> Rule:
 
 
 def updating_rule(rule: Rule) -> Rule:
-    """That of a `dynamic_update_slice`: dims that are sliced may be split where they are updated, not in the update.
+    """Return the rule of a `dynamic_update_slice`, in which only the updated tensor may be split along sliced dims.
 
-    So Shardy in jax 0.10 has it; in 0.11 it says `permutation` of both, and XLA splits them as before.
+    Shardy in jax 0.10 has this rule. In jax 0.11 Shardy marks the dims of both operands as `permutation`, but XLA
+    splits them as before.
     """
-    kept = {factor for dims in rule.results for dim in dims for factor in dim}
+    result_factors = {factor for dims in rule.results for dim in dims for factor in dim}
     kinds = (
         kind
         if kind is not FactorKind.PERMUTATION
         else FactorKind.PARALLEL
-        if f in kept
+        if f in result_factors
         else FactorKind.NEED_REPLICATION
         for f, kind in enumerate(rule.kinds)
     )
@@ -139,6 +142,7 @@ def gathering_rule(rule: Rule) -> Rule:
 
 
 def _mappings(text: str, index: dict[str, int]) -> tuple[tuple[tuple[int, ...], ...], ...]:
+    """Return the factors of each dim of each tensor in one side of a rule's text."""
     tensors = []
     for body in re.findall(r"\[([^\]]*)\]", text):
         dims = [d.strip() for d in body.split(",")] if body.strip() else []

@@ -23,12 +23,18 @@ _KERNELS = {
     "splash_mha_dq": 6,
     "splash_mqa_dq": 6,
 }
-"""Beginnings of names of jax's own TPU attention kernels, and flops for each pair of positions and head channel: two
-matmuls forward; for the gradients of keys and values four, of queries three."""
+"""Name prefixes of jax's own TPU attention kernels, and FLOPs for each pair of positions and head channel.
+
+Forward there are two matmuls, for the gradients of keys and values four, for the gradient of queries three.
+"""
 
 
 def read_opaque(op: Any, operands: Sequence[Tensor], results: Sequence[Tensor], where: str) -> Opaque:
-    """What is known of a custom call; a rule the user registered comes first. Raises `UserError` if it does not fit."""
+    """Return rule and work of a custom call; raises `UserError` if a registered rule does not fit the call.
+
+    The sources of the rule, in order: the user's registered rule, cuDNN's attention, the call's own sharding rule,
+    jax's attention kernels.
+    """
     target, own = mlir.call_target(op), bool(mlir.call_key(op))
     work = mlir.call_work(op)
     if not own and not work.flops:
@@ -43,15 +49,15 @@ def read_opaque(op: Any, operands: Sequence[Tensor], results: Sequence[Tensor], 
         bound = bind(given, *shapes, f"of `{target}`" + (f" at {where}" if where else ""))
         kinds = tuple(FactorKind(kind) for kind in bound.kinds)
         rule = Rule(bound.sizes, kinds, bound.operands, bound.results)
-        # Sums over devices are added to a function that is run on shards, not to a call that is passed shards.
+        # An all-reduce can be added to a function that runs on shards, but not to a call that receives shards.
         rule = whole_where_untied(rule if own else _without_sums(rule))
         return Opaque(target, rule, bound.flops or work.flops, work.traffic, True, fixed, work.dtype, head)
     text = str(op.attributes["sdy.sharding_rule"]) if "sdy.sharding_rule" in op.attributes else ""
     if text:
         rule, sloping = whole_where_untied(parse_rule(text)), tuple(work.sloping.items())
         uneven = tuple(work.uneven.items())
-        said = Opaque(target, rule, work.flops, work.traffic, own, fixed, work.dtype, head, sloping, work.steps, uneven)
-        return dataclasses.replace(said, sent=work.sent)
+        call = Opaque(target, rule, work.flops, work.traffic, own, fixed, work.dtype, head, sloping, work.steps, uneven)
+        return dataclasses.replace(call, sent=work.sent)
     for beginning, each in _KERNELS.items():
         if target.startswith(beginning):
             rule, count = _attention(operands, results, each)
@@ -60,18 +66,21 @@ def read_opaque(op: Any, operands: Sequence[Tensor], results: Sequence[Tensor], 
 
 
 def _head(target: str, operands: Sequence[Tensor]) -> int:
-    """Head dim of one of jax's attention kernels; 0 for any other call."""
+    """Return the head dim of one of jax's attention kernels; 0 for any other call."""
     floats = _floats(operands)
     return floats[0].shape[-1] if floats and target.startswith((*_KERNELS, RING, CUDNN)) else 0
 
 
 def _floats(operands: Sequence[Tensor]) -> list[Tensor]:
-    """Queries, keys and values come first of them."""
+    """Return the floating-point operands with more than two dims; queries, keys and values are the first three."""
     return [t for t in operands if len(t.shape) > 2 and t.dtype.startswith(("float", "bfloat"))]
 
 
 def whole_where_untied(rule: Rule) -> Rule:
-    """An opaque call's factors of one side only: the call needs, or makes, the whole of them."""
+    """Return the rule with factors whole that appear on one side of the call only.
+
+    An opaque call needs the whole of such operand dims, and computes the whole of such result dims.
+    """
     inputs, outputs = ({f for dims in side for dim in dims for f in dim} for side in (rule.operands, rule.results))
     kinds = tuple(
         FactorKind.NEED_REPLICATION if kind is FactorKind.PARALLEL and (f in inputs) != (f in outputs) else kind
@@ -81,12 +90,16 @@ def whole_where_untied(rule: Rule) -> Rule:
 
 
 def _without_sums(rule: Rule) -> Rule:
+    """Return the rule with reduction factors whole."""
     kinds = tuple(FactorKind.NEED_REPLICATION if k is FactorKind.REDUCTION else k for k in rule.kinds)
     return dataclasses.replace(rule, kinds=kinds)
 
 
 def _attention(operands: Sequence[Tensor], results: Sequence[Tensor], each: int) -> tuple[Rule | None, int]:
-    """Batch and heads, which lead the queries' dims, split wherever they lead; and the flops."""
+    """Return an attention kernel's rule and FLOPs; `each` is the FLOPs for a pair of positions and head channel.
+
+    Batch and heads lead the queries' dims, and may be split in every tensor that they lead. All other dims stay whole.
+    """
     floats = _floats(operands)
     if len(floats) < 2:
         return None, 0
@@ -121,7 +134,12 @@ Fixed = tuple[tuple[int, tuple[str, ...]], ...]
 
 
 def end_rule(outside: Sequence[int], inside: Sequence[int], sharding: Sharding, kind: str) -> tuple[Rule, Fixed]:
-    """The rule of one end of a region, and which axes split which of its factors, from both shapes."""
+    """Return the rule of one value at an end of a region, and the axes that split each of its factors.
+
+    - `outside`, `inside`: the value's shapes outside and inside the region.
+    - `sharding`: the axes by which the region splits the value.
+    - `kind`: `IN` or `OUT`.
+    """
     sizes: list[int] = []
     kinds: list[FactorKind] = []
     outer: list[tuple[int, ...]] = []
@@ -142,9 +160,9 @@ def end_rule(outside: Sequence[int], inside: Sequence[int], sharding: Sharding, 
 
 
 def same_rule(operands: Sequence[Sequence[int]], results: Sequence[Sequence[int]]) -> Rule | None:
-    """The rule of a collective, or of a constraint: dims keep their place, those that change size stay whole.
+    """Return the rule of a collective or a constraint: dims keep their place, and dims that change size stay whole.
 
-    None where operands and results have different ranks.
+    The result is None if operands and results have different ranks.
     """
     rank = len(operands[0])
     if any(len(shape) != rank for shape in (*operands, *results)):

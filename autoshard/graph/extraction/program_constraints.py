@@ -1,4 +1,4 @@
-"""What a program says about specs: constraints on values, and regions that it splits by hand (`shard_map`)."""
+"""Specs that a program requests: constraints on values, and regions that it splits by hand (`shard_map`)."""
 
 import dataclasses
 from typing import Any
@@ -15,9 +15,10 @@ CONSTRAINTS = frozenset({"sharding_constraint", "reshard"})
 
 
 def read_constraint(reading: UseReading, op: Any, loop: int) -> None:
-    """A tensor of its own, so that the value may be split in another way before and after.
+    """Add a new tensor for a constrained value, so that the value may have another spec before the constraint.
 
-    A constraint that says nothing is the value itself, and so is one on an argument that nothing else uses.
+    An empty constraint is an alias of its operand. So is a constraint on an argument without other uses, which then
+    applies to the argument.
     """
     source = reading.ids[op.operands[0]]
     if "sharding" in op.attributes:
@@ -40,7 +41,7 @@ def read_constraint(reading: UseReading, op: Any, loop: int) -> None:
 
 
 def read_manual(reading: UseReading, op: Any, loop: int, read_block: ReadBlock) -> None:
-    """A `shard_map`: an op for each value that enters or leaves, and the body's ops in between."""
+    """Read a `shard_map`: an op for each value that enters or leaves, and the ops of the body between them."""
     number, outer = reading.number, reading.manual
     sides = [parse_shardings(str(op.attributes[f"{side}_shardings"]), reading.meshes) for side in ("in", "out")]
     axes = parse_axes(str(op.attributes["manual_axes"]))
@@ -69,6 +70,13 @@ def _read_end(
     sharding: Sharding,
     axes: tuple[str, ...],
 ) -> None:
+    """Append the op of one value that enters (`IN`) or leaves (`OUT`) a region; a scalar is an alias.
+
+    - `source`, `value`: tensor before this end, MLIR value after it.
+    - `where`: (op number, position) that becomes `Tensor.value`.
+    - `position`: index of the value among the region's operands or results.
+    - `axes`: axes that the region splits by hand.
+    """
     shape, _, _ = parse_type(str(value.type))
     mine = reading.tensors[source].shape
     if not shape and source not in reading.free:
@@ -81,7 +89,10 @@ def _read_end(
 
 
 def called(op: Any, kind: str) -> str:
-    """What a custom call calls; regions by hand in GSPMD's form are refused."""
+    """Return the target of a custom call, or an empty text for other ops.
+
+    Raises `UserError` for manual regions in GSPMD's form.
+    """
     if kind != "custom_call":
         return ""
     target = str(op.attributes["call_target_name"]).strip('"')
@@ -94,7 +105,7 @@ def called(op: Any, kind: str) -> str:
 
 
 def _place(what: str, op: Any) -> str:
-    """What asks for a spec and where, for a person: the source line if it is known, else the op's name."""
+    """Return a spec's origin for display: the op's source line if known, otherwise its name."""
     name, line = mlir.location_name(op.location), mlir.source_line(op).rpartition("/")[2]
     line = line.replace("-:", "line ", 1) if line.startswith("-:") else line
     return f"{what} at {line}" if line else f"{what} {name}".strip()

@@ -1,8 +1,8 @@
-"""Rolls: written as slices put together again, they are one op, which the partitioner knows.
+"""Rolls: slices that are concatenated in the other order become one op, which the partitioner recognises.
 
-`jnp.roll` lowers to two slices and a concatenation, its gradient to two slices, padded and added. Each alone would be
-gathered along a dim that is split; together XLA makes a collective-permute of what crosses from one shard to the next.
-Programs that are written as a pipeline shift their stages in this way.
+`jnp.roll` lowers to two slices and a concatenation. Its gradient lowers to two slices, padded and added. Planned
+separately, each op would gather a split dim. As one op, XLA emits a collective-permute of the elements that cross from
+one shard to the next. Pipelined programs shift their stages in this way.
 """
 
 import dataclasses
@@ -14,16 +14,16 @@ from autoshard.graph.records import FactorKind, Op, OpClass, Rule, Tensor
 ROTATE = "rotate"
 
 Cut = tuple[tuple[int, ...], ...]
-"""Numbers of a slice (starts, limits, strides), a pad (low, high, interior) or a concatenation (dim)."""
+"""Attributes of a slice (starts, limits, strides), a pad (low, high, interior) or a concatenation (dim)."""
 
 
 def join_rolls(ops: list[Op], tensors: list[Tensor], cuts: Mapping[int, Cut], results: set[int]) -> list[Op]:
-    """The same ops with every roll as one op of kind `rotate`; its parts become free, and keep their places."""
+    """Return the ops with every roll replaced by one op of kind `rotate`; its parts stay in place and become free."""
     users: dict[int, list[int]] = {}
     for op in ops:
         for tensor in op.operands:
             users.setdefault(tensor, []).append(op.id)
-    found = list(ops)
+    joined = list(ops)
 
     def made(tensor: int, kind: str, user: int) -> Op | None:
         producer = tensors[tensor].producer
@@ -50,16 +50,16 @@ def join_rolls(ops: list[Op], tensors: list[Tensor], cuts: Mapping[int, Cut], re
         if shift is None:
             continue
         dim, amount = shift
-        found[op.id] = _rotation(op, tensors, parts, dim, amount)
+        joined[op.id] = _rotation(op, tensors, parts, dim, amount)
         for part in (*parts, *pads):
-            found[part.id] = dataclasses.replace(
+            joined[part.id] = dataclasses.replace(
                 part, op_class=OpClass.FREE, operands=(), operand_numbers=(), rule=None
             )
-    return found
+    return joined
 
 
 def strided_dims(kind: str, cut: Cut) -> tuple[int, ...]:
-    """Dims in which a slice steps by more than one, or a pad puts places between elements."""
+    """Return the dims in which a slice steps by more than one, or a pad inserts places between elements."""
     least = {"slice": 1, "pad": 0}.get(kind)
     if least is None or not cut:
         return ()
@@ -69,7 +69,7 @@ def strided_dims(kind: str, cut: Cut) -> tuple[int, ...]:
 def _shift(
     tensors: list[Tensor], op: Op, slices: list[Op], pads: list[Op], cuts: Mapping[int, Cut]
 ) -> tuple[int, int] | None:
-    """(dim, places it is shifted up) if the slices are the two ends of one dim, put together the other way round."""
+    """Return (dim, upward shift) if the slices are the two ends of one dim in swapped order; None otherwise."""
     shape = tensors[slices[0].operands[0]].shape
     if tensors[op.results[0]].shape != shape:
         return None
@@ -98,6 +98,7 @@ def _shift(
 
 
 def _rotation(op: Op, tensors: list[Tensor], slices: list[Op], dim: int, amount: int) -> Op:
+    """Build the `rotate` op that replaces a roll's last op."""
     shape = tensors[op.results[0]].shape
     kinds = tuple(FactorKind.PERMUTATION if d == dim else FactorKind.PARALLEL for d in range(len(shape)))
     same = (tuple((d,) for d in range(len(shape))),)

@@ -13,7 +13,7 @@ _Mapping = tuple[tuple[tuple[int, ...], ...], ...]
 
 
 class _Draft:
-    """A rule while dims get factors of their own."""
+    """A mutable rule, in which dims get new factors."""
 
     def __init__(self, rule: Rule) -> None:
         self.sizes, self.kinds = list(rule.sizes), list(rule.kinds)
@@ -21,12 +21,13 @@ class _Draft:
         self.results = [list(dims) for dims in rule.results]
 
     def factor(self, size: int, kind: FactorKind) -> int:
+        """Add a factor and return its number."""
         self.sizes.append(size)
         self.kinds.append(kind)
         return len(self.sizes) - 1
 
     def rule(self) -> tuple[Rule, dict[int, int]]:
-        """The rule without factors that no dim has any more, and the new number of every factor."""
+        """Return the rule without unused factors, and the new number of every factor."""
         used = sorted({f for dims in (*self.operands, *self.results) for dim in dims for f in dim})
         number = {f: n for n, f in enumerate(used)}
 
@@ -46,10 +47,10 @@ def windowed_rule(
     results: Sequence[Tensor],
     split: bool = True,
 ) -> tuple[Rule, tuple[Halo, ...]]:
-    """The rule of a windowed op and its halos; dims of other windows keep Shardy's factors.
+    """Return the rule of a windowed op and its halos; dims that no halo can split keep Shardy's factors.
 
-    A factor of a windowed dim has the size whose divisors split it evenly. Spatial dims of a convolution that no halo
-    can split stay whole, and so does everything unless `split`.
+    A factor of a windowed dim has the size whose divisors split the dim evenly. Spatial dims of a convolution that no
+    halo can split stay whole. With `split=False` no windowed dim gets a halo.
     """
     draft = _Draft(rule)
     shapes = [t.shape for t in operands]
@@ -59,7 +60,7 @@ def windowed_rule(
         for dims, side, tensor in zip(spatial, sides, (*operands[:2], results[0]), strict=True):
             for dim in dims:
                 side[dim] = (draft.factor(tensor.shape[dim], FactorKind.NEED_REPLICATION),)
-    found = []
+    halos = []
     count = len(results) if kind == "reduce_window" else 1
     for spot in windowed_dims(kind, attributes, shapes, results[0].shape) if split else ():
         new = draft.factor(spot.parts, FactorKind.REDUCTION if spot.summed else FactorKind.PERMUTATION)
@@ -70,17 +71,20 @@ def windowed_rule(
         if spot.result is not None:
             for dims in draft.results:
                 dims[spot.result] = (new,)
-        found.append(Halo(new, spot))
+        halos.append(Halo(new, spot))
     if kind == "pad":
-        _part_from_places(draft, attributes, shapes[0], {halo.factor for halo in found})
+        _part_from_places(draft, attributes, shapes[0], {halo.factor for halo in halos})
     final, number = draft.rule()
-    return final, tuple(dataclasses.replace(halo, factor=number[halo.factor]) for halo in found)
+    return final, tuple(dataclasses.replace(halo, factor=number[halo.factor]) for halo in halos)
 
 
 def _part_from_places(
     draft: _Draft, attributes: Mapping[str, str], shape: Sequence[int], own: AbstractSet[int]
 ) -> None:
-    """Make dims permutations that a pad cuts as much as it lengthens: Shardy takes equal sizes for equal places."""
+    """Turn dims that a pad cuts as much as it lengthens into permutations.
+
+    Shardy treats the dims as parallel, since operand and result have equal sizes although elements move.
+    """
     for dim in shifted_dims(attributes, len(shape)):
         (factor,) = draft.operands[0][dim] if len(draft.operands[0][dim]) == 1 else (-1,)
         if factor >= 0 and factor not in own and draft.kinds[factor] is FactorKind.PARALLEL:
@@ -88,10 +92,10 @@ def _part_from_places(
 
 
 def offsets(kind: str, rule: Rule | None, cut: Cut, halos: tuple[Halo, ...]) -> tuple[tuple[int, int], ...]:
-    """(factor, places) for every factor of a slice or pad that takes elements as they follow one another.
+    """Return (factor, places) for every factor of a slice or pad that selects contiguous elements.
 
-    The result begins `places` elements after the operand's beginning, or before it if negative. Factors that a region
-    splits (`halos`), and dims with gaps or strides, are left out.
+    The result begins `places` elements after the operand's beginning, or before it if negative. Factors that halos
+    split, and dims with gaps or strides, are left out.
     """
     if rule is None or kind not in ("slice", "pad"):
         return ()

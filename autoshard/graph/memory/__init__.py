@@ -1,1 +1,1 @@
-"""Values that compilers store: fusion, lifetimes, dtypes and layouts of buffers."""
+"""Memory of a graph: fusions, stored values and their lifetimes."""

@@ -1,9 +1,10 @@
-"""Where what memory holds is not the value as the program types it.
+"""Buffers whose stored dtype differs from the tensor's dtype in the program.
 
-A matmul's kernel goes on with the elementwise ops that follow it one by one, and stores what the last of them
-makes: attention scores that are widened and masked are stored wide, logits that are only widened are not. And a stack
-of layers is converted once, before the loop that takes a slice of it and narrows that (both seen in every decoder that
-was compiled for TPUs, v4 to v6e, libtpu 0.0.51), and copied for a loop within a loop.
+A matmul's kernel also computes the elementwise ops that follow it one by one, and stores the last result. Attention
+scores that are widened and masked are thus stored wide; logits that are only widened are stored narrow. A stack of
+layers is converted once, before the loop that slices and narrows it. A nested loop gets a copy of its stack.
+
+Evidence: docs/compiler_behaviour.md, "Stored dtype of matmul results", "Narrow copies of stacks".
 """
 
 from collections.abc import Collection, Iterable, Mapping
@@ -13,7 +14,7 @@ from autoshard.graph.records import Op, OpClass, OpGraph, is_batched
 
 
 Buffer = tuple[int, int, int]
-"""(tensor, start, stop)"""
+"""The (tensor, start, stop) of a live range, in op ids."""
 
 _MATMULS = frozenset({"dot_general", "convolution"})
 _VIEWS = frozenset({"reshape", "transpose", "broadcast_in_dim", "sharding_constraint"})
@@ -27,11 +28,14 @@ def stored(
     updated: Collection[int] = (),
     narrows_stacks: bool = True,
 ) -> tuple[tuple[Buffer, ...], Mapping[Buffer, int]]:
-    """Buffers of copied stacks, and the bytes of an element of every buffer whose dtype is not its tensor's.
+    """Return extra buffers for copied stacks, and bytes per element of every buffer whose dtype is not its tensor's.
 
-    `wide`: what `widened` gives. `updated`: arguments that are written over, whose stacks loops within loops copy.
-    Without `narrows_stacks` a slice is narrowed where it is taken, and the stack has no narrow copy: the GPU compiler's
-    way (all decoders that were compiled for h100:8, jaxlib 0.10.2).
+    - `wide`: the result of `widened`.
+    - `updated`: arguments that are overwritten; nested loops copy their stacks.
+    - `narrows_stacks`: True if a stack is narrowed before the loop, which adds a narrow copy. GPU compilers narrow each
+      slice in the loop instead.
+
+    Evidence: docs/compiler_behaviour.md, "Narrow copies of stacks".
     """
     widths: dict[Buffer, int] = {}
     for buffer in buffers:
@@ -49,70 +53,73 @@ def stored(
 
 
 def _itemsize(graph: OpGraph, tensor: int) -> int:
+    """Return the bytes of one element of a tensor."""
     record = graph.tensors[tensor]
     return record.itemsize
 
 
 def widened(graph: OpGraph) -> dict[int, int]:
-    """Results of matmuls that are stored as a wider value that follows from them: bytes of an element."""
+    """Map results of matmuls that are stored as a wider value computed from them to that value's bytes per element."""
     users: dict[int, list[Op]] = {}
     for op in graph.ops:
         for tensor in set(op.operands):
             users.setdefault(tensor, []).append(op)
-    kept = {*graph.results, *(t for loop in graph.loops for c in loop.carries for t in (c.init, c.update))}
-    found = {}
+    stored_values = {*graph.results, *(t for loop in graph.loops for c in loop.carries for t in (c.init, c.update))}
+    widths = {}
     for op in graph.ops:
         if op.kind not in _MATMULS:
             continue
         last, computed = op.results[0], False
-        while last not in kept and len(users.get(last, ())) == 1:
+        while last not in stored_values and len(users.get(last, ())) == 1:
             (user,) = users[last]
             if user.op_class is not OpClass.POINTWISE or user.loop != op.loop:
                 break
             last, computed = user.results[0], computed or user.kind != "convert"
         if computed and _itemsize(graph, last) > _itemsize(graph, op.results[0]):
-            found[op.results[0]] = _itemsize(graph, last)
-    return found
+            widths[op.results[0]] = _itemsize(graph, last)
+    return widths
 
 
 def _copied(graph: OpGraph, updated: Collection[int]) -> dict[Buffer, int]:
-    """Stacks that a loop within a loop (layers of each microbatch) takes apart, and that are then written over.
+    """Return copies of updated stacks that a nested loop slices, such as the layers of each microbatch.
 
-    The compiler cannot tell that the outer loop leaves them alone, and gives it copies of its own (seen in training
-    steps of a Llama, Gemma 2 and ViT in microbatches, v5p and v6e, libtpu 0.0.51).
+    The compiler cannot prove that the outer loop leaves these stacks unchanged. Evidence: docs/compiler_behaviour.md,
+    "Stacks copied for nested loops".
     """
-    found = {}
+    copies = {}
     for op in graph.ops:
         if op.kind != "dynamic_slice" or op.op_class is not OpClass.LAYER or op.operands[0] not in updated:
             continue
         outer = _outermost(graph, op.loop)
         if outer != op.loop:
             loop = graph.loops[outer]
-            found[op.operands[0], loop.start, loop.stop] = _itemsize(graph, op.operands[0])
-    return found
+            copies[op.operands[0], loop.start, loop.stop] = _itemsize(graph, op.operands[0])
+    return copies
 
 
 def _filled_narrow(graph: OpGraph, sliced: bool) -> dict[int, int]:
-    """Bytes of an element of carried stacks that are narrower than their values, by the tensor in the loop's body.
+    """Map the body tensors of carried stacks that are stored narrower than their values to bytes per element.
 
-    Values that are widened before they are put in, and narrowed wherever the whole stack is taken. With `sliced` also
-    values that are narrowed wherever the stack or a slice of it is taken: the TPU compiler puts them in narrowed, as
-    the float32 inputs of layers that are saved for matmuls alone (v5e and v5p, libtpu 0.0.51).
+    These are stacks whose values are widened before insertion, and narrowed wherever the whole stack is read. With
+    `sliced`, values that every reader of the stack or of its slices narrows also count: the TPU compiler inserts these
+    narrowed.
+
+    Evidence: docs/compiler_behaviour.md, "Saved stacks stored narrow".
     """
     makers = {tensor: op for op in graph.ops for tensor in op.results}
     users: dict[int, list[Op]] = {}
     for op in graph.ops:
         for tensor in set(op.operands):
             users.setdefault(tensor, []).append(op)
-    kept = {*graph.results, *(t for loop in graph.loops for c in loop.carries for t in (c.init, c.update))}
-    found = {}
+    stored_values = {*graph.results, *(t for loop in graph.loops for c in loop.carries for t in (c.init, c.update))}
+    widths = {}
     for loop in graph.loops:
         for carry in loop.carries:
             inside = users.get(carry.body, [])
             if len(inside) != 1 or inside[0].kind != "dynamic_update_slice" or inside[0].op_class is not OpClass.LAYER:
                 continue
             own = _itemsize(graph, carry.body)
-            width = _width_taken(graph, users, kept, carry.result, sliced)
+            width = _width_taken(graph, users, stored_values, carry.result, sliced)
             if not sliced:
                 maker = makers.get(inside[0].operands[1])
                 while maker is not None and maker.kind in _VIEWS and maker.loop == inside[0].loop:
@@ -121,22 +128,24 @@ def _filled_narrow(graph: OpGraph, sliced: bool) -> dict[int, int]:
                 source = _itemsize(graph, maker.operands[0]) if maker is not None and widened else own
                 width = source if width <= source else own
             if width < own:
-                found[carry.body] = width
-    return found
+                widths[carry.body] = width
+    return widths
 
 
 def _width_taken(
     graph: OpGraph, users: Mapping[int, list[Op]], kept: Collection[int], tensor: int, sliced: bool
 ) -> int:
-    """Bytes of an element of the widest value that converts make of a tensor, or of views of it; its own if others
-    take it."""
+    """Return the bytes per element of the widest convert of a tensor or of its views.
+
+    If other ops read the tensor, its own bytes per element are returned.
+    """
     own, width = _itemsize(graph, tensor), 0
     if tensor in kept:
         return own
     for op in users.get(tensor, ()):
         if op.kind in _VIEWS or (sliced and op.kind == "dynamic_slice" and op.op_class is OpClass.LAYER):
             width = max(width, _width_taken(graph, users, kept, op.results[0], sliced))
-        # Matmuls of every head, as a recurrence has them, take float32 slices.
+        # Matmuls with a batch dim for the heads, as in a recurrence, read float32 slices.
         elif op.kind == "convert" and not (sliced and _feeds_batched(users, op.results[0])):
             width = max(width, _itemsize(graph, op.results[0]))
         else:
@@ -145,21 +154,25 @@ def _width_taken(
 
 
 def _feeds_batched(users: Mapping[int, list[Op]], tensor: int) -> bool:
-    """Return True if a matmul with batch dims takes a tensor, or a view of it."""
+    """Return True if a matmul with batch dims reads a tensor or a view of it."""
     return any(
         is_batched(op) or (op.kind in _VIEWS and _feeds_batched(users, op.results[0])) for op in users.get(tensor, ())
     )
 
 
 def _outermost(graph: OpGraph, loop: int) -> int:
+    """Return the outermost loop around a loop."""
     while graph.loops[loop].parent >= 0:
         loop = graph.loops[loop].parent
     return loop
 
 
 def _laid_out(makers: Mapping[int, Op], tensor: int) -> int:
-    """What a value outside of loops is another layout or a part of: where layers are stacked along another dim than the
-    first, they are transposed before a loop; where they stand in stages, they are parted and set side by side."""
+    """Return the source of a value outside of loops, through layout ops and slices.
+
+    Layers that are stacked along another dim than the first are transposed before a loop. Layers of pipeline stages are
+    split and put next to each other.
+    """
     maker = makers.get(tensor)
     while maker is not None and maker.kind in _PLACED and maker.loop < 0:
         tensor = maker.operands[0]
@@ -168,10 +181,11 @@ def _laid_out(makers: Mapping[int, Op], tensor: int) -> int:
 
 
 def _converted(graph: OpGraph) -> tuple[dict[Buffer, int], dict[int, int]]:
-    """A stack that loops narrow slice by slice: its narrow copy, from the first of these loops to the last. And what
-    lies between: values that are slices of such stacks, or chosen among them, by their bytes of an element.
+    """Return the narrow copies of stacks that loops narrow slice by slice, and the values between stack and convert.
 
-    What the compiler itself rounds it rounds slice by slice (decoders in float32, v4 and v5e).
+    A copy is live from the first to the last of these loops. The second result maps slices of such stacks, and
+    selections among slices, to bytes per element. Converts that the compiler inserts do not count: it rounds slice by
+    slice (decoders in float32, v4 and v5e).
     """
     makers = {tensor: op for op in graph.ops for tensor in op.results}
     spans: dict[tuple[int, int], tuple[int, int]] = {}
@@ -195,7 +209,10 @@ def _converted(graph: OpGraph) -> tuple[dict[Buffer, int], dict[int, int]]:
 
 
 def _sliced(makers: Mapping[int, Op], tensor: int) -> tuple[set[int], set[int]]:
-    """The stacks whose slices a value in a loop is, or is chosen among, and what lies between; none if it is not."""
+    """Return the stacks among whose slices a value in a loop is selected, and the values between.
+
+    Both sets are empty if the value is anything else.
+    """
     stacks, passed, left = set[int](), set[int](), [(tensor, False)]
     while left:
         value, is_slice = left.pop()

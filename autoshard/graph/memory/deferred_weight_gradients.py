@@ -1,9 +1,6 @@
-"""Gradients of weights that are made late: what they are made from is held until then.
+"""Weight gradients that some compilers schedule after the backward loop; their inputs stay live until then.
 
-A gradient that the optimizer alone uses may be made as near to it as can be. Compilers for tpu7x, and for v5p without
-flags, so make the gradient of a decoder's head after the loop of the backward pass, and hold the gradients of all
-logits meanwhile (a stack of MLPs with a head on v5p:2x2x1 and tpu7x:2x2x1, a mixture on tpu7x:4x4x4, libtpu 0.0.51).
-That for v5e, and that for v5p with flags for SparseCores, make it before the loop.
+Evidence: docs/compiler_behaviour.md, "Deferred weight gradients".
 """
 
 import dataclasses
@@ -13,8 +10,12 @@ from autoshard.graph.records import OpClass, OpGraph
 
 
 def made_late(graph: OpGraph, liveness: Liveness) -> Liveness:
-    """The same, with what such products read held until the last loop is done that stands before their use."""
-    whole = [loop for loop in graph.loops if loop.parent < 0]
+    """Return the liveness with deferred weight gradients.
+
+    The matmuls are those outside of loops whose result is first needed after a later loop. Their inputs stay live until
+    the last loop before that use is done.
+    """
+    outer_loops = [loop for loop in graph.loops if loop.parent < 0]
     needed = _needed(graph)
     late: dict[int, int] = {}
     for fusion in liveness.fusions:
@@ -22,7 +23,7 @@ def made_late(graph: OpGraph, liveness: Liveness) -> Liveness:
         if op.kind != "dot_general" or op.loop >= 0:
             continue
         use = needed[op.results[0]]
-        after = max((loop.stop for loop in whole if op.id < loop.start and loop.stop <= use), default=0)
+        after = max((loop.stop for loop in outer_loops if op.id < loop.start and loop.stop <= use), default=0)
         for tensor in fusion.reads if after else ():
             late[tensor] = max(late.get(tensor, 0), after)
     widths = dict(liveness.widths)
@@ -37,7 +38,10 @@ def made_late(graph: OpGraph, liveness: Liveness) -> Liveness:
 
 
 def _needed(graph: OpGraph) -> dict[int, int]:
-    """By tensor the first op that needs it, not counting elementwise ops outside of loops, which wait as well."""
+    """Map each tensor to the first op that needs it.
+
+    Elementwise ops outside of loops do not count, since compilers defer them too.
+    """
     needed = dict.fromkeys(range(len(graph.tensors)), len(graph.ops))
     for loop in graph.loops:
         for carry in loop.carries:

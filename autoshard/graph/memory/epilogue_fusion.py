@@ -1,4 +1,4 @@
-"""Elementwise ops that kernels of matmuls and reductions compute before they store their results."""
+"""Epilogue fusion: elementwise ops that kernels of matmuls and reductions compute before they store their results."""
 
 import dataclasses
 from collections.abc import Collection, Mapping, Sequence
@@ -8,25 +8,29 @@ from autoshard.graph.records import Fusion, OpClass, OpGraph
 
 
 _FEW = 64
-"""A matmul's result leads no further than over so many values."""
+"""Largest number of values that are followed from a matmul's result."""
 _MOST_MADE = 4
-"""The kernel of a matmul stores at most so many values instead of its result."""
+"""Largest number of values that a matmul's kernel stores instead of its result."""
 SMALL = 8
-"""What has so many times fewer elements than a sum takes does not decide where it is made; nor what is so much smaller
-whether a value is made once."""
+"""Factor by which a value must be smaller to be ignored.
+
+An operand with so many times fewer elements than a sum's input does not decide which kernel computes the sum. Bytes
+that are so many times smaller than a value do not decide if the value is stored.
+"""
 
 
 def meetings(graph: OpGraph, consumers: Sequence[Sequence[int]], apart: Collection[int]) -> dict[int, int]:
-    """By value with several users the op of its loop where all ways from it meet, over pointwise ops alone.
+    """Map each value with several users to its immediate post-dominator: the pointwise op where all paths from it join.
 
-    Up to there its users are parts of one kernel, which makes it once. `apart`: ops that end a kernel before another
-    begins, which no way leads through.
+    All users up to that op are parts of one kernel, which computes the value once. Paths stay in one block, and lead
+    over pointwise ops only. `apart` are ops that end a kernel; no path leads through them.
     """
     after = [-1] * len(graph.ops)
-    """By op the next op that all ways from it lead to, -1 for none."""
-    found: dict[int, int] = {}
+    """Next op to which all paths from each op lead; -1 for none, [ops]."""
+    joins: dict[int, int] = {}
 
     def met(users: Sequence[int], loop: int) -> int:
+        """Return the first op common to all paths from `users`; -1 if there is none."""
         at = -1
         for number, user in enumerate(sorted(set(users))):
             other = graph.ops[user]
@@ -36,7 +40,7 @@ def meetings(graph: OpGraph, consumers: Sequence[Sequence[int]], apart: Collecti
                 at = user
                 continue
             mine, theirs = at, user
-            while mine != theirs:  # ops are numbered in their order
+            while mine != theirs:  # ids follow program order, so the smaller one moves on
                 if mine < theirs:
                     mine = after[mine]
                 else:
@@ -52,19 +56,19 @@ def meetings(graph: OpGraph, consumers: Sequence[Sequence[int]], apart: Collecti
             continue
         after[op.id] = met(users, op.loop)
         if len(op.results) == 1 and len(set(users)) > 1 and after[op.id] >= 0:
-            found[op.results[0]] = after[op.id]
-    return found
+            joins[op.results[0]] = after[op.id]
+    return joins
 
 
 def latest_makers(graph: OpGraph) -> list[int]:
-    """By value the last op, of those with a kernel of their own, that it follows from; -1 for none."""
-    found = [tensor.producer for tensor in graph.tensors]
+    """Return for every value the latest op with a kernel of its own from which it is computed; -1 for none."""
+    latest = [tensor.producer for tensor in graph.tensors]
     for op in graph.ops:
         if op.op_class is OpClass.FREE or (op.op_class is OpClass.POINTWISE and op.operands):
-            before = -1 if op.op_class is OpClass.FREE else max(found[t] for t in op.operands)
+            before = -1 if op.op_class is OpClass.FREE else max(latest[t] for t in op.operands)
             for tensor in op.results:
-                found[tensor] = before
-    return found
+                latest[tensor] = before
+    return latest
 
 
 def leads_from_matmul(
@@ -76,10 +80,16 @@ def leads_from_matmul(
     pinned: Collection[int],
     latest: Sequence[int],
 ) -> bool:
-    """Whether one of `reads` is a matmul's result that only such values follow from: pointwise, and taken by matmuls.
+    """Return True if the kernel of a matmul in `reads` also computes and stores `tensor`, which other matmuls read.
 
-    Its kernel goes on to them then, of which the gradient of a gated activation has two, and they are stored for all
-    who take them. Sums are made beside.
+    The kernel does so if all values computed from its result are pointwise, and are read by matmuls. The gradient of a
+    gated activation has two such values. The same kernel also computes sums of them.
+
+    - `tensor`: the value in question.
+    - `reads`: stored values from which it is computed.
+    - `matmuls`: matmuls that fuse pointwise ops.
+    - `pinned`: values that are stored in any case.
+    - `latest`: the result of `latest_makers`.
     """
     last = graph.ops[graph.tensors[tensor].producer]
     if last.op_class is not OpClass.POINTWISE:
@@ -103,18 +113,20 @@ def _made_of(
     pinned: Collection[int],
     latest: Sequence[int],
 ) -> set[int]:
-    """The values taken by matmuls that follow from a matmul's result over pointwise ops, and from nothing that is made
-    later; none if others do too."""
-    loop, maker, found = graph.tensors[source].loop, graph.tensors[source].producer, set[int]()
+    """Return the values that matmuls read and that only pointwise ops compute from the matmul result `source`.
+
+    The result is empty if other ops also read such a value, or if one depends on a kernel later than the matmul.
+    """
+    loop, maker, values = graph.tensors[source].loop, graph.tensors[source].producer, set[int]()
     left, seen = [source], {source}
     while left:
         tensor = left.pop()
         users = [graph.ops[user] for user in consumers[tensor] if graph.ops[user].kind != "reduce"]
-        taken = [user for user in users if user.id in matmuls and user.loop == loop]
-        if tensor in pinned or (taken and (tensor == source or len(taken) < len(users))):
+        matmul_users = [user for user in users if user.id in matmuls and user.loop == loop]
+        if tensor in pinned or (matmul_users and (tensor == source or len(matmul_users) < len(users))):
             return set()
-        if taken:
-            found.add(tensor)
+        if matmul_users:
+            values.add(tensor)
             continue
         if any(user.loop != loop or user.op_class is not OpClass.POINTWISE for user in users):
             return set()
@@ -125,16 +137,16 @@ def _made_of(
         seen |= more
         if len(seen) > _FEW:
             return set()
-    return found if len(found) <= _MOST_MADE else set()
+    return values if len(values) <= _MOST_MADE else set()
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Continued:
-    """Fusions of which some do their work inside of others' kernels."""
+    """Fusions after epilogue fusion, some of them part of others' kernels."""
 
     fusions: list[Fusion]
     stores: Mapping[int, int]
-    """Result of a matmul or convolution, which is not stored -> what its kernel stores instead."""
+    """Maps the unstored result of a matmul or convolution to the value that its kernel stores instead."""
 
 
 def continued(
@@ -144,10 +156,15 @@ def continued(
     pinned: Collection[int],
     bases: Mapping[int, Collection[int]],
 ) -> Continued:
-    """The same fusions: those that go on with the result of one of `matmuls` do not read it, and what they write takes
-    the place of what it would; sums of what was just made, or taken, read nothing large.
+    """Fuse pointwise fusions into the matmuls whose results they read, and sums into the kernels of their inputs.
 
-    `pinned`: values that are stored in any case. `bases`: by slice the values that it is read from.
+    A pointwise fusion that becomes an epilogue does not read the matmul's result; its own result is stored instead.
+    Several fusions join one matmul if only matmuls and sums read their results. A fused sum reads only its small
+    operands.
+
+    - `matmuls`: matmuls that fuse pointwise ops.
+    - `pinned`: values that are stored in any case.
+    - `bases`: maps each slice to the stored values of which it is a part.
     """
     readers: dict[int, list[int]] = {}
     for number, fusion in enumerate(fusions):
@@ -160,15 +177,15 @@ def continued(
     able = {number: _before(graph, fusion, matmuls, pinned, bases) for number, fusion in enumerate(fusions)}
 
     def takers(source: int, fusion: Fusion) -> list[int]:
-        """The fusions that read a matmul's result, but for sums beside one of them."""
+        """Return the fusions that read a matmul's result, without the sums that `fusion` computes in its own kernel."""
         return [
             n for n in readers[source] if fusions[n] is fusion or not _sums(graph, fusions[n], fusion, source, bases)
         ]
 
     def for_matmuls(number: int) -> bool:
-        """Whether only matmuls read what a fusion makes, and sums."""
-        taken = [graph.ops[fusions[n].root] for t in fusions[number].writes for n in readers.get(t, ())]
-        return any(op.id in matmuls for op in taken) and all(op.id in matmuls or op.kind == "reduce" for op in taken)
+        """Return True if only matmuls and sums read the results of a fusion, and at least one matmul does."""
+        ops = [graph.ops[fusions[n].root] for t in fusions[number].writes for n in readers.get(t, ())]
+        return any(op.id in matmuls for op in ops) and all(op.id in matmuls or op.kind == "reduce" for op in ops)
 
     for number, fusion in enumerate(fusions):
         before = [t for t in able[number] if takers(t, fusion) == [number]]
@@ -203,7 +220,7 @@ def _before(
     pinned: Collection[int],
     bases: Mapping[int, Collection[int]],
 ) -> list[int]:
-    """Matmuls' results that a fusion reads, and no slice of them, whose kernels may do its work."""
+    """Return the matmul results that a fusion reads as a whole, and whose kernels may compute the fusion."""
     root = graph.ops[fusion.root]
     if root.op_class is not OpClass.POINTWISE or len(fusion.writes) != 1 or fusion.moved != fusion.writes:
         return []
@@ -221,10 +238,11 @@ def _before(
 
 
 def _sums(graph: OpGraph, fusion: Fusion, other: Fusion, source: int, bases: Mapping[int, Collection[int]]) -> bool:
-    """Return True if a fusion is a sum of values that another takes or makes, which makes it beside its own work.
+    """Return True if `fusion` is a sum of values that the fusion `other` reads or writes; one kernel then computes
+    both.
 
-    The sum reads `source`. Its small operands are there before the other's kernel begins, and follow from no slice of
-    `source`: otherwise the sum has a kernel of its own, which reads `source` from memory.
+    The sum reads `source`. Its small operands must exist before the other's kernel begins, and must not derive from a
+    slice of `source`. Otherwise the sum has a kernel of its own, which reads `source` from memory.
     """
     root = graph.ops[fusion.root]
     if root.kind != "reduce" or root.loop != graph.ops[other.root].loop:
@@ -237,7 +255,7 @@ def _sums(graph: OpGraph, fusion: Fusion, other: Fusion, source: int, bases: Map
 
 
 def _large(graph: OpGraph, fusion: Fusion) -> list[int]:
-    """What a sum reads that is not much smaller than what it sums."""
+    """Return the values read by a sum, without those at least `SMALL` times smaller than its input."""
     elements = max(graph.tensors[t].elements for t in graph.ops[fusion.root].operands)
     return [t for t in fusion.reads if graph.tensors[t].elements * SMALL > elements]
 
@@ -249,7 +267,7 @@ def _sum_inside(
     matmuls: Collection[int],
     readers: Mapping[int, Sequence[int]],
 ) -> None:
-    """Takes what sums read off those that another kernel of their loop makes beside its own work."""
+    """Drop the large reads of sums that another kernel of their block computes."""
     maker = {tensor: number for number, fusion in enumerate(fusions) for tensor in fusion.writes}
     for number, fusion in enumerate(fusions):
         root = graph.ops[fusion.root]
@@ -260,13 +278,13 @@ def _sum_inside(
         if not large:
             continue
         latest = max(large, key=lambda t: graph.tensors[t].producer)
-        beside = [
+        siblings = [
             n
             for n in readers[latest]
             if graph.ops[fusions[n].root].op_class is OpClass.POINTWISE
             or (graph.ops[fusions[n].root].kind == "reduce" and n < number)
         ]
-        hosts = [*([maker[latest]] if latest in maker else ()), *beside]
+        hosts = [*([maker[latest]] if latest in maker else ()), *siblings]
         for host in hosts:
             other = graph.ops[fusions[host].root]
             goes_on = other.op_class is OpClass.POINTWISE or other.id in matmuls or other.kind == "reduce"
@@ -281,7 +299,7 @@ def _sum_inside(
 def with_epilogues(
     graph: OpGraph, fusions: Sequence[Fusion], consumers: Sequence[Sequence[int]], pinned: Collection[int]
 ) -> Continued:
-    """Return the fusions without those that matmuls do before they store, and what they store instead."""
+    """Return the fusions that remain after GPU matmuls compute their epilogues, and the values stored instead."""
     made, stores = list(fusions), {}
     number_of = {fusion.root: number for number, fusion in enumerate(fusions)}
     for fusion in fusions:
@@ -320,7 +338,7 @@ def _end_of_chain(graph: OpGraph, tensor: int, consumers: Sequence[Sequence[int]
 
 
 def _is_small(graph: OpGraph, tensor: int, elements: int) -> bool:
-    """Return whether a value is small, or repeats a small one."""
+    """Return True if a value is small, or repeats a small one."""
     while graph.tensors[tensor].elements * SMALL > elements:
         producer = graph.tensors[tensor].producer
         if producer < 0 or graph.ops[producer].op_class not in (OpClass.FREE, OpClass.VIEW):

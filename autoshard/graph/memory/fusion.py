@@ -1,11 +1,12 @@
-"""Which values reach memory, which are recomputed inside fusions, and how long each lives.
+"""Fusion and liveness: which values reach memory, which are recomputed inside fusions, and each value's lifetime.
 
-The rule: heavy ops write what they make and read what they take; pointwise values stay inside the fusion of
-whoever consumes them, unless recomputing them for several consumers would read more than keeping them costs. On TPUs
-matmuls without batch dims are consumers like others: what leads from one matmul's result to the operands of the next
-ones (activation functions, norms and their gradients) is not stored where computing it in each of them moves less
-(read from the scheduled programs of decoders and MLPs, v4 to tpu7x, libtpu 0.0.51): `_written`. What becomes of
-attention's scores there depends on the spec: `_softmax`.
+Heavy ops write their results and read their operands. Pointwise values stay inside the fusion of their consumer. They
+are stored if recomputing them for several consumers would read more bytes than storing them.
+
+On TPUs, matmuls without batch dims also fuse the pointwise ops that lead to their operands (`Writing`). The stored form
+of attention scores there depends on the spec (`Softmax`).
+
+Evidence: docs/compiler_behaviour.md, "Elementwise ops inside matmul kernels".
 """
 
 import dataclasses
@@ -31,41 +32,45 @@ from autoshard.graph.records import Fusion, Op, OpClass, OpGraph, is_batched
 
 
 _PASSING = frozenset({"sharding_constraint", IN, OUT})
-"""Ops that say how a value is split and leave it where it is."""
+"""Ops that define how a value is split, and that move no data themselves."""
 _FUSED_MOVES = frozenset({"slice", "concatenate", "pad", "reverse"})
 TILED = 2
-"""So many minor dims of a tensor are laid out in tiles of registers."""
+"""Number of minor dims of a tensor that are laid out in register tiles."""
 _MANY = 8
+"""Largest number of fusion ends that are tracked for one value."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Liveness:
-    """When each value that reaches memory is held, in op ids, half open."""
+    """Live range of each value that reaches memory, in op ids, half open."""
 
     fusions: tuple[Fusion, ...]
     materialised: frozenset[int]
     buffers: tuple[tuple[int, int, int], ...]
-    """(tensor, start, stop); a loop's carried value has one buffer, named by the tensor inside the body."""
+    """Live ranges (tensor, start, stop); a loop's carried value has one buffer, named by the tensor inside the body."""
     widths: Mapping[tuple[int, int, int], int] = dataclasses.field(default_factory=dict)
-    """Bytes of an element, for buffers that hold their tensor in another dtype (see `_stored`)."""
+    """Bytes per element of the buffers that store their tensor in another dtype (see `stored`)."""
     reserved: frozenset[int] = frozenset()
-    """Tensors of results that have memory of their own before the program starts; `buffers` begin with their values."""
+    """Tensors of results whose memory is allocated before the program starts, although `buffers` begin later."""
     hosted: frozenset[int] = frozenset()
-    """Tensors in the host's memory; none of `buffers` is one of theirs."""
+    """Tensors in the host's memory; `buffers` contains none of them."""
     softmaxes: tuple[Softmax, ...] = ()
-    """What their clusters hold and move depends on the spec: none of `buffers` is one of theirs."""
+    """Softmaxes whose buffers and traffic depend on the spec; `buffers` contains none of their tensors."""
     passes: tuple[Passes, ...] = ()
-    """What goes through memory whole beside all fusions: what starts a loop but may not be overwritten by it, results
-    that cannot be made in the memory of the donated arguments that they replace, and stacks of another layout."""
+    """Transfers of whole tensors outside all fusions.
+
+    These are copies of initial values that a loop must not overwrite, copies of results into donated arguments, and
+    copies of stacks into another layout.
+    """
     stores: Mapping[int, int] = dataclasses.field(default_factory=dict)
-    """Result of a matmul or convolution -> what its kernel stores instead."""
+    """Maps the result of a matmul or convolution to the value that its kernel stores instead."""
     relaid: tuple[RelaidStack, ...] = ()
-    """Stacks that loops keep in another layout."""
+    """Stacks that loops store in another layout."""
     computed: Mapping[int, float] = dataclasses.field(default_factory=dict)
-    """Operand that the kernels of matmuls compute themselves -> what they read for it, over its own bytes."""
+    """Maps an operand that matmul kernels compute themselves to the ratio of bytes read for it to its own bytes."""
 
     def itemsize(self, graph: OpGraph, buffer: tuple[int, int, int]) -> int:
-        """Bytes of an element of a buffer."""
+        """Return the bytes of one element of a buffer."""
         record = graph.tensors[buffer[0]]
         return self.widths.get(buffer) or record.itemsize
 
@@ -79,15 +84,18 @@ def analyse(
     narrows_stacks: bool = True,
     gpu_kernels: bool = False,
 ) -> Liveness:
-    """Fusions, and the lifetime of every value that reaches memory.
+    """Return the fusions, and the lifetime of every value that reaches memory.
 
-    `kept`: arguments that the caller keeps (not donated), held throughout. `updates`: for donated state, argument
-    tensor -> the result tensor that is written over it. `fused_matmuls`: a matmul's kernel computes the pointwise
-    values that it takes, as TPU compilers have it. `softmaxes`: those that `find_softmaxes` gives, for the same ones.
-    `narrows_stacks`: a stack whose slices a loop narrows is converted before the loop, and both are held.
-    `gpu_kernels`: a value that several kernels take is stored only where that moves fewer bytes, matmuls do what
-    `with_epilogues` gives, elementwise kernels write over what they read last, constants that a loop begins with are
-    written before it, and what `copied_slices` and `relaid_stacks` give is copied.
+    - `kept`: arguments that are not donated, live throughout.
+    - `updates`: for donated state, maps each argument tensor to the result tensor that overwrites it.
+    - `fused_matmuls`: True if a matmul's kernel computes the pointwise values that it reads, as TPU compilers do.
+    - `softmaxes`: the result of `find_softmaxes`; passed on to the liveness.
+    - `narrows_stacks`: True if a stack whose slices a loop narrows is converted before the loop, with both copies live.
+    - `gpu_kernels`: True for the rules of XLA's GPU compiler, as listed below.
+
+    With `gpu_kernels` a value that several kernels read is stored only if that moves fewer bytes. Matmuls fuse their
+    epilogues (`with_epilogues`). Elementwise kernels overwrite operands that they read last. Constants that start a
+    loop are written before it. `copied_slices` and `relaid_stacks` add copies.
     """
     free = {t for op in graph.ops if op.op_class is OpClass.FREE for t in op.results}
     consumers: list[list[int]] = [[] for _ in graph.tensors]
@@ -109,7 +117,7 @@ def analyse(
         if result in pinned:
             pinned.add(source)
     for op in reversed(graph.ops):
-        if _widens(graph, op):  # who takes the wide value may as well take the narrow one
+        if _widens(graph, op):  # readers of the wide value may read the narrow one instead
             consumers[op.operands[0]].extend(consumers[op.results[0]])
     kernels = {op.id for op in graph.ops if _is_kernel(graph, op, fused_matmuls)} | _copied_into_stacks(graph) - passing
     ends = _ends_of(graph, consumers, pinned, kernels)
@@ -233,9 +241,10 @@ def _is_overwritten(
     kept: Collection[int],
     updates: Mapping[int, int],
 ) -> bool:
-    """True if an update is written into what it updates: a value of its own loop that nobody needs afterwards.
+    """Return True if an update is written in place: its operand belongs to the same loop and has no later use.
 
-    Not a layer that is sliced from a stack or a value that a fusion makes: these are written anew, updated.
+    A layer sliced from a stack, or a value inside a fusion, is not overwritten: the updated value is written to new
+    memory.
     """
     value = op.operands[0]
     if value not in materialised or graph.tensors[value].loop != op.loop or value in graph.results:
@@ -246,7 +255,7 @@ def _is_overwritten(
 
 
 def _widens(graph: OpGraph, op: Op) -> bool:
-    """True for a convert to a wider dtype in the place where its operand is made."""
+    """Return True for a convert to a wider dtype in the block in which its operand is computed."""
     if op.kind != "convert" or op.op_class is not OpClass.POINTWISE:
         return False
     source, result = graph.tensors[op.operands[0]], graph.tensors[op.results[0]]
@@ -254,7 +263,10 @@ def _widens(graph: OpGraph, op: Op) -> bool:
 
 
 def _takes_stored(graph: OpGraph, op: Op) -> bool:
-    """True for a constraint on an argument or a slice of a stack: what it gathers is held beside what is stored."""
+    """Return True for a constraint on an argument or on a slice of a stack.
+
+    Its gathered result needs memory in addition to the stored value.
+    """
     if op.kind != "sharding_constraint":
         return False
     tensor = op.operands[0]
@@ -269,8 +281,10 @@ def _takes_stored(graph: OpGraph, op: Op) -> bool:
 
 
 def _copied_into_stacks(graph: OpGraph) -> set[int]:
-    """Constraints whose results a loop puts into a stack: a collective's result, which is copied there."""
-    found = set()
+    """Return the constraints whose results a loop writes into a stack; these are collectives' results, which are
+    copied.
+    """
+    constraints = set()
     for op in graph.ops:
         if op.kind != "dynamic_update_slice":
             continue
@@ -278,18 +292,18 @@ def _copied_into_stacks(graph: OpGraph) -> set[int]:
         while (producer := graph.tensors[tensor].producer) >= 0:
             maker = graph.ops[producer]
             if maker.kind == "sharding_constraint":
-                found.add(maker.id)
+                constraints.add(maker.id)
             if len(maker.operands) != 1 or maker.op_class is OpClass.HEAVY:
                 break
             tensor = maker.operands[0]
-    return found
+    return constraints
 
 
 def _is_kernel(graph: OpGraph, op: Op, tiled: bool) -> bool:
-    """True for an op that compilers give a kernel of its own.
+    """Return True for an op that compilers emit as a separate kernel.
 
-    Where layouts are `tiled`, as on TPUs, that is also a pad that puts places between elements, and a slice that
-    steps through a dim that is laid out in tiles.
+    With `tiled` layouts, as on TPUs, such ops include pads with places between elements, and slices that step through a
+    tiled dim.
     """
     if op.op_class is not OpClass.HEAVY or op.kind not in _FUSED_MOVES:
         return op.op_class is OpClass.HEAVY
@@ -300,24 +314,24 @@ def _is_kernel(graph: OpGraph, op: Op, tiled: bool) -> bool:
 def _ends_of(
     graph: OpGraph, consumers: Sequence[list[int]], pinned: set[int], kernels: Collection[int]
 ) -> list[frozenset[int] | None]:
-    """For every tensor the ops, ends of fusions, that its consumers lead to; None for more than `_MANY`."""
-    found: list[frozenset[int] | None] = [frozenset()] * len(graph.tensors)
+    """Return for every tensor the fusion-ending ops that its consumers lead to; None for more than `_MANY`."""
+    ends_by_tensor: list[frozenset[int] | None] = [frozenset()] * len(graph.tensors)
     for op in reversed(graph.ops):
         for tensor in op.results:
             ends: frozenset[int] | None = frozenset()
             for user in consumers[tensor]:
                 other = graph.ops[user]
                 apart = other.loop != op.loop or ends_fusion(other, pinned, kernels)
-                after = [frozenset((user,))] if apart else [found[t] for t in other.results]
+                after = [frozenset((user,))] if apart else [ends_by_tensor[t] for t in other.results]
                 ends = None if ends is None or None in after else ends.union(*(e for e in after if e is not None))
                 if ends is None or len(ends) > _MANY:
                     ends = None
                     break
-            found[tensor] = ends
-    return found
+            ends_by_tensor[tensor] = ends
+    return ends_by_tensor
 
 
 def _plain_matmuls(graph: OpGraph) -> frozenset[int]:
-    """Convolutions, and dots without batch dims, those of stages among them. Of others `_softmax` has attention's."""
-    found = (op for op in graph.ops if op.kind in ("dot_general", "convolution") and op.rule is not None)
-    return matmuls_of_stages(graph).union(op.id for op in found if not is_batched(op))
+    """Return convolutions, dots without batch dims, and matmuls of pipeline stages; `Softmax` covers attention."""
+    matmuls = (op for op in graph.ops if op.kind in ("dot_general", "convolution") and op.rule is not None)
+    return matmuls_of_stages(graph).union(op.id for op in matmuls if not is_batched(op))

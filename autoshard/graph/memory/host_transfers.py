@@ -9,35 +9,35 @@ from autoshard.graph.records import Op, OpClass, OpGraph, is_batched
 TO_HOST, TO_DEVICE = "to_host", "to_device"
 _TARGET = "annotate_device_placement"
 INTO_STACKS = frozenset({"dynamic_update_slice", "broadcast_in_dim", "reshape"})
-"""Ops that put a value into a stack as a slice of it."""
+"""Ops that insert a value into a stack as one slice."""
 _PASSING = INTO_STACKS | {"transpose", "copy", "sharding_constraint"}
 
 
 def placement_kind(target: str, attributes: Mapping[str, str]) -> str | None:
-    """The kind of a placement call as an op, from the text of its attributes; None for any other call."""
+    """Return the op kind of a placement call, from the text of its attributes; None for any other call."""
     if target != _TARGET:
         return None
     texts = [text for name, text in attributes.items() if "frontend_attributes" in name]
-    found = re.search(r'_xla_buffer_placement\s*=\s*"(\w+)"', " ".join(texts))
-    return TO_HOST if found and found[1].endswith("host") else TO_DEVICE
+    match = re.search(r'_xla_buffer_placement\s*=\s*"(\w+)"', " ".join(texts))
+    return TO_HOST if match and match[1].endswith("host") else TO_DEVICE
 
 
 def hosted(graph: OpGraph) -> frozenset[int]:
-    """Tensors that lie in the host's memory: results of `to_host`, what slices, stacks and loops make of them."""
-    found = {t for op in graph.ops if op.kind == TO_HOST for t in op.results}
+    """Return the tensors in the host's memory: results of `to_host`, and slices, stacks and carried values of them."""
+    tensors = {t for op in graph.ops if op.kind == TO_HOST for t in op.results}
     before = -1
-    while found and len(found) != before:
-        before = len(found)
+    while tensors and len(tensors) != before:
+        before = len(tensors)
         for op in graph.ops:
             passing = op.kind in _PASSING or (op.op_class is OpClass.LAYER and op.kind == "dynamic_slice")
-            if passing and not found.isdisjoint(op.operands[:2]):
-                found.update(op.results)
+            if passing and not tensors.isdisjoint(op.operands[:2]):
+                tensors.update(op.results)
         for loop in graph.loops:
             for carry in loop.carries:
                 parts = (carry.init, carry.body, carry.update, carry.result)
-                if not found.isdisjoint(parts):
-                    found.update(parts)
-    return frozenset(found)
+                if not tensors.isdisjoint(parts):
+                    tensors.update(parts)
+    return frozenset(tensors)
 
 
 _PUT = "dynamic_update_slice"
@@ -47,12 +47,12 @@ _SHAPING = ("reshape", "broadcast_in_dim", "sharding_constraint")
 def in_transit(
     graph: OpGraph, reach: Mapping[int, frozenset[int]], hosted: frozenset[int]
 ) -> Iterator[tuple[int, int, int]]:
-    """(tensor, start, stop) of what is held beside the value that a trip itself computes or uses.
+    """Yield (tensor, start, stop) of the extra buffer that each transfer in a loop needs for a value in transit.
 
-    `reach` are the values in memory behind each tensor.
+    `reach` maps each tensor to the stored values from which it is computed.
     """
     sent, fetched = (_moving(graph, kind) for kind in (TO_HOST, TO_DEVICE))
-    # A loop that does both, as an update of state on the host, holds one layer's at once.
+    # A loop that sends and fetches, as an update of state on the host, needs one layer's buffer only.
     both = {op.loop for op in sent} & {op.loop for op in fetched}
     starts = [graph.loops[op.loop].start for op in fetched]
     for op in fetched:
@@ -68,18 +68,21 @@ def in_transit(
 
 
 def is_copied(shape: Sequence[int]) -> bool:
-    """Whether stacks of values of that shape [B, S, D] are copied for the trip that is peeled off."""
+    """Return True if stacks of values of this shape [B, S, D] are copied for the loop's peeled trip."""
     return len(shape) == 3 and shape[-2] >= shape[-1]
 
 
 def copied_stacks(graph: OpGraph, hosted: frozenset[int]) -> Iterator[tuple[int, int, int]]:
-    """(tensor, start, stop) of the copies of stacks of what trips begin with, where other stacks wait on the host."""
+    """Yield (tensor, start, stop) of copies of stacks that stay on the device while others are offloaded.
+
+    These stacks store the values with which trips begin, such as layer inputs.
+    """
     sending = {op.loop for op in _moving(graph, TO_HOST) if _is_stacked(graph, op.results[0])}
     fetching = {op.loop for op in _moving(graph, TO_DEVICE)}
     slices = [op for op in graph.ops if op.loop in fetching and op.op_class is OpClass.LAYER]
     stops = {op.operands[0]: graph.loops[op.loop].stop for op in slices}
     shaped = {op.results[0]: op.operands[0] for op in graph.ops if op.kind in _SHAPING}
-    # A kernel of attention is a call, and one in plain ops multiplies matrices of every head.
+    # Attention is an opaque call, or in plain ops a matmul with a batch dim for the heads.
     attending = {op.loop for op in graph.ops if op.opaque is not None or is_batched(op)}
     for first in (graph.loops[number] for number in sorted(sending & attending)):
         puts = [op for op in graph.ops if op.kind == _PUT and op.loop == first.id]
@@ -93,18 +96,18 @@ def copied_stacks(graph: OpGraph, hosted: frozenset[int]) -> Iterator[tuple[int,
 
 
 def _behind(tensor: int, shaped: Mapping[int, int]) -> int:
-    """What is shaped into a tensor."""
+    """Return the tensor that reshapes, broadcasts and constraints turn into `tensor`."""
     while tensor in shaped:
         tensor = shaped[tensor]
     return tensor
 
 
 def _moving(graph: OpGraph, kind: str) -> list[Op]:
-    """Ops of that kind in loops."""
+    """Return the ops of a kind in loops, without those in branches of conditionals."""
     return [op for op in graph.ops if op.kind == kind and op.loop >= 0 and not graph.loops[op.loop].branches]
 
 
 def _is_stacked(graph: OpGraph, tensor: int) -> bool:
-    """Whether a value is only put into stacks."""
+    """Return True if a value is only inserted into stacks."""
     users = [op for op in graph.ops if tensor in op.operands]
     return bool(users) and all(op.kind in INTO_STACKS for op in users)

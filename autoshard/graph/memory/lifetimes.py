@@ -1,4 +1,4 @@
-"""How long what reaches memory is held, and which values share one place there."""
+"""Lifetimes of stored values, and the values that share one buffer."""
 
 from collections.abc import Collection, Mapping, Sequence
 
@@ -18,10 +18,16 @@ def buffers_of(
     stores: Mapping[int, int],
     writes_over: bool = False,
 ) -> tuple[tuple[tuple[int, int, int], ...], tuple[tuple[int, int], ...], frozenset[int]]:
-    """Return `Liveness.buffers`, (tensor, loop) of what is copied, and `Liveness.reserved`.
+    """Return `Liveness.buffers`, the (tensor, loop) pairs of copies, and `Liveness.reserved`.
 
-    `overwritten`: (value, what is written over it). `writes_over`: an elementwise kernel writes its result over an
-    operand of the same shape and dtype that nothing needs afterwards.
+    - `materialised`: tensors that reach memory.
+    - `free`: generated tensors.
+    - `reach`: stored tensors from which each tensor is computed.
+    - `bases`: stored tensors of which a slice is a part.
+    - `kept`, `updates`: as in `analyse`.
+    - `overwritten`: (value, value that overwrites it) pairs.
+    - `stores`: as in `Liveness`.
+    - `writes_over`: True if an elementwise kernel overwrites an operand of equal shape and dtype that has no later use.
     """
     end = len(graph.ops)
     start = {t.id: (t.producer if t.producer >= 0 else 0) for t in graph.tensors}
@@ -53,13 +59,14 @@ def buffers_of(
             if written in materialised and place == written and last[tensor] == start[written]:
                 stop = start[written]
             elif place != written and start[place] <= last[tensor] < end:
-                # A loop makes the result while the argument is still read: it is copied there at the end.
+                # A loop computes the result while the argument is still read, so the result is copied into the argument
+                # at the end.
                 stop = end + 1
                 copied.append((written, -1))
             buffers.append((tensor, 0, max(1, stop)))
         elif stop > start[tensor]:
             buffers.append((tensor, start[tensor], stop))
-    # A result that is written over no argument has memory of its own before the program starts.
+    # A result that overwrites no argument has memory of its own before the program starts.
     reserved = set(graph.results) - set(updates.values()) - arguments
     return tuple(buffers), tuple(copied), frozenset(home.get(tensor, tensor) for tensor in reserved)
 
@@ -67,8 +74,8 @@ def buffers_of(
 def _written_over(
     graph: OpGraph, fusions: Sequence[Fusion], bases: Mapping[int, frozenset[int]], last: Mapping[int, int]
 ) -> frozenset[int]:
-    """Return values whose memory the elementwise kernel that reads them last takes for its result."""
-    found = set()
+    """Return the values that the elementwise kernel which reads them last overwrites with its result."""
+    overwritten = set()
     for fusion in fusions:
         if graph.ops[fusion.root].op_class is not OpClass.POINTWISE or len(fusion.writes) != 1:
             continue
@@ -77,9 +84,9 @@ def _written_over(
             read = graph.tensors[tensor]
             alike = read.shape == written.shape and read.dtype == written.dtype and read.loop == written.loop
             if alike and read.producer >= 0 and tensor not in bases and last.get(tensor) == fusion.root:
-                found.add(tensor)
+                overwritten.add(tensor)
                 break
-    return frozenset(found)
+    return frozenset(overwritten)
 
 
 def _delay_updates(
@@ -91,11 +98,12 @@ def _delay_updates(
     start: dict[int, int],
     last: dict[int, int],
 ) -> None:
-    """Let updated state that nothing else reads be written when the last reader of the old state is done.
+    """Let updated state without other readers be written when the old state's last reader is done.
 
-    State that is stored narrower than it is updated is such: the parameter follows from the wide moments, which are
-    never stored, and so from the old ones. The compilers write parameter and moments in one kernel, over the old ones
-    (bfloat16 state of AdamW and of momentum, libtpu 0.0.51 for v5e and v5p, jaxlib 0.10.2 for h100).
+    State that is stored narrower than it is updated needs this. The parameter depends on wide moments, which are never
+    stored, and so on the old moments. Compilers write parameter and moments in one kernel, over the old ones.
+
+    Evidence: docs/compiler_behaviour.md, "Update of narrow state".
     """
     states = set(updates.values())
 
@@ -131,11 +139,13 @@ def _share_carried(
     updates: Mapping[int, int],
     overwritten: Sequence[tuple[int, int]],
 ) -> tuple[dict[int, int], list[tuple[int, int]]]:
-    """Tensor -> the outermost carried value, or the first value written over, whose buffer it shares; and the
-    arguments that loops copy, with the loop. Widens the lifetime of what is shared to hold all that share it.
+    """Merge the buffers of carried values and of values written in place; extend the lifetime of each shared buffer.
 
-    A loop copies what starts it if that is generated, needed later, starts another carried value too, or is an
-    argument, except for a donated one whose updated value is what the loop makes of it.
+    The first result maps a tensor to the outermost carried value, or the first overwritten value, whose buffer it
+    shares. The second lists (carried tensor, loop) of the arguments that loops copy.
+
+    A loop copies its initial value in three cases: the value is generated, is needed later, or starts another carried
+    value too. It also copies an argument, unless the loop computes the donated argument's update.
     """
     read = dict(last)
     owner: dict[int, int] = {}
@@ -169,7 +179,7 @@ def _share_carried(
                 mine, other = find(carry.body), find(tensor)
                 if mine == other or loop_of.get(other) == loop_of.get(mine):
                     continue  # two values of one loop never share
-                # Loops are in order, outer ones first: what has a carried value's name already keeps it.
+                # Outer loops come first, so a buffer that already has a carried value's name keeps the outer name.
                 owner[mine if other in loop_of else other] = other if other in loop_of else mine
     for value, written in overwritten:
         mine, other = find(value), find(written)
@@ -185,9 +195,10 @@ def _share_carried(
 
 
 def outlast(graph: OpGraph, tensor: int, user: int) -> int:
-    """Last moment a value is needed by an op: the end of the outermost loop that runs the op but not the value.
+    """Return the last op id at which op `user` needs a value.
 
-    A branch of a conditional runs once, so what it needs it needs no longer than its op.
+    For a value from outside of a loop this is the end of the outermost loop that contains the op but not the value. A
+    branch of a conditional runs once, so it does not extend the lifetime.
     """
     home, loop, moment = graph.tensors[tensor].loop, graph.ops[user].loop, user
     while loop != home and loop >= 0:

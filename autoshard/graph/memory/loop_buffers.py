@@ -5,14 +5,17 @@ from autoshard.graph.records import Op, OpClass, OpGraph
 
 
 def matmuls_of_stages(graph: OpGraph) -> frozenset[int]:
-    """Matmuls in loops that hand stages' results round, whose one batch dim is that of the stages."""
+    """Return the matmuls of pipeline loops whose one batch dim is the dim of stages.
+
+    A pipeline loop is one that rotates the stages' results by one place.
+    """
     stages: dict[int, int] = {}
     for op in graph.ops:
         if op.kind == ROTATE and op.loop >= 0:
             size = graph.tensors[op.operands[0]].shape[0]
             if op.shift in (1, size - 1):
                 stages[op.loop] = size
-    found = set()
+    matmuls = set()
     for op in graph.ops if stages else ():
         if op.kind != "dot_general" or op.rule is None:
             continue
@@ -23,8 +26,8 @@ def matmuls_of_stages(graph: OpGraph) -> frozenset[int]:
         shared = set.intersection(*({f for dim in dims for f in dim} for dims in sides))
         if loop >= 0 and len(shared) == 1 and all(dims[0] == tuple(shared) for dims in sides):
             if op.rule.sizes[shared.pop()] == stages[loop]:
-                found.add(op.id)
-    return frozenset(found)
+                matmuls.add(op.id)
+    return frozenset(matmuls)
 
 
 _LAID_OUT = frozenset({"reshape", "transpose", "slice", "sharding_constraint"})
@@ -32,9 +35,9 @@ _PASSED_ON = _LAID_OUT | {"convert", "dynamic_slice"}
 
 
 def taken_apart(graph: OpGraph) -> frozenset[int]:
-    """Values computed outside of the loops that take slices of them."""
+    """Return the values computed outside of the loops that slice them."""
     makers: dict[int, Op] = {tensor: op for op in graph.ops for tensor in op.results}
-    found = set()
+    loop_inputs = set()
     for op in graph.ops:
         if op.kind != "dynamic_slice" or op.op_class is not OpClass.LAYER:
             continue
@@ -44,29 +47,31 @@ def taken_apart(graph: OpGraph) -> frozenset[int]:
             tensor = maker.operands[0]
             maker = makers.get(tensor)
         if maker is not None and maker.loop != op.loop and maker.op_class is not OpClass.FREE:
-            found.add(tensor)
-    return frozenset(found)
+            loop_inputs.add(tensor)
+    return frozenset(loop_inputs)
 
 
 def chosen(graph: OpGraph, apart: frozenset[int]) -> dict[int, int]:
-    """Values chosen among slices of stacks that several matmuls take, and the last of these matmuls.
+    """Map values selected among slices of stacks that several matmuls read to the last of these matmuls.
 
-    None of those that a loop takes `apart`, which are stored anyhow."""
+    The values in `apart`, which are stored in any case, are left out.
+    """
     makers: dict[int, Op] = {tensor: op for op in graph.ops for tensor in op.results}
     users: dict[int, list[Op]] = {}
     for op in graph.ops:
         for tensor in set(op.operands):
             users.setdefault(tensor, []).append(op)
-    found: dict[int, int] = {}
+    last_matmuls: dict[int, int] = {}
     for op in graph.ops:
         if op.kind == "select" and op.loop >= 0 and all(_is_slice(makers, value) for value in op.operands[1:]):
             matmuls = _matmuls(users, op.results[0])
             if len(matmuls) > 1 and op.results[0] not in apart:
-                found[op.results[0]] = max(matmuls)
-    return found
+                last_matmuls[op.results[0]] = max(matmuls)
+    return last_matmuls
 
 
 def _is_slice(makers: dict[int, Op], tensor: int) -> bool:
+    """Return True if a tensor is one layer of a stack, possibly in another layout."""
     maker = makers.get(tensor)
     while maker is not None and maker.kind in _LAID_OUT:
         maker = makers.get(maker.operands[0])
@@ -74,11 +79,11 @@ def _is_slice(makers: dict[int, Op], tensor: int) -> bool:
 
 
 def _matmuls(users: dict[int, list[Op]], tensor: int) -> set[int]:
-    """Those that take a value as it is, or narrowed."""
-    found = set()
+    """Return the matmuls that consume a tensor, directly or after layout ops, casts and slices."""
+    matmuls = set()
     for user in users.get(tensor, ()):
         if user.kind == "dot_general":
-            found.add(user.id)
+            matmuls.add(user.id)
         elif user.kind in _PASSED_ON:
-            found |= _matmuls(users, user.results[0])
-    return found
+            matmuls |= _matmuls(users, user.results[0])
+    return matmuls

@@ -1,8 +1,9 @@
-"""What a TPU compiler rounds: float32 operands of matmuls and convolutions at the default precision.
+"""Rounding of float32 operands of matmuls and convolutions to bfloat16, as TPU compilers do at default precision.
 
-The matrix unit multiplies in bfloat16. The compiler rounds an operand where it is made, once for all matmuls that take
-it, so it is gathered and kept in half the bytes; results and their sums stay in float32 (every program in float32 that
-was compiled for v4 to v6e, libtpu 0.0.51). The program says nothing of this; here it is written down as converts.
+The compiler rounds an operand once for all matmuls that read it, so the operand is gathered and stored in half the
+bytes. Results and sums stay in float32. The program does not contain these converts; this module inserts them.
+
+Evidence: docs/compiler_behaviour.md, "Rounding of matmul operands".
 """
 
 import dataclasses
@@ -15,17 +16,17 @@ from autoshard.graph.records import Op, OpClass, OpGraph, Tensor, made_by, renum
 
 
 ROUNDING = frozenset({"dot_general", "convolution"})
-"""Kinds of ops that round what they take."""
+"""Kinds of ops that round their operands."""
 _MOVES = frozenset({"gather", "concatenate", "reshape", "transpose", "slice"})
 _WIDE, _NARROW, _BYTES = "float32", "bfloat16", 2
 INSERTED = -1
-"""The number of an op that the module does not have."""
+"""Number of an op that is not in the module."""
 
 
 def rounded(graph: OpGraph) -> OpGraph:
-    """The same graph with a convert to bfloat16 before the matmuls that take a float32 value.
+    """Return the graph with a convert to bfloat16 for every float32 value that matmuls read.
 
-    Tensors keep their numbers, new ones follow; ops and the spans of loops are counted anew.
+    Tensors keep their ids, and new tensors follow. Ops and the spans of loops are renumbered.
     """
     generated = {t for op in graph.ops if op.op_class is OpClass.FREE for t in op.results}
     moves = _narrow_moves(graph)
@@ -77,36 +78,41 @@ def rounded(graph: OpGraph) -> OpGraph:
 
 
 def _rounds(op: Op) -> bool:
+    """Return True if an op runs on the matrix unit in a single bfloat16 pass."""
     if op.kind == "dot_general" and op.rule is not None and is_sum(op.rule):
         return False
     return op.kind in ROUNDING and op.passes == 1
 
 
 def _narrowed(tensor: Tensor, number: int) -> Tensor:
+    """Return the tensor in bfloat16, under another id."""
     return dataclasses.replace(tensor, id=number, dtype=_NARROW, bytes=tensor.elements * _BYTES)
 
 
 def _narrow_moves(graph: OpGraph) -> set[int]:
-    """Ops that only put elements elsewhere, for matmuls alone: what they take is rounded, so that they move half."""
-    kept = {*graph.results, *(t for loop in graph.loops for c in loop.carries for t in (c.init, c.update))}
+    """Return the ops that only move elements, and only for matmuls.
+
+    Their operands are rounded before the move, so that the ops move half the bytes.
+    """
+    stored = {*graph.results, *(t for loop in graph.loops for c in loop.carries for t in (c.init, c.update))}
     users: dict[int, list[Op]] = defaultdict(list)
     for op in graph.ops:
         for tensor in set(op.operands):
             users[tensor].append(op)
-    found: set[int] = set()
+    moves: set[int] = set()
     for op in reversed(graph.ops):
         if op.kind not in _MOVES or op.op_class in (OpClass.FREE, OpClass.LAYER):
             continue
         (result,) = op.results
-        taken = users[result]
-        alone = all((_rounds(user) or user.id in found) and user.loop == op.loop for user in taken)
-        if taken and alone and result not in kept and graph.tensors[result].dtype == _WIDE:
-            found.add(op.id)
-    return found
+        consumers = users[result]
+        alone = all((_rounds(user) or user.id in moves) and user.loop == op.loop for user in consumers)
+        if consumers and alone and result not in stored and graph.tensors[result].dtype == _WIDE:
+            moves.add(op.id)
+    return moves
 
 
 def source_of(graph: OpGraph, tensor: int) -> int:
-    """The value of the module that a tensor is, or is rounded from."""
+    """Return the module's value from which a tensor is rounded, or the tensor itself."""
     producer = graph.tensors[tensor].producer
     if producer >= 0 and graph.ops[producer].number == INSERTED:
         return graph.ops[producer].operands[0]
@@ -114,6 +120,7 @@ def source_of(graph: OpGraph, tensor: int) -> int:
 
 
 def _convert(graph: OpGraph, op_id: int, tensor: int, result: int, user: Op) -> Op:
+    """Build the inserted convert of a tensor, named after the op `user` that needs it."""
     record: Tensor = graph.tensors[tensor]
     rule = same_rule([record.shape], [record.shape])
     return Op(
@@ -123,19 +130,21 @@ def _convert(graph: OpGraph, op_id: int, tensor: int, result: int, user: Op) -> 
 
 
 def _first_uses(graph: OpGraph, users: dict[int, list[int]]) -> dict[int, int]:
-    """By tensor the op before which it is rounded, in its own block: the first matmul, or the first op of the loop that
-    it is in."""
-    found = {}
+    """Map each tensor to the op in its own block before which it is rounded.
+
+    The op is the first matmul, or the first op of the loop that contains the matmul.
+    """
+    first = {}
     for tensor, ops in users.items():
         loop, at = graph.ops[ops[0]].loop, ops[0]
         while loop != graph.tensors[tensor].loop and loop >= 0:
             at, loop = graph.loops[loop].start, graph.loops[loop].parent
-        found[tensor] = at
-    return found
+        first[tensor] = at
+    return first
 
 
 def _spans(graph: OpGraph, ops: list[Op], at: list[int]) -> Iterator[tuple[int, int]]:
-    """The first op of every loop's body and one past its last, loops within it included."""
+    """Yield for every loop the first op of its body and one past the last, nested loops included."""
     spans: dict[int, tuple[int, int]] = {}
     for op in ops:
         loop = op.loop

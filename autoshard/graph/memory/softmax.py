@@ -1,16 +1,15 @@
-"""Softmaxes between matmuls with batch dims, as attention has them: what TPU compilers store of the scores.
+"""Softmaxes between matmuls with batch dims, as in attention: values that TPU compilers store of the scores.
 
-Those matmuls compute what they take of the stored values, and the first sum or maximum over what they make stands in
-their own kernel. What is stored depends on the local shape of the scores:
+The matmuls compute their operands from the stored values. The first sum or maximum over a matmul's result is part of
+the matmul's kernel. The stored values depend on the local shape of the scores:
 
-- Where a dim is one, split to single elements or so from the start, or where the rows are split: the scores, and their
-  gradient as its matmul makes it. Probabilities are computed again from the scores in every kernel that takes them.
-- Elsewhere the compiler makes one kernel of the whole softmax. It stores the exponentials as wide as they are computed,
-  and is the scores' own matmul for rows of up to `ROW`. The gradient is stored a second time as the next matmuls take
-  it.
+- If a dim has local size 1 or the rows are split: the scores, and their gradient as its matmul emits it. Every kernel
+  that reads the probabilities recomputes them from the scores.
+- Otherwise one kernel computes the whole softmax, and stores the exponentials in their computed dtype. For rows of up
+  to `ROW` this kernel is the scores' own matmul. The gradient is stored a second time in the form that the next matmuls
+  read.
 
-Read from the programs of decoders, mixtures of experts and T5, and from attention alone in 16 shapes (v5e, libtpu
-0.0.51). The compiler knows a softmax by its ops; reshapes, which a dim of one leaves there, and collectives hide it.
+Evidence: docs/compiler_behaviour.md, "Softmax between matmuls".
 """
 
 import dataclasses
@@ -24,21 +23,22 @@ from autoshard.graph.records import FactorKind, Op, OpClass, OpGraph, is_batched
 
 
 ROW = 2048
-"""Longest row of scores that is kept on chip until its softmax is done: 2048 was seen to be, 4096 not."""
+"""Longest row of scores that stays on chip until its softmax is done: fusion was observed at 2048, but not at 4096."""
 
 _Reach = dict[int, frozenset[int]]
-"""For every value the stored ones that it follows from; itself if it is stored."""
+"""Maps every value to the stored values from which it is computed; a stored value maps to itself."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class SoftmaxForm:
-    """What the kernels of a softmax and its matmuls move and hold of the values that have the scores' spec."""
+    """Traffic and buffers of a softmax and its matmuls, for the values that have the scores' spec."""
 
     moved: tuple[tuple[int, int], ...]
-    """(tensor, times) that its bytes are written and read beyond what the prices of the matmuls count: each operand
-    and result once. Negative for those that are not stored."""
+    """The (tensor, times) pairs: how often the tensor's bytes are moved, beyond once for each operand and result of a
+    matmul. The number is negative for tensors that are not stored, which the matmuls' prices must not count.
+    """
     buffers: tuple[tuple[int, int, int, int], ...]
-    """(tensor, start, stop, bytes of an element)"""
+    """Live ranges as (tensor, start, stop, bytes of an element)."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -48,24 +48,24 @@ class Softmax:
     cluster: int
     loop: int
     tensors: frozenset[int]
-    """The cluster's: all values that have the scores' spec."""
+    """All tensors of the cluster, which have the scores' spec."""
     scores: int
     rows: tuple[int, ...]
-    """The dims of `scores` that the softmax sums over."""
+    """Dims of `scores` that the softmax sums over."""
     whole: SoftmaxForm
-    """What is held where one kernel computes the whole softmax."""
+    """Traffic and buffers if one kernel computes the whole softmax."""
     again: SoftmaxForm
-    """What is held where every kernel computes the probabilities again."""
+    """Traffic and buffers if every kernel recomputes the probabilities."""
 
     @property
     def taken_back(self) -> frozenset[int]:
-        """Values whose bytes it takes off the matmuls beside it, in one of its forms, since they are not stored."""
+        """Values that one of the forms does not store, and whose bytes are subtracted from the adjacent matmuls."""
         return frozenset(tensor for form in (self.whole, self.again) for tensor, times in form.moved if times < 0)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Region:
-    """The values of one cluster, and in order the ops that make or take some."""
+    """Values of one cluster, and the ops that read or compute them, in program order."""
 
     graph: OpGraph
     members: frozenset[int]
@@ -73,41 +73,47 @@ class _Region:
     users: Sequence[Sequence[Op]]
 
     def taken(self, op: Op) -> list[int]:
+        """Return the op's operands in the region."""
         return [t for t in op.operands if t in self.members]
 
     def made(self, op: Op) -> list[int]:
+        """Return the op's results in the region."""
         return [t for t in op.results if t in self.members]
 
     def is_scores(self, tensor: int) -> bool:
+        """Return True if a matmul with batch dims computes the tensor."""
         return is_batched(self.graph.ops[self.graph.tensors[tensor].producer])
 
     def enters_matmul(self, tensor: int) -> bool:
+        """Return True if a matmul with batch dims reads the tensor."""
         return any(is_batched(user) for user in self.users[tensor])
 
 
 def find_softmaxes(graph: OpGraph, structure: Structure) -> tuple[Softmax, ...]:
-    """The softmaxes of scores that a matmul with batch dims makes, between it and others of the same loop.
+    """Return the softmaxes of scores between matmuls with batch dims of the same block.
 
-    Not those of which a loop carries a part, such as saved probabilities: these are stored in any case.
+    Clusters with a value that a loop carries, such as saved probabilities, are left out: such values are stored in any
+    case.
     """
     users: list[list[Op]] = [[] for _ in graph.tensors]
     for op in graph.ops:
         for tensor in set(op.operands):
             users[tensor].append(op)
-    kept = {*graph.arguments, *graph.results}
-    kept |= {t for loop in graph.loops for c in loop.carries for t in (c.init, c.body, c.update, c.result)}
+    stored = {*graph.arguments, *graph.results}
+    stored |= {t for loop in graph.loops for c in loop.carries for t in (c.init, c.body, c.update, c.result)}
     wide = widened(graph)
-    found = []
+    softmaxes = []
     for number in sorted({structure.cluster_of[op.results[0]] for op in graph.ops if op.kind == "exponential"} - {-1}):
         cluster = structure.clusters[number]
-        if kept.isdisjoint(cluster.tensors):
-            found.append(_softmax(graph, structure, cluster, users, wide))
-    return tuple(softmax for softmax in found if softmax is not None)
+        if stored.isdisjoint(cluster.tensors):
+            softmaxes.append(_softmax(graph, structure, cluster, users, wide))
+    return tuple(softmax for softmax in softmaxes if softmax is not None)
 
 
 def _softmax(
     graph: OpGraph, structure: Structure, cluster: Cluster, users: Sequence[Sequence[Op]], wide: Mapping[int, int]
 ) -> Softmax | None:
+    """Return the softmax of a cluster; None if the cluster contains none."""
     members = frozenset(cluster.tensors)
     ids = {graph.tensors[t].producer for t in members} | {op.id for t in members for op in users[t]}
     region = _Region(graph, members, tuple(graph.ops[i] for i in sorted(ids)), users)
@@ -138,7 +144,7 @@ def _softmax(
 
 
 def _summed(reduce: Op) -> dict[int, int]:
-    """Size of every dim of its operand that a reduction takes away."""
+    """Map each dim of a reduction's operand that it reduces to the dim's size."""
     assert reduce.rule is not None
     sizes, kinds = reduce.rule.sizes, reduce.rule.kinds
     gone = {f for f, kind in enumerate(kinds) if kind is FactorKind.REDUCTION}
@@ -147,7 +153,10 @@ def _summed(reduce: Op) -> dict[int, int]:
 
 
 def _reach(region: _Region, is_stored: Callable[[Op, int, frozenset[int]], bool]) -> _Reach:
-    """What every value follows from. `is_stored` is asked for a value's maker, the value and what it follows from."""
+    """Map every value of a region to the stored values from which it is computed.
+
+    `is_stored` receives the op that computes a value, the value, and the stored values from which it is computed.
+    """
     reach: _Reach = {}
     for op in region.ops:
         before = frozenset[int]().union(*(reach[t] for t in region.taken(op)))
@@ -156,8 +165,12 @@ def _reach(region: _Region, is_stored: Callable[[Op, int, frozenset[int]], bool]
 
 
 def _form(region: _Region, reach: _Reach, wide: Mapping[int, int], short: Collection[int] = ()) -> SoftmaxForm:
-    """Traffic and lifetimes with these values stored. `wide`: bytes of an element where they are stored wider than
-    typed. `short`: exponentials that the scores' own matmul makes."""
+    """Return traffic and buffers of a softmax with these stored values.
+
+    - `reach`: maps every value to the stored values from which it is computed.
+    - `wide`: bytes per element of values that are stored wider than typed.
+    - `short`: exponentials that the scores' own matmul computes.
+    """
     moved: Counter[int] = Counter()
     readers: dict[int, list[Op]] = defaultdict(list)
     reduced: set[int] = set()
@@ -175,18 +188,18 @@ def _form(region: _Region, reach: _Reach, wide: Mapping[int, int], short: Collec
             continue
         last = max(reads, key=lambda t: region.graph.tensors[t].producer, default=-1)
         if op.kind == "reduce" and last not in reduced:
-            reduced.add(last)  # in the kernel that makes it
+            reduced.add(last)  # summed in the kernel that computes it
             reads.discard(last)
         moved.update((*written, *reads))
-    held = {t: region.graph.tensors[t].producer for t in reach if t in reach[t]}
+    starts = {t: region.graph.tensors[t].producer for t in reach if t in reach[t]}
     for exponential in short:
         maker = region.graph.tensors[exponential].producer
-        (scores, *others) = (t for t in held if any(op.id == maker for op in readers[t]))
+        (scores, *others) = (t for t in starts if any(op.id == maker for op in readers[t]))
         if not others and all(op.id == maker or op.kind == "reduce" for op in readers[scores]):
             moved[scores] -= 2  # neither written nor read
-            held[exponential] = held.pop(scores)
+            starts[exponential] = starts.pop(scores)
     buffers = []
-    for tensor, start in sorted(held.items()):
+    for tensor, start in sorted(starts.items()):
         record = region.graph.tensors[tensor]
         stop = max((op.id for op in readers[tensor]), default=record.producer) + 1
         width = wide.get(tensor, record.itemsize)

@@ -11,41 +11,42 @@ from autoshard.graph.records import Loop, Op, OpClass, OpGraph, is_batched
 
 _UNMOVED = frozenset({"convert", "reshape", "broadcast_in_dim", "sharding_constraint", "squeeze", "expand_dims"})
 _SMALL = 1 << 20
-"""Bytes below which a stack is not looked at."""
+"""Stacks below this number of bytes are ignored."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Passes:
-    """What is read or written whole of a tensor beside all fusions, once in every execution of a block."""
+    """Reads or writes of a whole tensor outside all fusions, once in every execution of a block."""
 
     tensor: int
     block: int
-    """A loop's number; -1 outside of all."""
+    """Id of the loop that is the block; -1 outside of all loops."""
     count: int
-    """How often its bytes go through memory: a copy reads and writes, which is twice."""
+    """Times that the tensor's bytes go through memory; a copy reads and writes them, which counts as two."""
     by_rows: bool = False
-    """Whether it goes row by row: a row of a register's lanes at a time, of which `count` copies are made."""
+    """True for `count` copies row by row, each row as long as the lanes of a register."""
 
 
 def turned_passes(graph: OpGraph) -> tuple[Passes, ...]:
-    """What the layouts of stacked results copy; none where nothing is laid out in tiles is for the caller to say."""
+    """Return the copies caused by transposed layouts of stacks that loops fill; for targets with tiled layouts only."""
     consumers: list[list[Op]] = [[] for _ in graph.tensors]
     for op in graph.ops:
         for tensor in set(op.operands):
             consumers[tensor].append(op)
-    found = []
+    passes = []
     for loop in graph.loops:
         for carry in loop.carries:
             if not loop.branches and graph.tensors[carry.result].bytes >= _SMALL and _is_turned(graph, carry.update):
                 copies = sorted(_met(graph, consumers, carry.result))
-                found += [Passes(carry.result, loop.parent, 1)] if copies else []
-                # A value that is not the stack itself is written too, before it is copied; the first is the stack's.
-                found += [Passes(tensor, loop.parent, 2 if n == 0 else 4) for n, tensor in enumerate(copies)]
-    return tuple(found)
+                passes += [Passes(carry.result, loop.parent, 1)] if copies else []
+                # A copy of the stack itself, the first of the copies, is one read and one write. Any other value must
+                # first be written, which doubles the passes.
+                passes += [Passes(tensor, loop.parent, 2 if n == 0 else 4) for n, tensor in enumerate(copies)]
+    return tuple(passes)
 
 
 def _is_turned(graph: OpGraph, update: int) -> bool:
-    """Whether a loop puts into a stack what a matmul makes with another minor dim."""
+    """Return True if a loop inserts a matmul's result into a stack after a transpose that changes its minor dim."""
     op = _maker(graph, update)
     if op is None or op.kind != "dynamic_update_slice":
         return False
@@ -60,7 +61,7 @@ def _is_turned(graph: OpGraph, update: int) -> bool:
 
 
 def _minor_moves(graph: OpGraph, op: Op) -> bool:
-    """Whether a transpose takes another dim of more than one place as its last one."""
+    """Return True if a transpose changes the last dim, dims of size 1 not counted."""
     assert op.rule is not None
     sides = (op.rule.operands[0], op.rule.results[0])
     tensors = (op.operands[0], op.results[0])
@@ -72,20 +73,20 @@ def _minor_moves(graph: OpGraph, op: Op) -> bool:
 
 
 def exchanges_outer(op: Op) -> bool:
-    """Whether a transpose exchanges the first two of three or more dims: the layers of a stack, and the dim beside."""
+    """Return True if a transpose swaps the first two of three or more dims: the layers of a stack and the next dim."""
     assert op.rule is not None
     source, turned = op.rule.operands[0], op.rule.results[0]
     return len(source) > 2 and turned == (source[1], source[0], *source[2:])
 
 
 def _met(graph: OpGraph, consumers: list[list[Op]], stack: int) -> Iterator[int]:
-    """Values that follow from a stack alone and of which an op takes another value of that size beside them."""
+    """Yield the values computed from a stack alone that an op combines with another value of equal shape."""
     own, todo = {stack}, [stack]
     while todo:
         tensor = todo.pop()
         meets = False
         for op in consumers[tensor]:
-            if op.kind == "transpose" and exchanges_outer(op):  # a layout, as the stack is kept layer by layer
+            if op.kind == "transpose" and exchanges_outer(op):  # only a layout: the stack stays stored layer by layer
                 own.add(op.results[0])
                 todo.append(op.results[0])
             if op.op_class is not OpClass.POINTWISE or not op.results:
@@ -104,7 +105,7 @@ def _met(graph: OpGraph, consumers: list[list[Op]], stack: int) -> Iterator[int]
 
 
 def _is_value(graph: OpGraph, tensor: int) -> bool:
-    """Whether a tensor is more than a number that is repeated."""
+    """Return True if a tensor is more than one number that is repeated."""
     op = _maker(graph, tensor)
     while op is not None and op.kind in _UNMOVED and op.operands:
         tensor = op.operands[0]
@@ -113,26 +114,27 @@ def _is_value(graph: OpGraph, tensor: int) -> bool:
 
 
 def _maker(graph: OpGraph, tensor: int) -> Op | None:
+    """Return the op that computes a tensor; None for arguments and carried values."""
     producer = graph.tensors[tensor].producer
     return graph.ops[producer] if producer >= 0 else None
 
 
 _SUBLANES = 8
 _SMALL_TILES = (2, 4)
-"""Sizes of a second-minor dim below eight for which tiles are made that they fill."""
+"""Sizes below eight of a second-minor dim for which the compiler uses smaller tiles that the dim fills."""
 _LEAST = 1 << 20
-"""Bytes below which a stack is not looked at."""
+"""Stacks below this number of bytes are ignored."""
 
 
 def interleaved_passes(graph: OpGraph) -> tuple[Passes, ...]:
-    """Copies of stacks, row by row, that take layers out of tiles or put them back; for TPUs alone."""
+    """Return the row-by-row copies that move a stack's layers out of tiles or back into tiles; for TPUs only."""
     arguments, results = set(graph.arguments), set(graph.results)
     carried = {carry.result for loop in graph.loops if not loop.branches for carry in loop.carries}
     consumers: list[list[Op]] = [[] for _ in graph.tensors]
     for op in graph.ops:
         for tensor in set(op.operands):
             consumers[tensor].append(op)
-    found = []
+    passes = []
     for op in graph.ops:
         if op.kind != "transpose" or op.loop >= 0 or not exchanges_outer(op):
             continue
@@ -140,19 +142,20 @@ def interleaved_passes(graph: OpGraph) -> tuple[Passes, ...]:
         if source.bytes < _LEAST or len(source.shape) != 3:
             continue
         if source.id in arguments and _fills_tiles(source.shape[1]):
-            found.append(Passes(source.id, -1, 1, by_rows=True))
+            passes.append(Passes(source.id, -1, 1, by_rows=True))
         elif source.id in carried and _fills_tiles(turned.shape[1]):
             made = sorted(set(_followed(graph, consumers, turned.id)) & results)
-            found += [Passes(tensor, -1, 1, by_rows=True) for tensor in made]
-    return tuple(found)
+            passes += [Passes(tensor, -1, 1, by_rows=True) for tensor in made]
+    return tuple(passes)
 
 
 def _fills_tiles(layers: int) -> bool:
+    """Return True if so many layers fill tiles without padding."""
     return layers % _SUBLANES == 0 or layers in _SMALL_TILES
 
 
 def _followed(graph: OpGraph, consumers: list[list[Op]], tensor: int) -> Iterator[int]:
-    """A tensor, and what elementwise ops make of it in its shape."""
+    """Yield a tensor, and the tensors of its shape that elementwise ops compute from it."""
     seen, todo = {tensor}, [tensor]
     while todo:
         current = todo.pop()
@@ -167,11 +170,11 @@ def _followed(graph: OpGraph, consumers: list[list[Op]], tensor: int) -> Iterato
 
 
 SHAPING = frozenset({"reshape", "transpose", "sharding_constraint"})
-"""Ops that leave every element as it is."""
+"""Ops that leave every element unchanged."""
 
 
 def copied_slices(graph: OpGraph, consumers: Sequence[Sequence[int]]) -> Iterator[tuple[int, int, int]]:
-    """Yield (tensor, start, stop) of every slice that is copied; `consumers` has the ops that take each tensor."""
+    """Yield (tensor, start, stop) of every slice that is copied; `consumers` lists the ops that read each tensor."""
     for op in graph.ops:
         if op.kind != "dynamic_slice" or op.op_class is not OpClass.LAYER:
             continue
@@ -190,7 +193,7 @@ def copied_slices(graph: OpGraph, consumers: Sequence[Sequence[int]]) -> Iterato
 
 
 def takes_whole(op: Op) -> bool:
-    """Return whether an op is a kernel that no slice is fused into."""
+    """Return True if an op is a kernel into which no slice is fused."""
     if op.kind == "dot_general":
         return op.rule is not None and not is_sum(op.rule)
     return op.kind == "convolution" or op.opaque is not None
@@ -201,16 +204,18 @@ class RelaidStack:
     """A stack that is copied into another layout before a loop."""
 
     source: int
-    """The tensor that the loop takes slices of."""
+    """Tensor of the stack that the loop slices."""
     loop: Loop
     result: int
-    """The stack of updated slices that the loop makes; -1 for none."""
+    """Stack of updated slices that the loop computes; -1 for none."""
     better: tuple[int, ...]
-    """The shape of the stack with the batch dims of the dot behind that of the loop, which is copied nowhere."""
+    """Shape of a stack that needs no copy: the loop's dim first, then the dot's batch dims, then the others."""
 
 
 def relaid_stacks(graph: OpGraph, consumers: Sequence[Sequence[int]]) -> Iterator[RelaidStack]:
-    """Yield every such stack; `consumers` has the ops that take each tensor."""
+    """Yield the stacks that are copied because a dot's batch dims do not lead; `consumers` lists each tensor's
+    users.
+    """
     results = {carry.update: carry.result for loop in graph.loops for carry in loop.carries}
     seen = set()
     for op in graph.ops:
@@ -233,9 +238,9 @@ def relaid_stacks(graph: OpGraph, consumers: Sequence[Sequence[int]]) -> Iterato
 
 
 def _batch_dims(op: Op, tensor: int, factors: Sequence[Sequence[int]], graph: OpGraph) -> set[int]:
-    """Return the dims of an operand that the other operand and the result have too, without those of size 1.
+    """Return the dims of an operand that the other operand and the result have too.
 
-    Dims are counted as if those of size 1 were not there.
+    Dims of size 1 are neither returned nor counted.
     """
     assert op.rule is not None
     left, right, out = ({f for dim in dims for f in dim} for dims in (*op.rule.operands[:2], op.rule.results[0]))
@@ -244,7 +249,7 @@ def _batch_dims(op: Op, tensor: int, factors: Sequence[Sequence[int]], graph: Op
 
 
 def _chain(graph: OpGraph, tensor: int) -> Iterator[Op]:
-    """Yield the ops that an operand comes from, up to a slice of a stack.
+    """Yield the ops that lead to an operand, backwards up to a slice of a stack.
 
     They are reshapes that only add or drop dims of size 1, and updates of a part; the last op may be of any kind.
     """
@@ -264,7 +269,7 @@ def _chain(graph: OpGraph, tensor: int) -> Iterator[Op]:
 def _stack_of(
     graph: OpGraph, consumers: Sequence[Sequence[int]], chain: Sequence[Op], results: Mapping[int, int]
 ) -> int:
-    """Return the stack that a loop puts an updated slice into, by its name after the loop."""
+    """Return the stack into which a loop inserts an updated slice, as its tensor after the loop; -1 for none."""
     todo = [tensor for op in chain if op.kind == "dynamic_update_slice" for tensor in op.results]
     while todo:
         for user in (graph.ops[number] for number in consumers[todo.pop()]):

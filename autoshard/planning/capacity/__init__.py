@@ -1,1 +1,1 @@
-"""One program on several topologies, with several batches and remat variants."""
+"""Sweeps: one program on several topologies, with several batches and remat policies."""

@@ -1,4 +1,4 @@
-"""What if: one program on several topologies, with several batches and remat variants, each planned."""
+"""Sweeps: plans of one program for several topologies, batches and remat policies."""
 
 import concurrent.futures
 import dataclasses
@@ -22,7 +22,7 @@ from autoshard.program import read_config
 
 FORMAT = "autoshard-sweep"
 ROWS = "sweep.json"
-"""The file of rows in a sweep's folder."""
+"""Name of the file of rows in a sweep's folder."""
 
 
 def sweep(
@@ -37,36 +37,40 @@ def sweep(
     progress: Callable[[str], None] | None = None,
     **options: Unpack[PlanOptions],
 ) -> list[SweepRow]:
-    """Plan `source` (as the command takes it) for every topology, batch and remat variant; rows in that order.
+    """Plan `source` (as the command accepts it) for every topology, batch and remat policy; return the rows in that
+    order.
 
-    `topologies` may be patterns (`v5e:*`, see `autoshard.cost.find_topologies`). `program_options` are those of the
-    source (`train`, `seq`, ..., `entry` and `roles` of a file), where `batch`, `remat` and the others that
-    `autoshard.plan` may choose may be `"auto"`; with `rules` for a file of rules, and `kept` where traced programs and
-    their ops may come from the cache on disk; the further options are those of `autoshard.plan` (`mesh`,
-    `memory_limit`, `time_limit`, ...). Each row is a task of `executor`, any of `concurrent.futures`' interface (one of
-    a cluster too); without one they run here, one after the other. Rows are kept in the file `path` as they are made,
-    and taken from it when the same sweep, or a larger one, is run again; a `path` that is a folder, or has no suffix,
-    keeps the plan of each row as well, beside `sweep.json`.
+    - `topologies`: names or patterns (`v5e:*`, see `autoshard.cost.find_topologies`).
+    - `batches`, `remats`: values to try; empty leaves them to `program_options`.
+    - `program_options`: options of the source (`train`, `seq`, ..., `entry` and `roles` of a file). `batch`, `remat`
+      and the other options that `autoshard.plan` may choose may be `"auto"`. `rules` names a file of rules. `kept` lets
+      traced programs and their ops come from the cache on disk.
+    - `executor`: any executor with the interface of `concurrent.futures`, also of a cluster; each row is one task.
+      Without an executor the rows are planned here, one after the other.
+    - `path`: file that stores the rows as they are made. A later run of the same sweep, or of a larger one, reads them
+      from it. A folder, or a path without a suffix, also stores the plan of each row, next to `sweep.json`.
+    - `progress`: receives a line for each row.
+    - `options`: further options of `autoshard.plan` (`mesh`, `memory_limit`, `time_limit`, ...).
 
-    Raises `UserError` for a topology that does not exist, a mesh that no topology of the list has, a file of another
-    kind, workers that die again and again, and workers that read another program or other figures than are here; what
-    fails in one row is said in that row.
+    Raises `UserError` for an unknown topology, a mesh that no topology of the list has, and a file of another kind.
+    Raises it also for workers that die repeatedly, or that read another program or other figures than this process.
+    Failures of one row are reported in that row.
     """
     store = _Store(path)
     say = progress or (lambda line: None)
     names = list(dict.fromkeys(each.name for pattern in topologies for each in find_topologies(pattern)))
-    why = [impossible(name, options) for name in names]
-    if why and all(why):
-        raise UserError(why[0])
+    refusals = [impossible(name, options) for name in names]
+    if refusals and all(refusals):
+        raise UserError(refusals[0])
     base = {key: value for key, value in (program_options or {}).items() if value is not None}
     entry, rules, kept = base.pop("entry", "program"), base.pop("rules", None), bool(base.pop("kept", False))
     if source.startswith("hf:"):
-        read_config(source.removeprefix("hf:"))  # refuses what does not exist for all rows at once
+        read_config(source.removeprefix("hf:"))  # reject an unknown configuration once for all rows
     rows: dict[tuple[str, int, int], SweepRow] = {}
     tasks: list[tuple[SweepTask, int, int]] = []
     for (b, batch), (r, remat) in itertools.product(enumerate(batches or (None,)), enumerate(remats or (None,))):
-        own = {k: v for k, v in (("batch", batch), ("remat", remat)) if v is not None}
-        arguments = tuple(sorted({**base, **own}.items()))
+        swept = {k: v for k, v in (("batch", batch), ("remat", remat)) if v is not None}
+        arguments = tuple(sorted({**base, **swept}.items()))
         for name in names:
             task = SweepTask(source, entry, arguments, (name,), tuple(sorted(options.items())), rules, kept)
             key = task.key(name)
@@ -77,13 +81,13 @@ def sweep(
                 rows[name, b, r] = row
     if rows:
         say(f"{len(rows)} of {len(rows) + len(tasks)} rows are in {path} already")
-    done, whole = len(rows), len(rows) + len(tasks)
+    done, total = len(rows), len(rows) + len(tasks)
     for task, b, r, made in _results(tasks, executor):
         done += 1
         (name,) = task.topologies
         row = rows[name, b, r] = store.keep(task.keys[0], made)
-        said = row.failed or f"{row.step_time_s:.4g} s"
-        say(f"{done}/{whole} {name}{'' if row.batch is None else f', batch {row.batch}'}: {said}")
+        outcome = row.failed or f"{row.step_time_s:.4g} s"
+        say(f"{done}/{total} {name}{'' if row.batch is None else f', batch {row.batch}'}: {outcome}")
     count = (range(max(1, len(batches))), range(max(1, len(remats))))
     return [rows[name, b, r] for name in names for b in count[0] for r in count[1]]
 
@@ -91,6 +95,10 @@ def sweep(
 def _results(
     tasks: Sequence[tuple[SweepTask, int, int]], executor: concurrent.futures.Executor | None
 ) -> Iterator[tuple[SweepTask, int, int, MadeRow]]:
+    """Yield each task with its row, as rows are finished.
+
+    Raises `UserError` if a worker dies.
+    """
     if executor is None:
         for task, b, r in tasks:
             (made,) = task.make()
@@ -106,7 +114,7 @@ def _results(
 
 
 class _Store:
-    """Rows by key in a file, and in a folder their plans."""
+    """Store of rows by key in a file, and of their plans in a folder."""
 
     def __init__(self, path: str | os.PathLike[str] | None) -> None:
         self.path = None if path is None else Path(path)
@@ -116,14 +124,18 @@ class _Store:
         self.rows = {} if self.path is None else _read(self.path)
 
     def row(self, key: str) -> SweepRow | None:
-        """The row that is kept, with its plan if plans are."""
-        found = self.rows.get(key)
-        if found is None or self.folder is None or found.failed:
-            return found
-        return found if found.plan and (self.folder / found.plan).is_file() else None
+        """Return the stored row; None if it is missing, or if its plan is missing from the folder."""
+        row = self.rows.get(key)
+        if row is None or self.folder is None or row.failed:
+            return row
+        return row if row.plan and (self.folder / row.plan).is_file() else None
 
     def keep(self, key: str, made: MadeRow) -> SweepRow:
-        """The row as it is kept, after its plan: a row on disk has its plan there. Raises `UserError` if it cannot."""
+        """Store a row after its plan, so that every stored row has its plan on disk; return the row with the plan's
+        file name.
+
+        Raises `UserError` if the files cannot be written.
+        """
         row = made.row
         if self.path is None:
             return row
@@ -140,22 +152,23 @@ class _Store:
         return row
 
     def _name(self, row: SweepRow, key: str) -> str:
-        """A file's name from topology and recipe, with a number where another row has it."""
+        """Return a file name from topology and recipe, with a number if another row has that name."""
         parts = [row.topology, row.batch and f"batch {row.batch}", row.remat and f"remat {row.remat}"]
         stem = re.sub(r"[^0-9A-Za-z_.-]+", "-", "-".join(str(part) for part in parts if part))[:100]
-        taken = {each.plan for other, each in self.rows.items() if other != key}
+        used = {each.plan for other, each in self.rows.items() if other != key}
         numbers = itertools.chain([""], (f".{n}" for n in itertools.count(2)))
-        return next(name for number in numbers if (name := f"{stem}{number}.plan.json") not in taken)
+        return next(name for number in numbers if (name := f"{stem}{number}.plan.json") not in used)
 
 
 def _read(path: Path) -> dict[str, SweepRow]:
+    """Return the rows of a sweep's file; none if there is no file."""
     if not path.exists():
         return {}
     return read_sweep(path)
 
 
 def read_sweep(path: str | os.PathLike[str]) -> dict[str, SweepRow]:
-    """The rows of a sweep's file or folder by key, in the order in which they are kept.
+    """Return the rows of a sweep's file or folder by key, in the order of the file.
 
     Raises `UserError` for a file that cannot be read, or that no sweep wrote.
     """
@@ -174,7 +187,7 @@ def read_sweep(path: str | os.PathLike[str]) -> dict[str, SweepRow]:
 
 
 def is_sweep(path: str | os.PathLike[str]) -> bool:
-    """Whether a path is the folder of a sweep, or a file that says that it has a sweep's rows."""
+    """Return True if a path is the folder of a sweep, or a file whose format is that of a sweep's rows."""
     file = Path(path)
     if file.is_dir():
         return (file / ROWS).is_file()
@@ -186,11 +199,12 @@ def is_sweep(path: str | os.PathLike[str]) -> bool:
 
 
 def _check_format(name: Any) -> None:
+    """Raise `KeyError` for a file of another format."""
     if name != FORMAT:
         raise KeyError(FORMAT)
 
 
 def _write(path: str | os.PathLike[str], rows: Mapping[str, SweepRow]) -> None:
-    """Write rows whole; equal rows give equal bytes."""
+    """Write rows to a temporary file and rename it to `path`; equal rows give equal bytes."""
     body = {key: dataclasses.asdict(rows[key]) for key in sorted(rows)}
     write_whole(path, (json.dumps({"format": FORMAT, "rows": body}, indent=1) + "\n").encode())

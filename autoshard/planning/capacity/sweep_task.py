@@ -1,4 +1,4 @@
-"""One program of a sweep, to be planned on topologies: what goes to another process, and what comes back."""
+"""Task of a sweep: one program to plan on topologies, sent to another process, and the rows that return."""
 
 import dataclasses
 import hashlib
@@ -26,13 +26,13 @@ from autoshard.program import HOSTS, Program, load_rules, open_source
 
 
 MOST_OPEN = 4
-"""Programs that a process keeps open from one task to the next."""
+"""Most programs that a process stores from one task to the next."""
 _open_programs: dict[str, Program] = {}
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class MadeRow:
-    """A row, and its plan as the text of a file; empty if there is none."""
+    """A row, and its plan as the text of a file; the text is empty without a plan."""
 
     row: SweepRow
     plan: str = ""
@@ -40,7 +40,7 @@ class MadeRow:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class SweepTask:
-    """One program, to be planned on several topologies: what is traced once. It can be pickled."""
+    """One program, traced once and planned on several topologies. A task can be pickled."""
 
     source: str
     entry: str
@@ -49,13 +49,14 @@ class SweepTask:
     planning: tuple[tuple[str, Any], ...]
     rules: str | None = None
     kept: bool = False
-    """Whether programs and their ops come from the cache on disk where they are there."""
+    """True if programs and their ops may come from the cache on disk."""
     keys: tuple[str, ...] = ()
-    """What decides the row of each topology where the task was made (see `key`); empty if nobody is to compare it."""
+    """Key of each topology's row in the process that made the task (see `key`); empty to skip the comparison."""
 
     def check_same(self) -> None:
-        """Raises `UserError` if this process would make another row than is asked for: it reads another program, or
-        other figures."""
+        """Raise `UserError` if this process reads another program or other figures than the process that made the
+        task.
+        """
         for topology, key in zip(self.topologies, self.keys, strict=False):
             if self.key(topology) != key:
                 source, named = self._content(), json.loads(key)[: len(self._content())]
@@ -66,18 +67,18 @@ class SweepTask:
                 )
 
     def run(self) -> list[SweepRow]:
-        """A row for each topology; one that cannot be planned says why."""
+        """Return a row for each topology; a row without a plan has the reason."""
         return [made.row for made in self.make()]
 
     def make(self) -> Iterator[MadeRow]:
-        """The same with the plans. What is `auto` of the source's options is chosen as `autoshard.plan` does."""
+        """Yield a row with its plan for each topology. Options that are `auto` are chosen as `autoshard.plan` does."""
         named, planning = dict(self.options), self._planning()
-        said = {name: None if named.get(name) == "auto" else named.get(name) for name in ("batch", "remat")}
+        fixed = {name: None if named.get(name) == "auto" else named.get(name) for name in ("batch", "remat")}
         for topology in self.topologies:
-            blank = SweepRow(topology, said["batch"], said["remat"])
-            why = impossible(topology, planning, named)
-            if why:
-                yield MadeRow(dataclasses.replace(blank, failed=why))
+            blank = SweepRow(topology, fixed["batch"], fixed["remat"])
+            refusal = impossible(topology, planning, named)
+            if refusal:
+                yield MadeRow(dataclasses.replace(blank, failed=refusal))
                 continue
             try:
                 yield self._planned(blank, named, read_options(topology, planning))
@@ -85,38 +86,48 @@ class SweepTask:
                 yield MadeRow(dataclasses.replace(blank, failed=str(error)))
 
     def _planning(self) -> PlanOptions:
-        said: Any = dict(self.planning)
-        return said
+        """Return the planning options as a dict."""
+        options: Any = dict(self.planning)
+        return options
 
     def _planned(self, blank: SweepRow, named: Mapping[str, Any], options: Options) -> MadeRow:
+        """Plan the program on one topology and return the row.
+
+        - `blank`: row with topology, batch and remat policy only.
+        - `named`: options of the source.
+        - `options`: options of planning.
+        """
         if self.rules is not None:
             load_rules(self.rules)
-        settled, left = settled_options(named, blank.topology), source_choices(named, blank.topology)
+        settled, open_choices = settled_options(named, blank.topology), source_choices(named, blank.topology)
 
         def opened(**recipe: Any) -> Program:
+            """Open the program of a recipe."""
             program = self._open(settled | recipe)
-            if "host" not in left:  # else the state may be on the hosts
+            if "host" not in open_choices:  # otherwise the state may be on the hosts
                 _check_state(program, options)
             return program
 
-        if not left:
+        if not open_choices:
             program = opened()
             return self._made(blank, make_plan(program, options, kept=self.kept).plan, program, {})
-        chosen, result = plan_recipes(opened, left, options, of_source=True, kept=self.kept)
+        chosen, result = plan_recipes(opened, open_choices, options, of_source=True, kept=self.kept)
         recipe = dict(chosen.arguments)
         row = dataclasses.replace(blank, batch=recipe.get("batch", blank.batch), remat=recipe.get("remat", blank.remat))
         return self._made(row, result.plan, opened(**recipe), recipe)
 
     def _open(self, options: Mapping[str, Any]) -> Program:
+        """Open the program with these options, or return it from an earlier task of this process."""
         key = json.dumps([self._content(), self.entry, self.rules, options], sort_keys=True, default=str)
         if key not in _open_programs:
             while len(_open_programs) >= MOST_OPEN:
                 del _open_programs[next(iter(_open_programs))]
-            kept = self.kept and self.rules is None
-            _open_programs[key] = open_source(self.source, entry=self.entry, kept=kept, **options)
+            use_cache = self.kept and self.rules is None
+            _open_programs[key] = open_source(self.source, entry=self.entry, kept=use_cache, **options)
         return _open_programs[key]
 
     def _made(self, blank: SweepRow, plan: Plan, program: Program, recipe: Mapping[str, Any]) -> MadeRow:
+        """Return the row of a plan."""
         row = dataclasses.replace(
             blank,
             mesh=",".join(f"{axis}={size}" for axis, size in plan.mesh.items()),
@@ -132,46 +143,50 @@ class SweepTask:
         return MadeRow(row, plan_to_json(plan))
 
     def _content(self) -> list[str]:
-        """The source, and of every file that is read with it the hash of what it holds."""
+        """Return the source, and the hash of every file that is read with it."""
         file = Path(self.source.removeprefix("hf:"))
         config = file / "config.json" if file.is_dir() else file
         others = filter(None, (self.rules, os.environ.get(OWN_FILE)))
         return [self.source, _hash(config), *(_hash(Path(each)) for each in others)]
 
     def key(self, topology: str) -> str:
-        """What decides a row, as text: equal keys have equal rows."""
-        said = [*self._content(), self.entry, self.options, topology, self.planning, autoshard.__version__]
+        """Return all inputs that decide a row, as text: equal keys give equal rows."""
+        inputs = [*self._content(), self.entry, self.options, topology, self.planning, autoshard.__version__]
         parsed, planning = Topology.parse(topology), dict(self.planning)
         flags, _ = chosen_flags(planning.get("xla_flags"), parsed.chip)
         learned = learned_fit(parsed, flags) if planning.get("calibration", True) else None
         if learned is not None and learned.observations:
-            said.append(said_of_fit(learned))
-        return json.dumps(said, sort_keys=True)
+            inputs.append(said_of_fit(learned))
+        return json.dumps(inputs, sort_keys=True)
 
 
 def _hash(file: Path) -> str:
+    """Return the SHA-256 of a file; empty if there is no file."""
     return hashlib.sha256(file.read_bytes()).hexdigest() if file.is_file() else ""
 
 
 def _check_state(program: Program, options: Options) -> None:
-    """Refuse at once what cannot fit however it is split: its arguments alone fill all devices.
+    """Refuse a program that cannot fit under any sharding: its arguments alone fill all devices.
 
-    Raises `UserError` with what they take. What waits on hosts is left to the planner.
+    Raises `UserError` with the bytes of the arguments. Programs with state on the hosts are left to the planner.
     """
     topology = Topology.parse(options.topology)
     limit = topology.usable_bytes if options.memory_limit is None else options.memory_limit
     if program.on_host != HOSTS[0]:
         return
-    whole = sum(math.prod(each.shape) * np.dtype(each.dtype).itemsize for each in program.arguments)
-    if whole > limit * topology.num_devices:
+    argument_bytes = sum(math.prod(each.shape) * np.dtype(each.dtype).itemsize for each in program.arguments)
+    if argument_bytes > limit * topology.num_devices:
         raise UserError(
-            f"it does not fit: parameters, state and batch alone are {format_bytes(whole)}, and the "
+            f"it does not fit: parameters, state and batch alone are {format_bytes(argument_bytes)}, and the "
             f"{topology.num_devices} devices of {topology.name} hold {format_bytes(limit * topology.num_devices)}."
         )
 
 
 def impossible(topology: str, planning: PlanOptions, program: Mapping[str, Any] | None = None) -> str:
-    """Why no program, or none with the options `program`, can be planned for a topology so; empty if one may."""
+    """Return the reason for which no program can be planned with these options; empty if one can.
+
+    `program` are the options of the source, if they are known.
+    """
     try:
         check_request(read_options(topology, planning))
         settled_options(program or {}, topology)
@@ -181,7 +196,7 @@ def impossible(topology: str, planning: PlanOptions, program: Mapping[str, Any] 
 
 
 def run_task(task: SweepTask) -> list[MadeRow]:
-    """`task.make`, as a function that a worker process can import. Raises `UserError` as `check_same` does."""
+    """Run `task.make` as a function that a worker process can import. Raises `UserError` as `check_same` does."""
     task.check_same()
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
     return list(task.make())

@@ -1,1 +1,1 @@
-"""A plan written down for people and for XLA: words, pins, regions and explanations."""
+"""Plans for readers and for XLA: words, pins, regions and explanations."""

@@ -1,4 +1,4 @@
-"""Why a tensor has its spec: what every other spec would cost, and what it would take for another to win."""
+"""Explanation of a tensor's spec: the cost of every other spec, and the change that would make another one win."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -27,60 +27,66 @@ from autoshard.solver import processor_seconds
 
 
 SOLVED = 8
-"""Alternatives for which everything else is chosen again; of the rest the price with everything else as it is."""
+"""Most alternatives for which all other decisions are solved again. The rest are priced with all other decisions
+fixed.
+"""
 
 SAME = 1e-9
-"""Relative difference of two step times that is rounding."""
+"""Largest relative difference of two step times that counts as rounding."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Alternative:
-    """One spec that the tensor could have, and the best step with it."""
+    """One spec that the tensor could have, with the best step for it."""
 
     spec: Spec
     chosen: bool
     how: str
-    """`solved`: everything else is chosen again for it; `held`: everything else stays as it is; `impossible`: with
-    everything else as it is it cannot be, and it was not among those solved."""
+    """Method of its price. `solved`: all other decisions are solved again; `held`: all other decisions are fixed;
+    `impossible`: it was not solved, and the fixed decisions exclude it.
+    """
     step_time_s: float | None
     delta_s: float | None
-    """Against the plan; may be below zero by no more than the plan gap."""
+    """Seconds of a step more than the plan's; below zero by at most the plan gap."""
     peak_bytes: int | None
     fits: bool
     collectives: tuple[Collective, ...]
-    """What it adds, largest first: seconds, bytes and counts beyond the plan's."""
+    """Collectives beyond the plan's, the slowest first: seconds, bytes and counts are differences."""
     wins_if: str
-    """What it would take, in a sentence."""
+    """Change that would make this alternative win, in a sentence."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Explanation:
-    """Everything about one tensor's spec."""
+    """The explanation of one tensor's spec."""
 
     name: str
     shape: tuple[int, ...]
     role: str
     spec: Spec
     fixed: str
-    """Who asked for it, if anyone did."""
+    """Source of the constraint that fixes the spec; empty if there is none."""
     shares: tuple[str, ...]
-    """Other arguments and results that have one spec with it, because only elementwise ops stand between them."""
+    """Other arguments and results with the same spec, since only elementwise ops connect them."""
     alternatives: tuple[Alternative, ...]
-    """The chosen one first, then by step time."""
+    """Alternatives, the chosen one first, then by step time."""
 
 
 @provides("explain")
 def explain_plan(
     plan: Plan, name: str, program: Program | None = None, *, time_limit: float = 60.0, seed: int = 0
 ) -> Explanation:
-    """Why argument or result `name` has its spec in a plan.
+    """Explain why argument or result `name` has its spec in a plan.
 
-    The program is opened again where the plan says it came from, unless it is given. The plan's own choices are priced
-    once more; then for the eight most promising specs all other decisions are solved again (`time_limit` seconds of
-    processor in all), the rest are priced with everything else as it is.
+    - `program`: the plan's program; None opens it again from its source in the plan.
+    - `time_limit`: processor seconds for all solves together.
+    - `seed`: seed of the solver.
 
-    Raises `UserError` for a name that the plan does not have, a plan without choices (made before they were kept, or
-    by another version), and a program that is not the plan's.
+    The plan's own choices are priced again. For the eight most promising specs all other decisions are solved again.
+    The other specs are priced with all other decisions fixed.
+
+    Raises `UserError` for a name that the plan does not have, and for a program that is not the plan's. Raises it also
+    for a plan without choices, as older or other versions write.
     """
     name = named(plan, name)
     program = as_planned(program or reopen(plan), plan)
@@ -91,7 +97,10 @@ def explain_plan(
 
 
 def named(plan: Plan, name: str) -> str:
-    """The argument or result that is called so, or whose name alone ends so; optimizer state only by its whole name."""
+    """Return the argument or result with a name, or the only one whose last part is that name.
+
+    Optimizer state is found by its full name only. Raises `UserError` if no name or several match.
+    """
     known = {**plan.arguments, **plan.results}
     if name in known:
         return name
@@ -102,10 +111,10 @@ def named(plan: Plan, name: str) -> str:
 
 
 def reopen(plan: Plan, program: str | None = None, entry: str | None = None) -> Program:
-    """The program of a plan, from where it came, or with the same options from where it is now (`program`).
+    """Open the program of a plan again from its source, or from its new place `program`, with the plan's options.
 
-    Raises `UserError` for a plan that does not say where its program is or is no single step, and as `open_source`
-    does.
+    Raises `UserError` for a plan without the source of its program, or a plan that is no single step. Raises it also as
+    `open_source` does.
     """
     plan.check_one_step()
     source = plan.source or Source()
@@ -125,6 +134,10 @@ def reopen(plan: Plan, program: str | None = None, entry: str | None = None) -> 
 
 
 def _rebuild(plan: Plan, program: Program) -> tuple[Model, NDArray[np.int64], Required]:
+    """Return the priced model of a plan, its choices, and the user's constraints.
+
+    If the plan cut an axis in two, the constraints are read on the uncut mesh.
+    """
     mesh = make_mesh(Topology.parse(plan.topology), plan.mesh)
     reading = read_program(program, mesh.topology.backend)
     model, choices = price_again(plan, program, reading)
@@ -138,6 +151,8 @@ def _rebuild(plan: Plan, program: Program) -> tuple[Model, NDArray[np.int64], Re
 
 
 class _Explainer:
+    """Explanations of the tensors of one priced plan."""
+
     def __init__(
         self,
         plan: Plan,
@@ -156,6 +171,7 @@ class _Explainer:
         self.ranks = {value.name: len(value.shape) for value in (*program.results, *program.arguments)}
 
     def explain(self, name: str) -> Explanation:
+        """Explain the spec of an argument or a result."""
         model, plan = self.model, self.plan
         tensor = self.tensors[name]
         cluster = model.structure.cluster_of[tensor]
@@ -163,8 +179,8 @@ class _Explainer:
         shape = model.graph.tensors[tensor].shape[:rank]
         spec = tensor_spec(model, self.choices, tensor).of_rank(rank)
         fixed = plan.origin.pinned.get(name, "")
-        said = [c.where for c in model.graph.constraints if model.structure.cluster_of[c.tensor] == cluster >= 0]
-        fixed = "; ".join([*([fixed] if fixed else []), *dict.fromkeys(said)])
+        constraints = [c.where for c in model.graph.constraints if model.structure.cluster_of[c.tensor] == cluster >= 0]
+        fixed = "; ".join([*([fixed] if fixed else []), *dict.fromkeys(constraints)])
         role = plan.roles.get(name, "result")
         if cluster < 0:
             return Explanation(name, shape, role, spec, fixed, (), ())
@@ -176,6 +192,7 @@ class _Explainer:
         return Explanation(name, shape, role, spec, fixed, shares, self.alternatives(cluster, tensor, spec))
 
     def alternatives(self, cluster: int, tensor: int, chosen: Spec) -> tuple[Alternative, ...]:
+        """Return the alternatives of a tensor, the chosen one first and then by step time."""
         node = self.model.cluster_node[cluster]
         rows: dict[Spec, list[int]] = {}
         for row in range(len(self.model.nodes[node].states)):
@@ -183,27 +200,30 @@ class _Explainer:
             trial[node] = row
             rows.setdefault(tensor_spec(self.model, trial, tensor).of_rank(len(chosen.dims)), []).append(row)
         rows.pop(chosen)
-        mine = Alternative(
+        own = Alternative(
             chosen, True, "solved", self.base.step_time_s, 0.0, self.base.peak_bytes, True, (), "it is the choice"
         )
         held = {spec: self.held(node, members) for spec, members in rows.items()}
         ranked = sorted(rows, key=lambda s: (held[s] is None, held[s].step_time_s if held[s] else 0.0, str(s)))  # type: ignore[union-attr]
-        found = []
+        others = []
         began = processor_seconds()
         for number, spec in enumerate(ranked):
-            left = self.time_limit - (processor_seconds() - began)
+            seconds_left = self.time_limit - (processor_seconds() - began)
             outcome = None
-            if number < SOLVED and left > 0:
-                share = max(1.0, left / (min(SOLVED, len(ranked)) - number))
+            if number < SOLVED and seconds_left > 0:
+                share = max(1.0, seconds_left / (min(SOLVED, len(ranked)) - number))
                 outcome = self.solved(node, rows[spec], share)
             how = "solved" if outcome is not None else "held"
             outcome = outcome or held[spec]
-            found.append(self.alternative(spec, how, outcome))
-        found.sort(key=lambda a: (a.step_time_s is None, a.step_time_s or 0.0, str(a.spec)))
-        return (mine, *found)
+            others.append(self.alternative(spec, how, outcome))
+        others.sort(key=lambda a: (a.step_time_s is None, a.step_time_s or 0.0, str(a.spec)))
+        return (own, *others)
 
     def held(self, node: int, rows: list[int]) -> Outcome | None:
-        """The best outcome with everything else as it is."""
+        """Return the best outcome with all other decisions fixed; None if the neighbours exclude these states.
+
+        `rows` are the states of `node` that give the spec.
+        """
         best = None
         for row in rows:
             trial = self.choices.copy()
@@ -217,7 +237,11 @@ class _Explainer:
         return best
 
     def solved(self, node: int, rows: list[int], time_limit: float) -> Outcome | None:
-        """The best outcome with everything else chosen again, memory limit and pins kept; None if there is none."""
+        """Return the best outcome with all other decisions solved again, within the memory limit and the constraints.
+
+        Return None if there is none. `rows` are the states of `node` that give the spec, and `time_limit` is in
+        seconds.
+        """
         mask = np.zeros(len(self.model.nodes[node].states), dtype=bool)
         mask[rows] = True
         allowed = {**self.required.allowed, node: mask}
@@ -229,12 +253,13 @@ class _Explainer:
         candidate = make_candidate(self.model, "alternative", solved, limit)
         if candidate is None or not mask[int(candidate.choices[node])]:
             return None
-        held = self.held(node, rows)
-        if held is not None and held.peak_bytes <= limit and held.step_time_s < candidate.outcome.step_time_s:
-            return held
+        fixed = self.held(node, rows)
+        if fixed is not None and fixed.peak_bytes <= limit and fixed.step_time_s < candidate.outcome.step_time_s:
+            return fixed
         return candidate.outcome
 
     def alternative(self, spec: Spec, how: str, outcome: Outcome | None) -> Alternative:
+        """Return the row of a spec from its outcome; None as an outcome gives an impossible one."""
         if outcome is None:
             return Alternative(spec, False, "impossible", None, None, None, False, (), "its neighbours exclude it")
         delta = outcome.step_time_s - self.base.step_time_s
@@ -244,6 +269,12 @@ class _Explainer:
         return Alternative(spec, False, how, outcome.step_time_s, delta, outcome.peak_bytes, fits, tuple(added), wins)
 
     def wins_if(self, outcome: Outcome, delta: float, added: list[Collective], fits: bool) -> str:
+        """Return the change that would make an alternative win, in a sentence.
+
+        - `delta`: seconds of a step more than the plan's.
+        - `added`: collectives beyond the plan's.
+        - `fits`: True if the alternative fits the memory limit.
+        """
         from autoshard.base.units import format_bytes, format_seconds
 
         if not fits:
@@ -266,9 +297,9 @@ class _Explainer:
 
 
 def _added(base: tuple[Collective, ...], other: tuple[Collective, ...]) -> list[Collective]:
-    """Collectives of `other` beyond those of `base`, by kind, axes and cause, the costliest first."""
+    """Return the collectives of `other` beyond those of `base`, by kind, axes and cause, the slowest first."""
     before: dict[tuple[Any, ...], Collective] = {(c.kind, c.axes, c.hidden, c.cause): c for c in base}
-    found = []
+    added = []
     for c in other:
         old = before.get((c.kind, c.axes, c.hidden, c.cause))
         more = c if old is None else dataclasses.replace(
@@ -276,14 +307,15 @@ def _added(base: tuple[Collective, ...], other: tuple[Collective, ...]) -> list[
             exposed_s=c.waited_s - old.waited_s,
         )  # fmt: skip
         if more.seconds > 0:
-            found.append(more)
-    return sorted(found, key=lambda c: (-c.seconds, c.kind, c.axes, c.cause))
+            added.append(more)
+    return sorted(added, key=lambda c: (-c.seconds, c.kind, c.axes, c.cause))
 
 
 def explanation_figures(found: Explanation) -> dict[str, Any]:
-    """The JSON object of `autoshard explain --json`."""
+    """Return the JSON object of `autoshard explain --json`."""
 
     def row(one: Alternative) -> Mapping[str, Any]:
+        """Return the JSON object of an alternative."""
         values = {field.name: getattr(one, field.name) for field in dataclasses.fields(one)}
         added = [
             {"kind": c.kind, "axes": list(c.axes), "count": c.count, "wire_bytes": c.wire_bytes, "seconds": c.seconds,

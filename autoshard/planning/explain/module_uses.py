@@ -1,4 +1,6 @@
-"""How a plan splits what a torch module computes: what its layers' own ops take and give, and values between them."""
+"""Specs that a plan gives to a torch module's values: operands and results of its layers' ops, and values between
+layers.
+"""
 
 import re
 
@@ -15,17 +17,18 @@ from autoshard.program import WEIGHTS
 
 
 def parameter_uses(model: Model, choices: NDArray[np.int64]) -> tuple[ParameterUse, ...]:
-    """Of every op that takes a parameter and one value; empty for programs that are of no torch module.
+    """Return the use of every parameter that an op consumes with one other value; empty for programs of no torch
+    module.
 
-    A layer of a torch module is found again by its parameter, and its call by the shapes of what it takes and gives.
-    Of several ops alike, as those of recomputed layers are, the first is told; a forward op comes before its gradients.
+    The runtime finds a layer of a torch module by its parameter, and a call by the shapes of operands and results.
+    Equal uses, such as those of recomputed layers, are reported once: a forward op precedes its gradients.
     """
     if not model.program.weights:
         return ()
     parameters = {a.name: t for a, t in zip(model.program.arguments, model.graph.arguments, strict=True)
                   if a.role in WEIGHTS}  # fmt: skip
     named = {cluster: name for cluster, name in cluster_names(model).items() if name in parameters}
-    found: dict[tuple[object, ...], ParameterUse] = {}
+    uses: dict[tuple[object, ...], ParameterUse] = {}
     for op in model.graph.ops:
         if op.op_class is OpClass.HEAVY and op.id in model.op_node and op.rule is not None:
             for operand, tensor in enumerate(op.operands):
@@ -33,38 +36,39 @@ def parameter_uses(model: Model, choices: NDArray[np.int64]) -> tuple[ParameterU
                 if name is not None:
                     use = _use(model, choices, op, operand, name, parameters[name])
                     if use is not None:
-                        found.setdefault((name, use.input_shape, use.output_shape), use)
-    return tuple(found.values())
+                        uses.setdefault((name, use.input_shape, use.output_shape), use)
+    return tuple(uses.values())
 
 
 def activations(model: Model, choices: NDArray[np.int64]) -> tuple[Activation, ...]:
-    """What functions of torch give in the forward pass, where all that one gives in one shape is split alike.
+    """Return the specs of torch functions' results in the forward pass.
 
-    A module that runs by itself knows its functions and shapes only: where these do not decide, nothing is said.
+    A module at run time knows only its functions and shapes. So results of one function and shape are reported only if
+    all have the same spec.
     """
     if not model.program.weights:
         return ()
-    found: dict[tuple[str, tuple[int, ...]], set[Spec]] = {}
+    specs_of: dict[tuple[str, tuple[int, ...]], set[Spec]] = {}
     for op in model.graph.ops:
         function = torch_function(op.name)
         if function:
             for result in op.results:
                 shape = tuple(model.graph.tensors[result].shape)
                 if len(shape) > 1 and model.structure.cluster_of[result] >= 0:
-                    found.setdefault((function, shape), set()).add(tensor_spec(model, choices, result))
-    return tuple(Activation(*key, next(iter(specs))) for key, specs in found.items() if len(specs) == 1)
+                    specs_of.setdefault((function, shape), set()).add(tensor_spec(model, choices, result))
+    return tuple(Activation(*key, next(iter(specs))) for key, specs in specs_of.items() if len(specs) == 1)
 
 
 def torch_function(name: str) -> str:
-    """The function of torch that an op is a part of: `add` of `jit(step)/jvp(aten::add.Tensor)/add`.
+    """Return the torch function that an op belongs to: `add` for `jit(step)/jvp(aten::add.Tensor)/add`.
 
-    Empty for gradients, and for what is a part of none.
+    The name is empty for gradients, and for ops that belong to no function.
     """
     if "transpose(jvp" in name or "/" not in name:
         return ""
     last = name.split("/")[-2]
-    found = re.fullmatch(r"(?:jvp\()?(?:aten::)?_*([a-z]\w*?)_*(?:\.\w+)?\)?", last)
-    return "" if found is None or found[1] in _NO_FUNCTIONS else found[1]
+    match = re.fullmatch(r"(?:jvp\()?(?:aten::)?_*([a-z]\w*?)_*(?:\.\w+)?\)?", last)
+    return "" if match is None or match[1] in _NO_FUNCTIONS else match[1]
 
 
 _NO_FUNCTIONS = {"body", "cond", "while", "closed_call", "checkpoint", "remat", "jvp"}
@@ -73,34 +77,41 @@ _NO_FUNCTIONS = {"body", "cond", "while", "closed_call", "checkpoint", "remat", 
 def _use(
     model: Model, choices: NDArray[np.int64], op: Op, operand: int, name: str, parameter: int
 ) -> ParameterUse | None:
-    """None where the op takes no single value beside, or the parameter in other dims than its own."""
+    """Return the use of a parameter by an op.
+
+    - `operand`: number of the operand that is the parameter, or a value with its dims.
+    - `name`: name of the parameter.
+    - `parameter`: its tensor.
+
+    Return None if the op has several other operands or results, or splits a dim that the parameter does not have.
+    """
     tensors, dims_of = model.graph.tensors, model.structure.dims_of
     others = [k for k, tensor in enumerate(op.operands) if k != operand and tensors[tensor].shape]
     own = list(dims_of[parameter])
     axes = _axes(model, choices, op, operand)
-    where: dict[int, tuple[str, ...]] = {}
+    axes_of_dim: dict[int, tuple[str, ...]] = {}
     for factor, split in zip(dims_of[op.operands[operand]], axes, strict=True):
         if split and factor not in own:
             return None
         if split:
-            where[own.index(factor)] = split
+            axes_of_dim[own.index(factor)] = split
     if len(others) != 1 or len(op.results) != 1:
         return None
     stacked = is_stacked(name)
-    weight = Spec(tuple(where.get(dim, ()) for dim in range(stacked, len(own))))
-    taken, given = op.operands[others[0]], op.results[0]
+    weight = Spec(tuple(axes_of_dim.get(dim, ()) for dim in range(stacked, len(own))))
+    input_tensor, output_tensor = op.operands[others[0]], op.results[0]
     return ParameterUse(
         name,
         weight,
-        tuple(tensors[taken].shape),
+        tuple(tensors[input_tensor].shape),
         Spec(tuple(_axes(model, choices, op, others[0]))),
-        tuple(tensors[given].shape),
-        tensor_spec(model, choices, given),
+        tuple(tensors[output_tensor].shape),
+        tensor_spec(model, choices, output_tensor),
     )
 
 
 def _axes(model: Model, choices: NDArray[np.int64], op: Op, operand: int) -> list[tuple[str, ...]]:
-    """Mesh axes over every dim of what an op takes, as it takes it."""
+    """Return the mesh axes over every dim of an operand, as the op consumes it."""
     assert op.rule is not None
     node = model.op_node[op.id]
     state = factor_states(model.nodes[node].states, op.rule.operands[operand])[int(choices[node])]

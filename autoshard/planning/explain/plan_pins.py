@@ -1,4 +1,4 @@
-"""Intermediate values that a plan pins, and ops that it runs in regions of their own."""
+"""Intermediate values that a plan pins, ops that it runs in regions, and opaque calls that it runs on shards."""
 
 from collections.abc import Iterator, Sequence
 
@@ -19,16 +19,17 @@ from autoshard.planning.xla.spatial_splits import in_region
 
 
 def make_pins(model: Model, choices: NDArray[np.int64]) -> tuple[Pin, ...]:
-    """Pins at every place where a spec is decided rather than passed on.
+    """Return pins at every place where a spec is decided rather than passed on.
 
-    These are the values on every edge between decisions, where they are made; carried values of loops; and operands
-    of heavy ops that are wanted in another spec than they are held in. Values of a cluster that stay whole need it
-    as much as split ones: the partitioner would split them after their neighbours and gather them later.
+    Pinned are the values on every edge between decisions, where they are computed, and values carried by loops. Pinned
+    are also operands of heavy ops that are consumed in another spec than they are stored in. Whole values of a cluster
+    are pinned too: the partitioner would otherwise split them like their neighbours and gather them later.
     """
     values: dict[int, list[Spec]] = {}
     graph, structure = model.graph, model.structure
 
     def pin(tensor: int, before: Sequence[Spec] = ()) -> None:
+        """Pin a tensor to its planned spec, after the specs in `before`."""
         tensor = source_of(graph, tensor)
         if structure.cluster_of[tensor] >= 0 and graph.tensors[tensor].value[0] >= 0:
             values[tensor] = [*before, tensor_spec(model, choices, tensor)]
@@ -54,7 +55,7 @@ def make_pins(model: Model, choices: NDArray[np.int64]) -> tuple[Pin, ...]:
 
 
 def _carry_pins(model: Model, choices: NDArray[np.int64]) -> Iterator[Pin]:
-    """Every value that enters a loop, at the loop: else propagation may split what the loop carries."""
+    """Yield a pin for every value that enters a loop; propagation might otherwise split the loop's carried value."""
     for loop in model.graph.loops:
         for carry in loop.carries:
             if model.structure.cluster_of[carry.body] >= 0:
@@ -64,14 +65,17 @@ def _carry_pins(model: Model, choices: NDArray[np.int64]) -> Iterator[Pin]:
 
 
 def stages(source: Sequence[int], target: Sequence[int], collectives: Collectives) -> Iterator[tuple[int, ...]]:
-    """States to pin between the state in which an op leaves its result, or a value is held, and the wanted one.
+    """Yield the states to pin between the state of an op's result, or of a stored value, and the planned state.
 
-    The first is what the op leaves, sums done: told only the end, the partitioner may gather operands, or compute the
-    op split in another way; compilers that have a reduce-scatter still make one of the sum and the slice. Not if some
-    of the axes are only summed over: then it would be one sum over all of them, so what is scattered is said at once.
-    Where only slices follow it is left free; where a gather follows, the slices are said before it, since GSPMD would
-    gather the whole sum. Sums and gathers over all of many TPU devices go one axis at a time
-    (`emitted`).
+    - `source`: state in which the op leaves its result.
+    - `target`: planned state.
+    - `collectives`: prices that decide how XLA emits sums and gathers.
+
+    The first yielded state is the op's result after its sums. If some axes are only summed over, the scattered dims are
+    pinned at once. If only slices follow, no state is pinned. If a gather follows, the slices are pinned before it.
+    Sums and gathers over many TPU devices run one axis at a time (`emitted`).
+
+    Evidence: docs/compiler_behaviour.md, "Pins between a partial sum and its planned spec".
     """
     now = [max(s, WHOLE) for s in source]
     summed = [a for a, s in enumerate(source) if s <= PARTIAL]
@@ -89,17 +93,17 @@ def stages(source: Sequence[int], target: Sequence[int], collectives: Collective
             yield tuple(now)
     elif now != list(target) and (summed or any(n >= 0 and n != t for n, t in zip(now, target, strict=True))):
         yield tuple(now)
-    left = {n for n, t in zip(now, target, strict=True) if n >= 0 and n != t}
-    ahead = [a for a in scattered if now[a] != target[a]]
-    if left and ahead and left.isdisjoint(target[a] for a in ahead):
-        for axis in ahead:
+    gathered_dims = {n for n, t in zip(now, target, strict=True) if n >= 0 and n != t}
+    sliced_later = [a for a in scattered if now[a] != target[a]]
+    if gathered_dims and sliced_later and gathered_dims.isdisjoint(target[a] for a in sliced_later):
+        for axis in sliced_later:
             now[axis] = target[axis]
         yield tuple(now)
     yield from gather_stages(now, target, collectives)
 
 
 def gather_stages(source: Sequence[int], target: Sequence[int], collectives: Collectives) -> Iterator[tuple[int, ...]]:
-    """States between two states of a value where a gather must go one axis at a time, last axis first."""
+    """Yield the states between two states of a value whose gather must run one axis at a time, the last axis first."""
     gathered = [a for a, (s, t) in enumerate(zip(source, target, strict=True)) if s >= 0 and t == WHOLE]
     if len(gathered) > 1 and emitted_gather(collectives, gathered) is Emitted.STAGED:
         now = list(source)
@@ -109,36 +113,42 @@ def gather_stages(source: Sequence[int], target: Sequence[int], collectives: Col
 
 
 def _specs(model: Model, states: Iterator[tuple[int, ...]], rank: int) -> Iterator[Spec]:
+    """Yield the specs of states for a tensor of `rank` dims."""
     for state in states:
         yield spec_of(model, np.array([state]), 0, rank)
 
 
 def _result_stages(model: Model, choices: NDArray[np.int64], op_id: int, result: int) -> Iterator[Spec]:
+    """Return the specs to pin on a heavy op's result before its planned spec."""
     op = model.graph.ops[op_id]
     if op.rule is None:
         return iter(())
     number = model.op_node[op_id]
     state = model.nodes[number].states[int(choices[number])][None, :]
     rank = len(model.graph.tensors[op.results[result]].shape)
-    aim = _held(model, choices, op.results[result])
-    left = result_states(op, state, result)[0].tolist()
-    found = list(stages(left, aim, model.collectives))
-    summed = tuple(max(s, WHOLE) for s in left)
-    if (op.kind in WINDOWED or op.kind == "fft") and not found and summed != aim:
-        # Given only the end, the partitioner splits the op itself: windows with wrong values at times, and transforms
-        # into a program that does not compile.
-        found = [summed]
-    return _specs(model, iter(found), rank)
+    planned_state = _held(model, choices, op.results[result])
+    result_state = result_states(op, state, result)[0].tolist()
+    pinned_states = list(stages(result_state, planned_state, model.collectives))
+    summed = tuple(max(s, WHOLE) for s in result_state)
+    if (op.kind in WINDOWED or op.kind == "fft") and not pinned_states and summed != planned_state:
+        # Given only the planned spec, the partitioner splits the op itself. It sometimes computes wrong values for
+        # windowed ops, and emits FFTs that do not compile.
+        pinned_states = [summed]
+    return _specs(model, iter(pinned_states), rank)
 
 
 def _held(model: Model, choices: NDArray[np.int64], tensor: int) -> tuple[int, ...]:
-    """The planned state of a tensor over its dims."""
+    """Return the planned state of a tensor over its dims."""
     spec = tensor_spec(model, choices, tensor)
-    where = {axis: dim for dim, axes in enumerate(spec.dims) for axis in axes}
-    return tuple(where.get(axis, WHOLE) for axis in model.axis_names)
+    dim_of = {axis: dim for dim, axes in enumerate(spec.dims) for axis in axes}
+    return tuple(dim_of.get(axis, WHOLE) for axis in model.axis_names)
 
 
 def _operand_pins(model: Model, choices: NDArray[np.int64]) -> Iterator[Pin]:
+    """Yield a pin for every operand that a heavy op consumes in another spec than the planned one of its tensor.
+
+    If the plan stores a copy of the tensor in a third spec, the pins pass through it.
+    """
     for op_id, number in model.op_node.items():
         op = model.graph.ops[op_id]
         if op.rule is None:
@@ -160,13 +170,13 @@ def _operand_pins(model: Model, choices: NDArray[np.int64]) -> Iterator[Pin]:
                     continue
                 for spec in _specs(model, iter([*gather_stages(a, b, model.collectives), b]), rank):
                     record = model.graph.tensors[tensor]
-                    for where in op.seats or ((op.number, op.operand_numbers[k]),):
-                        yield Pin(*record.value, spec, where, record.name)
+                    for place in op.seats or ((op.number, op.operand_numbers[k]),):
+                        yield Pin(*record.value, spec, place, record.name)
 
 
 def make_calls(model: Model, choices: NDArray[np.int64]) -> tuple[Call, ...]:
-    """How every opaque call with a rule is run on shards."""
-    found = []
+    """Return the specs of every opaque call that has a sharding rule and runs on shards."""
+    calls = []
     for op_id, number in sorted(model.op_node.items()):
         op = model.graph.ops[op_id]
         if op.rule is None or op.opaque is None or not op.opaque.on_shards:
@@ -174,33 +184,37 @@ def make_calls(model: Model, choices: NDArray[np.int64]) -> tuple[Call, ...]:
         state = model.nodes[number].states[int(choices[number])][None, :]
 
         def specs(tensors: Sequence[int], states: Sequence[States]) -> tuple[Spec, ...]:
+            """Return the specs of tensors in these states."""
             ranks = [len(model.graph.tensors[t].shape) for t in tensors]
             return tuple(spec_of(model, s, 0, rank) for s, rank in zip(states, ranks, strict=True))
 
-        into = specs(op.operands, [factor_states(state, dims) for dims in op.rule.operands])
-        left = [np.maximum(result_states(op, state, r), WHOLE) for r in range(len(op.results))]
-        sums = [f for f, kind in enumerate(op.rule.kinds) if kind is FactorKind.REDUCTION]
-        summed = tuple(model.axis_names[a] for a in np.flatnonzero(np.isin(state[0], sums)))
-        found.append(Call(op.number, op.opaque.target, into, specs(op.results, left), summed))
-    return tuple(found)
+        operand_specs = specs(op.operands, [factor_states(state, dims) for dims in op.rule.operands])
+        result_rows = [np.maximum(result_states(op, state, r), WHOLE) for r in range(len(op.results))]
+        reduced_factors = [f for f, kind in enumerate(op.rule.kinds) if kind is FactorKind.REDUCTION]
+        summed = tuple(model.axis_names[a] for a in np.flatnonzero(np.isin(state[0], reduced_factors)))
+        calls.append(Call(op.number, op.opaque.target, operand_specs, specs(op.results, result_rows), summed))
+    return tuple(calls)
 
 
 def make_regions(model: Model, choices: NDArray[np.int64]) -> tuple[Region, ...]:
-    """One region for every op that the plan does not leave to the partitioner (`in_region`), in program order."""
-    found = []
+    """Return one region for every op that the plan does not leave to the partitioner (`in_region`), in program
+    order.
+    """
+    regions = []
     for op_id, number in model.op_node.items():
         op = model.graph.ops[op_id]
         state = model.nodes[number].states[int(choices[number])][None, :]
         if in_region(op, state)[0]:
-            found.append(region_of(model.graph, op, state, model.axis_names))
-    return tuple(sorted(found, key=lambda region: region.op))
+            regions.append(region_of(model.graph, op, state, model.axis_names))
+    return tuple(sorted(regions, key=lambda region: region.op))
 
 
 def region_of(graph: OpGraph, op: Op, state: States, names: list[str]) -> Region:
-    """The region of an op in one state (shape [1, axes])."""
+    """Return the region of an op in one state (shape [1, axes])."""
     assert op.rule is not None
 
     def spec(row: NDArray[np.int64], rank: int) -> Spec:
+        """Return the spec of one state."""
         return Spec(tuple(tuple(names[a] for a in np.flatnonzero(row == dim)) for dim in range(rank)))
 
     tensors = graph.tensors
@@ -208,7 +222,7 @@ def region_of(graph: OpGraph, op: Op, state: States, names: list[str]) -> Region
         spec(factor_states(state, dims)[0], len(tensors[t].shape))
         for t, dims in zip(op.operands, op.rule.operands, strict=True)
     ]
-    left = [result_states(op, state, r)[0] for r in range(len(op.results))]
-    results = [spec(row, len(tensors[t].shape)) for row, t in zip(left, op.results, strict=True)]
-    summed = tuple(names[a] for a in np.flatnonzero(left[0] <= PARTIAL))
+    result_rows = [result_states(op, state, r)[0] for r in range(len(op.results))]
+    results = [spec(row, len(tensors[t].shape)) for row, t in zip(result_rows, op.results, strict=True)]
+    summed = tuple(names[a] for a in np.flatnonzero(result_rows[0] <= PARTIAL))
     return Region(op.number, tuple(operands), tuple(results), summed, op.name)

@@ -1,4 +1,4 @@
-"""A program as a graph for people and for graph libraries: ops, the tensors between them, and a plan's figures."""
+"""A program as a graph for readers and for graph libraries: ops, the tensors between them, and a plan's figures."""
 
 import dataclasses
 import math
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Priced:
-    """A plan on its program: the choices that it holds, and what each op takes under them."""
+    """A plan on its program: the plan's choices, and the price of each op under them."""
 
     plan: Plan
     model: Model
@@ -41,9 +41,9 @@ class Priced:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ProgramGraph:
-    """The ops of a program and the tensors between them, with a plan's specs and times if it was made with one.
+    """The ops of a program and the tensors between them, with a plan's specs and times if there is a plan.
 
-    Made by `Program.graph` and `Plan.graph`.
+    `Program.graph` and `Plan.graph` return it.
     """
 
     program: Program
@@ -51,44 +51,69 @@ class ProgramGraph:
     priced: Priced | None = dataclasses.field(default=None, repr=False)
 
     def to_networkx(self, next_trips: bool = False) -> "networkx.MultiDiGraph":
-        """A new `networkx.MultiDiGraph`: ops are nodes, tensors are edges.
+        """Return a new `networkx.MultiDiGraph` with ops as nodes and tensors as edges.
 
-        Parallel edges are needed: an op may take one tensor twice, or several results of one op; an edge's key is the
-        number of the operand. Without `next_trips` the graph has no cycles and every loop's body runs once; with it,
+        Parallel edges exist since an op may use one tensor twice, or several results of one op. An edge's key is the
+        number of the operand. By default the graph has no cycles and every loop's body runs once. With `next_trips`,
         edges from the end of a body lead back to its start.
 
-        Nodes, in program order: `argument0`, ..., `op0`, ..., `result0`, ..., and for every value that a loop carries
-        `loop0.in0` (as the body takes it) and `loop0.out0` (after the last trip). Every node has `kind` (the op's, or
-        `argument`, `result`, `loop_in`, `loop_out`), `name`, `line`, `op_class`, `role`, `block` (the loop in whose
-        body it is, -1 for none), `branch` (of a conditional, -1 for none), `trips` (executions in one step), `cluster`
-        (of its first result, -1 for none), `shapes` and `dtypes` of its results; and of all devices in one step, before
-        anything is fused, `flops`, `bytes_read` and `bytes_written`. An edge has `tensor`, `name`, `shape`, `dtype`,
-        `bytes` (of the whole tensor), `dims` (the dim group of each), `cluster` and `back` (True for `next_trips`).
+        The nodes are in program order: `argument0`, ..., `op0`, ..., `result0`, .... Every value that a loop carries
+        has two nodes: `loop0.in0` at the start of the body and `loop0.out0` after the last trip. Attributes of a node:
 
-        With a plan, a node has `specs` of its results, `seconds` of compute in one step, `host_seconds`, and
-        `collectives`: those inside the op, and those that sum its parts or bring its result where it is held. An edge
-        has the `spec` that the tensor is held in, also as XLA's `sharding`, `taken_as` (the spec that an op with
-        strategies of its own takes it in, else empty), `device_bytes`, and the `collectives` of the reshard between the
-        two. A reshard that several ops of a block share stands at the first. A collective is a dict of `kind`, `axes`,
-        `count`, `wire_bytes` of one device, `seconds` and `exposed_s`, all for one step. All seconds of nodes add up
-        to the prediction's compute, and collectives to its communication.
+        - `kind`: that of the op, or `argument`, `result`, `loop_in`, `loop_out`.
+        - `name`, `line`, `op_class`, `role`.
+        - `block`: the loop whose body contains the node; -1 for none.
+        - `branch`: branch of a conditional; -1 for none.
+        - `trips`: executions in one step.
+        - `cluster`: that of its first result; -1 for none.
+        - `shapes`, `dtypes`: those of its results.
+        - `flops`, `bytes_read`, `bytes_written`: of all devices in one step, before fusion.
+
+        Attributes of an edge:
+
+        - `tensor`, `name`, `shape`, `dtype`.
+        - `bytes`: of the whole tensor.
+        - `dims`: the dim group of each dim.
+        - `cluster`.
+        - `back`: True for edges of `next_trips`.
+
+        With a plan, a node has also:
+
+        - `specs`: those of its results.
+        - `seconds`, `host_seconds`: compute and host traffic in one step.
+        - `collectives`: those inside the op, and those that sum its partial results or reshard its result to the
+          planned spec.
+
+        With a plan, an edge has also:
+
+        - `spec`: the tensor's planned spec; `sharding` is the same in XLA's notation.
+        - `taken_as`: the spec in which an op with its own strategies consumes the tensor, else empty.
+        - `device_bytes`: bytes of one device's shard.
+        - `collectives`: those of the reshard between the two specs. Several ops of a block may share a reshard; it is
+          then at the first one.
+
+        A collective is a dict of `kind`, `axes`, `count`, `wire_bytes` of one device, `seconds` and `exposed_s`, all
+        for one step. The seconds of all nodes add up to the prediction's compute, and those of all collectives to its
+        communication.
         """
         return _Maker(self, next_trips).made
 
     def held(self, tensor: int) -> Spec:
-        """The spec that the plan holds a tensor in; of a graph that was made with a plan."""
+        """Return the planned spec of a tensor; the graph must have a plan."""
         assert self.priced is not None
         return tensor_spec(self.priced.model, self.priced.choices, tensor)
 
     def taken(self, op: Op, operand: int) -> Spec | None:
-        """The spec in which the plan has an op take an operand; None for ops that have no strategies of their own."""
+        """Return the planned spec in which an op consumes an operand; None for ops without strategies of their own."""
         assert self.priced is not None
         return _taken_as(self.priced, op, operand)
 
 
 @provides("graph")
 def graph_of(program: Program | None, plan: Plan | None) -> ProgramGraph:
-    """What `Program.graph` and `Plan.graph` give: of a plan alone the program is opened again where it came from."""
+    """Return the graph for `Program.graph` and `Plan.graph`; without a program, open the plan's again from its
+    source.
+    """
     if program is None:
         assert plan is not None
         program = reopen(plan)
@@ -96,10 +121,10 @@ def graph_of(program: Program | None, plan: Plan | None) -> ProgramGraph:
 
 
 def program_graph(program: Program, plan: Plan | None = None) -> ProgramGraph:
-    """The ops of a program and the tensors between them; with a plan of it also specs, times and collectives.
+    """Return the ops of a program and the tensors between them; with a plan also specs, times and collectives.
 
-    Raises `UserError` for a plan of another program, and for one whose choices cannot be priced again: it was made by
-    another version.
+    Raises `UserError` for a plan of another program, and for a plan whose choices cannot be priced again since another
+    version made it.
     """
     if plan is None:
         return ProgramGraph(program, read_program(program, "cpu"))
@@ -115,7 +140,7 @@ def program_graph(program: Program, plan: Plan | None = None) -> ProgramGraph:
 
 
 class _Maker:
-    """Builds the graph: nodes in program order, then edges in the order of who takes them."""
+    """Builder of the networkx graph: nodes in program order, then edges in the order of their users."""
 
     def __init__(self, source: ProgramGraph, next_trips: bool) -> None:
         import networkx
@@ -134,7 +159,7 @@ class _Maker:
         self.add_edges(next_trips)
 
     def about(self) -> dict[str, Any]:
-        """Attributes of the graph itself."""
+        """Return the attributes of the graph itself."""
         loops = [
             {
                 "loop": loop.id, "parent": loop.parent, "trips": loop.trips, "known": loop.known,
@@ -142,22 +167,24 @@ class _Maker:
             }
             for loop in self.graph.loops
         ]  # fmt: skip
-        found = {"program": self.program.name, "fingerprint": self.program.fingerprint, "flops": self.graph.flops}
+        attributes = {"program": self.program.name, "fingerprint": self.program.fingerprint, "flops": self.graph.flops}
         if self.priced is not None:
             plan = self.priced.plan
-            found |= {"topology": plan.topology, "mesh": mesh_words(plan.mesh)}
-            found |= {"step_time_s": plan.prediction.step_time_s, "compute_s": plan.prediction.compute_s}
-            found |= {"exposed_comm_s": plan.prediction.exposed_comm_s}
-        return {**found, "loops": loops}
+            attributes |= {"topology": plan.topology, "mesh": mesh_words(plan.mesh)}
+            attributes |= {"step_time_s": plan.prediction.step_time_s, "compute_s": plan.prediction.compute_s}
+            attributes |= {"exposed_comm_s": plan.prediction.exposed_comm_s}
+        return {**attributes, "loops": loops}
 
     def at_nodes(self, places: dict[Place, float]) -> dict[str, float]:
-        found: dict[str, float] = {}
+        """Return the seconds by node from the seconds by op and by tensor."""
+        seconds_of: dict[str, float] = {}
         for (what, number), seconds in places.items():
             node = f"op{number}" if what == "op" else self.maker[number]
-            found[node] = found.get(node, 0.0) + seconds
-        return found
+            seconds_of[node] = seconds_of.get(node, 0.0) + seconds
+        return seconds_of
 
     def add_nodes(self) -> None:
+        """Add the nodes of arguments, loops, ops and results, in program order."""
         graph = self.graph
         for number, (argument, tensor) in enumerate(zip(self.program.arguments, graph.arguments, strict=True)):
             self.add(f"argument{number}", "argument", -1, (tensor,), name=argument.name, role=str(argument.role))
@@ -165,7 +192,7 @@ class _Maker:
         closed = {loop.stop: [] for loop in graph.loops}
         for loop in graph.loops:
             opened[loop.start].append(loop)
-            closed[loop.stop].insert(0, loop)  # inner ones end first
+            closed[loop.stop].insert(0, loop)  # inner loops end first
         for moment in range(len(graph.ops) + 1):
             for loop in closed.get(moment, ()):
                 for k, carry in enumerate(loop.carries):
@@ -179,6 +206,7 @@ class _Maker:
             self.add(f"result{number}", "result", -1, (tensor,), name=result.name)
 
     def add_op(self, op: Op) -> None:
+        """Add the node of an op."""
         trips, tensors = self.graph.trips(op.loop), self.graph.tensors
         self.add(
             f"op{op.id}",
@@ -194,9 +222,16 @@ class _Maker:
         )
 
     def add(self, node: str, kind: str, loop: int, results: Iterable[int], **said: Any) -> None:
+        """Add a node.
+
+        - `node`, `kind`: name of the node and its kind.
+        - `loop`: innermost loop or branch that contains the node; -1 for none.
+        - `results`: tensors that the node gives.
+        - `said`: attributes that replace the defaults.
+        """
         tensors = [self.graph.tensors[t] for t in results]
         block, branch = self.block(loop)
-        found = {
+        attributes = {
             "kind": kind,
             "name": tensors[0].name if tensors else "",
             "line": "",
@@ -213,14 +248,14 @@ class _Maker:
             "bytes_written": 0,
         } | said
         if self.priced is not None:
-            own = self.priced.prices.inside.get(int(node[2:]), ()) if found["op_class"] else ()
-            found["specs"] = [spec_text(self.spec(tensor), tensor.shape) for tensor in tensors]
-            found |= {name: seconds.get(node, 0.0) for name, seconds in self.seconds.items()}
-            found["collectives"] = [_collective(c) for c in own]
-        self.made.add_node(node, **found)
+            own = self.priced.prices.inside.get(int(node[2:]), ()) if attributes["op_class"] else ()
+            attributes["specs"] = [spec_text(self.spec(tensor), tensor.shape) for tensor in tensors]
+            attributes |= {name: seconds.get(node, 0.0) for name, seconds in self.seconds.items()}
+            attributes["collectives"] = [_collective(c) for c in own]
+        self.made.add_node(node, **attributes)
 
     def block(self, loop: int) -> tuple[int, int]:
-        """The innermost loop, and the innermost branch of a conditional; -1 for none."""
+        """Return the innermost loop, and the innermost branch of a conditional; -1 for none."""
         block = branch = -1
         while loop >= 0 and (block < 0 or branch < 0):
             record = self.graph.loops[loop]
@@ -232,6 +267,7 @@ class _Maker:
         return block, branch
 
     def add_edges(self, next_trips: bool) -> None:
+        """Add the edges of operands, loops and results."""
         graph = self.graph
         for op in graph.ops:
             seen: set[int] = set()
@@ -252,10 +288,16 @@ class _Maker:
     def connect(
         self, tensor: int, node: str, number: int, op: Op | None = None, first: bool = False, back: bool = False
     ) -> None:
-        """Adds the edge of a tensor that a node takes; `first`: what brings the tensor there is counted here."""
+        """Add the edge of a tensor that a node uses.
+
+        - `number`: number of the operand, the key of the edge.
+        - `op`: op of the node, if it is one.
+        - `first`: True if the collectives of the reshard count at this edge.
+        - `back`: True for an edge to the next trip of a loop.
+        """
         record = self.graph.tensors[tensor]
         groups = self.reading.groups
-        found: dict[str, Any] = {
+        attributes: dict[str, Any] = {
             "tensor": tensor,
             "name": record.name,
             "shape": list(record.shape),
@@ -272,31 +314,32 @@ class _Maker:
             plan, spec = self.priced.plan, self.spec(record)
             moved = self.priced.prices.moved.get((tensor, -1 if op is None else op.id), ()) if first else ()
             taken = None if op is None else _taken_as(self.priced, op, number)
-            found["spec"] = spec_text(spec, record.shape)
-            found["sharding"] = hlo_sharding(spec, plan.mesh, plan.device_order)
-            found["taken_as"] = "" if taken is None else spec_text(taken, record.shape)
+            attributes["spec"] = spec_text(spec, record.shape)
+            attributes["sharding"] = hlo_sharding(spec, plan.mesh, plan.device_order)
+            attributes["taken_as"] = "" if taken is None else spec_text(taken, record.shape)
             local = math.prod(spec.local_shape(record.shape, plan.mesh))
-            found["device_bytes"] = local * record.itemsize
-            found["collectives"] = [_collective(c) for c in moved]
-        self.made.add_edge(self.maker[tensor], node, number, **found)
+            attributes["device_bytes"] = local * record.itemsize
+            attributes["collectives"] = [_collective(c) for c in moved]
+        self.made.add_edge(self.maker[tensor], node, number, **attributes)
 
     def spec(self, tensor: Tensor) -> Spec:
+        """Return the planned spec of a tensor."""
         assert self.priced is not None
         return tensor_spec(self.priced.model, self.priced.choices, tensor.id)
 
 
 def _makers(graph: OpGraph) -> dict[int, str]:
-    """The node that each tensor comes from."""
-    found = {t: f"op{op.id}" for op in graph.ops for t in op.results}
-    found |= {tensor: f"argument{number}" for number, tensor in enumerate(graph.arguments)}
+    """Return the node that gives each tensor."""
+    nodes = {t: f"op{op.id}" for op in graph.ops for t in op.results}
+    nodes |= {tensor: f"argument{number}" for number, tensor in enumerate(graph.arguments)}
     for loop in graph.loops:
         for k, carry in enumerate(loop.carries):
-            found |= {carry.body: f"loop{loop.id}.in{k}", carry.result: f"loop{loop.id}.out{k}"}
-    return found
+            nodes |= {carry.body: f"loop{loop.id}.in{k}", carry.result: f"loop{loop.id}.out{k}"}
+    return nodes
 
 
 def _taken_as(priced: Priced, op: Op, operand: int) -> Spec | None:
-    """The spec in which the op's strategy takes an operand; None for ops that have no strategies of their own."""
+    """Return the spec in which the op's strategy consumes an operand; None for ops without strategies of their own."""
     model = priced.model
     number = model.op_node.get(op.id)
     if op.op_class is not OpClass.HEAVY or op.rule is None or number is None:
@@ -307,6 +350,7 @@ def _taken_as(priced: Priced, op: Op, operand: int) -> Spec | None:
 
 
 def _collective(collective: Collective) -> dict[str, Any]:
+    """Return a collective as a dict of figures of one step."""
     return {
         "kind": collective.kind,
         "axes": list(collective.axes),

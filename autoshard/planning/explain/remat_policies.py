@@ -1,4 +1,4 @@
-"""What a plan's layers compute again, for programs that are not autoshard's own: as a policy of jax's or torch's."""
+"""A plan's recomputation as a policy of jax or torch, for programs whose layers autoshard does not own."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -9,9 +9,10 @@ from autoshard.program import Policy, Remat, jax_policy, parse_remat, torch_cont
 
 
 def planned_remat(plan: Plan) -> Remat | None:
-    """What the layers of a plan's program compute again; None if the plan does not say, as of programs made in Python.
+    """Return the recomputation of the layers in a plan; None if the plan does not name it, as for programs made in
+    Python.
 
-    Raises `UserError` for a choice of a program's own that is called so and is no policy.
+    Raises `UserError` if the program's own choice `remat` is no policy.
     """
     options = plan.source.options if plan.source is not None else {}
     chosen = plan.recipe.chosen if plan.recipe is not None else {}
@@ -22,15 +23,17 @@ def planned_remat(plan: Plan) -> Remat | None:
 def remat_policy(
     plan: Plan, *, names: Mapping[str, str | Sequence[str]] | None = None, layer: int | None = None
 ) -> Callable[..., Any] | None:
-    """The policy for `jax.checkpoint(layer, policy=...)` with which a layer computes again what the plan chose.
+    """Return the policy for `jax.checkpoint(layer, policy=...)` with which a layer recomputes as the plan chose.
 
-    The layer marks its values by `jax.ad_checkpoint.checkpoint_name` with the names that the plan has for them
-    (`q_proj`, `context`, `input`), or with those that `names` gives for them, one or several: `{"q_proj": "query"}`. Of
-    a mixture such as `full:12+dots` it is the policy of one `layer`, counted from 0. None if nothing is computed again
-    (`none`), where the layer is best left without `jax.checkpoint`.
+    - `names`: the layer's names of values, one or several for each of the plan's: `{"q_proj": "query"}`.
+    - `layer`: number of the layer, from 0. A mixture such as `full:12+dots` needs it.
 
-    Raises `UserError` for a plan that says nothing of its layers, for a mixture without `layer`, and for `names` of
-    values that the plan does not name.
+    The layer marks its values by `jax.ad_checkpoint.checkpoint_name`. The names are the plan's (`q_proj`, `context`,
+    `input`) unless `names` gives others. Return None if nothing is recomputed (`none`): the layer is best left without
+    `jax.checkpoint`.
+
+    Raises `UserError` for a plan without a policy of its layers, for a mixture without `layer`, and for unknown values
+    in `names`.
     """
     policy, marks = _chosen(plan, names, layer)
     return jax_policy(policy, marks)
@@ -43,17 +46,22 @@ def torch_remat_policy(
     names: Mapping[str, str | Sequence[str]] | None = None,
     layer: int | None = None,
 ) -> Callable[[], Any] | None:
-    """The `context_fn` with which a layer in torch computes again what the plan chose.
+    """Return the `context_fn` with which a torch layer recomputes as the plan chose.
 
-    It is for `torch.utils.checkpoint.checkpoint(layer, ..., use_reentrant=False, context_fn=...)`. `module` is the
-    layer, or whatever holds the layers. Values that the plan keeps by name are the matmuls of the modules that are
-    called so (`q_proj`, `self_attn.q_proj`), or as `names` says, one or several: `{"q_proj": "wq"}`; `context` is what
-    fused attention gives (`scaled_dot_product_attention`, not its written-out form), and `input` is kept by every
-    checkpoint. `dots` keeps matmuls without batch dims. Of a mixture such as `full:12+dots` it is the policy of one
-    `layer`, counted from 0. None if nothing is computed again (`none`), where the layer is best left without a
-    checkpoint. Under `torch.compile` only policies of ops alone work (`full`, `dots`, `context`).
+    It is for `torch.utils.checkpoint.checkpoint(layer, ..., use_reentrant=False, context_fn=...)`.
 
-    Raises `UserError` as `remat_policy` does, and for values that `module` does not make or that go to the host.
+    - `module`: the layer, or a module that contains the layers.
+    - `names`: module names for the plan's values, one or several for each: `{"q_proj": "wq"}`.
+    - `layer`: number of the layer, from 0. A mixture such as `full:12+dots` needs it.
+
+    Values that the plan saves by name are the matmuls of the modules with that name (`q_proj`, `self_attn.q_proj`).
+    `context` is the result of fused attention (`scaled_dot_product_attention`, not its written-out form). Every
+    checkpoint saves `input`. `dots` saves matmuls without batch dims. Under `torch.compile` only policies of ops work
+    (`full`, `dots`, `context`). Return None if nothing is recomputed (`none`): the layer is best left without a
+    checkpoint.
+
+    Raises `UserError` as `remat_policy` does, and for values that `module` does not compute or that are offloaded to
+    the host.
     """
     policy, marks = _chosen(plan, names, layer)
     return torch_contexts(policy, module, marks)
@@ -62,22 +70,25 @@ def torch_remat_policy(
 def _chosen(
     plan: Plan, names: Mapping[str, str | Sequence[str]] | None, layer: int | None
 ) -> tuple[Policy, dict[str, tuple[str, ...]]]:
-    """A layer's policy, and what `names` gives for the values that the plan names."""
-    found = planned_remat(plan)
-    if found is None:
+    """Return the policy of a layer, and the layer's own names for the plan's values.
+
+    Raises `UserError` as `remat_policy` does.
+    """
+    remat = planned_remat(plan)
+    if remat is None:
         raise UserError(
             f"the plan of {plan.program_name} does not say what its layers compute again: plan `hf:CONFIG`, a torch "
             "module or a program with a choice `remat`."
         )
-    if layer is None and len(found.parts) > 1:
+    if layer is None and len(remat.parts) > 1:
         raise UserError(
-            f"the plan of {plan.program_name} has another policy for its first layers ({found}); ask for one by "
+            f"the plan of {plan.program_name} has another policy for its first layers ({remat}); ask for one by "
             "`layer=`."
         )
-    policy: Policy = found.of(layer or 0)
+    policy: Policy = remat.of(layer or 0)
     marks = {name: (own,) if isinstance(own, str) else tuple(own) for name, own in (names or {}).items()}
     unknown = next((name for name in marks if name not in policy.names), None)
-    if unknown is not None and unknown not in found.names:
-        values = ", ".join(found.names) or "none at all"
-        raise UserError(f"`names` has `{unknown}`, but the plan's policy ({found}) names {values}.")
+    if unknown is not None and unknown not in remat.names:
+        values = ", ".join(remat.names) or "none at all"
+        raise UserError(f"`names` has `{unknown}`, but the plan's policy ({remat}) names {values}.")
     return policy, marks

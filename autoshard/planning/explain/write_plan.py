@@ -1,4 +1,4 @@
-"""Choices written down as a plan: specs, predictions, words, warnings and source."""
+"""Choices written as a plan: specs, predictions, words, warnings and provenance."""
 
 import dataclasses
 import importlib.metadata
@@ -35,42 +35,42 @@ from autoshard.program import WEIGHTS, Program, Role
 
 
 TIGHT = 0.92
-"""Share of the memory limit from which on a plan is said to be tight."""
+"""Share of the memory limit from which a plan warns that memory is tight."""
 NOTICEABLE = 1e-3
-"""Share of the step from which on what tight memory adds is said."""
+"""Least share of the step from which a plan reports the seconds that tight memory adds."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Writer:
-    """Writes down plans of one program, each whole at once."""
+    """Writer of the plans of one program."""
 
     program: Program
     groups: Groups
     memory_limit: int
-    """Bytes of one device that the plans were to keep within."""
+    """Memory limit of one device in bytes, under which the plans were chosen."""
     seed: int
     compared: Sequence[str]
-    """Names of the baselines that were completed."""
+    """Names of the baselines that the solver completed."""
     said: Mapping[str, Any]
-    """What the provenance of every plan says besides."""
+    """Further entries in the provenance of every plan."""
     baselines: Mapping[str, Prediction] = dataclasses.field(default_factory=dict)
-    """The baselines that stand beside every plan."""
+    """Predictions of the baselines, stored in every plan."""
     notes: tuple[str, ...] = ()
-    """Warnings of every plan, after its own."""
+    """Warnings that every plan has after its own."""
 
     def write(self, each: Contender, meshes: tuple[MeshTried, ...] = ()) -> Plan:
-        """A choice as a plan, with what bounds it, beside the meshes that were tried for it."""
-        model, choices, true = each.model(), each.choices, each.outcome.step_time_s
+        """Return a choice as a plan, with its bounds and the meshes that were tried for it."""
+        model, choices, step_s = each.model(), each.choices, each.outcome.step_time_s
         program, graph = self.program, model.graph
-        unruled = find_unruled(model, choices, true)
+        unruled = find_unruled(model, choices, step_s)
         arguments = {
             a.name: tensor_spec(model, choices, t).of_rank(len(a.shape))
             for a, t in zip(program.arguments, graph.arguments, strict=True)
         }
         timeline = make_timeline(model, choices)
-        more = {"weightings": each.weightings, "bound_s": each.bound_s, **self.said}
+        origin = {"weightings": each.weightings, "bound_s": each.bound_s, **self.said}
         fraction = fraction_for(model.mesh.topology, each.outcome.peak_bytes)
-        more |= {} if fraction is None else {"memory_fraction": fraction}
+        origin |= {} if fraction is None else {"memory_fraction": fraction}
         return Plan(
             program_name=program.name,
             program_fingerprint=program.fingerprint,
@@ -87,11 +87,11 @@ class Writer:
             objective=int(each.solution.cost),
             lower_bound=int(each.solution.lower_bound),
             solver_gap=float(each.solution.gap),
-            plan_gap=max(0.0, 1.0 - each.bound_s / true) if true > 0 else 0.0,
+            plan_gap=max(0.0, 1.0 - each.bound_s / step_s) if step_s > 0 else 0.0,
             words=describe(model, self.groups, choices),
             axis_roles=axis_roles(model, self.groups, choices),
             warnings=(*self._warnings(model, each, unruled, arguments), *self.notes),
-            provenance=_provenance(model, self.seed, more),
+            provenance=_provenance(model, self.seed, origin),
             shapes={a.name: tuple(a.shape) for a in program.arguments},
             dtypes={a.name: a.dtype for a in program.arguments},
             roles={a.name: str(a.role) for a in program.arguments},
@@ -109,7 +109,7 @@ class Writer:
         )
 
     def _results(self, model: Model, choices: NDArray[np.int64], arguments: Mapping[str, Spec]) -> dict[str, Spec]:
-        """Specs of results: of the argument that a result becomes in the next step, else its own."""
+        """Return the specs of results: that of the argument that a result replaces in the next step, else its own."""
         program, specs = self.program, dict[str, Spec]()
         for r, tensor in zip(program.results, model.graph.results, strict=True):
             tied = program.arguments[r.argument] if r.argument is not None else None
@@ -119,6 +119,7 @@ class Writer:
     def _warnings(
         self, model: Model, each: Contender, unruled: tuple[Unruled, ...], arguments: Mapping[str, Spec]
     ) -> tuple[str, ...]:
+        """Return the warnings of a plan, each once."""
         program, graph, choices, outcome = self.program, model.graph, each.choices, each.outcome
         lines = [*program.notes, *_batch_warning(program, model.mesh), *unruled_lines(unruled)]
         lines.extend(alike_lines(model, self.groups, choices, outcome.step_time_s))
@@ -141,7 +142,7 @@ class Writer:
 
 
 class WhenAsked(Mapping[str, Plan]):
-    """Plans by name, each written when it is first asked for: most are never looked at."""
+    """Plans by name, each written on first access, since most are never read."""
 
     def __init__(self, makers: Mapping[str, Callable[[], Plan]]) -> None:
         self._makers, self._made = makers, dict[str, Plan]()
@@ -159,9 +160,9 @@ class WhenAsked(Mapping[str, Plan]):
 
 
 def _batch_warning(program: Program, mesh: Mesh) -> list[str]:
-    """Name a batch that no mesh axis divides: data loaders give it to every device.
+    """Return a sentence on a batch that no mesh axis divides, since data loaders would give it whole to every device.
 
-    State of a step that is no parameter counts too: a key-value cache is what serving one sequence splits.
+    State of a step that is no parameter counts too: serving one sequence splits its key-value cache.
     """
     batches = [a for a in program.arguments if a.role is Role.BATCH and max(a.shape, default=1) > 1]
     state = [a for a in program.arguments if a.role is Role.OTHER and a.result is not None]
@@ -176,14 +177,16 @@ def _batch_warning(program: Program, mesh: Mesh) -> list[str]:
 
 
 WORTH_DONATING = 0.01
-"""Least share of the memory of a device that is worth a warning."""
+"""Least share of a device's memory that is worth a warning."""
 
 
 def _memory_warning(model: Model, outcome: Outcome, memory_limit: int) -> list[str]:
+    """Return the warnings about tight memory and about the memory that JAX allocates."""
     return [*_tight(model, outcome, memory_limit), *_granted(model.mesh.topology, outcome.peak_bytes)]
 
 
 def _granted(topology: Topology, peak_bytes: float) -> list[str]:
+    """Return a sentence if the step needs more of a GPU's memory than JAX allocates by default."""
     fraction = fraction_for(topology, peak_bytes)
     if fraction is None:
         return []
@@ -195,7 +198,7 @@ def _granted(topology: Topology, peak_bytes: float) -> list[str]:
 
 
 def _undonated(model: Model, arguments: Mapping[str, Spec], memory_limit: int) -> list[str]:
-    """Return a sentence about state that is held beside the state that replaces it, if donating it saves much."""
+    """Return a sentence about state that is live together with its replacement, if donating it saves much memory."""
     sizes: dict[str, int] = {}
     for argument, tensor in zip(model.program.arguments, model.graph.arguments, strict=True):
         if argument.result is not None and not argument.donated:
@@ -210,7 +213,7 @@ def _undonated(model: Model, arguments: Mapping[str, Spec], memory_limit: int) -
 
 
 def _relaid(model: Model, arguments: Mapping[str, Spec], memory_limit: int) -> list[str]:
-    """Return a sentence about stacks that are copied into another layout, if the copies take much memory."""
+    """Return a sentence about stacks that the compiler copies into another layout, if the copies need much memory."""
     named = dict(zip(model.graph.arguments, model.program.arguments, strict=True))
     stacks = [(named[stack.source], stack) for stack in model.liveness.relaid if stack.source in named]
     sizes = {
@@ -230,6 +233,7 @@ def _relaid(model: Model, arguments: Mapping[str, Spec], memory_limit: int) -> l
 
 
 def _tight(model: Model, outcome: Outcome, memory_limit: int) -> list[str]:
+    """Return a sentence if memory is nearly full, with the seconds that this is expected to add."""
     peak, step, topology = format_bytes(outcome.peak_bytes), outcome.step_time_s, model.mesh.topology
     tight = tight_seconds(topology, outcome.peak_bytes, outcome.compute_s, outcome.hidden_s)
     if tight > NOTICEABLE * step:
@@ -243,36 +247,39 @@ def _tight(model: Model, outcome: Outcome, memory_limit: int) -> list[str]:
 
 
 _REMAT_LIMIT = "--xla_jf_rematerialization_percent_shared_memory_limit"
-"""libtpu's flag: from which share of a device's memory on it computes values again on its own, in percent."""
+"""Flag of libtpu: share of a device's memory, in percent, above which the compiler recomputes values on its own."""
 
 
 def _host_warning(model: Model, choices: NDArray[np.int64], outcome: Outcome) -> list[str]:
-    """Whether the TPU compiler will lack memory only by its count, which has arguments on the hosts in it."""
-    waiting = sum(argument_bytes_on_host(model, choices).values())
+    """Return a sentence if the TPU compiler will recompute values only because it counts arguments on the hosts as
+    device memory.
+    """
+    hosted = sum(argument_bytes_on_host(model, choices).values())
     usable = model.mesh.topology.usable_bytes
-    if not waiting or not model.mesh.topology.traits.compiles_ahead or outcome.peak_bytes + waiting <= usable:
+    if not hosted or not model.mesh.topology.traits.compiles_ahead or outcome.peak_bytes + hosted <= usable:
         return []
-    percent = 50 * math.ceil(2 * (outcome.peak_bytes + waiting) / usable)
+    percent = 50 * math.ceil(2 * (outcome.peak_bytes + hosted) / usable)
     return [
-        f"the compiler counts the {format_bytes(waiting)} of arguments on the hosts as memory of a device and would "
+        f"the compiler counts the {format_bytes(hosted)} of arguments on the hosts as memory of a device and would "
         f"compute values again for want of it: plan and run with `--xla-flags={_REMAT_LIMIT}={percent}`."
     ]
 
 
 def _on_host(model: Model) -> tuple[str, ...]:
-    """Names of arguments and results in the hosts' memory, in order."""
+    """Return the names of arguments and results in the hosts' memory, in order."""
     program, graph, away = model.program, model.graph, model.liveness.hosted
     ends = zip((*program.arguments, *program.results), (*graph.arguments, *graph.results), strict=True)
     return tuple(dict.fromkeys(each.name for each, tensor in ends if tensor in away))
 
 
 def cluster_state(model: Model, choices: NDArray[np.int64], tensor: int) -> States:
-    """The chosen state of a tensor's cluster, as one row."""
+    """Return the chosen state of a tensor's cluster, as one row."""
     node = model.cluster_node[model.structure.cluster_of[tensor]]
     return model.nodes[node].states[int(choices[node])][None, :]
 
 
 def _provenance(model: Model, seed: int, more: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the provenance of a plan: source, versions, topology, seed, calibration, sizes of the model and `more`."""
     versions = {}
     for package in ("autoshard", "jax", "jaxlib", "ortools", "numpy"):
         try:
@@ -294,8 +301,8 @@ def _provenance(model: Model, seed: int, more: Mapping[str, Any]) -> dict[str, A
         | dict(more)
         | ({"lifted_constraints": str(lifted)} if (lifted := model.program.lifted) else {})
         | ({"tokens": tokens} if (tokens := model.program.tokens) else {})
-        | ({"on_host": what} if (what := model.program.on_host) != "none" else {})
-        | ({"said_by_program": said} if (said := said_by_program(model.graph)) else {})
+        | ({"on_host": on_host} if (on_host := model.program.on_host) != "none" else {})
+        | ({"said_by_program": demands} if (demands := said_by_program(model.graph)) else {})
     )
 
 
@@ -328,7 +335,7 @@ def _activation_shares(model: Model, groups: Groups, choices: NDArray[np.int64])
 
 
 def describe(model: Model, groups: Groups, choices: NDArray[np.int64]) -> tuple[str, ...]:
-    """Sentences such as `batch over data`, `ffn and heads over model`, `parameters also over data`."""
+    """Return a plan in sentences such as `batch over data`, `ffn and heads over model`, `parameters also over data`."""
     roles = {t: a.role for t, a in zip(model.graph.arguments, model.program.arguments, strict=True)}
     activations = _activation_shares(model, groups, choices)
     parameters = shares_of(model, groups, choices, [t for t, r in roles.items() if r in WEIGHTS])
@@ -357,7 +364,7 @@ def describe(model: Model, groups: Groups, choices: NDArray[np.int64]) -> tuple[
 
 
 def _host_words(model: Model, choices: NDArray[np.int64]) -> list[str]:
-    """How much of a device's arguments waits in its host's memory; nothing where none does."""
+    """Return words on a device's arguments in its host's memory; nothing if there are none."""
     parts = defaultdict[str, int](int)
     for role, size in argument_bytes_on_host(model, choices).items():
         parts["optimizer state" if role is Role.OPTIMIZER_STATE else "arguments"] += size
@@ -365,12 +372,16 @@ def _host_words(model: Model, choices: NDArray[np.int64]) -> list[str]:
 
 
 def _extra_axes(model: Model, shares: dict[tuple[int, str], float], explained: set[tuple[int, str]]) -> tuple[str, ...]:
+    """Return the axes with a share above 0.3 along a dim group that `explained` does not have."""
     axes = {a for (g, a), share in shares.items() if share > 0.3 and (g, a) not in explained}
     return tuple(a for a in model.axis_names if a in axes)
 
 
 def _ranked(names: Sequence[str]) -> list[str]:
-    """Plain words; dims known only by a parameter's name are counted beside those, else at most three are named."""
+    """Return names of dim groups for a sentence, plain words first.
+
+    Dims with a parameter's name only are counted if there are plain words; otherwise at most three are named.
+    """
     plain = [n for n in names if not n.startswith("dim of ")]
     rest = [n for n in names if n.startswith("dim of ")]
     if plain and rest:
@@ -381,8 +392,10 @@ def _ranked(names: Sequence[str]) -> list[str]:
 
 
 def _over(axes: Sequence[str]) -> str:
+    """Return mesh axes as words."""
     return _join(axis_words(axes))
 
 
 def _join(words: Sequence[str]) -> str:
+    """Return words as an enumeration: `a, b and c`."""
     return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} and {words[-1]}"

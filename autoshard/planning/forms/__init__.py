@@ -1,1 +1,1 @@
-"""What an export can say of a plan, and the best plan within that."""
+"""Forms of an export: the parts of a plan that each form can express, and the best plan within them."""

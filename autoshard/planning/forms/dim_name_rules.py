@@ -1,4 +1,4 @@
-"""Specs by names of dims: mappings to mesh axes, and the choices that agree with them."""
+"""Specs by names of dims: mappings from names to mesh axes, and the choices that agree with them."""
 
 import dataclasses
 import itertools
@@ -23,24 +23,27 @@ from autoshard.program import Role
 
 
 Names = Mapping[str, tuple[str, ...]]
-"""Tensor -> the names of its dims."""
+"""Names of the dims of each tensor."""
 Axes = dict[str, tuple[str, ...]]
-"""Name of a dim -> the mesh axes that split it, major first."""
+"""Mesh axes that split each name of a dim, major first."""
 
 
 def named_axes(
     specs: Mapping[str, Spec], shapes: Mapping[str, tuple[int, ...]], names: Names, mesh: Mapping[str, int]
 ) -> Axes:
-    """The mapping that most elements of these tensors agree with, and that none of them forbids.
+    """Return the mapping that agrees with the most elements of these tensors, and that is valid for all of them.
 
-    It says which axes split the dims of each name; names of dims that stay whole are left out.
+    - `specs`, `shapes`, `names`: specs, shapes and dim names by tensor.
+    - `mesh`: sizes of the axes by name.
+
+    The mapping gives the axes of each name; names of whole dims are left out.
     """
     votes: dict[str, dict[tuple[str, ...], int]] = defaultdict(lambda: defaultdict(int))
     for tensor, spec in specs.items():
         for name, axes in zip(names[tensor], spec.dims, strict=True):
             votes[name][axes] += math.prod(shapes[tensor])
-    wanted = {name: max(said, key=lambda axes: (said[axes], len(axes))) for name, said in votes.items()}
-    weights = {name: sum(said.values()) for name, said in votes.items()}
+    wanted = {name: max(tally, key=lambda axes: (tally[axes], len(axes))) for name, tally in votes.items()}
+    weights = {name: sum(tally.values()) for name, tally in votes.items()}
     order = sorted((name for name in wanted if wanted[name]), key=lambda name: -weights[name])
     return agreed(order, wanted, {}, together(names[tensor] for tensor in specs), sizes_of(specs, shapes, names), mesh)
 
@@ -53,33 +56,39 @@ def agreed(
     sizes: Mapping[str, int],
     mesh: Mapping[str, int],
 ) -> Axes:
-    """What is settled, and in this order what is wanted for further names, as far as both can stand together.
+    """Return the settled mapping, extended by wanted axes of further names as far as they are compatible.
 
-    An axis splits one dim of a tensor at most, so two names that stand `beside` one another have none in common; and
-    the axes of a name divide its size.
+    An axis splits at most one dim of a tensor, so names that occur in one tensor have no axis in common.
+
+    - `order`: names to add, in this order.
+    - `wanted`: axes wanted for each name.
+    - `settled`: mapping that stays.
+    - `beside`: for each name the others that occur in one tensor with it.
+    - `sizes`: number that the axes of each name must divide.
+    - `mesh`: sizes of the axes by name.
     """
-    found: Axes = dict(settled)
+    mapping: Axes = dict(settled)
     for name in order:
-        taken = {axis for other in beside.get(name, ()) for axis in found.get(other, ())}
-        axes = tuple(axis for axis in wanted[name] if axis not in taken)
+        used = {axis for other in beside.get(name, ()) for axis in mapping.get(other, ())}
+        axes = tuple(axis for axis in wanted[name] if axis not in used)
         while axes and sizes[name] % Spec((axes,)).shards(mesh):
             axes = axes[:-1]
-        if axes and name not in found:
-            found[name] = axes
-    return found
+        if axes and name not in mapping:
+            mapping[name] = axes
+    return mapping
 
 
 def together(rows: Iterable[Sequence[str]]) -> dict[str, set[str]]:
-    """For every name the others that stand in one row with it."""
-    beside: dict[str, set[str]] = defaultdict(set)
+    """Return for every name the others that occur in one row with it."""
+    neighbours: dict[str, set[str]] = defaultdict(set)
     for row in rows:
         for name in row:
-            beside[name] |= {*row} - {name}
-    return beside
+            neighbours[name] |= {*row} - {name}
+    return neighbours
 
 
 def sizes_of(tensors: Iterable[str], shapes: Mapping[str, tuple[int, ...]], names: Names) -> dict[str, int]:
-    """What divides the size of a name wherever it stands."""
+    """Return the greatest common divisor of each name's sizes in all tensors."""
     sizes: dict[str, int] = defaultdict(int)
     for tensor in tensors:
         for name, size in zip(names[tensor], shapes[tensor], strict=True):
@@ -88,44 +97,45 @@ def sizes_of(tensors: Iterable[str], shapes: Mapping[str, tuple[int, ...]], name
 
 
 def by_names(axes: Mapping[str, tuple[str, ...]], names: Sequence[str]) -> Spec:
-    """The spec of a tensor with these names of dims."""
+    """Return the spec of a tensor with these names of dims."""
     return Spec(tuple(axes.get(name, ()) for name in names))
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Mappings:
-    """Name of a dim -> the mesh axes that split it, major first."""
+    """Mappings from names of dims to the mesh axes that split them, major first."""
 
     held: Axes
-    """The mapping of parameters and of the state that goes with them."""
+    """Mapping of parameters and of the optimizer state with the same names."""
     computed: Axes
-    """The mapping of inputs and of all that is computed."""
+    """Mapping of inputs and of all computed values."""
 
     def to_json(self) -> dict[str, Any]:
-        """What a plan's provenance keeps of them; `said_mappings` reads it."""
+        """Return the entry of a plan's provenance that `said_mappings` reads."""
         return {"held": _lists(self.held), "computed": _lists(self.computed)}
 
     @property
     def key(self) -> tuple[Any, ...]:
-        """Equal for equal mappings."""
+        """A key that is equal for equal mappings."""
         return tuple(sorted(self.held.items())), tuple(sorted(self.computed.items()))
 
 
 def said_mappings(plan: Plan) -> Mappings | None:
-    """Those that a plan was made with; None for one that was not planned within them."""
-    said = plan.provenance.get("haliax")
-    if said is None:
+    """Return the mappings within which a plan was made; None if it was not planned within mappings."""
+    recorded = plan.provenance.get("haliax")
+    if recorded is None:
         return None
-    both = ({name: tuple(axes) for name, axes in said[key].items()} for key in ("held", "computed"))
-    return Mappings(*both)
+    mappings = ({name: tuple(axes) for name, axes in recorded[key].items()} for key in ("held", "computed"))
+    return Mappings(*mappings)
 
 
 def _lists(axes: Axes) -> dict[str, list[str]]:
+    """Return a mapping with lists in place of tuples."""
     return {name: list(own) for name, own in axes.items()}
 
 
 class NamedDims:
-    """The names that a model's dims have, by dim group."""
+    """Names of a model's dims, by dim group."""
 
     def __init__(self, model: Model, groups: Groups) -> None:
         program, structure = model.program, model.structure
@@ -136,7 +146,7 @@ class NamedDims:
         self.of_group: dict[int, list[str]] = defaultdict(list)
         stored = {structure.cluster_of[result] for result, _ in structure.ties}
         self.inputs: set[int] = set()
-        """Groups of dims of inputs: what has one of these is computed for the examples, what has none are weights."""
+        """Dim groups of inputs. Values with one of these groups depend on the examples; values without are weights."""
         for argument, tensor in zip(program.arguments, model.graph.arguments, strict=True):
             own = tensor_groups(structure, groups.of_factor, tensor)
             if argument.role is Role.BATCH:
@@ -165,15 +175,17 @@ class NamedDims:
         self.propagation = Propagation(model, Rest.NAMES)
 
     def _names(self, tensor: int) -> list[list[str]]:
-        """The names of every dim of a tensor."""
+        """Return the names of every dim of a tensor."""
         own = tensor_groups(self.model.structure, self.groups.of_factor, tensor)
         return [[] if group is None else self.of_group.get(group, []) for group in own]
 
     def mappings(self, choices: NDArray[np.int64]) -> Mappings:
-        """What most of a choice agrees with: of parameters, of inputs, and of what is computed."""
+        """Return the mappings that agree with most of a choice: one of parameters, and one of inputs and computed
+        values.
+        """
         mesh, model = self.model.mesh.axes, self.model
         specs = {name: tensor_spec(model, choices, tensor) for name, tensor in self.tensors.items()}
-        held, inputs = (
+        parameters, inputs = (
             named_axes({name: specs[name] for name in self.of_role[role]}, self.shapes, self.names, mesh)
             for role in (Role.PARAMETER, Role.BATCH)
         )
@@ -183,10 +195,10 @@ class NamedDims:
             axes = tuple(axis for axis in model.axis_names if split.get((group, axis), 0.0) > 0.5)
             wanted |= {name: axes for name in names if len(axes) > len(wanted.get(name, ()))}
         order = sorted(wanted, key=lambda name: (-self.weights[name], name))
-        return Mappings(held, agreed(order, wanted, inputs, self.met[1][1], self.sizes, mesh))
+        return Mappings(parameters, agreed(order, wanted, inputs, self.met[1][1], self.sizes, mesh))
 
     def specs(self, mappings: Mappings) -> dict[str, Spec]:
-        """The specs of arguments under mappings."""
+        """Return the specs of arguments under mappings."""
         inputs = self.of_role[Role.BATCH]
         return {
             name: by_names(mappings.computed if name in inputs else mappings.held, self.names[name])
@@ -194,10 +206,13 @@ class NamedDims:
         }
 
     def choices(self, mappings: Mappings) -> NDArray[np.int64]:
-        """The alternative of every node under mappings: values by their names, ops as costs least between them."""
+        """Return the alternative of every node under mappings: values by their names, ops by the least cost between
+        them.
+        """
         return self.propagation.choices(self.specs(mappings), self._values(mappings))
 
     def _values(self, mappings: Mappings) -> Iterator[tuple[int, mlir.Dims]]:
+        """Yield the computed values with named dims, and the axes of their dims under mappings."""
         for tensor in self.values:
             own = tensor_groups(self.model.structure, self.groups.of_factor, tensor)
             names = self._names(tensor)
@@ -208,13 +223,13 @@ class NamedDims:
                 yield tensor, dims
 
     def changes(self, mappings: Mappings) -> Iterator[Mappings]:
-        """Mappings that differ in one name of one of the two."""
+        """Yield mappings that differ in one name of one of the two."""
         mesh = self.model.mesh.axes
-        some = [each for count in range(len(mesh) + 1) for each in itertools.permutations(mesh, count)]
+        axis_tuples = [each for count in range(len(mesh) + 1) for each in itertools.permutations(mesh, count)]
         for name in sorted(self.sizes, key=lambda name: (-self.weights[name], name)):
-            for axes, (which, beside) in itertools.product(some, self.met):
+            for axes, (which, neighbours) in itertools.product(axis_tuples, self.met):
                 old: Axes = getattr(mappings, which)
                 rest = {other: own for other, own in old.items() if other != name}
-                made = agreed([name], {name: axes}, rest, beside, self.sizes, mesh)
-                if made != old and (not axes or made.get(name) == axes):
-                    yield dataclasses.replace(mappings, **{which: made})
+                changed = agreed([name], {name: axes}, rest, neighbours, self.sizes, mesh)
+                if changed != old and (not axes or changed.get(name) == axes):
+                    yield dataclasses.replace(mappings, **{which: changed})

@@ -1,4 +1,4 @@
-"""What the forms that plans are exported to can hold: the specs of which arguments, and who decides the rest."""
+"""Forms to which plans are exported: the specs that each form can express, and the system that decides the rest."""
 
 import dataclasses
 import enum
@@ -11,20 +11,20 @@ from autoshard.program import Program
 
 
 class Rest(enum.StrEnum):
-    """Who decides what a form does not say."""
+    """The system that decides the specs that a form does not express."""
 
     PLAN = "plan"
-    """Nobody: the form holds the plan whole."""
+    """None: the form expresses the whole plan."""
     XLA = "xla"
-    """XLA's propagation, from the specs that are given."""
+    """XLA's propagation, from the given specs."""
     DTENSOR = "dtensor"
-    """DTensor, which splits one op after the other as its operands are."""
+    """DTensor, which splits one op after the other like its operands."""
     MAXTEXT = "maxtext"
     """MaxText, which splits by kind of dim."""
     NAMES = "names"
     """Haliax, which splits by the names of dims."""
     STAGES = "stages"
-    """The runtime, which runs a program for each stage; what a stage does on its own devices is not in the form."""
+    """The runtime of a program for each stage; the form has no specs within a stage."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -34,13 +34,13 @@ class Form:
     name: str
     rest: Rest
     state: bool = True
-    """Whether it has specs of the optimizer state; else state is split like its parameter."""
+    """True if the form has specs of the optimizer state; else state is split like its parameter."""
     layers: bool = True
-    """Whether a stack of layers is one tensor there."""
+    """True if a stack of layers is one tensor in the form."""
     ordered: bool = False
-    """Whether axes that split one dim must stand in the order of the mesh."""
+    """True if axes that split one dim must be in the order of the mesh."""
     single: bool = False
-    """Whether one axis at most splits a dim, and inputs are split by one axis for all, in their first dim."""
+    """True if at most one axis splits a dim, and the same axis splits the first dim of all inputs."""
 
 
 FORMS = {
@@ -66,14 +66,17 @@ FORMS = {
 
 
 def form_named(name: str) -> Form:
-    """The form of that name; `UserError` for another."""
+    """Return the form with a name; raise `UserError` for an unknown name."""
     if name not in FORMS:
         raise UserError(f"there is no export to {name!r}; choose from {', '.join(FORMS)}.")
     return FORMS[name]
 
 
 def check_names(form: Form, program_name: str, program: Program | None, problem: str = "") -> None:
-    """Raise `UserError` where a form goes by names of dims and the program gives none, or is not there (`problem`)."""
+    """Raise `UserError` if a form needs names of dims and the program gives none.
+
+    Without a program the error quotes `problem`, the reason for its absence.
+    """
     if form.rest is Rest.NAMES and program is None:
         raise UserError(f"the {form.name} form goes by the names that dims have in {program_name}: {problem}")
     if form.rest is Rest.NAMES and program is not None and not program.dims:
@@ -84,51 +87,55 @@ def check_names(form: Form, program_name: str, program: Program | None, problem:
 
 
 def in_mesh_order(spec: Spec, mesh: Mapping[str, int]) -> bool:
-    """Whether the axes that split one dim stand in the order of the mesh, in every dim."""
+    """Return True if the axes that split one dim are in the order of the mesh, for every dim."""
     axes = list(mesh)
     return all([axes.index(axis) for axis in dim] == sorted(axes.index(axis) for axis in dim) for dim in spec.dims)
 
 
 def dims_by_axis(spec: Spec, mesh: Mapping[str, int]) -> list[int | None] | None:
-    """For each mesh axis the dim that it splits, or None; None at all if DTensor cannot express the spec.
+    """Return for each mesh axis the dim that it splits, or None; None alone if DTensor cannot express the spec.
 
     DTensor splits a dim by several axes in the order of the mesh, major first.
     """
     if not in_mesh_order(spec, mesh):
         return None
-    where = {axis: dim for dim, names in enumerate(spec.dims) for axis in names}
-    return [where.get(axis) for axis in mesh]
+    dim_of = {axis: dim for dim, names in enumerate(spec.dims) for axis in names}
+    return [dim_of.get(axis) for axis in mesh]
 
 
 def layer_spec(plan: Plan, name: str) -> Spec:
-    """The spec of a parameter as a torch module has it: of one layer's where the plan stacks layers."""
+    """Return the spec of a parameter in a torch module: that of one layer if the plan stacks layers."""
     spec = plan.arguments[name]
     return Spec(spec.dims[1:]) if is_stacked(name) else spec
 
 
 def module_pattern(plan: Plan, name: str) -> str:
-    """A regular expression for the names that a torch module gives to a parameter of the plan, one for each layer."""
+    """Return a regular expression for a torch module's names of a parameter of the plan, one name for each layer."""
     return layer_pattern(name, (plan.shapes[name] or (0,))[0])
 
 
 def parameter_of(state: str, shapes: Mapping[str, tuple[int, ...]], roles: Mapping[str, str]) -> str | None:
-    """The parameter that an optimizer state belongs to: the longest name that the state's ends with, of its shape."""
+    """Return the parameter of an optimizer state: the longest name at the end of the state's, with the same shape.
+
+    Return None if there is none, or if several names match equally.
+    """
     parts = state.split(".")
     for start in range(1, len(parts)):
         name = ".".join(parts[start:])
         if roles.get(name) == "parameter" and shapes[name] == shapes[state]:
             return name
-    # JAX steps name both by where they stand: `params.up` and `opt_state.0.mu.up`.
-    fitting = [
+    # JAX steps name both by their paths: `params.up` and `opt_state.0.mu.up`.
+    candidates = [
         (len(_common_end(parts, name.split("."))), name)
         for name, role in roles.items()
         if role == "parameter" and shapes[name] == shapes[state]
     ]
-    length, name = max(fitting, key=lambda pair: pair[0], default=(0, None))
-    return name if length and sum(each == length for each, _ in fitting) == 1 else None
+    length, name = max(candidates, key=lambda pair: pair[0], default=(0, None))
+    return name if length and sum(each == length for each, _ in candidates) == 1 else None
 
 
 def _common_end(a: list[str], b: list[str]) -> list[str]:
+    """Return the common end of two lists."""
     count = 0
     while count < min(len(a), len(b)) and a[-1 - count] == b[-1 - count]:
         count += 1
@@ -136,7 +143,7 @@ def _common_end(a: list[str], b: list[str]) -> list[str]:
 
 
 def inputs_axis(specs: Mapping[str, Spec], roles: Mapping[str, str]) -> tuple[str, ...]:
-    """The axis, if any, that splits the first dim of the first input that is split there."""
+    """Return the axis that splits the first dim of the first split input; empty if none is split."""
     firsts = (spec.dims[0][:1] for name, spec in specs.items() if roles[name] == "batch" and spec.dims)
     return next((axes for axes in firsts if axes), ())
 
@@ -148,8 +155,12 @@ def held_specs(
     roles: Mapping[str, str],
     mesh: Mapping[str, int],
 ) -> dict[str, Spec | None]:
-    """What becomes of the specs of a plan's arguments in a form; None for what it leaves to others."""
-    held: dict[str, Spec | None] = {}
+    """Return the specs of a plan's arguments as a form expresses them; None for specs that the form leaves open.
+
+    - `specs`, `shapes`, `roles`: those of the arguments by name.
+    - `mesh`: sizes of the axes by name.
+    """
+    expressed: dict[str, Spec | None] = {}
     for name, spec in specs.items():
         if not form.layers and is_stacked(name) and roles[name] != "batch":
             spec = Spec(((), *spec.dims[1:]))
@@ -157,27 +168,27 @@ def held_specs(
             spec = Spec.replicated(len(spec.dims))
         if form.single:
             spec = Spec(tuple(axes[:1] for axes in spec.dims))
-        held[name] = spec
+        expressed[name] = spec
     if form.single:
         axis = inputs_axis(specs, roles)
         for name in specs:
             if roles[name] == "batch" and shapes[name]:
-                held[name] = Spec((axis, *((),) * (len(shapes[name]) - 1)))
+                expressed[name] = Spec((axis, *((),) * (len(shapes[name]) - 1)))
     if not form.state:
         for name, role in roles.items():
             if role == "optimizer_state":
                 parameter = parameter_of(name, shapes, roles)
-                held[name] = None if parameter is None else held[parameter]
-    return held
+                expressed[name] = None if parameter is None else expressed[parameter]
+    return expressed
 
 
 def splits_nothing(specs: Mapping[str, Spec | None], mesh: Mapping[str, int]) -> bool:
-    """Whether every device would hold all of these whole."""
+    """Return True if every device would store all tensors of these specs whole."""
     return all(spec is None or spec.shards(mesh) == 1 for spec in specs.values())
 
 
 def splits_in_plan(plan: Plan) -> int:
-    """How many arguments, results and values inside a plan splits."""
+    """Return the number of arguments, results and inner values that a plan splits."""
     named = [*plan.arguments.values(), *plan.results.values()]
     inner = [pin.spec for pin in plan.pins] + [s for region in plan.regions for s in region.results]
     inner += [spec for call in plan.calls for spec in (*call.operands, *call.results)]
@@ -188,18 +199,19 @@ def splits_in_plan(plan: Plan) -> int:
 
 
 USES = ("expert", "data", "fsdp", "tensor", "context")
-"""What MaxText can use an axis for."""
+"""Uses that MaxText has for an axis."""
 
 
 def maxtext_uses(plan: Plan) -> dict[str, str]:
-    """What each axis does, in MaxText's words: pipeline, expert, data, fsdp, tensor or context; read off a plan."""
+    """Return the use of each axis of a plan in MaxText's words: pipeline, expert, data, fsdp, tensor or context."""
     return {axis: _use(plan, axis) for axis in plan.mesh}
 
 
 def _use(plan: Plan, axis: str) -> str:
-    said = plan.origin.form_axes.get(axis)
-    if said in USES:
-        return said
+    """Return the use of one axis, from the plan's provenance or else from its specs and words."""
+    recorded = plan.origin.form_axes.get(axis)
+    if recorded in USES:
+        return recorded
     batch = [spec for name, spec in plan.arguments.items() if plan.roles[name] == "batch" and spec.dims]
     stored = [
         name for name in plan.arguments

@@ -1,7 +1,7 @@
-"""What becomes of a program when only specs of arguments are given, as choices of the alternatives that are priced.
+"""Completion of given argument specs to choices of the priced alternatives, as XLA or DTensor would complete them.
 
-XLA propagates them (Shardy's own passes do it here); DTensor goes forward from op to op. Either way that decides how
-values are held. An op is then computed as costs least between them, which is what both do.
+XLA propagates specs, for which Shardy's own passes are run. DTensor goes forward from op to op. Either method decides
+the specs of values. Each op is then computed in the cheapest way between these specs, as both systems do.
 """
 
 import dataclasses
@@ -28,16 +28,16 @@ Given = Mapping[str, Spec | None]
 
 @dataclasses.dataclass(frozen=True)
 class Propagation:
-    """Completes specs of arguments to choices on one model."""
+    """Completion of argument specs to choices on one model."""
 
     model: Model
     rest: Rest
-    """`XLA`, `DTENSOR` or `NAMES`."""
+    """System that completes the specs: `XLA`, `DTENSOR` or `NAMES`."""
     results: Mapping[str, Spec] = dataclasses.field(default_factory=dict)
-    """Specs of results that are given too; a result that replaces an argument has that one's in any case."""
+    """Specs of results that are given too. A result that replaces an argument always has the argument's spec."""
 
     def choices(self, given: Given, inner: Iterable[tuple[int, mlir.Dims]] = ()) -> NDArray[np.int64]:
-        """The alternative of every node; `inner` are specs of values inside of the program, by tensor."""
+        """Return the alternative of every node; `inner` are specs of values inside of the program, by tensor."""
         chosen = np.full(len(self.model.nodes), -1, dtype=np.int64)
         self._give(chosen, given)
         if self.rest is Rest.DTENSOR:
@@ -58,19 +58,22 @@ class Propagation:
             chosen[node] = self._cheapest(node, chosen)
         return chosen
 
-    # What is given
+    # Given specs
 
     def _give(self, chosen: NDArray[np.int64], given: Given) -> None:
+        """Choose the states of the arguments with given specs."""
         model = self.model
         for argument, tensor in zip(model.program.arguments, model.graph.arguments, strict=True):
             spec, cluster = given.get(argument.name), model.structure.cluster_of[tensor]
             if spec is not None and cluster >= 0:
                 node = model.cluster_node[cluster]
-                words = len(model.structure.dims_of[tensor]) - len(spec.dims)  # that a typed PRNG key is made of
+                words = len(model.structure.dims_of[tensor]) - len(spec.dims)  # dims of a typed PRNG key's words
                 chosen[node] = self._nearest(node, [(tensor, (*spec.dims, *((),) * words))])
 
     def _nearest(self, node: int, wanted: Sequence[tuple[int, mlir.Dims]]) -> int:
-        """The state of a cluster that most elements of its tensors agree with, given the axes of their dims."""
+        """Return the state of a cluster that agrees with the most elements of its tensors, given the axes of their
+        dims.
+        """
         model = self.model
         states = model.nodes[node].states
         score = np.zeros(len(states))
@@ -86,7 +89,7 @@ class Propagation:
     # XLA
 
     def _hear_xla(self, chosen: NDArray[np.int64], given: Given) -> None:
-        """How Shardy's propagation has every value held."""
+        """Choose the state of every value as Shardy's propagation does."""
         model, program = self.model, self.model.program
         arguments = [given.get(a.name) for a in program.arguments]
         results = [
@@ -96,18 +99,18 @@ class Propagation:
         for cluster in model.structure.clusters:
             node = model.cluster_node[cluster.id]
             if chosen[node] < 0:
-                held = [(tensor, model.graph.tensors[tensor]) for tensor in cluster.tensors]
+                tensors = [(tensor, model.graph.tensors[tensor]) for tensor in cluster.tensors]
                 wanted = [
                     (tensor, specs[record.value] or ((),) * len(record.shape))
-                    for tensor, record in held
+                    for tensor, record in tensors
                     if record.value in specs
                 ]
                 if wanted:
                     chosen[node] = self._nearest(node, wanted)
-        self._fill(chosen)  # the rest is of ops that Shardy's passes replace by others
+        self._fill(chosen)  # results of ops that Shardy's passes replace
 
     def _fill(self, chosen: NDArray[np.int64]) -> None:
-        """What is still open is split as what makes it leaves it."""
+        """Choose the states of open values as their producers leave them."""
         ahead = chosen.copy()
         self._go_forward(ahead)
         nodes = list(self.model.cluster_node)
@@ -116,27 +119,29 @@ class Propagation:
     # Names
 
     def _hear_names(self, chosen: NDArray[np.int64], inner: Iterable[tuple[int, mlir.Dims]]) -> None:
-        """Every value is held as is said of it."""
+        """Choose the state of every value with a given spec."""
         model = self.model
         wanted: dict[int, list[tuple[int, mlir.Dims]]] = defaultdict(list)
         for tensor, dims in inner:
             wanted[model.structure.cluster_of[tensor]].append((tensor, dims))
-        for cluster, said in wanted.items():
+        for cluster, specs in wanted.items():
             if cluster >= 0 and chosen[model.cluster_node[cluster]] < 0:
-                chosen[model.cluster_node[cluster]] = self._nearest(model.cluster_node[cluster], said)
+                chosen[model.cluster_node[cluster]] = self._nearest(model.cluster_node[cluster], specs)
         self._fill(chosen)
 
     @functools.cached_property
     def inlined(self) -> bytes:
-        """The module of the program, calls inlined."""
+        """The module of the program, with calls inlined."""
         return mlir.to_bytes(mlir.inline_calls(mlir.parse_module(self.model.program.module)))
 
     # DTensor
 
     def _go_forward(self, chosen: NDArray[np.int64]) -> None:
-        """From op to op: each takes the way that moves its operands least, and leaves its results split like that.
+        """Choose strategies and values op by op: each op moves its operands least and leaves its results split like
+        them.
 
-        Of ways that cost the same the first, which splits least. Sums are done where the result is held whole.
+        Among equal costs the first strategy wins, which splits least. Partial results are summed if the result is
+        planned whole.
         """
         model = self.model
         copies = self.copies_of
@@ -155,12 +160,17 @@ class Propagation:
             for number, tensor in enumerate(op.results):
                 cluster = model.structure.cluster_of[tensor]
                 if cluster >= 0 and chosen[model.cluster_node[cluster]] < 0:
-                    left = self._left(op, node, number, chosen)
-                    if left is not None:
-                        chosen[model.cluster_node[cluster]] = self._nearest(model.cluster_node[cluster], [left])
+                    result_axes = self._left(op, node, number, chosen)
+                    if result_axes is not None:
+                        chosen[model.cluster_node[cluster]] = self._nearest(model.cluster_node[cluster], [result_axes])
 
     def _left(self, op: Op, node: int | None, result: int, chosen: NDArray[np.int64]) -> tuple[int, mlir.Dims] | None:
-        """How an op leaves a result; None if nothing is known of what it takes."""
+        """Return the axes of an op's result as the op leaves it; None if no operand is chosen yet.
+
+        - `node`: node of the op's strategies; None for an op without.
+        - `result`: number of the result.
+        - `chosen`: alternative of every node, -1 if open.
+        """
         model, tensor = self.model, op.results[result]
         rank = len(model.graph.tensors[tensor].shape)
         if node is not None:
@@ -170,13 +180,13 @@ class Propagation:
             return None
         best: tuple[int, mlir.Dims] | None = None
         most = -1
-        for operand, taken in enumerate(op.operands):
-            cluster = model.structure.cluster_of[taken]
+        for operand, operand_tensor in enumerate(op.operands):
+            cluster = model.structure.cluster_of[operand_tensor]
             if cluster < 0 or chosen[model.cluster_node[cluster]] < 0:
                 continue
             state = model.nodes[model.cluster_node[cluster]].states[int(chosen[model.cluster_node[cluster]])]
             dims: list[tuple[str, ...]] = [()] * rank
-            for dim, own in enumerate(model.structure.dims_of[taken]):
+            for dim, own in enumerate(model.structure.dims_of[operand_tensor]):
                 axes = np.flatnonzero(state == own) if own >= 0 else []
                 major = next((f for f in op.rule.operands[operand][dim] if op.rule.sizes[f] > 1), None)
                 for out, factors in enumerate(op.rule.results[result]):
@@ -188,16 +198,19 @@ class Propagation:
         return best
 
     def _names(self, axes: Sequence[int] | NDArray[np.int64]) -> list[str]:
+        """Return the names of mesh axes."""
         return [self.model.axis_names[int(a)] for a in axes]
 
-    # Prices between what is held
+    # Prices between chosen states
 
     @functools.cached_property
     def copies(self) -> list[int]:
+        """The nodes of copies of tensors in another spec."""
         return sorted(self.model.copy_nodes.values())
 
     @property
     def copies_of(self) -> Mapping[tuple[int, int], int]:
+        """The node of each copy, by tensor and loop."""
         return self.model.copy_nodes
 
     @functools.cached_property
@@ -210,7 +223,7 @@ class Propagation:
         return into, out
 
     def _runs_alone(self, op_id: int) -> NDArray[np.bool_]:
-        """The strategies of an op that need nothing of a plan but specs: no region in space, no call on shards."""
+        """Return True for the strategies of an op that need specs only: no region in space, no call on shards."""
         op, states = self.model.graph.ops[op_id], self.model.nodes[self.model.op_node[op_id]].states
         if op.opaque is not None and op.opaque.on_shards:
             return (states == WHOLE).all(axis=1)
@@ -225,7 +238,13 @@ class Propagation:
         work: bool = True,
         allowed: NDArray[np.bool_] | None = None,
     ) -> int:
-        """The alternative of a node that takes the least seconds with its neighbours as they are chosen."""
+        """Return the alternative of a node with the least seconds, given its neighbours' alternatives.
+
+        - `chosen`: alternative of every node, -1 if open.
+        - `into`, `out`: True to count reshards into the node and out of it.
+        - `work`: True to count the node's own time.
+        - `allowed`: True for each alternative that may be chosen; None for all.
+        """
         record = self.model.nodes[node]
         seconds = np.zeros(len(record.states))
         if work:
@@ -247,7 +266,9 @@ class Propagation:
 
 
 def _seconds(reshard: Reshard) -> NDArray[np.float64]:
-    """Seconds of a reshard in one step for every pair of distinct states; infinite where there is no way."""
+    """Return the seconds of a reshard in one step for every pair of distinct states; infinite for an impossible
+    pair.
+    """
     total: NDArray[np.float64] = np.zeros((int(reshard.rows.max()) + 1, int(reshard.columns.max()) + 1))
     for cost in reshard.costs.values():
         total = total + cost * reshard.trips
@@ -255,7 +276,7 @@ def _seconds(reshard: Reshard) -> NDArray[np.float64]:
 
 
 def needs_pins(model: Model, choices: NDArray[np.int64]) -> bool:
-    """Whether a choice splits an op in space, or a call, which takes more than specs."""
+    """Return True if a choice splits an op in space or runs a call on shards, which specs alone cannot express."""
     for op_id, node in model.op_node.items():
         op, state = model.graph.ops[op_id], model.nodes[node].states[int(choices[node])][None, :]
         if op.halos and split_in_space(op, state)[0]:

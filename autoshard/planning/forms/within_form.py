@@ -1,4 +1,4 @@
-"""Planning within what a form of an export can hold, and pricing what one holds of a plan."""
+"""Planning within the specs that an export form can express, and prices of a plan's part that the form expresses."""
 
 import dataclasses
 import itertools
@@ -34,21 +34,23 @@ from autoshard.solver import processor_seconds
 
 
 TRIES = 200
-"""Sets of specs that are priced for one plan as ops go forward: work, not time, so that plans can be made again."""
+"""Most sets of specs that are priced for one plan with DTensor's propagation. The limit counts work, not time, so that
+the same input gives the same plan.
+"""
 HEARD = 60
-"""The same of sets that XLA's propagation, which takes longer, is asked about."""
+"""Most sets of specs that are completed by XLA's propagation, which takes longer."""
 AHEAD = 12
-"""Of these, the best that went forward."""
+"""Number of best sets from DTensor's propagation that XLA's propagation then completes."""
 NAMED = 400
-"""The same of mappings of names."""
+"""Most mappings of names that are priced for one plan."""
 MAXTEXT_USES = ("data", "fsdp", "tensor")
-"""What MaxText's settings can make of an axis and is priced here."""
+"""Uses of an axis in MaxText's settings that can be priced."""
 SOLVE_S = 20.0
-"""Limit for completing one of MaxText's shardings."""
+"""Time limit, in processor seconds, to complete one of MaxText's shardings."""
 
 
 def price_form(plan: Plan, program: Program, form: Form) -> Prediction | None:
-    """What a step takes where only what the form holds of a plan is applied; None if that cannot be told.
+    """Price the step if only the form's part of a plan is applied; None if the form cannot be priced.
 
     Raises `UserError` for a program that is not the plan's, and for a plan that cannot be priced again.
     """
@@ -59,18 +61,18 @@ def price_form(plan: Plan, program: Program, form: Form) -> Prediction | None:
     reading = read_program(program, Topology.parse(plan.topology).backend)
     model, choices = price_again(plan, program, reading)
     if form.rest is Rest.MAXTEXT:
-        found = _maxtext(model, reading.groups, maxtext_uses(plan), plan.memory_limit_bytes, None, 0)
-        return None if found is None else predict(model, found.outcome, plan.memory_limit_bytes)
+        candidate = _maxtext(model, reading.groups, maxtext_uses(plan), plan.memory_limit_bytes, None, 0)
+        return None if candidate is None else predict(model, candidate.outcome, plan.memory_limit_bytes)
     if form.rest is Rest.NAMES:
         named = NamedDims(model, reading.groups)
         return predict(model, evaluate(model, named.choices(named.mappings(choices))), plan.memory_limit_bytes)
     given = held_specs(form, plan.arguments, plan.shapes, plan.roles, plan.mesh)
-    made = Propagation(model, form.rest, plan.results if form.state else {}).choices(given)
-    return predict(model, evaluate(model, made), plan.memory_limit_bytes)
+    completed = Propagation(model, form.rest, plan.results if form.state else {}).choices(given)
+    return predict(model, evaluate(model, completed), plan.memory_limit_bytes)
 
 
 def by_name(plan: Plan, program: Program) -> tuple[Mappings, dict[str, Spec]]:
-    """What a plan comes to by the names of dims, and the specs of arguments that have them under that.
+    """Return a plan as mappings of dim names, and the specs of named arguments under these mappings.
 
     Raises `UserError` as `price_form` does.
     """
@@ -83,11 +85,11 @@ def by_name(plan: Plan, program: Program) -> tuple[Mappings, dict[str, Spec]]:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class BestWithin:
-    """The best choice that a form can hold."""
+    """The best choice that a form can express."""
 
     best: Candidate
     said: Mapping[str, Any]
-    """What the plan's provenance says of it."""
+    """Entries for the provenance of the plan."""
 
 
 def plan_within(
@@ -99,17 +101,23 @@ def plan_within(
     limits: Limits,
     progress: Callable[[str], None],
 ) -> BestWithin:
-    """The best choice within the memory limit, of those that the form can hold, that keeps what is `required`.
+    """Return the best choice that fits, satisfies the constraints and that the form can express.
 
-    It is looked for from what an unlimited search has `found`. Raises `InfeasibleError` if none fits.
+    - `model`, `groups`: the priced program and its dim groups.
+    - `found`: result of the search without the form, from which this search starts.
+    - `required`: the user's constraints.
+    - `limits`: limits of memory and time.
+    - `progress`: receives lines of progress.
+
+    Raises `InfeasibleError` if no choice fits.
     """
     if form.rest is Rest.MAXTEXT:
-        best, said = _best_maxtext(model, groups, required, limits.memory_bytes, limits.seed)
+        best, origin = _best_maxtext(model, groups, required, limits.memory_bytes, limits.seed)
     elif form.rest is Rest.NAMES:
-        best, said = _best_names(model, groups, found, required, limits)
+        best, origin = _best_names(model, groups, found, required, limits)
     else:
         search = _FormSearch(form, model, groups, required, limits, progress)
-        best, said = search.run(found), {}
+        best, origin = search.run(found), {}
     if best is None or not best.fits:
         least = "" if best is None else f": the least found is {format_bytes(best.outcome.peak_bytes)}"
         limit = format_bytes(limits.memory_bytes)
@@ -117,11 +125,14 @@ def plan_within(
             f"no plan that the {form.name} form can hold fits into {limit} per device{least}; "
             "more devices or a smaller batch would help, or a plan without `--for` (in Python `form`)."
         )
-    return BestWithin(best, {"for": form.name, **said})
+    return BestWithin(best, {"for": form.name, **origin})
 
 
 def held_plan(plan: Plan, form: Form, free_s: float) -> Plan:
-    """A plan within a form: nothing in it that the form cannot hold. `free_s` is the step time of one without limit."""
+    """Return a plan without pins, regions and calls, which the form cannot express.
+
+    `free_s` is the step time in seconds without the form; the warning names it if the plan is slower.
+    """
     from autoshard.base.units import format_seconds
 
     line = f"planned within what the {form.name} form can hold: nothing inside the step is pinned"
@@ -131,6 +142,7 @@ def held_plan(plan: Plan, form: Form, free_s: float) -> Plan:
 
 
 def _rank(candidate: Candidate) -> tuple[bool, float, int]:
+    """Return the sort key of a candidate: those that fit by time, others by peak."""
     peak = candidate.outcome.peak_bytes
     return not candidate.fits, round(candidate.expected_s, 12) if candidate.fits else float(peak), peak
 
@@ -146,7 +158,13 @@ def _maxtext(
     limit: int | None,
     seed: int,
 ) -> Candidate | None:
-    """MaxText's sharding with these uses of the axes; None for uses or sizes that cannot be told."""
+    """Return MaxText's sharding with these uses of the axes; None for uses or sizes that cannot be priced.
+
+    - `uses`: use of each axis by its name.
+    - `memory_limit`: bytes for the verdict.
+    - `limit`: bytes for the solver; None for no limit.
+    - `seed`: seed of the solver.
+    """
     if not set(uses.values()) <= set(MAXTEXT_USES):
         return None
     axes = {use: [k for k, axis in enumerate(model.axis_names) if uses[axis] == use] for use in MAXTEXT_USES}
@@ -169,15 +187,19 @@ def _maxtext(
 def _best_maxtext(
     model: Model, groups: Groups, required: Required, memory_limit: int, seed: int
 ) -> tuple[Candidate | None, dict[str, Any]]:
-    """Of all uses of the axes."""
+    """Return the best of all uses of the axes, with its entry for the provenance."""
     best: Candidate | None = None
-    said: dict[str, Any] = {}
+    origin: dict[str, Any] = {}
     for uses in itertools.product(MAXTEXT_USES, repeat=len(model.axis_names)):
         named = dict(zip(model.axis_names, uses, strict=True))
-        made = _maxtext(model, groups, named, memory_limit, memory_limit, seed)
-        if made is not None and required.holds(made.choices) and (best is None or _rank(made) < _rank(best)):
-            best, said = made, {"maxtext": named}
-    return best, said
+        candidate = _maxtext(model, groups, named, memory_limit, memory_limit, seed)
+        if (
+            candidate is not None
+            and required.holds(candidate.choices)
+            and (best is None or _rank(candidate) < _rank(best))
+        ):
+            best, origin = candidate, {"maxtext": named}
+    return best, origin
 
 
 # Haliax
@@ -186,12 +208,16 @@ def _best_maxtext(
 def _best_names(
     model: Model, groups: Groups, found: Found, required: Required, limits: Limits
 ) -> tuple[Candidate | None, dict[str, Any]]:
-    """From the mappings that known choices agree with to the next better ones, one name of one mapping at a time."""
+    """Return the best mappings of names, with their entry for the provenance.
+
+    The search starts from the mappings closest to known choices, and changes one name of one mapping at a time.
+    """
     named, until = NamedDims(model, groups), processor_seconds() + limits.seconds
     tried: dict[Any, Candidate | None] = {}
     best: tuple[Candidate, Mappings] | None = None
 
     def take(mappings: Mappings) -> None:
+        """Price mappings; store them if they are the best so far."""
         nonlocal best
         if mappings.key in tried or len(tried) >= NAMED or processor_seconds() > until:
             return
@@ -200,7 +226,7 @@ def _best_names(
         if not needs_pins(model, choices) and required.holds(choices):
             try:
                 made = judged(model, "haliax", choices, evaluate(model, choices), limits.memory_bytes)
-            except ValueError:  # two alternatives that exclude one another
+            except ValueError:  # two alternatives exclude each other
                 made = None
         tried[mappings.key] = made
         if made is not None and (best is None or _rank(made) < _rank(best[0])):
@@ -221,7 +247,9 @@ def _best_names(
 
 
 class _FormSearch:
-    """From specs that are known to the next better ones: one argument and its like, or one dim group, at a time."""
+    """Local search over specs of arguments: it changes one argument with those of a similar name, or one dim group, at
+    a time.
+    """
 
     def __init__(
         self,
@@ -250,6 +278,7 @@ class _FormSearch:
         self.best: Candidate | None = None
 
     def run(self, found: Found) -> Candidate | None:
+        """Return the best candidate; `found` gives the starts."""
         starts = [self.specs(start.choices) for start in (found.best, *found.seen, *found.baselines.values())]
         starts.append({name: Spec.replicated(len(self.shapes[name])) for name in self.tensors})
         for specs in starts:
@@ -261,18 +290,18 @@ class _FormSearch:
         return self.best
 
     def ahead(self, starts: Iterable[Mapping[str, Spec]]) -> list[dict[str, Spec]]:
-        """The best specs if ops went forward one by one, which is told sooner than what XLA makes of them."""
+        """Return the best specs under DTensor's propagation, which is faster than XLA's."""
         quick = dataclasses.replace(self.form, rest=Rest.DTENSOR)
         half = dataclasses.replace(self.limits, seconds=(self.until - processor_seconds()) / 2)
-        other = _FormSearch(quick, self.model, self.groups, self.required, half, self.progress)
+        search = _FormSearch(quick, self.model, self.groups, self.required, half, self.progress)
         for specs in starts:
-            other.take(specs)
-        other.climb()
-        made = sorted((each for each in other.tried.values() if each is not None), key=_rank)
-        return [self.specs(each.choices) for each in made[:AHEAD]]
+            search.take(specs)
+        search.climb()
+        candidates = sorted((each for each in search.tried.values() if each is not None), key=_rank)
+        return [self.specs(each.choices) for each in candidates[:AHEAD]]
 
     def climb(self) -> None:
-        """From the best so far, until no change is better."""
+        """Apply changes to the best specs until none improves them."""
         while self.best is not None and not self.spent:
             before = _rank(self.best)
             for change in (*self.by_group(), *self.by_slot()):
@@ -283,36 +312,39 @@ class _FormSearch:
 
     @property
     def spent(self) -> bool:
+        """True once the search may try no more."""
         return len(self.tried) >= self.tries or processor_seconds() > self.until
 
     def specs(self, choices: NDArray[np.int64]) -> dict[str, Spec]:
+        """Return the specs of arguments under choices."""
         return {name: tensor_spec(self.model, choices, tensor) for name, tensor in self.tensors.items()}
 
     def take(self, specs: Mapping[str, Spec] | None) -> None:
-        """Keeps what comes of these specs if it is the best so far."""
+        """Price a set of specs; store it if it is the best so far."""
         if specs is None or self.spent:
             return
         given = held_specs(self.form, specs, self.shapes, self.roles, self.model.mesh.axes)
         key = tuple(given.items())
         if key not in self.tried:
-            self.tried[key] = made = self.made(given)
-            if made is not None and (self.best is None or _rank(made) < _rank(self.best)):
-                self.best = made
+            self.tried[key] = candidate = self.made(given)
+            if candidate is not None and (self.best is None or _rank(candidate) < _rank(self.best)):
+                self.best = candidate
 
     def made(self, given: Mapping[str, Spec | None]) -> Candidate | None:
+        """Return the candidate that the given specs complete to; None if it needs pins or breaks a constraint."""
         choices = self.propagation.choices(given)
         if needs_pins(self.model, choices) or not self.required.holds(choices):
             return None
         try:
             outcome = evaluate(self.model, choices)
-        except ValueError:  # two alternatives that exclude one another
+        except ValueError:  # two alternatives exclude each other
             return None
         return judged(self.model, self.form.name, choices, outcome, self.limits.memory_bytes)
 
-    # What may be changed
+    # Changes of the search
 
     def by_group(self) -> Iterator[Callable[[dict[str, Spec]], dict[str, Spec] | None]]:
-        """An axis over one dim group, or over nothing: wherever arguments have the group's dims."""
+        """Yield changes that put an axis over one dim group, or over none, in all arguments with the group's dims."""
         dims = {
             name: tensor_groups(self.model.structure, self.groups.of_factor, self.tensors[name]) for name in self.own
         }
@@ -320,6 +352,7 @@ class _FormSearch:
         for axis, group in itertools.product(self.model.axis_names, [None, *present]):
 
             def change(specs: dict[str, Spec], axis: str = axis, group: int | None = group) -> dict[str, Spec] | None:
+                """Return specs with the axis over the dim group."""
                 changed = dict(specs)
                 for name, own in dims.items():
                     if group is None or group in own:
@@ -330,7 +363,7 @@ class _FormSearch:
             yield change
 
     def moved(self, spec: Spec, name: str, axis: str, at: int | None) -> Spec:
-        """With an axis over dim `at` and no other, if its size allows it."""
+        """Return a spec with an axis over dim `at` only; the spec itself if the dim does not divide."""
         order = self.model.axis_names
         dims = [tuple(a for a in axes if a != axis) for axes in spec.dims]
         if at is not None:
@@ -340,7 +373,7 @@ class _FormSearch:
         return Spec(tuple(dims))
 
     def by_slot(self) -> Iterator[Callable[[dict[str, Spec]], dict[str, Spec] | None]]:
-        """Any other spec for an argument and those that are called alike, the largest first."""
+        """Yield changes to any other spec of an argument and of those with a similar name, the largest first."""
         slots: dict[tuple[str, tuple[int, ...]], list[str]] = {}
         for name in self.own:
             slots.setdefault((re.sub(r"\d+", "*", name), self.shapes[name]), []).append(name)
@@ -349,15 +382,17 @@ class _FormSearch:
                 yield lambda specs, names=names, spec=spec: {**specs, **dict.fromkeys(names, spec)}
 
     def size(self, names: Iterable[str]) -> int:
+        """Return the bytes of some arguments."""
         return sum(self.model.graph.tensors[self.tensors[name]].bytes for name in names)
 
     def alternatives(self, name: str) -> list[Spec]:
+        """Return all specs of an argument that the constraints allow."""
         model, tensor = self.model, self.tensors[name]
         node = model.cluster_node[model.structure.cluster_of[tensor]]
         trial = np.zeros(len(model.nodes), dtype=np.int64)
         allowed = self.required.allowed.get(node, np.ones(len(model.nodes[node].states), dtype=bool))
-        found = {}
+        specs = {}
         for row in np.flatnonzero(allowed):
             trial[node] = row
-            found[tensor_spec(model, trial, tensor)] = None
-        return list(found)
+            specs[tensor_spec(model, trial, tensor)] = None
+        return list(specs)

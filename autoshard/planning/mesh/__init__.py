@@ -1,1 +1,1 @@
-"""Many meshes: which are tried, in which order, and which is chosen."""
+"""The search over meshes: candidates, their order, and the choice of the best one."""

@@ -1,4 +1,4 @@
-"""One mesh of a search: priced, bounded, and solved where it may be the best."""
+"""One mesh of a search: priced, bounded, and solved if it may be the best."""
 
 import contextlib
 import dataclasses
@@ -28,15 +28,15 @@ from autoshard.solver import Solution
 
 
 MOST_PAIRS = 30_000_000
-"""Pairs of alternatives up to which a mesh is solved."""
+"""Most pairs of alternatives of a mesh that is solved."""
 SMALL_PAIRS = 3_000_000
-"""Pairs of alternatives up to which a mesh is priced in a second or less."""
+"""Most pairs of alternatives of a mesh that is priced in a second or less."""
 MOST_AHEAD = 6
-"""Meshes whose prices a process keeps until they are needed, with no more than so many pairs in all."""
+"""Most meshes whose prices a process stores until they are used. Their pairs together are at most `MOST_PAIRS`."""
 BOUNDS = 8
-"""Weights with which a mesh is bounded that most likely is not better."""
+"""Rounds of weights that bound a mesh which is most likely not better."""
 GOOD_ENOUGH = 3e-3
-"""Plan gap at which a mesh is solved well enough to be compared."""
+"""Plan gap at which a mesh is solved well enough for comparison."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -47,81 +47,88 @@ class MeshBest:
     choices: NDArray[np.int64]
     outcome: Outcome
     tight_s: float
-    """What nearly full memory is expected to add to its step."""
+    """Expected seconds that nearly full memory adds to its step."""
     solution: Solution
-    """The answer for the weighting whose bound is `bound_s`."""
+    """Answer for the weighting whose bound is `bound_s`."""
     bound_s: float
     weightings: int
-    """Rounds of the search on it."""
+    """Number of rounds of the search on the mesh."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Rival:
-    """The best mesh so far, as far as others are held against it."""
+    """The incumbent: figures of the best mesh so far that another mesh must beat."""
 
     step_s: float
     axes: int
     weights: Weights
-    """The best on it, and a good start on others."""
+    """Best time weights on the incumbent mesh, used as a start on other meshes."""
 
     def beaten_by_s(self, axes: int) -> float:
-        """What a mesh of so many axes must take less than."""
+        """Return the seconds below which a mesh of this many axes beats the incumbent; more axes must gain
+        `LEAST_GAIN`.
+        """
         return self.step_s * (1 - LEAST_GAIN if axes > self.axes else 1.0)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Trial:
-    """What looking at one mesh came to."""
+    """The result of trying one mesh."""
 
     mesh: Mesh
     excluded: str = ""
-    """Why it was not looked at."""
+    """Reason for which the mesh was not tried; empty if it was."""
     refusal: UserError | None = None
-    """Why what is asked for cannot hold on it."""
+    """Error that explains why the user's constraints cannot hold on the mesh."""
     bound_s: float | None = None
     best: MeshBest | None = None
-    """The best plan found that fits."""
+    """Best plan found that fits."""
     excess: float = math.inf
-    """Bytes above the limit of the nearest choices, where none fit; of what no choice can go below, where none were
-    looked for."""
+    """Bytes above the memory limit of the nearest choices, where none fit. If no choices were searched, the figure is
+    that of a lower bound.
+    """
     weights: Weights | None = None
-    """The weights whose bound is the highest so far."""
+    """Time weights whose bound is the highest so far."""
     free_s: float = 0.0
-    """No plan on it takes less, whatever fits into memory."""
+    """Lower bound in seconds of all plans on the mesh, ignoring the memory limit."""
     model: Model | None = None
-    """It priced, and below what is required: of a mesh that beats its rival or has none."""
+    """Priced mesh. This field and `required` are set if the mesh beats its rival or has none."""
     required: Required | None = None
 
     @property
     def outcome(self) -> Outcome | None:
+        """The step and the memory of the best plan; None without a plan."""
         return None if self.best is None else self.best.outcome
 
     @property
     def tight_s(self) -> float:
-        """What nearly full memory is expected to add to the step of the best plan."""
+        """The expected seconds that nearly full memory adds to the best plan's step."""
         return 0.0 if self.best is None else self.best.tight_s
 
     @property
     def step_s(self) -> float:
-        """Of the best plan, with what nearly full memory is expected to add."""
+        """The seconds of the best plan's step, with the expected cost of nearly full memory; infinite without a
+        plan.
+        """
         return math.inf if self.best is None else self.best.outcome.step_time_s + self.best.tight_s
 
     def beats(self, rival: Rival | None) -> bool:
+        """Return True if the best plan on the mesh beats the rival."""
         if self.best is None:
             return False
         return rival is None or self.step_s < rival.beaten_by_s(len(self.mesh.sizes))
 
     def rival(self) -> Rival:
-        """It, to hold others against."""
+        """Return this trial as the incumbent for other meshes."""
         assert self.weights is not None
         return Rival(self.step_s, len(self.mesh.sizes), self.weights)
 
 
 class Trials:
-    """Tries meshes for one program. Pickled, it is the same without what it has priced."""
+    """Trials of meshes for one program. A pickled copy carries none of the prices."""
 
     def __init__(self, task: Task, time_limit: float, hopeless: bool = False) -> None:
-        """`hopeless`: most likely no mesh is better than the first rival, so that bounds are worth more work."""
+        """Create trials; with `hopeless`, spend more work on bounds since most likely no mesh beats the first rival."""
         self.task, self.time_limit, self.hopeless = task, time_limit, hopeless
         self._ahead: dict[Mesh, _Begun] = {}
         self._pairs: dict[Mesh, int] = {}
@@ -131,7 +138,7 @@ class Trials:
         return Trials, (self.task, self.time_limit, self.hopeless)
 
     def price_ahead(self, mesh: Mesh) -> None:
-        """What there is to be known of a mesh without others, if it is going to be tried here and can be kept."""
+        """Price a mesh before its rival is known, if the prices can be stored until the trial."""
         if mesh in self._ahead or unusable(self.task.reading, mesh):
             return
         if self.pairs(mesh) > MOST_PAIRS:
@@ -141,27 +148,26 @@ class Trials:
                 self._keep(self._priced(mesh))
 
     def forget(self) -> None:
-        """Lets go of what is kept."""
+        """Discard the stored prices."""
         self._ahead.clear()
 
     def bound(self, mesh: Mesh, rival: Rival | None) -> Trial | None:
-        """One mesh as `trial` has it, if that does not take solving it; None otherwise."""
+        """Return the trial of a mesh if bounds decide it; None if the mesh must be solved."""
         return self._looked_at(mesh, rival, keep=True)
 
     def bounded(self, mesh: Mesh) -> float:
-        """Seconds that no plan takes less than, of a mesh that was bounded and must be solved to know more."""
+        """Return the lower bound in seconds of a mesh that was bounded and must still be solved."""
         climb = self._ahead[mesh].climb
         return 0.0 if climb is None else climb.weighing.bound_s
 
     def trial(self, mesh: Mesh, rival: Rival | None, keep: bool, stop: threading.Event | None = None) -> Trial:
-        """One mesh against the best so far, no further than needed to know that it is not better.
+        """Try one mesh against the best so far, only until it is known not to be better.
 
-        With `keep` its prices are kept, as it may be held against another one soon. Raises `Stopped` after `stop` is
-        set.
+        With `keep` its prices stay stored, since another rival may follow. Raises `Stopped` after `stop` is set.
         """
-        found = self._looked_at(mesh, rival, keep)
-        if found is not None:
-            return found
+        decided = self._looked_at(mesh, rival, keep)
+        if decided is not None:
+            return decided
         begun = self._ahead.pop(mesh)
         climb, required = begun.climb, begun.required
         assert climb is not None
@@ -173,7 +179,10 @@ class Trials:
         return _tried(climb, required, rival)
 
     def _looked_at(self, mesh: Mesh, rival: Rival | None, keep: bool) -> Trial | None:
-        """What is known of a mesh without solving it; None if it must be, and then it is kept for that."""
+        """Return the trial of a mesh as far as no solving is needed; None if the mesh must be solved.
+
+        A mesh that must be solved is stored with its bound.
+        """
         excluded = unusable(self.task.reading, mesh)
         if excluded:
             return Trial(mesh, excluded, free_s=math.inf)
@@ -198,17 +207,17 @@ class Trials:
         return None if solve else _tried(climb, required, rival)
 
     def is_small(self, mesh: Mesh) -> bool:
-        """Whether a mesh can be used, and takes little work to price."""
+        """Return True if a mesh is usable and cheap to price."""
         return not unusable(self.task.reading, mesh) and self.pairs(mesh) <= SMALL_PAIRS
 
     def pairs(self, mesh: Mesh) -> int:
-        """Pairs of alternatives at both ends of all values that move, before any is priced."""
+        """Return the number of pairs of alternatives at both ends of all reshards, before any is priced."""
         if mesh not in self._pairs:
             self._pairs[mesh] = _pairs(self.task.reading, mesh, bool(self.task.stages))
         return self._pairs[mesh]
 
     def floor(self, mesh: Mesh) -> float:
-        """Seconds that no plan on the mesh can undercut, without prices."""
+        """Return a lower bound in seconds of all plans on the mesh, without prices."""
         if mesh not in self._floors:
             task = self.task
             self._floors[mesh] = least_seconds(
@@ -217,49 +226,59 @@ class Trials:
         return self._floors[mesh]
 
     def _priced(self, mesh: Mesh) -> "_Begun":
+        """Price a mesh and apply the user's constraints; raise `UserError` if they cannot hold."""
         check_regions(self.task.reading.graph, mesh)
         model = self.task.priced(mesh)
         return _Begun(model, self.task.required(model))
 
     def _keep(self, begun: "_Begun") -> None:
+        """Store the prices of a mesh; discard the oldest ones if there is no room."""
         mesh = begun.model.mesh
         self._ahead.pop(mesh, None)
         while not self._has_room(self.pairs(mesh)):
-            del self._ahead[next(iter(self._ahead))]  # the oldest
+            del self._ahead[next(iter(self._ahead))]  # the oldest mesh
         self._ahead[mesh] = begun
 
     def _has_room(self, pairs: int) -> bool:
-        kept = sum(self.pairs(mesh) for mesh in self._ahead)
-        return not kept or len(self._ahead) < MOST_AHEAD and kept + pairs <= MOST_PAIRS
+        """Return True if prices with this many pairs may be stored too."""
+        stored_pairs = sum(self.pairs(mesh) for mesh in self._ahead)
+        return not stored_pairs or len(self._ahead) < MOST_AHEAD and stored_pairs + pairs <= MOST_PAIRS
 
     def _unsolved(self, mesh: Mesh, beat_s: float) -> Trial:
-        """One mesh with more pairs than are solved here: what no plan on it can undercut may do to leave it out."""
+        """Return the trial of a mesh with too many pairs to solve.
+
+        Its lower bound may prune the mesh; otherwise the trial names the bound as all that is known.
+        """
         bound, pairs = self.floor(mesh), format_count(self.pairs(mesh))
         if bound >= beat_s:
             return Trial(mesh, bound_s=bound, free_s=bound)
-        why = f"not solved: {pairs} pairs of alternatives, and all that is known is that no plan on it "
-        why += f"takes less than {format_seconds(bound)}; give it with --mesh to solve it"
-        return Trial(mesh, why, bound_s=bound, free_s=bound)
+        reason = f"not solved: {pairs} pairs of alternatives, and all that is known is that no plan on it "
+        reason += f"takes less than {format_seconds(bound)}; give it with --mesh to solve it"
+        return Trial(mesh, reason, bound_s=bound, free_s=bound)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Begun:
-    """A mesh that is priced, and perhaps bounded."""
+    """A mesh that is priced, and bounded if `climb` is set."""
 
     model: Model
     required: Required
     rival: Rival | None = None
-    """The contender that the mesh was held against."""
+    """Incumbent against which the mesh was bounded."""
     climb: Climb | None = None
-    """The rounds so far, with the bound that they give; None if that is still to be found."""
+    """Search so far with its bound; None if the mesh is not bounded."""
 
 
 def _beaten_by_s(rival: Rival | None, mesh: Mesh) -> float:
+    """Return the seconds below which a mesh beats the rival; infinite without a rival."""
     return math.inf if rival is None else rival.beaten_by_s(len(mesh.sizes))
 
 
 def _bounded(model: Model, required: Required, rival: Rival | None, rounds: int) -> Climb:
-    """The beginning of a search, with a bound where there is a rival to be held against."""
+    """Return the beginning of a search, with a bound if there is a rival.
+
+    `rounds` is the number of weightings that may raise the bound.
+    """
     weights = normalise(even_weights(model)) if rival is None else carried_weights(model, rival.weights)
     climb = Climb(model, Weighing(weights), repeats=find_repeats(model))
     if rival is not None:
@@ -268,16 +287,16 @@ def _bounded(model: Model, required: Required, rival: Rival | None, rounds: int)
 
 
 def _tried(climb: Climb, required: Required, rival: Rival | None) -> Trial:
-    """What a search has come to; with the prices if they may be needed."""
+    """Return the trial of a search; it includes the prices if the mesh beats its rival or has none."""
     weighing, solved = climb.weighing, climb.certified
     best = None
     if climb.best is not None and solved is not None:
-        found = climb.best
+        candidate = climb.best
         best = MeshBest(
             climb.model.mesh,
-            found.choices,
-            found.outcome,
-            found.tight_s,
+            candidate.choices,
+            candidate.outcome,
+            candidate.tight_s,
             solved.solution,
             weighing.bound_s,
             climb.rounds,
@@ -295,7 +314,10 @@ def _tried(climb: Climb, required: Required, rival: Rival | None) -> Trial:
 
 
 def unusable(reading: Reading, mesh: Mesh) -> str:
-    """Why a mesh cannot serve the program at all; empty if it may, as any may that has nothing to split."""
+    """Return the reason for which no plan on a mesh can serve the program; empty if one may.
+
+    Every mesh may serve a program whose dims are all of size 1.
+    """
     sizes = [size for size in reading.groups.sizes.values() if size > 1]
     for name, count in mesh.axes.items():
         if count > 1 and sizes and not any(size % count == 0 for size in sizes):
@@ -304,38 +326,40 @@ def unusable(reading: Reading, mesh: Mesh) -> str:
 
 
 def _pairs(reading: Reading, mesh: Mesh, staged: bool = False) -> int:
-    """Pairs of alternatives at both ends of all values that move, before any is priced."""
+    """Return the number of pairs of alternatives at both ends of all reshards, before any is priced."""
     graph, structure = reading.graph, reading.structure
     axes, backend = list(mesh.sizes), mesh.topology.backend
     stages = stage_axis(reading, mesh) if staged else None
-    known: dict[object, int] = {}
+    counts: dict[object, int] = {}
 
     def cluster_states(number: int) -> int:
+        """Return the number of states of a cluster."""
         cluster = structure.clusters[number]
         key = (cluster.sizes, tuple(sorted(cluster.blocked)), None if stages is None else number)
-        if key not in known:
+        if key not in counts:
             states = enumerate_states(cluster.sizes, axes, cluster.blocked)
-            known[key] = len(states) if stages is None else int(stages.of_cluster(number, states).sum())
-        return known[key]
+            counts[key] = len(states) if stages is None else int(stages.of_cluster(number, states).sum())
+        return counts[key]
 
     def op_strategies(number: int) -> int:
+        """Return the number of strategies of a heavy op."""
         op = graph.ops[number]
         key = (op.kind, op.rule, op.opaque, op.halos, None if stages is None else number)
-        if key not in known:
+        if key not in counts:
             states = heavy_strategies(graph, op, axes, backend)
-            known[key] = len(states) if stages is None else int(stages.of_op(op, states).sum())
-        return known[key]
+            counts[key] = len(states) if stages is None else int(stages.of_op(op, states).sum())
+        return counts[key]
 
     total = 0
     heavy = set(structure.heavy)
     for edge in structure.edges:
-        here = cluster_states(structure.cluster_of[edge.tensor])
+        producer_states = cluster_states(structure.cluster_of[edge.tensor])
         if edge.op in heavy:
-            total += here * op_strategies(edge.op)
+            total += producer_states * op_strategies(edge.op)
         elif edge.op >= 0 and edge.result >= 0:
-            total += here * cluster_states(structure.cluster_of[graph.ops[edge.op].results[edge.result]])
+            total += producer_states * cluster_states(structure.cluster_of[graph.ops[edge.op].results[edge.result]])
     return total
 
 
 def _silent(line: str) -> None:
-    """The rounds on each mesh are too many to tell."""
+    """Ignore a progress line, since each mesh has too many rounds to report."""

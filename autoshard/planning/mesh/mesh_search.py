@@ -1,4 +1,4 @@
-"""The search over meshes: every candidate is bounded, and those that may be the best are solved in order."""
+"""The search over meshes: every candidate is bounded, and candidates that may be the best are solved in order."""
 
 import dataclasses
 import enum
@@ -23,63 +23,64 @@ from autoshard.planning.space.user_constraints import Required
 
 
 SCOUTED = 16
-"""Meshes from which on one of them is looked at ahead."""
+"""Least number of candidate meshes for which one mesh is solved ahead, as an incumbent for the others."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Chosen:
-    """The best mesh, priced, with the choices found on it; without choices if nothing fits on any mesh."""
+    """The best mesh with its prices and choices. `choices` is None if nothing fits on any mesh."""
 
     model: Model
     required: Required
     choices: NDArray[np.int64] | None
     tried: tuple[MeshTried, ...]
     others: tuple[MeshBest, ...]
-    """The best found on every other mesh."""
+    """Best choices found on each other mesh."""
     free_s: float
-    """On no other mesh does a plan take less, whatever fits into memory."""
+    """Lower bound in seconds of all plans on the other meshes, ignoring the memory limit."""
 
 
 class Beaten(Exception):
-    """No plan on any mesh is faster than what had to be beaten."""
+    """Exception that reports that no plan on any mesh beats the given incumbent."""
 
     def __init__(self, bound_s: float) -> None:
         super().__init__(f"no plan on any mesh takes less than {format_seconds(bound_s)}")
         self.bound_s = bound_s
-        """A step takes no less on any mesh where something fits."""
+        """Lower bound in seconds of a step on every mesh where a plan fits."""
 
 
 class MeshSearch:
-    """Looks for the best mesh of one topology for one program.
+    """Search for the best mesh of one topology for one program.
 
-    Every mesh is held against the best before it. A crew tries several at once, each against what is the best by then;
-    whatever turns out to have been held against another one is tried again, so that the answer is the same.
+    Every mesh is compared with the best mesh before it. A crew tries several meshes at once, each against the incumbent
+    of that moment. A mesh that was compared with the wrong incumbent is tried again, so the result does not depend on
+    the crew.
     """
 
     def __init__(self, trials: Trials, progress: Callable[[str], None], rival: Rival | None = None) -> None:
-        """`rival`: what a plan must beat to be of any use."""
+        """Create a search; `rival` is the incumbent that a plan must beat."""
         self.trials, self.progress, self.rival = trials, progress, rival
         self.done: list[Trial] = []
-        """Without prices."""
+        """Finished trials, without their prices."""
         self.refusals: list[UserError] = []
         self.best: Trial | None = None
         self.ceiling = rival
-        """What meshes are held against as long as there is no best one."""
+        """Incumbent that meshes must beat until one of them is the best."""
         self.nearest: Trial | None = None
-        """To fitting, where nothing fits."""
+        """Trial that exceeds the memory limit least, where nothing fits."""
 
     def run(self, topology: Topology, crew: Crew, meshes: Sequence[Mesh] | None = None) -> Chosen:
-        """The best of all candidates, or of some `meshes`.
+        """Return the best of all candidate meshes, or of the given `meshes`.
 
-        Raises `UserError` if what is asked for can hold on none of them, `Beaten` if none beats the rival that was
-        given, and `InfeasibleError` if there was one and nothing fits.
+        Raises `UserError` if the user's constraints can hold on no mesh. With a given rival, raises `Beaten` if no mesh
+        beats it and `InfeasibleError` if nothing fits.
         """
         crew.share("trials", self.trials)
         meshes = candidate_meshes(topology) if meshes is None else meshes
         self.ceiling = self.rival or self.scouted(meshes)
         crew.run(InOrder(self.trials, meshes, self.take, ahead=not crew.alone, first=self.ceiling))
         if self.best is None and self.rival is None and self.ceiling is not None:
-            self.done, self.ceiling = [], None  # what was found ahead was not found again
+            self.done, self.ceiling = [], None  # no plan beats the scouted one: search without it
             crew.run(InOrder(self.trials, meshes, self.take, ahead=not crew.alone))
         crew.drop("trials")
         self.trials.forget()
@@ -88,16 +89,16 @@ class MeshSearch:
         chosen = self.best or self.nearest
         if chosen is None or chosen.model is None or chosen.required is None:
             raise self.refused(topology)
-        known = None if chosen.best is None else chosen.best.choices
+        choices = None if chosen.best is None else chosen.best.choices
         others = tuple(each.best for each in self.done if each.best is not None and each.mesh != chosen.mesh)
         free_s = min((each.free_s for each in self.done if each.mesh != chosen.mesh), default=math.inf)
-        return Chosen(chosen.model, chosen.required, known, _records(self.done, chosen), others, free_s)
+        return Chosen(chosen.model, chosen.required, choices, _records(self.done, chosen), others, free_s)
 
     def scouted(self, meshes: Sequence[Mesh]) -> Rival | None:
-        """What one mesh shows that others can be held against from the beginning; None if it shows nothing.
+        """Return an incumbent from one mesh for all others; None if that mesh gives no plan.
 
-        It is the one on which ops take least with nothing moved between them, of those that take little work to price.
-        Others are held against what it comes to and a little more, so that a simpler mesh may still be preferred.
+        The mesh is the one with the least time of its ops without communication, among meshes that are cheap to price.
+        The incumbent's time is raised by twice `LEAST_GAIN`, so that a simpler mesh may still be preferred.
         """
         if len(meshes) < SCOUTED:
             return None
@@ -112,10 +113,13 @@ class MeshSearch:
         return dataclasses.replace(trial.rival(), step_s=(1 + 2 * LEAST_GAIN) * trial.step_s, axes=sys.maxsize)
 
     def take(self, trial: Trial) -> None:
-        """The next one, held against the best before it."""
+        """Accept the next trial and compare it with the best one so far.
+
+        Raises `UserError` if two meshes refuse the program for the same reason.
+        """
         if trial.refusal is not None:
             if any(str(trial.refusal) == str(other) for other in self.refusals):
-                raise trial.refusal  # it is not the mesh
+                raise trial.refusal  # the cause is not the mesh
             self.refusals.append(trial.refusal)
         self.done.append(dataclasses.replace(trial, model=None, required=None))
         rival = self.ceiling if self.best is None else self.best.rival()
@@ -127,17 +131,17 @@ class MeshSearch:
                 self.nearest = trial
 
     def beaten(self, topology: Topology) -> Exception:
-        """Why no mesh beats the rival that was given."""
+        """Return the exception that explains why no mesh beats the given rival."""
         assert self.rival is not None
-        held = [trial.bound_s for trial in self.done if trial.bound_s is not None and not _without_room(trial)]
-        if held:
-            return Beaten(min(held))
+        bounds = [trial.bound_s for trial in self.done if trial.bound_s is not None and not _without_room(trial)]
+        if bounds:
+            return Beaten(min(bounds))
         if len(self.refusals) == len(self.done):
             return self.refused(topology)
         return InfeasibleError("no plan fits on any mesh")
 
     def refused(self, topology: Topology) -> UserError:
-        """Why there is no mesh."""
+        """Return the error that explains why no mesh serves the program."""
         if self.refusals:
             return self.refusals[-1]
         sizes = sorted({size for size in self.trials.task.reading.groups.sizes.values() if size > 1})
@@ -151,12 +155,12 @@ class MeshSearch:
 
 
 def _without_room(trial: Trial) -> bool:
-    """Whether it was solved, or bounded, and nothing fits."""
+    """Return True if a mesh was solved or bounded and nothing fits on it."""
     return trial.best is None and trial.excess < math.inf
 
 
 def _so_far(trial: Trial, rival: Rival | None) -> str:
-    """A line of progress."""
+    """Return the progress text of a trial."""
     if trial.excluded:
         return trial.excluded
     if trial.outcome is not None:
@@ -165,7 +169,7 @@ def _so_far(trial: Trial, rival: Rival | None) -> str:
 
 
 def _without_plan(trial: Trial, best_s: float) -> str:
-    """Why a mesh has no plan."""
+    """Return the reason for which a mesh has no plan."""
     if trial.bound_s is None or trial.bound_s < best_s * (1 - LEAST_GAIN):
         return "no plan on it fits"
     if trial.bound_s < best_s:
@@ -174,9 +178,10 @@ def _without_plan(trial: Trial, best_s: float) -> str:
 
 
 def _records(trials: Sequence[Trial], chosen: Trial) -> tuple[MeshTried, ...]:
-    """All of them, the chosen one first, then by time."""
+    """Return the rows of all trials, the chosen one first and the others by time."""
 
     def verdict(trial: Trial) -> str:
+        """Return the verdict of a trial."""
         if trial.mesh == chosen.mesh:
             return "chosen"
         if trial.excluded:
@@ -184,6 +189,7 @@ def _records(trials: Sequence[Trial], chosen: Trial) -> tuple[MeshTried, ...]:
         return _without_plan(trial, chosen.step_s) if trial.outcome is None else _slower(trial, chosen)
 
     def place(trial: Trial) -> tuple[bool, float, float]:
+        """Return the sort key of a trial."""
         return trial.mesh != chosen.mesh, trial.step_s, trial.bound_s or math.inf
 
     return tuple(
@@ -199,14 +205,15 @@ def _records(trials: Sequence[Trial], chosen: Trial) -> tuple[MeshTried, ...]:
 
 
 def _slower(trial: Trial, chosen: Trial) -> str:
-    """In which part of the step a solved mesh loses."""
+    """Return the parts of the step in which a solved mesh is slower than the chosen one."""
     mine, theirs = trial.outcome, chosen.outcome
     assert mine is not None and theirs is not None
-    # The chosen one may take no time at all, in a program without ops.
-    more = trial.step_s / chosen.step_s - 1 if chosen.step_s else math.inf if trial.step_s else 0.0
-    if more < 0:
-        return f"saves {-more:.2%}, and a further axis must save {LEAST_GAIN:.1%}"
-    if more < 5e-4:
+    # The chosen step takes zero seconds in a program without ops.
+    excess = trial.step_s / chosen.step_s - 1 if chosen.step_s else math.inf if trial.step_s else 0.0
+    if excess < 0:
+        return f"saves {-excess:.2%}, and a further axis must save {LEAST_GAIN:.1%}"
+    # Smaller differences print as 0.0%.
+    if excess < 5e-4:
         return "as fast; the simpler, earlier one is taken"
     exposed = (mine.step_time_s - mine.compute_s, theirs.step_time_s - theirs.compute_s)
     parts = []
@@ -216,35 +223,35 @@ def _slower(trial: Trial, chosen: Trial) -> str:
     ):  # fmt: skip
         if own > other + 1e-3 * chosen.step_s:
             parts.append(f"{name} {format_seconds(own)} against {format_seconds(other)}")
-    return (f"{more:.1%} slower" if more < math.inf else "slower") + (f": {', '.join(parts)}" if parts else "")
+    return (f"{excess:.1%} slower" if excess < math.inf else "slower") + (f": {', '.join(parts)}" if parts else "")
 
 
 class _Step(enum.IntEnum):
-    """How far a job goes with a mesh, by what is done first."""
+    """Extent of a job on a mesh, in order of priority."""
 
     WHOLE = 0
-    """A trial whose rival is known."""
+    """Whole trial against a known rival."""
     BOUND = 1
-    """Prices and a bound, which may be all that a trial takes."""
+    """Prices and a bound, which may complete the trial."""
     PRICES = 2
-    """What does not depend on a rival, while none is known."""
+    """Prices only, which depend on no rival, while no rival is known."""
     GUESSED = 3
-    """A trial that takes solving, against a rival that is only guessed."""
+    """Trial that needs solving, against a guessed rival."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Key:
-    """The mesh of that number against what another one came to."""
+    """The number of a mesh and the key of the rival that it must beat."""
 
     number: int
     rival: "_Key | None"
 
 
 class InOrder:
-    """The work of trying every mesh against the best before it.
+    """Jobs that try every mesh against the best mesh before it.
 
-    Which mesh is the best before another is only known once all before it are done. Until then it is guessed that
-    those not done are not better; what was held against a wrong guess is done again.
+    The best mesh before another one is known only once all earlier meshes are done. Until then unfinished meshes are
+    guessed not to be better. A trial against a wrong guess is run again.
     """
 
     def __init__(
@@ -255,26 +262,35 @@ class InOrder:
         ahead: bool = True,
         first: Rival | None = None,
     ) -> None:
-        """`first` is what the first mesh is held against, if there is anything."""
+        """Create the jobs.
+
+        - `trials`: prices, bounds and solves a mesh.
+        - `meshes`: candidates in order.
+        - `accept`: receives every trial in order.
+        - `ahead`: True if meshes may be tried against guessed rivals.
+        - `first`: rival of the first mesh; None if there is none.
+        """
         self.first = first
         self.trials, self.meshes, self.accept, self.ahead = trials, meshes, accept, ahead
         self.next = 0
-        """Number of the mesh to be taken next."""
+        """Number of the mesh to accept next."""
         self.rival: _Key | None = None
-        """The best before it."""
+        """Key of the best mesh before `next`."""
         self.rivals: dict[_Key, Rival] = {}
         self.done: dict[_Key, Trial] = {}
         self.undecided: set[_Key] = set()
-        """Bounded, and to be solved."""
+        """Keys that are bounded and still have to be solved."""
         self.begun: set[tuple[_Key, _Step]] = set()
         self.priced_at: dict[int, int] = {}
-        """Mesh -> the seat that has prices of it."""
+        """Seat that has the prices of each mesh."""
 
     @property
     def finished(self) -> bool:
+        """True once all meshes are accepted."""
         return self.next == len(self.meshes)
 
     def take(self, seat: int) -> Job | None:
+        """Return the next job for a seat; None if none is open."""
         if seat == 0:
             self._accept()
         chosen = min(self._open(), key=lambda one: self._turn(*one, seat), default=None)
@@ -291,13 +307,14 @@ class InOrder:
         return Job((key, step), self.trials.trial, (mesh, against, step is _Step.GUESSED), stoppable=True)
 
     def _turn(self, key: _Key, step: _Step, seat: int) -> tuple[bool, _Step, int]:
-        """What comes first in a seat is least."""
-        # Where prices of a mesh are already, its trial is half done. Prices are made from the end, where meshes have
-        # most axes and take longest; trials come from the beginning.
+        """Return the priority of a job in a seat; the least one is first."""
+        # A seat that has the prices of a mesh has half of its trial done. Prices start from the last mesh, since late
+        # meshes have most axes and take longest. Trials start from the first mesh.
         elsewhere = self.priced_at.get(key.number, seat) != seat
         return elsewhere, step, -key.number if step is _Step.PRICES else key.number
 
     def put(self, job: Job, seat: int, value: Trial | None) -> None:
+        """Record the result of a job; `value` is None if the trial is not complete."""
         key, step = _of(job)
         if value is not None:
             self.done[key] = value
@@ -307,15 +324,17 @@ class InOrder:
             self.undecided.add(key)
 
     def lose(self, job: Job) -> None:
+        """Release a job that was not done, so that it may begin again."""
         self.begun.discard(_of(job))
         self.priced_at.pop(_of(job)[0].number, None)
 
     def outdated(self, job: Job) -> bool:
+        """Return True if the rival of a running job is no longer the guessed one."""
         key, _ = _of(job)
         return all(key != other for other, _ in self._chain())
 
     def _accept(self) -> None:
-        """Takes what is done and next, as far as that goes."""
+        """Accept finished trials in order, up to the first unfinished one."""
         while not self.finished and (trial := self.done.pop(key := _Key(self.next, self.rival), None)) is not None:
             if trial.beats(self._against(key)):
                 self.rival = key
@@ -323,10 +342,11 @@ class InOrder:
             self.accept(trial)
 
     def _against(self, key: _Key) -> Rival | None:
+        """Return the rival of a key; None if there is none."""
         return self.first if key.rival is None else self.rivals[key.rival]
 
     def _chain(self) -> Iterator[tuple[_Key, bool]]:
-        """What is left to be done and how it is guessed to be, in order, and whether it is sure."""
+        """Yield the unfinished trials in order, each with its guessed rival and True if that rival is certain."""
         rival, sure = self.rival, True
         for number in range(self.next, len(self.meshes)):
             key = _Key(number, rival)
@@ -338,7 +358,7 @@ class InOrder:
                 rival = key
 
     def _open(self) -> Iterator[tuple[_Key, _Step]]:
-        """What may be begun now, in order."""
+        """Yield the jobs that may begin now, in order."""
         for key, sure in self._chain():
             if not sure and not self.ahead:
                 return
@@ -347,14 +367,14 @@ class InOrder:
                     yield key, step
 
     def _steps(self, key: _Key, sure: bool) -> Iterator[_Step]:
-        """What can be done for a mesh now."""
+        """Yield the steps that may be done for a mesh now; `sure` is True if its rival is certain."""
         bounding = (key, _Step.BOUND) in self.begun and key not in self.undecided
         guessing = (key, _Step.GUESSED) in self.begun
         if sure:
             if not bounding and not guessing:
                 yield _Step.WHOLE
         elif key.rival is None and self.first is None:
-            yield _Step.PRICES  # no bound without a rival, and the first one found changes all
+            yield _Step.PRICES  # no bound without a rival; the first rival changes all
         elif key in self.undecided:
             yield _Step.GUESSED
         else:
@@ -362,5 +382,6 @@ class InOrder:
 
 
 def _of(job: Job) -> tuple[_Key, _Step]:
+    """Return the key and the step of a job."""
     key, step = job.key  # type: ignore[misc]
     return key, step

@@ -1,4 +1,4 @@
-"""Searching the plans of one program, mesh by mesh, and how long each phase takes."""
+"""The search on single meshes of one program, with the wall time of each phase."""
 
 import dataclasses
 import time
@@ -19,6 +19,8 @@ from autoshard.planning.space.user_constraints import Required
 
 
 class Phases:
+    """Wall time of each phase of planning, in seconds."""
+
     def __init__(self, progress: Callable[[str], None] | None) -> None:
         self.wall: dict[str, float] = {}
         self.progress = progress or (lambda line: None)
@@ -26,11 +28,13 @@ class Phases:
         self.current = ""
 
     def start(self, name: str, line: str) -> None:
+        """End the current phase, start another one and report its progress line."""
         self.stop()
         self.current, self.began = name, time.monotonic()
         self.progress(line)
 
     def stop(self) -> None:
+        """End the current phase and add its time."""
         if self.current:
             self.wall[self.current] = self.wall.get(self.current, 0.0) + time.monotonic() - self.began
         self.current = ""
@@ -38,46 +42,53 @@ class Phases:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class MeshOutcome:
-    """What a search on one mesh came to."""
+    """The result of a search on one mesh."""
 
     model: Model
     required: Required
     found: Found | Infeasible
 
     def is_better_than(self, other: "MeshOutcome") -> bool:
-        """True if it is worth an axis in two parts."""
+        """Return True if this outcome is faster by at least `LEAST_GAIN`, so that an axis in two parts pays."""
         if isinstance(self.found, Infeasible) or isinstance(other.found, Infeasible):
             return isinstance(self.found, Found)
         return self.found.best.expected_s < (1 - LEAST_GAIN) * other.found.best.expected_s
 
 
 class Searcher:
-    """Searches the plans of one program, mesh by mesh."""
+    """Search on single meshes for the plans of one program."""
 
     def __init__(self, task: Task, phases: Phases, crew: Crew, topology: Topology) -> None:
         self.task, self.phases, self.crew, self.topology = task, phases, crew, topology
 
     def mesh(self, mesh: Mesh, time_limit: float) -> MeshOutcome:
-        """On a mesh as it was asked for, with baselines."""
+        """Search the plans on a mesh, with baselines and the user's constraints."""
         model = self.price(mesh)
         return self.priced(model, self.task.required(model), None, time_limit)
 
     def priced(
         self, model: Model, required: Required, known: NDArray[np.int64] | None, time_limit: float
     ) -> MeshOutcome:
-        """The same on a mesh that is priced already, from choices that are `known` to fit, if there are any."""
+        """Search the plans on a priced mesh, starting from choices that are `known` to fit, if there are any.
+
+        `time_limit` is in seconds.
+        """
         return self._search(model, baselines(model, self.task.reading.groups), required, known, time_limit)
 
     def with_parts(self, axis_parts: AxisParts, original: MeshOutcome, time_limit: float) -> MeshOutcome:
-        """On the mesh with an axis cut, from the best known without; what was asked for holds as it does there."""
+        """Search the plans on the mesh with an axis cut in two, starting from the best plan without the cut.
+
+        The constraints of the uncut mesh apply to the cut one.
+        """
         model = self.price(axis_parts.mesh)
         allowed = axis_parts.allowed(original.model, model, original.required.allowed)
-        known = None
+        start = None
         if isinstance(original.found, Found):
-            known = axis_parts.choices(original.model, model, original.found.best.choices)
-        return self._search(model, [], Required(allowed, original.required.pinned), known, time_limit)
+            start = axis_parts.choices(original.model, model, original.found.best.choices)
+        return self._search(model, [], Required(allowed, original.required.pinned), start, time_limit)
 
     def price(self, mesh: Mesh) -> Model:
+        """Price the program on a mesh."""
         self.phases.start("price", f"pricing {len(self.task.reading.graph.ops)} ops on {mesh.describe()}")
         return self.task.priced(mesh)
 
@@ -89,12 +100,13 @@ class Searcher:
         known: NDArray[np.int64] | None,
         time_limit: float,
     ) -> MeshOutcome:
+        """Search the plans of a priced model from `named` baselines and known choices; `time_limit` is in seconds."""
         count = sum(len(node.states) for node in model.nodes)
         task, progress = self.task, self.phases.progress
         self.phases.start("solve", f"solving {len(model.nodes)} decisions with {count} alternatives")
         try:
             limits = Limits(task.memory_limit, time_limit, task.seed)
-            found = search(model, named, limits, progress, required, known, self.crew)
+            result = search(model, named, limits, progress, required, known, self.crew)
         except Infeasible as error:
             return MeshOutcome(model, required, error)
-        return MeshOutcome(model, required, found)
+        return MeshOutcome(model, required, result)

@@ -1,8 +1,8 @@
-"""A few plans that really differ, for a judge who knows more than the prices that chose them.
+"""A few plans that really differ, for a referee with better information than the prices that chose them.
 
-The search meets many choices: what each weighting finds, baselines, other meshes. Asked for a portfolio, it also looks
-for what it would have found if prices were wrong in the two ways that matter most: if nothing hid behind compute, and
-if less memory were there. Of all of them the fastest are taken that differ in what a step spends its time on.
+The search visits many choices: one for each weighting, baselines, other meshes. For a portfolio it also searches under
+the two price errors that matter most: no overlap with compute, and less memory. The portfolio contains the fastest
+choices that differ in how a step spends its time.
 """
 
 import dataclasses
@@ -28,11 +28,11 @@ from autoshard.solver import Solution
 
 
 DIFFERENCE = 0.02
-"""Share of the step time, or of the peak, by which two plans must differ to be two."""
+"""Share of the step time, or of the peak, by which two plans must differ to be two candidates."""
 SLOWEST = 2.0
-"""Predicted step time, in those of the plan, above which no judge is asked."""
+"""Longest predicted step of a candidate, as a multiple of the plan's step."""
 MEMORY_TARGETS = (0.92, 0.80)
-"""Shares of the memory limit that are tried."""
+"""Shares of the memory limit within which further plans are searched."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -40,9 +40,11 @@ class PlanCandidate:
     """One plan of a portfolio."""
 
     name: str
-    """`plan`, `weighting 2`, `no overlap`, `memory 80 %`, `fsdp*` (a completed baseline), `data=16` (another mesh)."""
+    """Name of the candidate: `plan`, `weighting 2`, `no overlap`, `memory 80 %`, `fsdp*` (a completed baseline) or
+    `data=16` (another mesh).
+    """
     why: str
-    """How it came to be."""
+    """Search step that found the candidate, in words."""
     plan: Plan
 
 
@@ -56,37 +58,44 @@ class Contender:
     outcome: Outcome
     tight_s: float
     model: Callable[[], Model]
-    """Its mesh priced, which takes a while where it was priced before and not kept."""
+    """Function that returns the priced mesh. The call takes a while if the prices have to be computed again."""
     solution: Solution
-    """The answer of the Problem whose bound is `bound_s`."""
+    """Answer of the Problem whose bound is `bound_s`."""
     bound_s: float
     weightings: int
-    """Rounds of the search that found it."""
+    """Number of rounds of the search that found it."""
 
     @property
     def expected_s(self) -> float:
-        """The step, and what nearly full memory is expected to add to it."""
+        """The step in seconds, with the expected cost of nearly full memory."""
         return self.outcome.step_time_s + self.tight_s
 
 
 def contender(model: Model, found: Found, each: Candidate, name: str, why: str) -> Contender:
-    """A choice on the mesh of a search, found by it or for it."""
+    """Return a choice on a searched mesh as a contender.
+
+    - `found`: result of the search, which gives bound, solution and rounds.
+    - `each`: the choice.
+    - `name`, `why`: name of the contender and the words on its source.
+    """
     return Contender(
         name, why, each.choices, each.outcome, each.tight_s, lambda: model, found.solution, found.bound_s, found.rounds
     )
 
 
 def met(model: Model, found: Found, required: Required) -> list[Contender]:
-    """What a search met beside its best that fits and keeps what is asked for: of every weighting, and baselines."""
-    seen = [contender(model, found, each, each.name, _found_words(each)) for each in found.seen]
+    """Return the other choices that a search visited, which fit and satisfy the constraints: of every weighting, and
+    baselines.
+    """
+    visited = [contender(model, found, each, each.name, _found_words(each)) for each in found.seen]
     named = [each for each in found.baselines.values() if each.fits and required.holds(each.choices)]
-    return seen + [
+    return visited + [
         contender(model, found, each, f"{each.name}*", "baseline, completed by the solver") for each in named
     ]
 
 
 def elsewhere(other: MeshBest, price: Callable[[Mesh], Model]) -> Contender:
-    """The best on another mesh, which is priced anew if it is taken."""
+    """Return the best choice on another mesh, which is priced again if it is chosen."""
     return Contender(
         mesh_text(other.mesh),
         "the best found on that mesh",
@@ -101,42 +110,51 @@ def elsewhere(other: MeshBest, price: Callable[[Mesh], Model]) -> Contender:
 
 
 def further(model: Model, found: Found, required: Required, limits: Limits) -> list[Contender]:
-    """What is found without overlap, and within less memory; a target that the plan keeps already says nothing new."""
-    more = []
-    each = limits.share(1 / (1 + len(MEMORY_TARGETS)))
-    alone = _without_overlap(model, found, required, each)
-    if alone is not None:
-        more.append(contender(model, found, alone, alone.name, "chosen as if nothing hid behind compute"))
-    known = [*found.seen, *found.baselines.values()]
+    """Return the choices found without overlap, and within less memory.
+
+    A memory target that the plan already satisfies is skipped.
+    """
+    contenders = []
+    share_of_limits = limits.share(1 / (1 + len(MEMORY_TARGETS)))
+    exposed = _without_overlap(model, found, required, share_of_limits)
+    if exposed is not None:
+        contenders.append(contender(model, found, exposed, exposed.name, "chosen as if nothing hid behind compute"))
+    starts = [*found.seen, *found.baselines.values()]
     for target in (int(part * limits.memory_bytes) for part in MEMORY_TARGETS):
         if found.best.outcome.peak_bytes > target:
             within = within_memory(
-                model, found.weights, required, dataclasses.replace(each, memory_bytes=target), known
+                model, found.weights, required, dataclasses.replace(share_of_limits, memory_bytes=target), starts
             )
             if within is None:
                 break
-            more.append(contender(model, found, within, within.name, f"chosen within {format_bytes(target)}"))
-    return more
+            contenders.append(contender(model, found, within, within.name, f"chosen within {format_bytes(target)}"))
+    return contenders
 
 
 def pick(
     first: Contender, plan: Plan, others: Iterable[Contender], most: int, write: Callable[[Contender], Plan]
 ) -> tuple[PlanCandidate, ...]:
-    """The first one, written as `plan`, and the fastest others that differ from all before, at most `most` in all."""
-    taken, chosen = [first], [PlanCandidate(first.name, first.why, plan)]
+    """Return the first contender, already written as `plan`, and the fastest others that differ from it and from each
+    other.
+
+    - `others`: contenders in any order.
+    - `most`: largest number of candidates.
+    - `write`: writes a contender as a plan.
+    """
+    contenders, chosen = [first], [PlanCandidate(first.name, first.why, plan)]
     for each in sorted(others, key=lambda c: (c.expected_s, c.outcome.peak_bytes)):
         if len(chosen) >= most or each.expected_s > SLOWEST * first.expected_s:
             break
-        if all(differ(each.outcome, other.outcome) for other in taken):
+        if all(differ(each.outcome, other.outcome) for other in contenders):
             written = write(each)
             if all(_applied(written) != _applied(other.plan) for other in chosen):
-                taken.append(each)
+                contenders.append(each)
                 chosen.append(PlanCandidate(each.name, each.why, written))
     return tuple(chosen)
 
 
 def differ(first: Outcome, second: Outcome) -> bool:
-    """Whether two choices differ in what the step's time goes to, or in memory, whatever the axes are called."""
+    """Return True if two choices differ in how the step spends its time, or in memory; names of axes do not count."""
     mine, theirs = _spending(first), _spending(second)
     moved = sum(abs(mine[what] - theirs[what]) for what in {*mine, *theirs})
     peaks = first.peak_bytes, second.peak_bytes
@@ -145,20 +163,20 @@ def differ(first: Outcome, second: Outcome) -> bool:
 
 
 def _spending(outcome: Outcome) -> dict[str, float]:
-    """Seconds of compute and of every kind of collective."""
-    found: dict[str, float] = defaultdict(float, compute=outcome.compute_s)
+    """Return the seconds of compute and of each kind of collective."""
+    seconds: dict[str, float] = defaultdict(float, compute=outcome.compute_s)
     for collective in outcome.collectives:
-        found[collective.kind] += collective.seconds
-    return found
+        seconds[collective.kind] += collective.seconds
+    return seconds
 
 
 def _applied(plan: Plan) -> tuple[object, ...]:
-    """What a compiler is told; two plans with the same are one."""
+    """Return the parts of a plan that a compiler receives; two plans with equal parts are the same."""
     return plan.mesh, plan.device_order, plan.arguments, plan.results, plan.pins, plan.regions, plan.calls
 
 
 def _found_words(candidate: Candidate) -> str:
-    """The weights in the block that takes longest: `weights compute 62 %, ici 38 %`."""
+    """Return the weights of the slowest block as words: `weights compute 62 %, ici 38 %`."""
     weights, outcome = candidate.weights, candidate.outcome
     if weights is None:
         return "chosen to leave memory free"
@@ -168,6 +186,7 @@ def _found_words(candidate: Candidate) -> str:
 
 
 def _without_overlap(model: Model, found: Found, required: Required, limits: Limits) -> Candidate | None:
+    """Return the choice that is best if no communication overlaps with compute; None if it does not fit."""
     weights: Weights = dict.fromkeys(found.weights, 1.0)
     terms = Terms(limits.memory_bytes, limits.seconds, limits.seed, found.best.choices, required.allowed)
     solved = solve_within(model, weights, terms)

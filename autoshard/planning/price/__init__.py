@@ -1,1 +1,1 @@
-"""What a choice costs: seconds, bytes, the bill of a step and its timeline."""
+"""Costs of a chosen plan: seconds, bytes, the bill of a step and its timeline."""

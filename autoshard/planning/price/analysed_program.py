@@ -1,4 +1,4 @@
-"""A program analysed for planning, its decisions on a mesh, and a plan's choices priced again."""
+"""Analysis of a program for planning, its priced decisions on a mesh, and the repricing of a stored plan."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -36,14 +36,15 @@ from autoshard.program import WEIGHTS, Lifted, Program, lift_constraints, lowere
 
 
 LATE_IN_STAGES = frozenset({"v6e"})
-"""Chips whose compiler was seen to make the gradient of the head after the backward pass of a pipeline every time: all
-three that were compiled (`experiments/fidelity/pipeline_fidelity.py`, libtpu 0.0.51). That for v5p did so in two of
-five."""
+"""Chips whose compiler schedules the gradient of the head after the backward pass of a pipeline.
+
+Evidence: docs/compiler_behaviour.md, "Late head gradients in pipelines".
+"""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Reading:
-    """What a program is, whatever the mesh."""
+    """Mesh-independent analysis of a program."""
 
     graph: OpGraph
     structure: Structure
@@ -52,9 +53,10 @@ class Reading:
 
 
 def read_program(program: Program, backend: str, kept: bool = False) -> Reading:
-    """Its ops, decisions, lifetimes (what reaches memory depends on the backend's compiler) and dim groups.
+    """Read the ops, decisions, lifetimes and dim groups of a program.
 
-    With `kept` the ops come from the cache on disk where they are there.
+    Lifetimes depend on `backend`, since its compiler decides which tensors reach memory. With `kept`, the op graph is
+    read from the cache on disk if it is there.
     """
     read, traits = kept_graph if kept else read_graph, BACKENDS[backend]
     program = lowered_for(program, traits.platform)
@@ -88,28 +90,31 @@ def read_program(program: Program, backend: str, kept: bool = False) -> Reading:
 
 
 def as_planned(program: Program, plan: Plan) -> Program:
-    """Return the program that a plan is for: lowered for its devices, without constraints that were lifted."""
+    """Return the program that a plan is for: lowered for the plan's devices, without the lifted constraints."""
     lifted = plan.origin.lifted == Lifted.ALL
     return lowered_for(lift_constraints(program) if lifted else program, Topology.parse(plan.topology).traits.platform)
 
 
 def _words(program: Program, graph: OpGraph) -> list[tuple[int, int]]:
-    """(tensor, dim) of the words that typed PRNG keys are made of: dims of the module that the program does not see."""
+    """Return (tensor, dim) of the word dims of typed PRNG keys.
+
+    The module has these dims in addition to those that the program declares.
+    """
     sides = [*zip(program.arguments, graph.arguments, strict=True), *zip(program.results, graph.results, strict=True)]
     return [(t, dim) for value, t in sides for dim in range(len(value.shape), len(graph.tensors[t].shape))]
 
 
 def batch_dims(program: Program) -> tuple[int, list[tuple[int, ...]], list[tuple[int, ...]]]:
-    """Examples in the batch, and which dims of every argument and of every result count them.
+    """Return the number of examples in the batch, and the batch dims of every argument and of every result.
 
-    No examples (0) where the program has no batch, or merges it with something else in an argument or a result.
+    The number is 0 if the program has no batch, or if an argument or a result merges the batch with another dim.
     """
     reading = read_program(program, "cpu")
     groups, graph = reading.groups, reading.graph
 
     def dims(tensor: int) -> tuple[int, ...]:
-        found = tensor_groups(reading.structure, groups.of_factor, tensor)
-        return tuple(dim for dim, group in enumerate(found) if group == groups.batch)
+        dim_groups = tensor_groups(reading.structure, groups.of_factor, tensor)
+        return tuple(dim for dim, group in enumerate(dim_groups) if group == groups.batch)
 
     sides = [[dims(tensor) for tensor in tensors] for tensors in (graph.arguments, graph.results)]
     tensors = zip((*graph.arguments, *graph.results), (*sides[0], *sides[1]), strict=True)
@@ -128,10 +133,15 @@ def build_model(
     tables: PathTables | None = None,
     staged: bool = False,
 ) -> Model:
-    """Every decision of a program on a mesh, priced; axes that are parts of another go apart where they may.
+    """Build the model of a program on a mesh: every decision with its prices.
 
-    `calibration`: by default that of the mesh's chip, with nothing learned. `tables`: those of other programs. With
-    `staged` an axis `stage` stands for the stages of a pipeline alone.
+    A mesh axis is cut into parts where a dim group divides by a part of the axis only.
+
+    - `reading`: analysis of the program for the backend of the mesh.
+    - `memory_limit`: bytes of one device.
+    - `calibration`: default: the calibration of the mesh's chip, with nothing learned.
+    - `tables`: path tables to share with other programs that are priced with the same calibration.
+    - `staged`: if True, a mesh axis `stage` is reserved for the stages of a pipeline.
     """
     where = (stage_axis(reading, mesh) if staged else None) or axis_parts_of(reading.groups, mesh) or mesh
     graph, structure, liveness = reading.graph, reading.structure, reading.liveness
@@ -142,20 +152,22 @@ def build_model(
 
 
 def price_again(plan: Plan, program: Program, reading: Reading) -> tuple[Model, NDArray[np.int64]]:
-    """The plan's model and choices, with the figures that it was made with.
+    """Return the model and the choices of a stored plan, priced with the calibration that the plan was made with.
 
-    Raises `UserError` for a plan that does not hold its choices (made before they were kept, or by another version),
-    and for one that they do not price as it says.
+    Raises `UserError` if the plan does not store its choices (an older or another version made it). Raises it also if
+    the choices are not priced at the step time that the plan predicts.
     """
     mesh = make_mesh(Topology.parse(plan.topology), plan.mesh)
     figures = said_calibration(
         mesh.topology.chip.name, plan.provenance.get("learned"), plan.provenance.get("xla_flags")
     )
     model = build_model(program, reading, mesh, plan.memory_limit_bytes, figures, staged=plan.origin.staged)
-    said = [int(word) if word.isdecimal() and len(word) < 10 else -1 for word in plan.choices.split()]
-    choices = np.array(said, dtype=np.int64)
+    stored = [int(word) if word.isdecimal() and len(word) < 10 else -1 for word in plan.choices.split()]
+    choices = np.array(stored, dtype=np.int64)
     again = "plan it again with this version of autoshard."
-    if len(said) != len(model.nodes) or not all(0 <= c < len(n.states) for c, n in zip(said, model.nodes, strict=True)):
+    if len(stored) != len(model.nodes) or not all(
+        0 <= c < len(n.states) for c, n in zip(stored, model.nodes, strict=True)
+    ):
         raise UserError(f"the plan of {plan.program_name} does not hold the choices that explain it; {again}")
     step = evaluate(model, choices).step_time_s
     if mesh.topology.traits.shares_machine and "@" not in plan.topology:
@@ -172,7 +184,7 @@ def price_again(plan: Plan, program: Program, reading: Reading) -> tuple[Model, 
 
 
 def plan_bills(program: Program, plans: Sequence[Plan]) -> list[Bill]:
-    """What a step of each plan of one program does. Raises as `price_again` does."""
+    """Return the bill of one step of each plan of a program. Raises `UserError` as `price_again` does."""
     if not plans:
         return []
     reading = read_program(program, Topology.parse(plans[0].topology).backend)
@@ -181,32 +193,35 @@ def plan_bills(program: Program, plans: Sequence[Plan]) -> list[Bill]:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Task:
-    """The same for every mesh."""
+    """Inputs of a planning run that are the same for every mesh."""
 
     program: Program
     reading: Reading
     asked: Asked
     memory_limit: int
-    """Bytes of one device that no plan may pass."""
+    """Bytes of one device that no plan may exceed."""
     seed: int
     calibration: Calibration
     tables: PathTables | None = None
-    """Tables of the paths of other programs, priced with the same figures."""
+    """Path tables shared with other programs that are priced with the same calibration."""
     stages: int = 0
-    """How many stages a pipeline has whose meshes have an axis `stage` of as many devices, for stages alone."""
+    """Number of pipeline stages, 0 for none; each mesh then has an axis `stage` of this size, for the stages alone."""
 
     def priced(self, mesh: Mesh) -> Model:
-        """Its decisions on a mesh, with their prices."""
+        """Build the priced model of the program on a mesh."""
         limit, staged = self.memory_limit, bool(self.stages)
         return build_model(self.program, self.reading, mesh, limit, self.calibration, self.tables, staged)
 
     def required(self, model: Model) -> Required:
-        """What is asked for on a mesh. Raises `UserError` if it cannot hold there."""
+        """Return the user's constraints, applied to a model. Raises `UserError` if its mesh cannot satisfy them."""
         return require(model, self.reading.groups, self.asked)
 
 
 def share(crew: Crew, program: Program, reading: Reading) -> None:
-    """With a crew, what all prices refer to. What runs the program cannot be sent, and is not needed to plan it."""
+    """Share with a crew of worker processes the objects that all prices refer to.
+
+    The callables and arguments that run the program cannot be pickled, and planning does not need them.
+    """
     sent = dataclasses.replace(program, fn=_stays_here, args=(), make_args=None, source=None, lowerings=None)
     crew.share("program", program, sent)
     for name in ("graph", "structure", "liveness"):
@@ -219,10 +234,10 @@ def _stays_here(*args: object) -> None:
 
 
 def least_seconds(graph: OpGraph, topology: Topology, calibration: Calibration) -> float:
-    """Seconds of one step below which no plan on the topology is priced.
+    """Return a lower bound on the predicted seconds of one step of any plan on the topology.
 
     Every matmul, convolution and kernel is divided among all devices and runs at the calibrated share of their peak.
-    What stands in regions that the program splits by hand is left out.
+    Ops in regions that the program splits by hand are left out.
     """
     seconds = 0.0
     for op in graph.ops:

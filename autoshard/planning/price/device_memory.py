@@ -1,4 +1,4 @@
-"""Memory beside a program's values: collective buffers, results that replace no argument, and memory pressure."""
+"""Memory beyond the program's tensors: collective buffers, results that replace no argument, and memory pressure."""
 
 import bisect
 import dataclasses
@@ -22,28 +22,31 @@ from autoshard.planning.xla.axis_assignments import local_elements
 _FILE = pathlib.Path(__file__).with_name("headroom.json")
 
 FORWARD = 1.0 / 3.0
-"""Share of a training step's compute that its forward pass is, each matmul having two in the backward pass."""
+"""Share of a training step's compute in its forward pass: each matmul has two more in the backward pass."""
 
 
 NEGLIGIBLE_DEVIATIONS = 5.0
-"""Deviations below a limit from which on the chance to exceed it is none."""
+"""Standard deviations below a limit from which on the chance to exceed the limit counts as zero."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Headroom:
-    """When the compiler recomputes, at what cost, and how well its need is foreseen."""
+    """Measured behaviour of the compiler near full memory, and the error of predicted peaks."""
 
     recompute_from: float
     """Share of the memory above which the compiler recomputes."""
     unhidden: float
-    """Share of hidden communication that is then waited for."""
+    """Share of the hidden communication that becomes exposed then."""
     error_mean: float
-    """Mean of (compiled - predicted) peaks of programs that need much of the memory, as shares of it."""
+    """Mean of compiled minus predicted peaks, as a share of the memory, over programs that need much of it."""
     error_deviation: float
     source: str
 
     def excess(self, predicted: float, limit: float) -> float:
-        """Mean share of the memory by which the need exceeds `limit`, where so much is predicted."""
+        """Return the expected share of the memory by which the need exceeds `limit`, for a predicted share.
+
+        The need is normally distributed, so this is the mean of the positive part of need minus limit.
+        """
         above = (predicted + self.error_mean - limit) / self.error_deviation
         if above <= -NEGLIGIBLE_DEVIATIONS:
             return 0.0
@@ -51,26 +54,31 @@ class Headroom:
         return max(0.0, self.error_deviation * (density + above * self.chance(predicted, limit)))
 
     def chance(self, predicted: float, limit: float) -> float:
-        """That the need exceeds `limit`."""
+        """Return the probability that the need exceeds `limit`, for a predicted share of the memory."""
         above = (predicted + self.error_mean - limit) / self.error_deviation
         return 0.5 * math.erfc(-above / math.sqrt(2.0)) if above > -NEGLIGIBLE_DEVIATIONS else 0.0
 
 
 @functools.cache
 def load_headroom() -> Headroom:
-    """The constants that `experiments/fidelity/headroom.py` measured."""
+    """Load the constants that `experiments/fidelity/headroom.py` measured."""
     return Headroom(**json.loads(_FILE.read_text()))
 
 
 def tight_seconds(topology: Topology, peak_bytes: int, compute_s: float, hidden_s: float) -> float:
-    """Expected seconds that nearly full memory adds to a step of so much compute and hidden communication.
+    """Return the expected seconds that nearly full memory adds to a step.
 
-    Never negative, and 0 where no TPU compiler decides. Memory is what the chip gives, whatever limit was asked for.
+    The result is never negative, and 0 for backends other than TPUs. The peak is compared with the usable memory of the
+    chip, not with the memory limit.
+
+    - `peak_bytes`: predicted peak of one device.
+    - `compute_s`, `hidden_s`: seconds of compute and of hidden communication in the step.
     """
     if not topology.traits.compiles_ahead:
         return 0.0
     headroom, share = load_headroom(), peak_bytes / topology.usable_bytes
     begins = headroom.recompute_from
+    # Recomputation grows linearly from nothing at `begins` to the whole forward pass at full memory.
     again = (headroom.excess(share, begins) - headroom.excess(share, 1.0)) / (1.0 - begins)
     return FORWARD * compute_s * min(1.0, max(0.0, again)) + headroom.unhidden * hidden_s * headroom.chance(
         share, begins
@@ -78,23 +86,24 @@ def tight_seconds(topology: Topology, peak_bytes: int, compute_s: float, hidden_
 
 
 def roomy_bytes(topology: Topology) -> tuple[int, ...]:
-    """Peaks at which it is about even that the compiler recomputes, and at which it most likely does not."""
+    """Return two peaks in bytes: the compiler recomputes at the first with even odds, and at the second hardly ever."""
     headroom = load_headroom()
     even = headroom.recompute_from - headroom.error_mean
+    # Two standard deviations below even odds the need exceeds the limit in 2 % of cases.
     return tuple(int((even - far * headroom.error_deviation) * topology.usable_bytes) for far in (0.0, 2.0))
 
 
 JOINED = 30 * 2**20 + 7
-"""Bytes up to which collectives are joined: the default of the GPU compiler's thresholds."""
+"""Bytes up to which the GPU compiler combines collectives: the default of its thresholds."""
 
 _Steps = Iterable[tuple[str, tuple[str, ...], float, float]]
 _Group = tuple[str, tuple[str, ...], int]
-"""Kind, mesh axes and block."""
+"""Kind, mesh axes and block of collectives that the compiler may combine."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Buffered:
-    """What one collective holds on a device during [start, stop)."""
+    """Buffer of one collective, live on a device during [start, stop) in op ids."""
 
     start: int
     stop: int
@@ -105,7 +114,10 @@ class _Buffered:
 def in_flight(
     model: Model, choices: NDArray[np.int64], steps: Sequence[_Steps]
 ) -> list[tuple[int, int, int, str, int]]:
-    """(first op, end, bytes, kind, tensor) of what collectives hold; `steps` are those of every reshard in its turn."""
+    """Return (first op, end, bytes, kind, tensor) of the buffers that collectives occupy.
+
+    `steps` has the collectives of every reshard, in the order of `model.reshards`.
+    """
     gathers: dict[_Group, list[_Buffered]] = defaultdict(list)
     sums: dict[_Group, list[_Buffered]] = defaultdict(list)
     users = _users(model)
@@ -124,27 +136,29 @@ def in_flight(
 
 
 def _users(model: Model) -> dict[tuple[int, int], list[int]]:
-    """The heavy ops that take a tensor, by the tensor and their block."""
-    found: dict[tuple[int, int], list[int]] = defaultdict(list)
+    """Return the heavy ops that consume a tensor, by tensor and block."""
+    consumers: dict[tuple[int, int], list[int]] = defaultdict(list)
     for edge in model.structure.edges:
         if edge.op >= 0 and edge.operand >= 0 and model.graph.ops[edge.op].op_class is OpClass.HEAVY:
-            found[edge.tensor, model.graph.ops[edge.op].loop].append(edge.op)
-    return found
+            consumers[edge.tensor, model.graph.ops[edge.op].loop].append(edge.op)
+    return consumers
 
 
 def _gathered(
     model: Model, reshard: Reshard, choices: NDArray[np.int64], users: Mapping[tuple[int, int], list[int]]
 ) -> _Buffered | None:
-    """An operand of matmuls and the like as they take it; None for what else is gathered, and for what has a memory
-    term of its own."""
+    """Return the buffer of a gathered operand of a heavy op.
+
+    None if the target is a cluster, or a copy node that has a memory term of its own.
+    """
     node, graph = model.nodes[reshard.target], model.graph
     if node.kind == "cluster" or node.memory and node.kind == "copy":
         return None
     block = graph.ops[reshard.op].loop
-    taken = users[reshard.tensor, block] if node.kind == "copy" else [reshard.op]
-    start, stop = min(taken), max(taken) + 1
+    consumers = users[reshard.tensor, block] if node.kind == "copy" else [reshard.op]
+    start, stop = min(consumers), max(consumers) + 1
     home, loop = graph.tensors[reshard.tensor].loop, block
-    while loop not in (home, -1):  # gathered once, before the loops that leave it as it is
+    while loop not in (home, -1):  # gathered once, before the loops that do not change the tensor
         start, stop = graph.loops[loop].start, graph.loops[loop].stop
         loop = graph.loops[loop].parent
     column = int(reshard.columns[int(choices[reshard.target])])
@@ -152,18 +166,22 @@ def _gathered(
 
 
 def _unsummed(model: Model, reshard: Reshard, choices: NDArray[np.int64]) -> _Buffered:
-    """An op's result as one device computes it."""
+    """Return the buffer of an op's result before the reduction: the partial result of one device."""
     row = int(reshard.rows[int(choices[reshard.source])])
     return _Buffered(reshard.op, reshard.op + 1, _bytes(model, reshard, reshard.path.source[[row]]), reshard.tensor)
 
 
 def _bytes(model: Model, reshard: Reshard, state: NDArray[np.int64]) -> int:
+    """Return the bytes of a tensor on one device in one state, [1, axes]."""
     elements = local_elements(state, reshard.path.factors, model.axis_sizes)
     return round(float(elements[0]) * reshard.path.itemsize)
 
 
 def _joined(groups: Mapping[_Group, list[_Buffered]], first: bool) -> Iterator[_Buffered]:
-    """The same, with what is joined held from the first on, or to the last one."""
+    """Yield the buffers after collectives are combined.
+
+    With `first`, all buffers of a combined collective are live from its first start, else up to its last stop.
+    """
     for members in groups.values():
         together: list[_Buffered] = []
         for held in (*sorted(members, key=lambda each: each.start), None):
@@ -178,25 +196,26 @@ def _joined(groups: Mapping[_Group, list[_Buffered]], first: bool) -> Iterator[_
 
 
 NEGLIGIBLE_SHARE = 1e-4
-"""Buffers below this share of all reserved memory keep their own place: they change no peak."""
+"""Share of all reserved memory below which a buffer keeps its own place, since it changes no peak."""
 
 
 class HeldBuffer(NamedTuple):
-    """Bytes that every device holds during [start, stop), in op ids."""
+    """Bytes that are live on every device during [start, stop), in op ids."""
 
     start: int
     stop: int
     size: int
     kind: str
     tensor: int
-    """The tensor that they are of, or that they are held to make; -1 if none is known."""
+    """Tensor whose bytes these are, or that the buffer is used to compute; -1 if unknown."""
 
 
 def reserve(graph: OpGraph, buffers: Sequence[HeldBuffer], results: Collection[int]) -> list[HeldBuffer]:
-    """Return a program's buffers with its `results` held from the start.
+    """Return a program's buffers with its `results` allocated from the start of the step.
 
-    A buffer that is placed in the memory of a result keeps its own bytes, and the result holds the rest meanwhile. An
-    elementwise op may write its result over an operand of the same size.
+    A buffer may be placed in the memory of a result that is not yet written. It then counts its own bytes, and the
+    result counts the rest of its bytes for that time. An elementwise op may write its result over an operand of the
+    same size.
     """
     end = len(graph.ops)
     homes = sorted(
@@ -208,6 +227,7 @@ def reserve(graph: OpGraph, buffers: Sequence[HeldBuffer], results: Collection[i
     tenants: list[list[HeldBuffer]] = [[] for _ in homes]
     placed: list[HeldBuffer] = []
     for each in sorted(buffers, key=lambda each: (-each.size, each.start, each.stop)):
+        # Best fit: the smallest result that has room for the buffer, largest buffers first.
         for number in range(bisect.bisect_left(sizes, each.size), len(homes)):
             if not 0 < each.start < each.stop <= end or each.size <= least:
                 break

@@ -1,7 +1,7 @@
-"""What a choice of alternatives means: true step time, communication, memory. No weights, no solver.
+"""Exact evaluation of a choice of alternatives: true step time, communication and memory, without weights or solver.
 
-Everything is listed again from the chosen specs, one pair of states at a time, so that an error in how the
-`Problem` was put together shows up as a difference.
+All buffers and collectives are derived again from the chosen specs, one pair of states at a time. An error in the
+construction of the `Problem` therefore shows as a difference.
 """
 
 import dataclasses
@@ -30,7 +30,7 @@ from autoshard.program import Role
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Outcome:
-    """The true time of a choice, by what it competes with, and its memory."""
+    """Evaluated time of a choice, by the resource that it occupies, and its memory."""
 
     channels: dict[Channel, float]
     collectives: tuple[Collective, ...]
@@ -39,7 +39,7 @@ class Outcome:
     memory: dict[str, int]
     host_bytes: int = 0
     solved_bytes: int = 0
-    """The peak as the solver knows it: without buffers of collectives, and with results from when they are written."""
+    """Peak in the solver's model: without collective buffers, and with results allocated when they are written."""
 
     @property
     def blocks(self) -> list[int]:
@@ -51,7 +51,7 @@ class Outcome:
 
     @property
     def step_time_s(self) -> float:
-        """Exposed communication, plus for every block the longest of its compute and its links."""
+        """Exposed communication, plus for every block the largest of its compute and of its links' times."""
         longest = {b: max(s for (block, _), s in self.channels.items() if block == b) for b in self.blocks}
         return self.channels.get(EXPOSED, 0.0) + sum(longest.values())
 
@@ -61,12 +61,17 @@ class Outcome:
 
     @property
     def hidden_s(self) -> float:
-        """Communication that runs beside compute."""
+        """Seconds of communication that overlap with compute."""
         return max(0.0, self.comm_s - (self.step_time_s - self.compute_s))
 
 
 def spec_of(model: Model, states: States, row: int, rank: int) -> Spec:
-    """The chosen state of a tensor as a `Spec`."""
+    """Return one of a tensor's states as a `Spec`.
+
+    - `states`: for each state the dim that every mesh axis splits, [states, axes].
+    - `row`: index of the chosen state.
+    - `rank`: number of the tensor's dims.
+    """
     dims: list[tuple[str, ...]] = [() for _ in range(rank)]
     for axis, dim in enumerate(states[row]):
         if dim >= 0:
@@ -75,7 +80,7 @@ def spec_of(model: Model, states: States, row: int, rank: int) -> Spec:
 
 
 def tensor_spec(model: Model, choices: NDArray[np.int64], tensor: int) -> Spec:
-    """The spec of any tensor under a choice; scalars and generated values are replicated."""
+    """Return the spec of a tensor under a choice. Scalars and generated tensors are replicated."""
     cluster = model.structure.cluster_of[tensor]
     rank = len(model.graph.tensors[tensor].shape)
     if cluster < 0:
@@ -87,7 +92,12 @@ def tensor_spec(model: Model, choices: NDArray[np.int64], tensor: int) -> Spec:
 
 @functools.lru_cache(4096)
 def _spec_of_factors(axes: tuple[str, ...], state: tuple[int, ...], factors: tuple[int, ...]) -> Spec:
-    """The spec of a tensor whose dims are of these factors; each axis splits the one that `state` has at its place."""
+    """Return the spec of a tensor from its cluster's state.
+
+    - `axes`: names of the mesh axes.
+    - `state`: cluster factor that each mesh axis splits.
+    - `factors`: cluster factor of each of the tensor's dims, -1 for none.
+    """
     split: dict[int, tuple[str, ...]] = {}
     for axis, factor in zip(axes, state, strict=True):
         split[factor] = (*split.get(factor, ()), axis)
@@ -95,28 +105,28 @@ def _spec_of_factors(axes: tuple[str, ...], state: tuple[int, ...], factors: tup
 
 
 def evaluate(model: Model, choices: NDArray[np.int64]) -> Outcome:
-    """The true outcome of one alternative per node. Raises ValueError if a forbidden pair was chosen."""
+    """Evaluate a choice of one alternative per node. Raises ValueError if a forbidden pair was chosen."""
     channels: dict[Channel, float] = defaultdict(float)
     chosen = choices.tolist()
     for node, choice in zip(model.nodes, chosen, strict=True):
         for channel, seconds in node.time.items():
             channels[channel] += float(seconds[choice])
-    gathered: dict[tuple[str, tuple[str, ...], bool, str], list[float]] = defaultdict(lambda: [0, 0.0, 0.0, 0.0])
+    totals: dict[tuple[str, tuple[str, ...], bool, str], list[float]] = defaultdict(lambda: [0, 0.0, 0.0, 0.0])
     lines: dict[tuple[str, tuple[str, ...], bool, str], str] = {}
     link_of, named = link_names(model.mesh), cluster_names(model)
     for reshard in model.reshards:
-        taken = reshard_time(model, reshard, choices)
-        if again := laid_out_seconds(model, reshard, choices, taken):
-            channels[reshard.block, "compute"] += again
-        overlap = reshard_overlap(model, reshard, choices) if taken.steps else Overlap.NONE
-        for kind, axes, size, seconds in taken.steps:
+        timing = reshard_time(model, reshard, choices)
+        if relayout_s := laid_out_seconds(model, reshard, choices, timing):
+            channels[reshard.block, "compute"] += relayout_s
+        overlap = reshard_overlap(model, reshard, choices) if timing.steps else Overlap.NONE
+        for kind, axes, size, seconds in timing.steps:
             where = lanes(model.collectives, link_of, overlap, kind, axes, size, reshard.block)
             for channel, share in where.items():
                 channels[channel] += seconds * share * reshard.trips
             exposed = where.get(EXPOSED, 0.0)
             key = (kind, axes, exposed < 0.5, reshard_cause(model, reshard, named))
             lines[key] = lines.get(key) or reshard_line(model, reshard)
-            entry = gathered[key]
+            entry = totals[key]
             entry[0] += reshard.trips
             entry[1] += size * reshard.trips
             entry[2] += seconds * reshard.trips
@@ -130,13 +140,13 @@ def evaluate(model: Model, choices: NDArray[np.int64]) -> Outcome:
                 seconds, exposed = (float(each[0]) * trips for each in inner.times(model.collectives, choice))
                 key = (inner.kind, axes, exposed < 0.5 * seconds, node.name)
                 lines[key] = model.graph.ops[node.ref].line
-                entry = gathered[key]
+                entry = totals[key]
                 entry[0] += trips * inner.count
                 entry[1] += size * inner.senders * inner.count * trips
                 entry[2] += seconds
                 entry[3] += exposed
     collectives = []
-    for key, (count, size, seconds, exposed) in gathered.items():
+    for key, (count, size, seconds, exposed) in totals.items():
         kind, axes, hidden, cause = key
         wire = sum(float(v) for v in model.collectives.wire_bytes(kind, axes, size).values())  # type: ignore[arg-type]
         collectives.append(
@@ -151,7 +161,10 @@ def evaluate(model: Model, choices: NDArray[np.int64]) -> Outcome:
 
 
 def host_bytes(model: Model, choices: NDArray[np.int64]) -> int:
-    """Bytes that wait in the host's memory for one device: stacks that loops fill, and what is sent outside of them."""
+    """Return the bytes of host memory that one device occupies.
+
+    They are stacks that loops fill, and tensors that are offloaded outside loops.
+    """
     graph, away = model.graph, model.liveness.hosted
     if not away:
         return 0
@@ -166,17 +179,20 @@ def host_bytes(model: Model, choices: NDArray[np.int64]) -> int:
 
 
 def argument_bytes_on_host(model: Model, choices: NDArray[np.int64]) -> dict[Role, int]:
-    """Bytes of a device's arguments that wait in its host's memory before a step and after it, by their role."""
-    sizes, found = dict(model.mesh.axes), defaultdict[Role, int](int)
+    """Return by role the bytes of one device's arguments that are in host memory before and after a step."""
+    sizes, size_of_role = dict(model.mesh.axes), defaultdict[Role, int](int)
     for tensor, argument in zip(model.graph.arguments, model.program.arguments, strict=True):
         if tensor in model.liveness.hosted:
             local = tensor_spec(model, choices, tensor).local_shape(argument.shape, sizes)
-            found[argument.role] += math.prod(local) * model.graph.tensors[tensor].itemsize
-    return found
+            size_of_role[argument.role] += math.prod(local) * model.graph.tensors[tensor].itemsize
+    return size_of_role
 
 
 def cluster_names(model: Model) -> dict[int, str]:
-    """Of every cluster with arguments in it, the name of the first, also of those that loops begin with."""
+    """Return the name of the first argument in every cluster that has one.
+
+    An argument with which a loop begins also names the cluster of the loop's carried tensor.
+    """
     arguments = {model.graph.arguments[i]: a.name for i, a in enumerate(model.program.arguments)}
     carried = {
         model.structure.cluster_of[carry.body]: arguments[carry.init]
@@ -192,7 +208,10 @@ def cluster_names(model: Model) -> dict[int, str]:
 
 
 def reshard_cause(model: Model, reshard: Reshard, named: dict[int, str]) -> str:
-    """Name of what moves: the argument behind it, of the clusters' that are `named`, or the op that makes it."""
+    """Return the name of the resharded tensor: the argument behind it, else the op that computes it.
+
+    `named` is the result of `cluster_names`.
+    """
     node = model.nodes[reshard.source]
     if node.kind == "copy":
         node = model.nodes[model.cluster_node[model.structure.cluster_of[node.ref]]]
@@ -206,15 +225,17 @@ def reshard_cause(model: Model, reshard: Reshard, named: dict[int, str]) -> str:
 
 
 def reshard_line(model: Model, reshard: Reshard) -> str:
-    """Where the code asks for the op that the value enters or leaves, else for the one that makes it."""
+    """Return the source line of the op that the tensor enters or leaves, else of the op that computes it."""
     ops = model.graph.ops
     maker = model.graph.tensors[reshard.tensor].producer
     return next((ops[op].line for op in (reshard.op, maker) if op >= 0 and ops[op].line), "")
 
 
 def memory_events(model: Model, choices: NDArray[np.int64]) -> list[tuple[int, int, str]]:
-    """(op id, bytes that come or go, kind) in order, from the specs and lifetimes of every buffer, those of collectives
-    among them where they have some."""
+    """Return (op id, bytes, kind) in order: positive bytes where a buffer is allocated, negative where it is freed.
+
+    The buffers follow from the specs and lifetimes, and include those of collectives on backends that have them.
+    """
     return _events(held_buffers(model, choices))
 
 
@@ -226,7 +247,7 @@ def _events(buffers: Sequence[HeldBuffer]) -> list[tuple[int, int, str]]:
 
 
 def held_buffers(model: Model, choices: NDArray[np.int64]) -> list[HeldBuffer]:
-    """Return every buffer, those of collectives among them where they have some, and results from the start."""
+    """Return every buffer, with results allocated from the start and with the backend's collective buffers."""
     buffers = solved_buffers(model, choices)
     if model.liveness.reserved:
         buffers = reserve(model.graph, buffers, model.liveness.reserved)
@@ -237,9 +258,12 @@ def held_buffers(model: Model, choices: NDArray[np.int64]) -> list[HeldBuffer]:
 
 
 def solved_buffers(model: Model, choices: NDArray[np.int64]) -> list[HeldBuffer]:
-    """Return what the `Problem` has as well: no buffers of collectives, and results from when they are written."""
+    """Return the buffers that the `Problem` also has.
+
+    There are no collective buffers, and results are allocated when they are written.
+    """
     sizes = dict(model.mesh.axes)
-    found: list[HeldBuffer] = []
+    buffers: list[HeldBuffer] = []
     kinds = {
         (term.start, term.stop, number): term.kind for number, node in enumerate(model.nodes) for term in node.memory
     }
@@ -250,7 +274,7 @@ def solved_buffers(model: Model, choices: NDArray[np.int64]) -> list[HeldBuffer]
         record = model.graph.tensors[tensor]
         local = tensor_spec(model, choices, tensor).local_shape(record.shape, sizes)
         size = model.padding.held(tensor, local, model.liveness.itemsize(model.graph, (tensor, start, stop)))
-        found.append(HeldBuffer(start, stop, size, kinds[(start, stop, model.cluster_node[cluster])], tensor))
+        buffers.append(HeldBuffer(start, stop, size, kinds[(start, stop, model.cluster_node[cluster])], tensor))
     for softmax in model.liveness.softmaxes:
         spec = tensor_spec(model, choices, softmax.scores)
         split = any(spec.dims[dim] for dim in softmax.rows)
@@ -259,7 +283,7 @@ def solved_buffers(model: Model, choices: NDArray[np.int64]) -> list[HeldBuffer]
             local = tensor_spec(model, choices, tensor).local_shape(model.graph.tensors[tensor].shape, sizes)
             size = model.padding.held(tensor, local, width)
             kind = kinds[(start, stop, model.cluster_node[softmax.cluster])]
-            found.append(HeldBuffer(start, stop, size, kind, tensor))
+            buffers.append(HeldBuffer(start, stop, size, kind, tensor))
     for (tensor, _), number in model.copy_nodes.items():
         node = model.nodes[number]
         row = int(choices[number])
@@ -268,17 +292,17 @@ def solved_buffers(model: Model, choices: NDArray[np.int64]) -> list[HeldBuffer]
         record = model.graph.tensors[tensor]
         local = spec_of(model, node.states, row, len(record.shape)).local_shape(record.shape, sizes)
         size = model.padding.held(tensor, local, record.itemsize)
-        found.append(HeldBuffer(node.memory[0].start, node.memory[0].stop, size, "gathered", tensor))
+        buffers.append(HeldBuffer(node.memory[0].start, node.memory[0].stop, size, "gathered", tensor))
     for op_id, number in model.op_node.items():
         op, node = model.graph.ops[op_id], model.nodes[number]
         if is_ring(op):
             (size,) = ring_memory(model.graph, op, node.states[[int(choices[number])]], model.axis_sizes).tolist()
-            found.append(HeldBuffer(op_id, op_id + 1, size, "temporaries", op.results[0]))
+            buffers.append(HeldBuffer(op_id, op_id + 1, size, "temporaries", op.results[0]))
         if scratch := scratch_itemsize(model.graph, op, model.mesh.topology.backend):
             first, state = model.graph.tensors[op.operands[0]], node.states[[int(choices[number])]]
             split = state if op.rule is None else factor_states(state, op.rule.operands[0])
             local = spec_of(model, split, 0, len(first.shape)).local_shape(first.shape, sizes)
-            found.append(HeldBuffer(op_id, op_id + 1, math.prod(local) * scratch, "temporaries", op.operands[0]))
+            buffers.append(HeldBuffer(op_id, op_id + 1, math.prod(local) * scratch, "temporaries", op.operands[0]))
         table = table_of(model.graph, op, model.mesh.topology.backend)
         if table is None or op.rule is None:
             continue
@@ -291,12 +315,15 @@ def solved_buffers(model: Model, choices: NDArray[np.int64]) -> list[HeldBuffer]
             spec = spec_of(model, factor_states(state, op.rule.operands[2]), 0, len(rows.shape))
             count = np.array(math.prod(spec.local_shape(rows.shape, sizes)), dtype=np.float64)
             size += int(padded_row_bytes(rows, count, np.array(float(local[1]))))
-        found.append(HeldBuffer(op_id, op_id + 1, size, "temporaries", table))
-    return found
+        buffers.append(HeldBuffer(op_id, op_id + 1, size, "temporaries", table))
+    return buffers
 
 
 def _memory(model: Model, buffers: Sequence[HeldBuffer]) -> tuple[int, int, dict[str, int]]:
-    """Peak bytes, when (op id), and what holds them: after the first of the `memory_events` after which most is."""
+    """Return the peak in bytes, its op id, and the bytes of each kind at the peak.
+
+    The peak is after the first event of `memory_events` at which the total is largest.
+    """
     if not buffers:
         return model.fixed_bytes, 0, {"temporaries": model.fixed_bytes} if model.fixed_bytes else {}
     moments = [moment for each in buffers for moment in (each.start, each.stop)]

@@ -38,17 +38,17 @@ from autoshard.program import WEIGHTS, Program, Role
 
 
 def streams(each: Passes, graph: OpGraph, compute: Compute) -> float:
-    """How many streams of a tensor's bytes take as long in one step as what is read or written of it whole."""
+    """Return how many transfers of the tensor's bytes take as long as all of these passes in one step."""
     once = compute.row_passes(graph.tensors[each.tensor].itemsize) if each.by_rows else 1.0
     return each.count * once * graph.trips(each.block)
 
 
 _STORED = {Role.PARAMETER: "parameters", Role.FROZEN: "parameters", Role.OPTIMIZER_STATE: "optimizer_state"}
-"""Kinds of memory by role; the other arguments' is `batch`."""
+"""Memory kind of an argument by its role; other roles count as `batch`."""
 
 
 class NodePricer:
-    """The nodes of a Model, and what their alternatives cost and hold."""
+    """Builder of a model's nodes, with the seconds and bytes of their alternatives."""
 
     def __init__(
         self,
@@ -92,9 +92,11 @@ class NodePricer:
             self.demands[structure.cluster_of[demand.tensor]].append(demand)
 
     def clusters_of(self, tensors: Iterable[int]) -> set[int]:
+        """Return the clusters of some tensors."""
         return {self.structure.cluster_of[t] for t in tensors} - {-1}
 
     def add_clusters(self) -> None:
+        """Add a node for every cluster: its states, the time of its fusions' memory traffic, and its buffers."""
         traffic: dict[int, dict[int, list[tuple[int, float]]]] = defaultdict(lambda: defaultdict(list))
         for fusion in self.liveness.fusions:
             op = self.graph.ops[fusion.root]
@@ -144,22 +146,26 @@ class NodePricer:
             self.nodes.append(Node("cluster", cluster.id, states, held, time, memory, name, launches=mine))
 
     def launches(self) -> Mapping[int, Mapping[int, float]]:
-        """Count by cluster and block the fusions of one step that write its tensors first, but on CPUs.
+        """Count by cluster and block the fusions of one step, each at the cluster of its first written tensor.
 
-        The scalar core of a TPU does what writes single elements, beside the others.
+        Backends without launch costs (CPUs) have none. Fusions that write single elements are left out: a TPU runs them
+        on its scalar core, overlapped with other work.
         """
-        found: dict[int, dict[int, float]] = defaultdict(lambda: defaultdict(float))
+        counts: dict[int, dict[int, float]] = defaultdict(lambda: defaultdict(float))
         if not self.compute.topology.traits.launches:
-            return found
+            return counts
         for fusion in self.liveness.fusions:
             op = self.graph.ops[fusion.root]
             wide = [t for t in fusion.moved if self.graph.tensors[t].elements > 1 and self.structure.cluster_of[t] >= 0]
             if wide and not fusion.beside and (op.op_class is not OpClass.HEAVY or op.kind in FOLDED_OPS):
-                found[self.structure.cluster_of[wide[0]]][op.loop] += self.graph.trips(op.loop)
-        return found
+                counts[self.structure.cluster_of[wide[0]]][op.loop] += self.graph.trips(op.loop)
+        return counts
 
     def taken(self, fusion: Fusion) -> tuple[int, ...]:
-        """What stands for the bytes that a fusion reads: a slice reads itself, unless it steps inside of tiles."""
+        """Return the tensors whose bytes a fusion reads.
+
+        A slice reads its own bytes only, unless it strides within tiles and so reads the whole operand.
+        """
         op = self.graph.ops[fusion.root]
         if op.kind != "slice" or fusion.reads != op.operands:
             return fusion.reads
@@ -169,7 +175,12 @@ class NodePricer:
     def cluster_seconds(
         self, traffic: Mapping[int, Sequence[tuple[int, float]]], local: Mapping[int, Seconds], states: int
     ) -> dict[Channel, Seconds]:
-        """Time of what fusions move of a cluster's tensors: by block, (tensor, how often)."""
+        """Return the seconds of the memory traffic of a cluster's tensors, by channel.
+
+        - `traffic`: for each block (tensor, times per step).
+        - `local`: bytes of each tensor on one device, [states].
+        - `states`: number of states.
+        """
         time: dict[Channel, Seconds] = {}
         for block, items in traffic.items():
             for away, what in ((False, "compute"), (True, HOST)):
@@ -181,7 +192,10 @@ class NodePricer:
         return time
 
     def computes_again(self, softmax: Softmax, states: States) -> np.ndarray:
-        """The states in which probabilities are computed again: a local dim of one, or the rows are split."""
+        """Return a mask of the states in which kernels recompute the probabilities, [states].
+
+        They do so if a dim has local size 1, or if the softmax's rows are split.
+        """
         shape = self.graph.tensors[softmax.scores].shape
         dims = self.dims_states(softmax.cluster, states, softmax.scores)
         split = np.isin(dims, softmax.rows).any(axis=1)
@@ -189,7 +203,7 @@ class NodePricer:
         return np.logical_or.reduce([split, *single])
 
     def softmax_seconds(self, softmax: Softmax, again: np.ndarray, local: Mapping[int, Seconds]) -> Seconds:
-        """Time of a softmax beside its matmuls, in every state."""
+        """Return the seconds of a softmax outside its matmuls, [states]."""
         whole, other = (
             sum((times * self.residency.streamed(t, local[t]) for t, times in form.moved), np.zeros(len(again)))
             for form in (softmax.whole, softmax.again)
@@ -197,10 +211,14 @@ class NodePricer:
         return self.compute.memory_seconds(np.where(again, other, whole)) * self.graph.trips(softmax.loop)
 
     def unpaid(self, op: int, tensor: int, rows: States, columns: States, is_result: bool) -> Seconds | None:
-        """Seconds that a softmax takes back from a matmul beside it, and that the matmul never cost: [rows, columns].
+        """Return the seconds that a softmax credits to an adjacent matmul but that the matmul was never charged.
 
-        What is not stored of a softmax is taken off its matmuls in the states of its cluster; a matmul whose own
-        states split the value finer paid for less. None where nothing is taken off.
+        The tables of a softmax's cluster subtract tensors that are not stored from the matmuls' traffic. A matmul whose
+        own state splits the tensor finer was charged for fewer bytes. The result is [rows, columns], None if nothing is
+        subtracted.
+
+        - `rows`, `columns`: states of the tensor at the source and at the target of the reshard.
+        - `is_result`: True if the matmul is at the source.
         """
         if tensor not in self.taken_back or self.graph.ops[op].op_class is not OpClass.HEAVY:
             return None
@@ -217,7 +235,7 @@ class NodePricer:
     def softmax_memory(
         self, softmax: Softmax, again: np.ndarray, local: Mapping[int, Seconds]
     ) -> tuple[MemoryTerm, ...]:
-        """What a softmax holds; a buffer of one form takes nothing in states of the other."""
+        """Return the buffers of a softmax; a buffer of one form has size 0 in states of the other form."""
         terms = []
         for form, mine in ((softmax.whole, ~again), (softmax.again, again)):
             for tensor, start, stop, width in form.buffers:
@@ -228,7 +246,7 @@ class NodePricer:
         return tuple(terms)
 
     def asked_states(self, cluster: Cluster, states: States) -> States:
-        """The states that keep what the program asks for; of demands that exclude each other the first ones."""
+        """Return the states that satisfy the program's sharding constraints; of contradictory ones the first count."""
         manual = {axis for t in cluster.tensors for axis in self.graph.tensors[t].manual}
         kept = free_of(states, axis_numbers(self.mesh, sorted(manual)))
         for demand in self.demands[cluster.id]:
@@ -238,14 +256,17 @@ class NodePricer:
         return states[kept]
 
     def group_sizes(self, cluster: int, factors: Iterable[int]) -> list[int]:
-        """For factors of a cluster (-1 for none), what an axis must divide to split their dim group evenly."""
+        """Return for each factor the size that an axis must divide to split the factor's dim group evenly.
+
+        The size is 1 for factor -1, which stands for none.
+        """
         if self.axis_parts is None:
             return []
         sizes, of = self.axis_parts.group_sizes, self.axis_parts.of_factor
         return [sizes.get(of[(cluster, f)], 1) if f >= 0 else 1 for f in factors]
 
     def factor_group_sizes(self, op: Op) -> list[int]:
-        """The same for the factors of an op."""
+        """Return the same sizes for the factors of an op."""
         assert op.rule is not None
         sizes = list(op.rule.sizes)
         for tensor, dims in op.sides:
@@ -259,12 +280,13 @@ class NodePricer:
         return sizes
 
     def cluster_name(self, tensors: Sequence[int]) -> str:
+        """Return the name of a cluster: that of its first argument, else of its largest tensor."""
         arguments = [t for t in tensors if t in self.roles]
         best = arguments[0] if arguments else max(tensors, key=lambda t: (self.graph.tensors[t].elements, -t))
         return self.graph.tensors[best].name or f"value {best}"
 
     def dims_states(self, cluster: int, states: States, tensor: int) -> States:
-        """A cluster's states as states over the dims of one of its tensors."""
+        """Convert a cluster's states to states over the dims of one of its tensors."""
         mapping = [WHOLE] * len(self.structure.clusters[cluster].sizes)
         for dim, factor in enumerate(self.structure.dims_of[tensor]):
             if factor >= 0:
@@ -272,29 +294,31 @@ class NodePricer:
         return relabel(states, mapping)
 
     def local_bytes(self, cluster: int, states: States, tensor: int) -> Seconds:
+        """Return the padded bytes of a cluster's tensor on one device, [states]."""
         record = self.graph.tensors[tensor]
         factors = self.structure.dims_of[tensor]
         key = (states.shape, states.tobytes(), factors, record.shape, record.itemsize, self.padding.lies(tensor))
-        if key not in self.local:  # tensors that are alike have one table
+        if key not in self.local:  # equal tensors share one table
             dims = self.dims_states(cluster, states, tensor)
             size = local_elements(dims, record.shape, self.axes) * record.itemsize
             self.local[key] = size * self.padding.ratio(tensor, dims, self.axes)
         return self.local[key]
 
     def held(self, local: Seconds, tensor: int, start: int, stop: int) -> np.ndarray:
-        """Bytes that a buffer takes, from those of its tensor as the program types it."""
+        """Return the bytes of a buffer from the bytes of its tensor in the program's dtype, [states]."""
         record = self.graph.tensors[tensor]
         width = self.liveness.itemsize(self.graph, (tensor, start, stop))
         return np.rint(local / record.itemsize * width).astype(np.int64)
 
     def memory_kind(self, cluster: int, tensor: int, start: int, stop: int) -> str:
+        """Return the kind of memory that a buffer counts as, such as `parameters`, `gradients` or `activations`."""
         role = self.roles.get(tensor)
         if role is not None and (tensor, start, stop) in self.liveness.widths:
             return "temporaries"
         if role is not None:
             return _STORED.get(role, "batch")
         begun = self.begun.get(tensor)
-        if begun is not None and begun in _STORED:  # an update written layer by layer in the place of what it updates
+        if begun is not None and begun in _STORED:  # an update that a loop writes layer by layer in place
             return _STORED[begun]
         if cluster in self.updated:
             return "gradients"
@@ -302,6 +326,7 @@ class NodePricer:
         return "activations" if crosses or tensor in self.carried else "temporaries"
 
     def add_heavy(self, op: Op) -> None:
+        """Add the node of a heavy op: its strategies, their compute time, inner collectives and temporary memory."""
         backend = self.mesh.topology.backend
         states = heavy_strategies(self.graph, op, self.axes, backend)
         states = states[by_hand(op, states, self.mesh.axes) & self.exchange.strategies(op.id, states)]
@@ -335,13 +360,14 @@ class NodePricer:
 
 
 class PriceNotes:
-    """A `Compute` that writes down what it is asked to price, of one state at a time."""
+    """`Compute` proxy that records every priced call, for one state at a time."""
 
     def __init__(self, compute: Compute) -> None:
         self.compute = compute
         self.calls: list[tuple[str, tuple[tuple[str, Any], ...], tuple[float, ...]]] = []
 
     def taken(self) -> list[tuple[str, tuple[tuple[str, Any], ...], tuple[float, ...]]]:
+        """Return the recorded calls as (op, keywords, amounts), and clear the record."""
         calls, self.calls = self.calls, []
         return calls
 

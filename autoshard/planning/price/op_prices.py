@@ -27,42 +27,41 @@ from autoshard.program import WEIGHTS
 
 
 Place = tuple[str, int]
-"""`("op", id)`; or `("tensor", id)` of what is copied at no op: the value that a loop starts with, or a result."""
+"""`("op", id)`, or `("tensor", id)` for a tensor that is copied at no op: a loop's initial value, or a result."""
 
 
 @dataclasses.dataclass(slots=True)
 class PlaceWork:
-    """What one place has a device do in one step."""
+    """Work of one device at one place in one step."""
 
     flops: float = 0.0
     """FLOPs of the matrix unit."""
     moved_bytes: float = 0.0
     """Bytes read from and written to main memory."""
     busy_s: float = 0.0
-    """Seconds that its units would take were there no memory traffic."""
+    """Seconds that the compute units need without memory traffic."""
     overhead_s: float = 0.0
-    """Seconds of starting ops and the steps of kernels."""
+    """Seconds of launching ops and of the grid steps of kernels."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class OpPrices:
-    """The parts of a plan's predicted step, each for one step: they add up to what the prediction says of the whole."""
+    """Parts of a plan's predicted step; together they add up to the prediction."""
 
     compute: dict[Place, float]
-    """Seconds of compute. What a fusion reads and writes is counted at its last op."""
+    """Seconds of compute in one step; a fusion's reads and writes count at its last op."""
     host: dict[Place, float]
-    """Seconds of traffic to and from the host's memory, which runs beside compute."""
+    """Seconds of host memory traffic in one step, which overlaps with compute."""
     inside: dict[int, tuple[Collective, ...]]
-    """Op -> collectives inside it (halos), and those that sum its parts or bring its result where it is held."""
+    """Collectives by op: halos, and those that reduce its partial results or reshard its result."""
     work: dict[Place, PlaceWork]
-    """What the seconds of compute are for."""
+    """Work behind the seconds of compute, by place."""
     moved: dict[tuple[int, int], tuple[Collective, ...]]
-    """(tensor, op that takes it) -> collectives that bring it there; op -1 for a result of the program that is tied to
-    an argument."""
+    """Collectives that reshard an operand, by (tensor, consuming op); op -1 for results tied to an argument."""
 
 
 def price_ops(model: Model, choices: NDArray[np.int64]) -> OpPrices:
-    """Every second and every collective that `evaluate` counts for the same choices, at its place in the program.
+    """Return all seconds and collectives that `evaluate` counts for the same choices, by their place in the program.
 
     Raises ValueError if a forbidden pair was chosen.
     """
@@ -77,6 +76,8 @@ def price_ops(model: Model, choices: NDArray[np.int64]) -> OpPrices:
             seconds = float(table[choice])
             if channel == EXPOSED or not seconds:
                 continue
+            # The node of a softmax has negative seconds where its matmuls were charged for tensors that it does not
+            # store.
             if seconds < 0:
                 owed[node.ref] += seconds
                 continue
@@ -85,22 +86,22 @@ def price_ops(model: Model, choices: NDArray[np.int64]) -> OpPrices:
                 shares = traffic.get((node.ref, channel)) or {
                     ("tensor", model.structure.clusters[node.ref].tensors[0]): 1.0
                 }
-            whole = sum(shares.values())
+            total = sum(shares.values())
             for place, share in shares.items():
-                (host if channel[1] == HOST else compute)[place] += seconds * share / whole
+                (host if channel[1] == HOST else compute)[place] += seconds * share / total
                 if node.kind != "op" and channel[1] != HOST:
-                    started = node.launches.get(channel[0], 0.0) * overhead
-                    work[place].overhead_s += started * share / whole
-                    work[place].moved_bytes += max(0.0, seconds - started) / one_byte * share / whole
+                    launch_s = node.launches.get(channel[0], 0.0) * overhead
+                    work[place].overhead_s += launch_s * share / total
+                    work[place].moved_bytes += max(0.0, seconds - launch_s) / one_byte * share / total
         if node.kind == "op":
             _add_work(work["op", node.ref], model, node, choice, notes)
     for reshard in model.reshards:
-        if again := relayout_seconds(model, reshard, choices):
+        if relayout_s := relayout_seconds(model, reshard, choices):
             place = ("op", reshard.op) if reshard.op >= 0 else ("tensor", reshard.tensor)
-            started = float(reshard_relayouts(model, reshard, choices).ops) * overhead * reshard.trips
-            compute[place] += again
-            work[place].overhead_s += started
-            work[place].moved_bytes += max(0.0, again - started) / one_byte
+            launch_s = float(reshard_relayouts(model, reshard, choices).ops) * overhead * reshard.trips
+            compute[place] += relayout_s
+            work[place].overhead_s += launch_s
+            work[place].moved_bytes += max(0.0, relayout_s - launch_s) / one_byte
     for place, seconds in _taken_back(model, owed, compute).items():
         compute[place] += seconds
         work[place].moved_bytes = max(0.0, work[place].moved_bytes + seconds / one_byte)
@@ -109,36 +110,43 @@ def price_ops(model: Model, choices: NDArray[np.int64]) -> OpPrices:
 
 
 def _taken_back(model: Model, owed: dict[int, float], compute: dict[Place, float]) -> dict[Place, float]:
-    """What softmaxes take less than nothing (they store less than their matmuls paid for), off those matmuls."""
-    found: dict[Place, float] = defaultdict(float)
+    """Distribute the negative seconds of softmaxes over their adjacent matmuls, in proportion to the matmuls' compute.
+
+    Such a softmax stores fewer bytes than its matmuls were charged for.
+
+    - `owed`: negative seconds by cluster.
+    - `compute`: seconds of compute by place.
+    """
+    credits: dict[Place, float] = defaultdict(float)
     for softmax in model.liveness.softmaxes:
         if softmax.cluster not in owed:
             continue
-        beside = [
+        matmuls = [
             ("op", op.id)
             for op in model.graph.ops
             if op.op_class is OpClass.HEAVY and not softmax.taken_back.isdisjoint((*op.operands, *op.results))
         ]
-        paid = sum(compute[place] for place in beside)
-        for place in beside:
-            found[place] += owed[softmax.cluster] * compute[place] / paid
-    return found
+        paid = sum(compute[place] for place in matmuls)
+        for place in matmuls:
+            credits[place] += owed[softmax.cluster] * compute[place] / paid
+    return credits
 
 
 def _add_work(work: PlaceWork, model: Model, node: Node, choice: int, notes: PriceNotes) -> None:
-    """What a heavy op has been priced for in its chosen state, by what `heavy_seconds` asks the cost model."""
+    """Add the work of a heavy op in its chosen state, from the calls that `heavy_seconds` makes to the cost model."""
     op, compute = model.graph.ops[node.ref], model.compute
     trips = model.graph.trips(op.loop)
     states = node.states[choice : choice + 1]
     heavy_seconds(model.graph, op, states, model.axis_sizes, notes, model.residency, model.padding)  # type: ignore[arg-type]
-    for name, said, amounts in notes.taken():
-        given = dict(said)
+    for name, keywords, amounts in notes.taken():
+        given = dict(keywords)
         if name == "again":
             work.busy_s += float(WORK[name](compute, *amounts, **given)) * trips
             continue
         if name == "steps":
             work.overhead_s += float(WORK[name](compute, *amounts)) * trips
             continue
+        # Positions of the amounts that are bytes of memory traffic.
         sizes = (4, 5) if name == "dot" else (1,)
         still = tuple(0.0 if at in sizes else amount for at, amount in enumerate(amounts))
         started = compute.calibration.op_overhead_s
@@ -154,8 +162,8 @@ def _add_work(work: PlaceWork, model: Model, node: Node, choice: int, notes: Pri
 
 
 def _traffic(model: Model, choices: NDArray[np.int64]) -> dict[tuple[int, Channel], dict[Place, float]]:
-    """(cluster, channel) -> what its time is for, by bytes: the fusions and copies that `NodePricer` adds up."""
-    found: dict[tuple[int, Channel], dict[Place, float]] = defaultdict(lambda: defaultdict(float))
+    """Return by (cluster, channel) the bytes at every place: the fusions and copies whose time `NodePricer` adds up."""
+    traffic: dict[tuple[int, Channel], dict[Place, float]] = defaultdict(lambda: defaultdict(float))
 
     def note(place: Place, tensor: int, block: int, times: float) -> None:
         record, cluster = model.graph.tensors[tensor], model.structure.cluster_of[tensor]
@@ -166,7 +174,7 @@ def _traffic(model: Model, choices: NDArray[np.int64]) -> dict[tuple[int, Channe
         away = tensor in model.liveness.hosted
         size = float(local) if away else float(model.residency.streamed(tensor, local))
         if size * times > 0:
-            found[cluster, (block, HOST if away else "compute")][place] += size * times
+            traffic[cluster, (block, HOST if away else "compute")][place] += size * times
 
     for fusion in model.liveness.fusions:
         op = model.graph.ops[fusion.root]
@@ -175,13 +183,16 @@ def _traffic(model: Model, choices: NDArray[np.int64]) -> dict[tuple[int, Channe
                 note(("op", op.id), tensor, op.loop, model.graph.trips(op.loop))
     for each in model.liveness.passes:
         note(("tensor", each.tensor), each.tensor, each.block, streams(each, model.graph, model.compute))
-    return found
+    return traffic
 
 
 def _collectives(
     model: Model, choices: NDArray[np.int64]
 ) -> tuple[dict[int, tuple[Collective, ...]], dict[tuple[int, int], tuple[Collective, ...]]]:
-    """Collectives of ops' own and of what they make; and those between where a value is held and where it is taken."""
+    """Return the collectives inside ops or at their results, by op, and those of operands.
+
+    The latter are by (tensor, consuming op).
+    """
     inside: dict[int, list[Collective]] = defaultdict(list)
     moved: dict[tuple[int, int], tuple[Collective, ...]] = {}
     for node, choice in zip(model.nodes, choices.tolist(), strict=True):
@@ -203,8 +214,8 @@ def _collectives(
 
 
 def _reshards(model: Model, choices: NDArray[np.int64]) -> dict[tuple[int, int], list[Collective]]:
-    """(tensor, op that it enters or leaves) -> collectives."""
-    found: dict[tuple[int, int], list[Collective]] = defaultdict(list)
+    """Return the collectives of every reshard, by (tensor, op that it enters or leaves)."""
+    collectives: dict[tuple[int, int], list[Collective]] = defaultdict(list)
     link_of, named = link_names(model.mesh), cluster_names(model)
     for reshard in model.reshards:
         overlap = reshard_overlap(model, reshard, choices)
@@ -213,12 +224,18 @@ def _reshards(model: Model, choices: NDArray[np.int64]) -> dict[tuple[int, int],
             where = lanes(model.collectives, link_of, overlap, kind, axes, size, reshard.block)
             cause, line = reshard_cause(model, reshard, named), reshard_line(model, reshard)
             collective = _collective(model, step, reshard.trips, where.get(EXPOSED, 0.0), cause, line)
-            found[reshard.tensor, reshard.op].append(collective)
-    return found
+            collectives[reshard.tensor, reshard.op].append(collective)
+    return collectives
 
 
 def _collective(model: Model, step: ReshardStep, trips: float, exposed: float, cause: str, line: str) -> Collective:
-    """One collective in all its executions of a step; `exposed` is the share of its seconds that compute waits for."""
+    """Return the record of one collective with all its executions in a step.
+
+    - `step`: kind, axes, bytes and seconds of one execution.
+    - `trips`: executions in a step.
+    - `exposed`: share of its seconds that compute waits for.
+    - `cause`, `line`: the resharded tensor and the line of the source code.
+    """
     kind, axes, size, seconds = step
     wire = sum(float(v) for v in model.collectives.wire_bytes(kind, axes, size * trips).values())  # type: ignore[arg-type]
     whole = seconds * trips
@@ -228,19 +245,23 @@ def _collective(model: Model, step: ReshardStep, trips: float, exposed: float, c
 
 
 MOST_ROWS = 400
+"""Largest number of ops that a plan stores a row for, longest first."""
 SHORTEST = 1e-5
-"""Rows that are kept: as many of the longest, if they take this share of the step; the rest becomes one row."""
+"""Least share of the step for an op to have its own row; all other ops share one row."""
 
 
 def planned_ops(model: Model, choices: NDArray[np.int64]) -> tuple[PlannedOp, ...]:
-    """The ops of a step, the longest first. Their compute, traffic with hosts and communication add up to those of
-    `evaluate` for the same choices. Raises ValueError if a forbidden pair was chosen."""
+    """Return the ops of a step, longest first.
+
+    Their compute, host traffic and communication add up to the totals of `evaluate` for the same choices. Raises
+    ValueError if a forbidden pair was chosen.
+    """
     prices = price_ops(model, choices)
-    found: dict[tuple[str, ...], PlannedOp] = {}
+    row_of: dict[tuple[str, ...], PlannedOp] = {}
     for each in _places(model, prices):
         key = _sort_key(each)
-        found[key] = _together(found[key], each) if key in found else each
-    rows = sorted(found.values(), key=lambda row: (-_seconds(row), *_sort_key(row)))
+        row_of[key] = _together(row_of[key], each) if key in row_of else each
+    rows = sorted(row_of.values(), key=lambda row: (-_seconds(row), *_sort_key(row)))
     least = SHORTEST * sum(map(_seconds, rows))
     kept = [row for row in rows[:MOST_ROWS] if _seconds(row) >= least]
     if rest := rows[len(kept) :]:
@@ -260,12 +281,13 @@ def _seconds(row: PlannedOp) -> float:
 
 
 def _together(a: PlannedOp, b: PlannedOp) -> PlannedOp:
+    """Merge two rows: add their amounts, and use the names of the first."""
     summed = ("times", "compute_s", "host_s", "sent_s", "waited_s", "flops", "moved_bytes", "wire_bytes")
     return dataclasses.replace(a, **{name: getattr(a, name) + getattr(b, name) for name in summed})
 
 
 def _places(model: Model, prices: OpPrices) -> list[PlannedOp]:
-    """One row for each place where something takes time, in program order."""
+    """Return one row for each place that takes time, in program order."""
     collectives: dict[Place, list[tuple[float, float, int]]] = defaultdict(list)
     for op, inside in prices.inside.items():
         collectives["op", op] += [(c.seconds, c.waited_s, c.wire_bytes) for c in inside]
@@ -286,19 +308,19 @@ def _places(model: Model, prices: OpPrices) -> list[PlannedOp]:
 
 
 def _parameters(model: Model) -> dict[int, str]:
-    """Of heavy ops, the parameter whose values they take, else the one whose gradient they make."""
+    """Return for heavy ops the parameter that they consume, else the parameter whose gradient they compute."""
     roles = {argument.name: argument.role for argument in model.program.arguments}
     named = {cluster: pattern(name) for cluster, name in cluster_names(model).items() if roles[name] in WEIGHTS}
-    found = {}
+    parameters = {}
     for op in model.graph.ops:
         if op.op_class is OpClass.HEAVY:
             clusters = (model.structure.cluster_of[tensor] for tensor in (*op.operands, *op.results))
-            found[op.id] = next((named[cluster] for cluster in clusters if cluster in named), "")
-    return found
+            parameters[op.id] = next((named[cluster] for cluster in clusters if cluster in named), "")
+    return parameters
 
 
 def _said(model: Model, place: Place) -> tuple[str, str, str, int]:
-    """Name, kind, line and executions of what is at a place."""
+    """Return the name, kind, source line and executions of a place."""
     what, number = place
     graph = model.graph
     if what == "op":
@@ -310,7 +332,10 @@ def _said(model: Model, place: Place) -> tuple[str, str, str, int]:
 
 
 def _bound(work: PlaceWork, compute: float, waited: float, host: float) -> str:
-    """What takes most of the time. Engines run beside each other: who is busy for half of the compute sets it."""
+    """Return the resource that bounds a place: network, host, compute, overhead or memory.
+
+    Engines of a device overlap with each other: the one that is busy for half of the compute time is the bound.
+    """
     if max(waited, host) > compute:
         return "network" if waited >= host else "host"
     if 2.0 * work.busy_s >= compute and work.busy_s > 0.0:

@@ -1,4 +1,4 @@
-"""Predictions of a choice as plans carry them: its bill, and gains of other compiler flags."""
+"""Predictions of a choice in the form that plans store: its bill, and the gains of other compiler flags."""
 
 from collections import defaultdict
 from collections.abc import Iterator
@@ -20,7 +20,7 @@ from autoshard.planning.space.overlap import hiding_figures
 
 
 def predict(model: Model, outcome: Outcome, memory_limit: int) -> Prediction:
-    """An outcome as the record that plans carry."""
+    """Convert an outcome into the record that plans store."""
     step, compute = outcome.step_time_s, outcome.compute_s
     exposed = step - compute
     wire: dict[str, int] = {axis: 0 for axis in model.axis_names}
@@ -45,14 +45,18 @@ def predict(model: Model, outcome: Outcome, memory_limit: int) -> Prediction:
 
 
 def _wire_shares(model: Model, c: Collective) -> dict[str, float]:
-    """A collective's wire bytes by mesh axis, by the same attribution as `Collectives.wire_bytes`."""
+    """Return a collective's wire bytes by mesh axis, attributed as `Collectives.wire_bytes` does."""
     shares = model.collectives.wire_bytes(c.kind, c.axes, 1.0)  # type: ignore[arg-type]
-    whole = sum(float(v) for v in shares.values())
-    return {axis: c.wire_bytes * float(v) / whole for axis, v in shares.items()} if whole else {}
+    total = sum(float(v) for v in shares.values())
+    return {axis: c.wire_bytes * float(v) / total for axis, v in shares.items()} if total else {}
 
 
 def mfu(model: Model, step: float) -> float | None:
-    """Model FLOPs (the program's own count, else the matmul FLOPs of the graph) over the peak of all devices."""
+    """Return the model FLOPs over the peak of all devices in a step of `step` seconds; None if there are no FLOPs.
+
+    The model FLOPs are the program's own count if it has one, else the matmul FLOPs of the graph. The peak is that of
+    the dtype with the most FLOPs.
+    """
     flops = model.program.model_flops or model.graph.flops
     if not flops or step <= 0:
         return None
@@ -66,6 +70,7 @@ def mfu(model: Model, step: float) -> float | None:
 
 
 def _op_name(model: Model, moment: int) -> str:
+    """Return the kind and name of the op at a moment, "" for a graph without ops."""
     ops = model.graph.ops
     if not ops:
         return ""
@@ -74,11 +79,15 @@ def _op_name(model: Model, moment: int) -> str:
 
 
 def bill_of(model: Model, choices: NDArray[np.int64]) -> Bill:
-    """All work and communication of one step; priced with the model's calibration it takes `evaluate`'s step time."""
+    """Return all work and communication of one step.
+
+    The bill, priced with the model's calibration, adds up to the step time of `evaluate`.
+    """
     return Bill.of(model.mesh, [*_work(model, choices), *_communication(model, choices)])
 
 
 def _work(model: Model, choices: NDArray[np.int64]) -> Iterator[Charge]:
+    """Yield the charges of nodes: the calls to the cost model for heavy ops, and the memory traffic of clusters."""
     notes = PriceNotes(model.compute)
     for node, choice in zip(model.nodes, choices.tolist(), strict=True):
         if node.kind == "op":
@@ -92,26 +101,27 @@ def _work(model: Model, choices: NDArray[np.int64]) -> Iterator[Charge]:
 
 
 def _streamed(model: Model, node: Node, choice: int) -> Iterator[Charge]:
-    """What a cluster's fusions read and write, and what starting them takes; its times are those of nothing else."""
+    """Yield the charges for the memory traffic and launches of a cluster's fusions, which make up the node's time."""
     overhead = model.compute.calibration.op_overhead_s
     for (block, what), seconds in node.time.items():
         name = "host" if what == HOST else "stream"
-        one = model.compute.host_seconds(1.0) if what == HOST else model.compute.memory_seconds(1.0)
-        launched = node.launches.get(block, 0.0) if what == "compute" else 0.0
-        moving = float(seconds[choice]) - launched * overhead
-        yield Charge(name, (), (moving / float(one),), block, 1.0)
-        if launched:
-            yield Charge("launch", (), (1.0,), block, launched)
+        byte_s = model.compute.host_seconds(1.0) if what == HOST else model.compute.memory_seconds(1.0)
+        launches = node.launches.get(block, 0.0) if what == "compute" else 0.0
+        traffic_s = float(seconds[choice]) - launches * overhead
+        yield Charge(name, (), (traffic_s / float(byte_s),), block, 1.0)
+        if launches:
+            yield Charge("launch", (), (1.0,), block, launches)
 
 
 def _communication(model: Model, choices: NDArray[np.int64]) -> Iterator[Charge]:
+    """Yield the charges of reshards, with their relayouts and softmax corrections, and of collectives inside ops."""
     for reshard in model.reshards:
-        again = reshard_relayouts(model, reshard, choices)
-        for name, amount in (("launch", float(again.ops)), ("relayout", float(again.size))):
+        relayout = reshard_relayouts(model, reshard, choices)
+        for name, amount in (("launch", float(relayout.ops)), ("relayout", float(relayout.size))):
             if amount:
                 yield Charge(name, (), (amount,), reshard.block, reshard.trips)
-        if owed := unpaid_bytes(model, reshard, choices):
-            yield Charge("stream", (), (owed,), reshard.block, reshard.trips)
+        if unpaid := unpaid_bytes(model, reshard, choices):
+            yield Charge("stream", (), (unpaid,), reshard.block, reshard.trips)
         overlap = reshard_overlap(model, reshard, choices)
         for kind, axes, size, _ in reshard_steps(model, reshard, choices):
             hides = hiding_figures(model.collectives, overlap, kind, axes)
@@ -121,8 +131,8 @@ def _communication(model: Model, choices: NDArray[np.int64]) -> Iterator[Charge]
             if inner.size[choice] > 0:
                 axes = tuple(model.axis_names[a] for a in inner.axes)
                 loop = model.graph.ops[node.ref].loop
-                waited = 1.0 if inner.hidden is None else 1.0 - float(inner.hidden[choice])
-                times = model.graph.trips(loop) * inner.count * waited
+                exposed = 1.0 if inner.hidden is None else 1.0 - float(inner.hidden[choice])
+                times = model.graph.trips(loop) * inner.count * exposed
                 yield Charge(inner.as_kind or inner.kind, (("axes", axes),), (float(inner.size[choice]),), loop, times)
 
 
@@ -131,15 +141,16 @@ WORTH_SAYING = 0.02
 
 
 def flag_gains(model: Model, choices: NDArray[np.int64], plain: Calibration) -> dict[str, float]:
-    """Seconds of a step by each set of flags that makes a plan's step shorter by `WORTH_SAYING`; empty off TPUs.
+    """Return the predicted step seconds for each set of compiler flags that gains at least `WORTH_SAYING`.
 
-    `plain` has the figures without flags. The plan stays as it is; made for those flags it may gain more.
+    The plan is the same for all sets; a plan made for those flags may gain more. There are no sets for other backends
+    than TPUs. `plain` is the calibration without flags.
     """
     chip = model.mesh.topology.chip
     if not chip.traits.compiles_ahead:
         return {}
     bill, now = None, 0.0
-    found = {}
+    step_of_flags = {}
     for name in FLAG_SETS:
         try:
             flagged = with_flags(plain, flag_set(name, chip))
@@ -152,5 +163,5 @@ def flag_gains(model: Model, choices: NDArray[np.int64], plain: Calibration) -> 
             now = bill.seconds(model.compute.calibration)
         step = bill.seconds(flagged.calibration)
         if step < (1.0 - WORTH_SAYING) * now:
-            found[name] = step
-    return found
+            step_of_flags[name] = step
+    return step_of_flags

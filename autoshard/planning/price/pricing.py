@@ -1,4 +1,4 @@
-"""Prices every decision of a program on a mesh: alternatives and their times, reshards between them, memory."""
+"""Pricing of every decision of a program on a mesh: alternatives with their times, reshards, memory."""
 
 import dataclasses
 from collections import defaultdict
@@ -33,7 +33,7 @@ from autoshard.program import Program
 
 
 LARGE_SHARE = 0.005
-"""A gathered tensor above this share of the memory limit gets a copy node with memory of its own."""
+"""Share of the memory limit above which a gathered tensor gets a copy node with its own memory."""
 
 
 def price(
@@ -46,50 +46,53 @@ def price(
     calibration: Calibration | None = None,
     tables: PathTables | None = None,
 ) -> Model:
-    """All nodes, reshards and memory of `program` on `mesh`, or on that of axes cut into parts, or with one of stages.
+    """Price all nodes, reshards and memory of a program on a mesh.
 
-    `calibration`: by default that of the mesh's chip. `tables` are those of other programs priced with it.
+    - `mesh`: the mesh, or the record of its axes that are cut into parts, or of its `stage` axis.
+    - `memory_limit`: bytes of one device.
+    - `calibration`: default: the calibration of the mesh's chip.
+    - `tables`: path tables of other programs that were priced with the same calibration.
     """
     if isinstance(mesh, StageAxis):
         parts, whole = mesh.parts, mesh
     else:
         parts, whole = (mesh, mesh.mesh) if isinstance(mesh, AxisParts) else (None, mesh)
-    found = _Pricer(tables, program, graph, structure, liveness, whole, memory_limit, parts, calibration).model()
+    model = _Pricer(tables, program, graph, structure, liveness, whole, memory_limit, parts, calibration).model()
     if tables is not None:
         tables.trim()
-    return found
+    return model
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ValueUse:
-    """Where a value is used: what moves it, and how often."""
+    """One use of a tensor: the op that reshards the tensor, and how often."""
 
     tensor: int
     op: int
-    """-1 where a result becomes the argument of the next step, and where a loop begins with a value."""
+    """Id of the op; -1 for a result that becomes the next step's argument, and for a loop's initial value."""
     block: int
     trips: float
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Way:
-    """From the states in which a value is held to those in which it is wanted, row by row."""
+    """States of a tensor at both ends of a reshard; one row for each alternative."""
 
     held: States
-    """Alternatives of the source, over the value's own dims."""
+    """Alternatives of the source, over the tensor's own dims, [source states, axes]."""
     kept: States
-    """What of them stays as it is on the way, over `factors`."""
+    """`held` without the axes that the op between cannot pass on, over the tensor's own dims."""
     states: States
-    """The alternatives of the source, over `factors`."""
+    """Alternatives of the source, over `factors`."""
     aim: States
-    """Alternatives of the target, over `factors`."""
+    """Alternatives of the target, over `factors`, [target states, axes]."""
     factors: Sequence[int]
-    """Sizes of what states are over: the dims of a value, or the factors of an op's rule."""
+    """Sizes of the dims of the tensor, or of the factors of the op's rule, that `states` and `aim` refer to."""
     dtype: str
 
 
 class _Pricer(NodePricer):
-    """The nodes, and the reshards between them."""
+    """Builder of a model: the nodes, and the reshards between them."""
 
     def __init__(self, tables: PathTables | None, *what: Any) -> None:
         super().__init__(*what)
@@ -102,6 +105,7 @@ class _Pricer(NodePricer):
         self.alone = alone_between_loops(self.graph, self.structure, self.stored, self.updated)
 
     def model(self) -> Model:
+        """Build the model: clusters, heavy ops, copies and reshards."""
         cluster_node = tuple(range(len(self.structure.clusters)))
         self.add_clusters()
         op_node = {}
@@ -119,6 +123,10 @@ class _Pricer(NodePricer):
         )  # fmt: skip
 
     def add_reshards(self, cluster_node: Sequence[int], op_node: dict[int, int]) -> dict[tuple[int, int], int]:
+        """Add the reshards of all edges, ties and loop carries, and return the node of each copy by (tensor, block).
+
+        A tensor with several heavy consumers in a block, or a large one, gets a copy node that its consumers share.
+        """
         groups: dict[tuple[int, int], list[tuple[int, int]]] = defaultdict(list)
         seen: set[tuple[object, ...]] = set()
         for edge in self.structure.edges:
@@ -149,10 +157,11 @@ class _Pricer(NodePricer):
         return copies
 
     def block_trips(self, tensor: int, op: Op) -> tuple[int, float]:
-        """Return the block in which `op` takes a value, and how often it moves: once for loops that do not change it.
+        """Return the block in which `op` consumes a tensor, and the number of reshards of the tensor in one step.
 
-        Nothing is moved ahead of a conditional: what a branch needs moves as often as the branch runs. What comes out
-        of a block within, such as a branch, moves as often as the op runs.
+        A tensor that a loop does not change is resharded once, before the loop. No reshard is hoisted out of a
+        conditional: the operands of a branch are resharded whenever the branch runs. A result of an inner block, such
+        as a branch, is resharded as often as `op` runs.
         """
         home = self.graph.tensors[tensor].loop
         block = op.loop
@@ -162,6 +171,12 @@ class _Pricer(NodePricer):
         return op.loop, self.graph.trips(op.loop if within else block)
 
     def add_light(self, op: Op, operand: int, result: int, cluster: int, seen: set[tuple[object, ...]]) -> None:
+        """Add the reshard between the clusters of an operand and a result of an op without strategies of its own.
+
+        - `operand`, `result`: positions among the op's operands and results.
+        - `cluster`: cluster of the operand.
+        - `seen`: keys of the reshards added so far, to skip equal ones.
+        """
         rule = op.rule
         if rule is None:
             return
@@ -178,7 +193,7 @@ class _Pricer(NodePricer):
         factors = range(len(rule.sizes))
         collected = any(handling(self.graph, op, f, backend) is Handling.COLLECT for f in factors)
         if collected and operand != result and self.structure.cluster_of[op.operands[result]] >= 0:
-            reduced = [WHOLE] * len(reduced)  # counted with the operand of the result's own number
+            reduced = [WHOLE] * len(reduced)  # the operand at the result's position accounts for the collection
         source = relabel(source, [f if f in outer else reduced[f] for f in range(len(rule.sizes))])
         aim = relabel(aim, [f if f in inner else WHOLE for f in range(len(rule.sizes))])
         sizes = tuple(size if f in inner and f in outer else 1 for f, size in enumerate(rule.sizes))
@@ -192,6 +207,7 @@ class _Pricer(NodePricer):
         self.add_reshard(cluster, target, ValueUse(tensor, op.id, block, trips), way, collected=collected)
 
     def add_heavy_result(self, op: Op, result: int, cluster: int, node: int) -> None:
+        """Add the reshard from a heavy op's result to the result's cluster."""
         out = op.results[result]
         states = self.nodes[node].states
         shape = self.graph.tensors[out].shape
@@ -204,6 +220,7 @@ class _Pricer(NodePricer):
         )
 
     def add_heavy_operand(self, op: Op, operand: int, tensor: int, source_node: int, node: int) -> None:
+        """Add the reshard from a cluster or copy to an operand of a heavy op."""
         shape = self.graph.tensors[tensor].shape
         held = self.held_states(source_node, tensor)
         states = self.nodes[node].states
@@ -217,10 +234,16 @@ class _Pricer(NodePricer):
         )
 
     def held_states(self, node: int, tensor: int) -> States:
+        """Return the states of a cluster or copy node over the dims of one of its tensors."""
         record = self.nodes[node]
         return record.states if record.kind == "copy" else self.dims_states(record.ref, record.states, tensor)
 
     def add_copy(self, tensor: int, block: int, source: int, users: Sequence[int]) -> int:
+        """Add a copy node: one gathered tensor that several heavy ops of a block share; return its number.
+
+        - `source`: node of the tensor's cluster.
+        - `users`: ids of the consuming ops, in program order.
+        """
         record = self.graph.tensors[tensor]
         cluster = self.structure.clusters[self.structure.cluster_of[tensor]]
         factors = self.structure.dims_of[tensor]
@@ -234,7 +257,7 @@ class _Pricer(NodePricer):
         held = np.ones(len(states), dtype=bool)
         memory: tuple[MemoryTerm, ...] = ()
         if large:
-            # Twice: held as a tensor of its own, or the very tensor it is a copy of, at no cost.
+            # Every state occurs twice: with memory of its own, and as a free alias of the source tensor.
             held = np.concatenate([held, ~held])
             states = np.concatenate([states, states])
             size = local_elements(states, record.shape, self.axes) * record.itemsize
@@ -251,7 +274,10 @@ class _Pricer(NodePricer):
         return node
 
     def add_tie(self, value: int, heir: int, block: int, cluster_node: Sequence[int]) -> None:
-        """A result that is the next step's argument, or a parameter that a loop begins with, once in each `block`."""
+        """Add the reshard from a result to the next step's argument, or from a loop's initial value to its carried one.
+
+        The reshard runs once in each execution of `block`.
+        """
         source = cluster_node[self.structure.cluster_of[value]]
         target = cluster_node[self.structure.cluster_of[heir]]
         record = self.graph.tensors[value]
@@ -268,7 +294,12 @@ class _Pricer(NodePricer):
         holds: np.ndarray | None = None,
         collected: bool = False,
     ) -> None:
-        """Adds the move unless it is always free; `holds` marks a copy's alternatives with memory of their own."""
+        """Add a reshard unless it is free for all pairs of alternatives and none is forbidden.
+
+        - `source`, `target`: numbers of the nodes.
+        - `holds`: for a copy node as target, a mask of the alternatives that have memory of their own.
+        - `collected`: True if partial results are gathered and combined, not summed.
+        """
         record = self.graph.tensors[use.tensor]
         held, states, aim = way.held, way.states, way.aim
         overlap = self.overlap(source, target, use.op)
@@ -286,6 +317,7 @@ class _Pricer(NodePricer):
         first_aim, columns = distinct(np.concatenate([aim, marks], axis=1))
         itemsize = record.itemsize
         widened = self.collectives.widen_dtype(way.dtype)
+        # Some backends sum narrow types in float32.
         reduce_itemsize = 4 if widened != way.dtype else itemsize
         ends = (held[first], way.kept[first], tuple(way.factors), states[first], aim[first_aim])
         path = self.shared(Path(record.shape, *ends, itemsize, reduce_itemsize, collected))
@@ -300,12 +332,13 @@ class _Pricer(NodePricer):
         if unpaid is not None:
             computing = (use.block, "compute")
             before = costs.get(computing)
-            key = (id(before), unpaid.shape, unpaid.tobytes())  # layers that are alike share their tables
+            key = (id(before), unpaid.shape, unpaid.tobytes())  # repeated layers share their tables
             costs[computing] = self.owed.setdefault(key, unpaid if before is None else before + unpaid)
         forbidden = None
         if holds is not None and not holds.all():
             same = (path.source[:, None, :] == path.target[None, :, :]).all(axis=2)
             alias = ~holds[first_aim]
+            # An alias must have the source's state; a copy with its own memory must have another one.
             forbidden = np.where(alias[None, :], ~same, same)
         unasked = self.exchange.forbids(use.tensor, use.op, path.source, path.target)
         if unasked is not None:
@@ -330,7 +363,10 @@ class _Pricer(NodePricer):
             )
 
     def narrow(self, source: int, target: int, use: ValueUse, overlap: Overlap) -> NDArray[np.bool_] | None:
-        """For each alternative of the matmul at an end, whether it is too narrow to have a move pipelined into it."""
+        """Return a mask of the matmul's alternatives that are too narrow to pipeline a collective into the matmul.
+
+        None if neither end of the reshard is a matmul, or if no alternative is too narrow.
+        """
         for number, is_result in ((source, True), (target, False)):
             node = self.nodes[number]
             if overlap in AT_NARROW and node.kind == "op" and node.ref == use.op:
@@ -339,20 +375,23 @@ class _Pricer(NodePricer):
                 key = (id(op.rule), side, node.states.shape, node.states.tobytes())
                 if key not in self.narrows:
                     columns = columns_beside(op, side, node.states, self.axes)
-                    found = columns < self.collectives.calibration.pipelined_columns
-                    self.narrows[key] = found if found.any() else None
+                    too_narrow = columns < self.collectives.calibration.pipelined_columns
+                    self.narrows[key] = too_narrow if too_narrow.any() else None
                 return self.narrows[key]
         return None
 
     def overlap(self, source: int, target: int, op: int) -> Overlap:
-        """What a move may hide behind: it waits for parameters, feeds the optimizer, or stands at a matmul."""
+        """Return how a reshard may be hidden.
+
+        It may wait for parameters only, feed the optimizer only, or be adjacent to a matmul.
+        """
         if op < 0:
             return Overlap.NONE
-        found = self.overlap_anywhere(source, target, op)
-        return ALONE.get(found, found) if op in self.alone else found
+        overlap = self.overlap_anywhere(source, target, op)
+        return ALONE.get(overlap, overlap) if op in self.alone else overlap
 
     def overlap_anywhere(self, source: int, target: int, op: int) -> Overlap:
-        """What it may hide behind where there is compute beside it."""
+        """Return how a reshard may be hidden where other compute is available to overlap with."""
         origin = self.nodes[source]
         cluster = origin.ref if origin.kind == "cluster" else -1
         if origin.kind == "copy":
@@ -366,13 +405,14 @@ class _Pricer(NodePricer):
         return Overlap.MATMUL if at_matmul else Overlap.NONE
 
     def shared(self, path: Path) -> Path:
-        """The first one that is equal: what is known of it holds for every move along it."""
+        """Return the first path with equal contents, so that all its reshards share results cached by identity."""
         return self.equal.setdefault(path.contents(), path)
 
     def seconds(self, path: Path, overlap: Overlap, apart: NDArray[np.bool_] | None = None) -> dict[str, Seconds]:
-        """Time of one execution, exposed and by link; equal paths share their tables.
+        """Return the seconds of one execution of a path, exposed and by link; equal paths share their tables.
 
-        `apart` says of which alternatives at one end the move is not pipelined into the matmul there: `AT_NARROW`.
+        `apart` marks the alternatives, [rows, 1] or [1, columns], whose matmul is too narrow to pipeline the reshard
+        into.
         """
         key = (overlap, *path.contents(), None if apart is None else (apart.shape, apart.tobytes()))
         if key not in self.paths:
@@ -384,6 +424,6 @@ class _Pricer(NodePricer):
 
 
 def _chosen(apart: NDArray[np.bool_], these: dict[str, Seconds], others: dict[str, Seconds]) -> dict[str, Seconds]:
-    """Tables of `these` where `apart` holds, and of `others` elsewhere."""
+    """Return tables with the values of `these` where `apart` is True, and those of `others` elsewhere."""
     none = np.zeros(1)
     return {what: np.where(apart, these.get(what, none), others.get(what, none)) for what in {**others, **these}}

@@ -1,9 +1,13 @@
-"""What else layers could keep or send to their hosts, foreseen from one plan whose layers compute everything again.
+"""Forecast of better remat policies from one plan whose layers recompute everything.
 
-Of every value the plan says what its recomputation takes and how many bytes of it a device would hold. A set of values
-that are kept or sent to the host then has a foreseen step: what the backward pass computes again is what its roots
-need and no kept value cuts off, what goes to the host competes for its links, and what is kept is held between the
-loops of the forward and the backward pass. All sets of at most `MOST` values are compared.
+The plan gives the recomputation seconds and the bytes of every value that a policy may save. From these the step of any
+set of saved or offloaded values follows:
+
+- The backward pass recomputes only ops that its roots need and that no saved value cuts off.
+- Offloaded values share the links to the host.
+- Saved values are live between the loops of the forward and the backward pass.
+
+All sets of at most `MOST` values are compared.
 """
 
 import dataclasses
@@ -25,11 +29,13 @@ from autoshard.program import INPUT, Policy, short_names
 
 
 MOST = 9
-"""Values of which all sets are compared: those whose recomputation takes longest, and the layer's input."""
+"""Number of values whose sets are all compared: the layer's input and the values that take longest to recompute."""
 
 STREAMS = 3
-"""How often a value that is kept goes through memory beside what it did: a copy into the stack of all layers reads and
-writes it, and the backward pass reads it out of there."""
+"""Number of additional times that a saved value's bytes pass through memory.
+
+A copy into the stack of all layers reads and writes the value, and the backward pass reads it from there.
+"""
 
 Bools = NDArray[np.bool_]
 Floats = NDArray[Any]
@@ -37,26 +43,26 @@ Floats = NDArray[Any]
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Foreseen:
-    """What a policy by value is expected to come to."""
+    """Forecast of a policy that names the saved and offloaded values."""
 
     policy: Policy
     step_time_s: float
     peak_bytes: int
     expected_s: float
-    """The step with what nearly full memory is expected to cost."""
+    """Step seconds plus the expected cost of nearly full memory (`tight_seconds`)."""
 
 
 def foresee(model: Model, choices: NDArray[np.int64], memory_limit: int) -> Foreseen | None:
-    """The best policy by value for the shardings of a plan, whose program computes its layers again in full.
+    """Return the best policy by value for a plan's shardings; the plan's program recomputes its layers in full.
 
-    None if there is nothing to choose, or nothing that would be better than the plan.
+    None if there is nothing to save, or if no policy is better than the plan.
     """
-    found = _Values(model, choices)
-    return found.best(memory_limit) if found.paths else None
+    values = _Values(model, choices)
+    return values.best(memory_limit) if values.paths else None
 
 
 class _Values:
-    """The values of one plan that may be kept or sent to the host, and what that would change."""
+    """Values of one plan that may be saved or offloaded, and the forecast of sets of them."""
 
     def __init__(self, model: Model, choices: NDArray[np.int64]) -> None:
         self.model, self.choices = model, choices
@@ -65,31 +71,35 @@ class _Values:
         places: dict[str, list[Occurrence]] = defaultdict(list)
         for place in find_values(model.program, model.graph):
             places[place.path].append(place)
-        cost = {path: sum(self.alone(place) for place in found) for path, found in places.items()}
+        cost = {path: sum(self.alone(place) for place in own) for path, own in places.items()}
         worth = sorted((path for path in places if path != INPUT and cost[path] > 0), key=lambda path: -cost[path])
         self.paths = [path for path in places if path in worth[: MOST - 1] or (path == INPUT and self.can_offload)]
         self.places = {path: places[path] for path in self.paths}
 
     @property
     def can_offload(self) -> bool:
-        """Whether a host's memory is another one than the devices'."""
+        """True if the host's memory is separate from that of the devices."""
         return not self.model.mesh.topology.traits.shares_machine
 
     def alone(self, place: Occurrence) -> float:
-        """Seconds of the op that computes a value again."""
+        """Return the seconds in one step of the ops that recompute a value."""
         producers = {self.model.graph.tensors[t].producer for t in place.again}
         return sum(sum(self.seconds.get(op, {}).values()) for op in producers)
 
     def best(self, memory_limit: int) -> Foreseen | None:
-        """The set with the least expected step that fits; of equals the one that sends and keeps the least."""
+        """Return the fitting set with the least expected step; None if no set is better than the plan.
+
+        Among equal sets the one that offloads least is returned, then the one that saves least.
+        """
         kept, away = _sets([path == INPUT for path in self.paths], self.can_offload)
         step, compute, hidden = self.times(kept, away)
         peak = self.peaks(kept, away)
         topology = self.model.mesh.topology
         base = self.outcome
         least = base.step_time_s + tight_seconds(topology, base.peak_bytes, base.compute_s, base.hidden_s)
-        found: Foreseen | None = None
+        best: Foreseen | None = None
         for at in np.lexsort((kept.sum(axis=1), away.sum(axis=1), step)):
+            # Sets are in order of their step, and memory pressure only adds to it.
             if step[at] >= least:
                 break
             if peak[at] > memory_limit or not (kept[at].any() or away[at].any()):
@@ -97,18 +107,22 @@ class _Values:
             expected = step[at] + tight_seconds(topology, int(peak[at]), float(compute[at]), float(hidden[at]))
             if expected < least:
                 least = expected
-                found = Foreseen(self.policy(kept[at], away[at]), float(step[at]), int(peak[at]), float(expected))
-        return found
+                best = Foreseen(self.policy(kept[at], away[at]), float(step[at]), int(peak[at]), float(expected))
+        return best
 
     def policy(self, kept: Bools, away: Bools) -> Policy:
+        """Return the policy that saves and offloads the marked values."""
         names = short_names(self.model.program.savable)
         mine = [names[path] for path in self.paths]
         chosen = [tuple(name for name, takes in zip(mine, takes, strict=True) if takes) for takes in (kept, away)]
         return Policy("full", *chosen)
 
     def times(self, kept: Bools, away: Bools) -> tuple[Floats, Floats, Floats]:
-        """Of every set (a row of `kept` and `away`): the step, its compute, and what runs hidden beside it."""
-        saved = self.spared(kept | away)
+        """Return for every set the seconds of the step, of its compute, and of its hidden communication, each [sets].
+
+        - `kept`, `away`: masks of the values that are saved, and of those that are offloaded, [sets, values].
+        """
+        spared = self.spared(kept | away)
         channels: dict[Channel, Floats] = {
             channel: np.full(len(kept), seconds) for channel, seconds in self.outcome.channels.items()
         }
@@ -116,16 +130,16 @@ class _Values:
         def add(channel: Channel, seconds: Floats) -> None:
             channels[channel] = channels.get(channel, np.zeros(len(kept))) + seconds
 
-        for channel, seconds in saved.items():
+        for channel, seconds in spared.items():
             add(channel, -seconds)
         compute = self.model.compute
         for number, path in enumerate(self.paths):
             for place in self.places[path]:
-                moved = self.local_bytes(place) * self.model.graph.trips(place.loop)
-                copied = 0.0 if path == INPUT else float(compute.memory_seconds(STREAMS * moved))
-                add((place.loop, "compute"), copied * (kept[:, number] | away[:, number]))
+                size = self.local_bytes(place) * self.model.graph.trips(place.loop)
+                copy_s = 0.0 if path == INPUT else float(compute.memory_seconds(STREAMS * size))
+                add((place.loop, "compute"), copy_s * (kept[:, number] | away[:, number]))
                 for block in (place.loop, place.loop_again):
-                    add((block, HOST), float(compute.host_seconds(moved)) * away[:, number])
+                    add((block, HOST), float(compute.host_seconds(size)) * away[:, number])
         blocks = sorted({block for block, _ in channels if (block, _) != EXPOSED})
         longest = [np.maximum.reduce([s for (of, _), s in channels.items() if of == block]) for block in blocks]
         step = channels.get(EXPOSED, np.zeros(len(kept))) + sum(longest, np.zeros(len(kept)))
@@ -134,10 +148,10 @@ class _Values:
         return step, work, np.maximum(0.0, rest - (step - work))
 
     def spared(self, saved: Bools) -> Mapping[Channel, Floats]:
-        """Seconds by channel that are not computed again where values are saved: of ops whose results nothing needs.
+        """Return by channel the seconds of recomputation that saved values avoid, [sets].
 
-        An op is needed if what is not computed again takes one of its results, or another op that is needed does, in
-        each case a result that is not saved.
+        A recomputed op is needed if an unsaved result of it has a consumer that is needed or that is not recomputed.
+        `saved` is a mask, [sets, values].
         """
         graph = self.model.graph
         again = {op.id for op in graph.ops if AGAIN in op.name}
@@ -148,22 +162,22 @@ class _Values:
         for op in graph.ops:
             for tensor in set(op.operands):
                 users[tensor].append(op.id)
-        found: dict[Channel, Floats] = defaultdict(lambda: np.zeros(len(saved)))
+        spared: dict[Channel, Floats] = defaultdict(lambda: np.zeros(len(saved)))
         for op in (graph.ops[number] for number in sorted(again, reverse=True)):
-            mine = np.zeros(len(saved), dtype=bool)
+            is_needed = np.zeros(len(saved), dtype=bool)
             for tensor in op.results:
                 wanted = np.full(len(saved), tensor in lasting or any(u not in again for u in users[tensor]))
                 for user in users[tensor]:
                     if user in again:
                         wanted = wanted | needed[user]
-                mine |= wanted & ~saved[:, at[tensor]] if tensor in at else wanted
-            needed[op.id] = mine
+                is_needed |= wanted & ~saved[:, at[tensor]] if tensor in at else wanted
+            needed[op.id] = is_needed
             for channel, seconds in self.seconds.get(op.id, {}).items():
-                found[channel] += seconds * ~mine
-        return found
+                spared[channel] += seconds * ~is_needed
+        return spared
 
     def peaks(self, kept: Bools, away: Bools) -> NDArray[np.int64]:
-        """Bytes of a device at the fullest moment of every set."""
+        """Return the peak bytes of one device for every set, [sets]."""
         events = memory_events(self.model, self.choices)
         usage = np.zeros(len(self.model.graph.ops) + 2, dtype=np.int64)
         for moment, size, _ in events:
@@ -173,14 +187,15 @@ class _Values:
         for number, path in enumerate(self.paths):
             for place in self.places[path]:
                 size = self.local_bytes(place) * self.layers(place)
+                # The plan already stores the layer inputs, so offloading them frees memory.
                 spans[self.span(place)] += -size * away[:, number] if path == INPUT else size * kept[:, number]
-                if place.loop >= 0:  # one trip's is on its way beside what the next one computes
+                if place.loop >= 0:  # the transfer of one trip overlaps with the next trip's compute
                     spans[self.span(place)] += self.local_bytes(place) * away[:, number]
                     if path == INPUT and is_copied(self.model.graph.tensors[place.made].shape):
                         span = self.model.graph.loops[place.loop].stop, self.span(place)[1]
                         spans[span] += size * (~away[:, number] & away.any(axis=1))
                 for tensor, start, stop in self.model.liveness.buffers:
-                    if tensor in place.again:  # a slice of the stack is read where it lies
+                    if tensor in place.again:  # the consumer reads its slice of the stack in place
                         spans[start, stop] -= self.local_bytes(place, tensor) * kept[:, number]
         edges = sorted({0, len(usage), *(edge for span in spans for edge in span)})
         parts = [(a, b) for a, b in zip(edges, edges[1:], strict=False) if b > a]
@@ -191,18 +206,18 @@ class _Values:
         return np.maximum.reduce([np.broadcast_to(np.asarray(each, dtype=np.int64), len(kept)) for each in held])
 
     def layers(self, place: Occurrence) -> int:
-        """How many of a value are held together: one of each trip of its loop."""
+        """Return the number of simultaneously live instances of a value: one for each trip of its loop."""
         return 1 if place.loop < 0 else self.model.graph.loops[place.loop].trips
 
     def span(self, place: Occurrence) -> tuple[int, int]:
-        """The ops between which a saved value is held."""
+        """Return the first and the last op id between which a saved value is live."""
         graph = self.model.graph
         first = graph.tensors[place.made].producer if place.loop < 0 else graph.loops[place.loop].start
         last = max((graph.tensors[t].producer for t in place.again), default=len(graph.ops))
         return max(first, 0), last if place.loop_again < 0 else graph.loops[place.loop_again].stop
 
     def local_bytes(self, place: Occurrence, tensor: int | None = None) -> int:
-        """Bytes of one layer's value in a device, or of a tensor that is computed again for it."""
+        """Return the bytes on one device of one layer's value, or of `tensor`, which is recomputed for the value."""
         model, tensor = self.model, place.made if tensor is None else tensor
         record = model.graph.tensors[tensor]
         local = tensor_spec(model, self.choices, tensor).local_shape(record.shape, dict(model.mesh.axes))
@@ -210,7 +225,10 @@ class _Values:
 
 
 def _sets(inputs: Sequence[bool], can_offload: bool) -> tuple[Bools, Bools]:
-    """Every set: whether each value is kept, and whether it goes to the host. An input is kept unless it goes."""
+    """Return masks of all sets, [sets, values]: the values that are saved, and those that are offloaded.
+
+    A layer's input is always saved unless it is offloaded, and is never marked as saved.
+    """
     states = [
         (False, True) if is_input else (False, True, None) if can_offload else (False, True) for is_input in inputs
     ]
@@ -220,27 +238,27 @@ def _sets(inputs: Sequence[bool], can_offload: bool) -> tuple[Bools, Bools]:
 
 
 def _kept_by_loops(graph: OpGraph) -> set[int]:
-    """Tensors that a loop carries on, or that the program returns."""
+    """Return the tensors that a loop carries or that the program returns."""
     return set(graph.results) | {t for loop in graph.loops for c in loop.carries for t in (c.init, c.update)}
 
 
 def _op_seconds(model: Model, choices: NDArray[np.int64]) -> Mapping[int, dict[Channel, float]]:
-    """Of every heavy op that the backward pass computes again: its seconds in one step, with what moves at its ends."""
+    """Return for every recomputed heavy op its seconds by channel in one step, including the reshards at its ends."""
     again = {op.id for op in model.graph.ops if AGAIN in op.name}
-    found: dict[int, dict[Channel, float]] = defaultdict(lambda: defaultdict(float))
+    op_seconds: dict[int, dict[Channel, float]] = defaultdict(lambda: defaultdict(float))
     for node, choice in zip(model.nodes, choices.tolist(), strict=True):
         if node.kind == "op" and node.ref in again:
             for channel, seconds in node.time.items():
-                found[node.ref][channel] += float(seconds[choice])
+                op_seconds[node.ref][channel] += float(seconds[choice])
     link_of = link_names(model.mesh)
     for reshard in model.reshards:
         if reshard.op not in again:
             continue
-        mine = found[reshard.op]
+        mine = op_seconds[reshard.op]
         mine[reshard.block, "compute"] += relayout_seconds(model, reshard, choices)
         overlap = reshard_overlap(model, reshard, choices)
         for kind, axes, size, seconds in reshard_steps(model, reshard, choices):
             shares = lanes(model.collectives, link_of, overlap, kind, axes, size, reshard.block)
             for channel, share in shares.items():
                 mine[channel] += seconds * share * reshard.trips
-    return found
+    return op_seconds

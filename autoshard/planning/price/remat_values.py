@@ -1,8 +1,11 @@
-"""Where a program's layers make the values that a remat policy may name, and where they are computed again.
+"""Ops that compute the values of a remat policy, in the forward pass and again in the backward pass.
 
-A layer is traced twice: in the forward pass, and in the backward pass for what is computed again. A matmul is known by
-the weight that it takes, `model.layers.*.self_attn.q_proj.weight`; attention by its having none, and by giving, as it
-is, what a matmul with a weight takes; the layer's input by the loop that carries it and puts it into a stack.
+A traced layer occurs twice: in the forward pass, and in the backward pass as the part that is recomputed. Values are
+recognised as follows:
+
+- A matmul by the weight that it consumes, such as `model.layers.*.self_attn.q_proj.weight`.
+- Attention by having no weight, and by a result that feeds a matmul with a weight without further arithmetic.
+- The layer's input by the loop that carries it and writes it into a stack.
 """
 
 import dataclasses
@@ -15,38 +18,40 @@ from autoshard.program import CONTEXT, INPUT, Program, chosen_name
 
 
 AGAIN = "rematted_computation"
-"""What JAX puts into the name of an op that the backward pass computes again."""
+"""Part of the names that JAX gives to ops that the backward pass recomputes."""
 
 _BACKWARD = "transpose("
 _WEIGHTS = ("", ".weight", "_weight")
-"""What a parameter's name has after the path of the module that multiplies by it."""
+"""Suffixes of a weight's name after the path of the module that multiplies by the weight."""
 _SAME = frozenset(
     {"convert", "reshape", "transpose", "copy", "slice", "dynamic_slice", "broadcast_in_dim", "sharding_constraint"}
 )
-"""Ops whose result is their first operand in another form."""
+"""Ops whose result has the elements of their first operand in another form."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Occurrence:
-    """One value of a layer of one loop, or of one layer by itself."""
+    """One value of the layers of a loop, or of one layer outside loops."""
 
     path: str
     made: int
-    """The tensor in the forward pass."""
+    """Tensor that holds the value in the forward pass."""
     loop: int
-    """Loop of the forward pass that makes it; -1 for none."""
+    """Loop of the forward pass that computes the value; -1 for none."""
     again: tuple[int, ...]
-    """Tensors that the backward pass computes again and need not if the value is kept; none for a layer's input."""
+    """Tensors that the backward pass need not recompute if the value is saved; none for a layer's input."""
     loop_again: int
-    """Loop of the backward pass that needs it."""
+    """Loop of the backward pass that consumes the value; -1 for none."""
 
 
 def find_values(program: Program, graph: OpGraph) -> tuple[Occurrence, ...]:
-    """The values of `Program.savable` that the backward pass computes again, and the inputs that stay for it."""
+    """Return the values of `Program.savable` that the backward pass recomputes, and the layer inputs stored for it."""
     return tuple([*_ValueFinder(program, graph).computed(), *_inputs(graph)])
 
 
 class _ValueFinder:
+    """Search for the pairs of a forward op and the op that recomputes it."""
+
     def __init__(self, program: Program, graph: OpGraph) -> None:
         self.program, self.graph = program, graph
         self.names = {t: a.name for t, a in zip(graph.arguments, program.arguments, strict=True)}
@@ -57,34 +62,34 @@ class _ValueFinder:
                 self.users[tensor].append(op.id)
 
     def computed(self) -> Iterable[Occurrence]:
-        """Of every value that is computed again: where it is made first, and where again."""
+        """Yield every recomputed value with its ops in the forward and in the backward pass."""
         heavy = [op for op in self.graph.ops if op.op_class is OpClass.HEAVY and op.kind in _PRODUCTS]
-        known: dict[object, list[tuple[str, Op]]] = defaultdict(list)
+        forward_ops: dict[object, list[tuple[str, Op]]] = defaultdict(list)
         for op in heavy:
             path = None if AGAIN in op.name or _BACKWARD in op.name else self.path_of(op)
             if path is not None:
-                known[self.alike(op)].append((path, op))
+                forward_ops[self.alike(op)].append((path, op))
         again = [op for op in heavy if AGAIN in op.name]
         loops = {-1: -1}  # a loop of the backward pass -> the loop of the forward pass with the same weights
         for op in sorted(again, key=lambda op: self.weight(op) is None):
-            found = [
+            matches = [
                 (path, made)
-                for path, made in known[self.alike(op)]
+                for path, made in forward_ops[self.alike(op)]
                 if loops.setdefault(op.loop, made.loop) == made.loop
             ]
-            if found:
-                # Layers by themselves are computed again in the opposite order.
-                path, made = found[-1 if op.loop < 0 else 0]
-                known[self.alike(op)].remove((path, made))
+            if matches:
+                # Layers outside loops are recomputed in the opposite order.
+                path, made = matches[-1 if op.loop < 0 else 0]
+                forward_ops[self.alike(op)].remove((path, made))
                 yield Occurrence(path, self.value(made), made.loop, op.results, op.loop)
 
     def alike(self, op: Op) -> object:
-        """Equal for an op of the forward pass and the same one computed again."""
+        """Return a key that is equal for a forward op and for the op that recomputes it."""
         shapes = tuple(self.graph.tensors[t].shape for t in (*op.operands, *op.results))
         return op.kind, self.weight(op), shapes, op.line, _tail(op.name)
 
     def path_of(self, op: Op) -> str | None:
-        """The path of the value that an op of the forward pass makes; None if it has none."""
+        """Return the policy's path of the value that a forward op computes; None if the value has no path."""
         weight = self.weight(op)
         if weight is None:
             return CONTEXT if CONTEXT in self.program.savable and self.feeds_weight(op) else None
@@ -94,7 +99,7 @@ class _ValueFinder:
         return max(fitting, key=len, default=None)
 
     def weight(self, op: Op) -> str | None:
-        """The name of the parameter that an op takes as it is; None if it takes none."""
+        """Return the name of the parameter that an op consumes, possibly in another form; None if there is none."""
         for tensor in op.operands:
             seen = self.origin(tensor)
             if seen in self.names and seen in self.graph.arguments and len(self.graph.tensors[seen].shape) > 1:
@@ -102,7 +107,7 @@ class _ValueFinder:
         return None
 
     def origin(self, tensor: int) -> int:
-        """What a tensor is another form of."""
+        """Return the tensor at the start of a chain of reshapes, casts and loop carries."""
         while True:
             producer = self.graph.tensors[tensor].producer
             if producer >= 0 and self.graph.ops[producer].kind in _SAME:
@@ -113,7 +118,7 @@ class _ValueFinder:
                 return tensor
 
     def feeds_weight(self, op: Op) -> bool:
-        """Whether a matmul with a weight takes what an op gives, in some form."""
+        """Return True if a matmul with a weight consumes one of the op's results, possibly in another form."""
         waiting = list(op.results)
         while waiting:
             for user in (self.graph.ops[u] for u in self.users[waiting.pop()]):
@@ -124,28 +129,31 @@ class _ValueFinder:
         return False
 
     def value(self, op: Op) -> int:
-        """The largest of an op's results that something uses."""
+        """Return the largest used result of an op, preferring results that are consumed whole."""
         used = [t for t in op.results if self.users[t]] or list(op.results)
         return max(used, key=lambda t: (self.graph.tensors[t].bytes if t in self.direct(op) else -1, -t))
 
     def direct(self, op: Op) -> set[int]:
-        """Results that are taken whole: of the row sums that a kernel repeats along a lane only one is."""
+        """Return the results that are consumed whole.
+
+        Kernels repeat row sums along a lane, and of such a result only a slice is consumed.
+        """
         return {t for t in op.results if not all(self.graph.ops[u].kind == "slice" for u in self.users[t])}
 
 
 _EXPERTS = frozenset({"experts.gate_up_proj", "experts.down_proj"})
-"""Matmuls with a weight that tokens enter by a matmul of their own."""
+"""Weights of expert matmuls, which dispatch tokens by a matmul of their own."""
 
 _PRODUCTS = frozenset({"dot_general", "custom_call", "attention"})
 
 
 def _tail(name: str) -> str:
-    """The end of an op's name, the same whether it is computed again or not."""
+    """Return the end of an op's name without JAX's transformation wrappers, equal for an op and its recomputation."""
     return "/".join(re.sub(r"^(?:\w+\()*|\)*$", "", part) for part in name.split("/")[-2:])
 
 
 def _inputs(graph: OpGraph) -> Iterable[Occurrence]:
-    """What loops of the forward pass carry and put into a stack, from which a loop of the backward pass takes it."""
+    """Yield the layer inputs: tensors that a forward loop carries and writes into a stack for a backward loop."""
     carries = {c.body: c for loop in graph.loops for c in loop.carries}
     slices: Mapping[int, list[Op]] = defaultdict(list)
     for op in graph.ops:

@@ -1,4 +1,4 @@
-"""Work that several devices repeat, the shares of dim groups that are split, and ops without a sharding rule."""
+"""Work that several devices repeat, the sharded share of each dim group, and ops without a sharding rule."""
 
 import dataclasses
 import math
@@ -20,51 +20,56 @@ from autoshard.planning.xla.partitioner_rules import whole_factors
 
 
 NOTICEABLE = 0.05
-"""Share of the step from which on work that is done alike is said."""
+"""Least share of the step for repeated work to be reported."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Alike:
-    """Ops of one kind at one place of the source, alike on all devices along the same axes; layers put together."""
+    """Repeated work: ops of one kind at one source line, replicated along the same mesh axes, summed over layers."""
 
     what: str
     axes: tuple[str, ...]
     seconds: float
     splits: tuple[str, ...]
-    """Dim groups that the ops could be split by, with their sizes."""
+    """Dim groups that could split the ops, with their sizes."""
     call: bool
-    """Whether they are calls of a kernel, into which nobody looks."""
+    """True if the ops are calls of a kernel, whose work the planner cannot inspect."""
 
 
 def find_alike(model: Model, groups: Groups, choices: NDArray[np.int64]) -> list[Alike]:
-    """All such work, what takes longest first."""
+    """Return all repeated work, longest first."""
     seconds: dict[tuple[str, tuple[str, ...]], float] = defaultdict(float)
     splits: dict[tuple[str, tuple[str, ...]], tuple[str, ...]] = {}
     calls: set[tuple[str, tuple[str, ...]]] = set()
-    for op, used, took in (*_heavy(model, choices), *_fused(model, choices)):
+    for op, used, op_s in (*_heavy(model, choices), *_fused(model, choices)):
         idle = tuple(a for a, n in model.mesh.axes.items() if n > 1 and a not in used and a not in op.manual)
-        if idle and took > 0:
+        if idle and op_s > 0:
             key = (_words(op), idle)
-            seconds[key] += took
+            seconds[key] += op_s
             splits.setdefault(key, tuple(_splits(model, groups, op)))
             if op.opaque is not None:
                 calls.add(key)
-    found = [Alike(*key, took, splits[key], key in calls) for key, took in seconds.items()]
-    return sorted(found, key=lambda each: (-each.seconds, each.what, each.axes))
+    repeated = [Alike(*key, op_s, splits[key], key in calls) for key, op_s in seconds.items()]
+    return sorted(repeated, key=lambda each: (-each.seconds, each.what, each.axes))
 
 
 def alike_lines(model: Model, groups: Groups, choices: NDArray[np.int64], step_time_s: float) -> list[str]:
-    """A sentence for each op of a noticeable share, and one for the rest over the same axes if they have one."""
+    """Return a sentence for each noticeable piece of repeated work, and one for the rest along the same axes.
+
+    The rest is omitted if its sum is not noticeable. `step_time_s` is the predicted step.
+    """
     lines = []
     rest: dict[tuple[str, ...], list[Alike]] = defaultdict(list)
     for each in find_alike(model, groups, choices) if step_time_s > 0 else []:
         if each.seconds < NOTICEABLE * step_time_s:
             rest[each.axes].append(each)
             continue
-        how = f"it can be split by {', '.join(each.splits)}" if each.splits else "it cannot be split"
+        remedy = f"it can be split by {', '.join(each.splits)}" if each.splits else "it cannot be split"
         if each.call and not each.splits:
-            how = "neither its grid nor a rule says what may be split there; `autoshard.register_rule` can"
-        lines.append(f"{_devices(model, each.axes)} {each.what}, {each.seconds / step_time_s:.1%} of the step: {how}.")
+            remedy = "neither its grid nor a rule says what may be split there; `autoshard.register_rule` can"
+        lines.append(
+            f"{_devices(model, each.axes)} {each.what}, {each.seconds / step_time_s:.1%} of the step: {remedy}."
+        )
     for axes, several in rest.items():
         share = sum(each.seconds for each in several) / step_time_s
         if share >= NOTICEABLE:
@@ -74,13 +79,16 @@ def alike_lines(model: Model, groups: Groups, choices: NDArray[np.int64], step_t
 
 
 def _devices(model: Model, axes: tuple[str, ...]) -> str:
+    """Return the opening of a sentence about the devices along some axes."""
     count = math.prod(model.mesh.axes[a] for a in axes)
     return f"the {count} devices along {' x '.join(axis_words(axes))} do the same work in"
 
 
 def _heavy(model: Model, choices: NDArray[np.int64]) -> Iterator[tuple[Op, set[str], float]]:
-    """Ops with strategies of their own, the axes that split them, and their compute time. Those without a rule are
-    reported apart."""
+    """Yield ops that have strategies of their own, with the axes that split them and their compute seconds.
+
+    Ops without a rule are reported by `find_unruled` instead.
+    """
     for op_id, number in sorted(model.op_node.items()):
         op, node = model.graph.ops[op_id], model.nodes[number]
         if op.rule is None or op.kind in FOLDED_OPS:
@@ -91,7 +99,10 @@ def _heavy(model: Model, choices: NDArray[np.int64]) -> Iterator[tuple[Op, set[s
 
 
 def _fused(model: Model, choices: NDArray[np.int64]) -> Iterator[tuple[Op, set[str], float]]:
-    """The same of elementwise work: a fusion is split over the axes that split anything it reads or writes."""
+    """Yield the same for fusions of elementwise work.
+
+    The axes that split a fusion are those that split any tensor which the fusion reads or writes.
+    """
     for fusion in model.liveness.fusions:
         op = model.graph.ops[fusion.root]
         if op.op_class is OpClass.HEAVY and op.kind not in FOLDED_OPS:
@@ -111,14 +122,14 @@ def _fused(model: Model, choices: NDArray[np.int64]) -> Iterator[tuple[Op, set[s
 
 
 def _words(op: Op) -> str:
-    """`dot_general` at model.py:12, else with the end of its name, layers' numbers left out."""
+    """Return a description of an op: its kind and its source line, else the end of its name without layer numbers."""
     kind = op.opaque.target if op.opaque else op.kind
     where = op.line or ("" if op.opaque else re.sub(r"\d+", "*", "/".join(op.name.split("/")[-2:])))
     return f"`{kind}` at {where}" if where and where != kind else f"`{kind}`"
 
 
 def _splits(model: Model, groups: Groups, op: Op) -> Iterator[str]:
-    """Dim groups of the op's factors that a strategy may split."""
+    """Yield the dim groups, with sizes, of the op's factors that a strategy may split."""
     if op.rule is None:
         return
     whole = whole_factors(model.graph, op, model.mesh.topology.backend)
@@ -144,12 +155,15 @@ def _splits(model: Model, groups: Groups, op: Op) -> Iterator[str]:
 def shares_of(
     model: Model, groups: Groups, choices: NDArray[np.int64], tensors: Sequence[int]
 ) -> dict[tuple[int, str], float]:
-    """(group, axis) -> share of the bytes of tensors with that group in which the axis splits it."""
+    """Return by (dim group, axis) the share of bytes that the axis splits along the group.
+
+    The share is of all `tensors` that have the group.
+    """
     split: dict[tuple[int, str], int] = defaultdict(int)
     total: dict[int, int] = defaultdict(int)
     for tensor in tensors:
         if model.structure.cluster_of[tensor] < 0:
-            continue  # generated anew wherever it is needed
+            continue  # regenerated on every device that needs the tensor
         size = model.graph.tensors[tensor].bytes
         spec = tensor_spec(model, choices, tensor)
         for group, axes in zip(tensor_groups(model.structure, groups.of_factor, tensor), spec.dims, strict=True):
@@ -162,22 +176,23 @@ def shares_of(
 
 
 def find_unruled(model: Model, choices: NDArray[np.int64], step_time_s: float) -> tuple[Unruled, ...]:
-    """Ops planned as replicated for lack of a rule, by kind or target, the largest share of the step first."""
+    """Return the ops that are planned as replicated for lack of a rule, by kind or call target, longest first."""
     groups: dict[tuple[str, bool], list[tuple[float, Op]]] = defaultdict(list)
     for op_id in model.graph.without_rule:
         op = model.graph.ops[op_id]
         kind = op.opaque.target if op.opaque else op.kind
         groups[(kind, op.opaque is not None)].append((_seconds(model, choices, op), op))
-    found = []
+    unruled = []
     for (kind, custom), ops in groups.items():
         seconds = sum(each for each, _ in ops)
         worst = max(ops, key=lambda item: item[0])[1]
         share = seconds / step_time_s if step_time_s > 0 else 0.0
-        found.append(Unruled(kind, custom, len(ops), seconds, share, worst.name))
-    return tuple(sorted(found, key=lambda u: (-u.seconds, u.kind)))
+        unruled.append(Unruled(kind, custom, len(ops), seconds, share, worst.name))
+    return tuple(sorted(unruled, key=lambda u: (-u.seconds, u.kind)))
 
 
 def _seconds(model: Model, choices: NDArray[np.int64], op: Op) -> float:
+    """Return the seconds of an op's node, 0 if the op has none."""
     number = model.op_node.get(op.id)
     if number is None:
         return 0.0
@@ -189,7 +204,7 @@ def _is_small(target: str) -> bool:
 
 
 def unruled_lines(unruled: tuple[Unruled, ...]) -> list[str]:
-    """One sentence for each kind."""
+    """Return one sentence for each kind of op without a rule."""
     lines = []
     for each in unruled:
         what = f"custom call `{each.kind}`" if each.custom_call else each.kind
@@ -205,7 +220,7 @@ def unruled_lines(unruled: tuple[Unruled, ...]) -> list[str]:
 
 
 def call_lines(model: Model) -> list[str]:
-    """Return sentences about calls that no device can run on a shard, and about those of unknown work."""
+    """Return sentences about calls that cannot run on a shard, and about calls of unknown work."""
     calls = [(op, op.opaque) for op in model.graph.ops if op.opaque is not None]
     fixed = sorted({call.target for op, call in calls if op.rule is not None and call.fixed and call.on_shards})
     unknown = sorted({call.target for op, call in calls if not (op.flops or call.traffic or _is_small(call.target))})

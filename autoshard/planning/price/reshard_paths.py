@@ -1,4 +1,4 @@
-"""Paths that bring a value from one state to another, for all pairs of states, with their seconds."""
+"""Prices of reshard paths: the collectives and relayouts between all pairs of states at two ends, in seconds."""
 
 import dataclasses
 import functools
@@ -37,22 +37,22 @@ if TYPE_CHECKING:
 
 
 _KERNELS = "autoshard.planning.xla.transition_kernels"
-"""The kernels' module."""
+"""Module of the compiled kernels."""
 
 _CHUNK = 65_536
-"""Pairs of states priced at a time: the arrays between stay small."""
+"""Number of state pairs priced at a time, which keeps the intermediate arrays small."""
 _COMPILED = 10_000
-"""Pairs of states from which on kernels are loaded to price them (and all that come later)."""
+"""Number of state pairs from which on the compiled kernels are loaded; once loaded they price all paths."""
 
 
 class PathPrices:
-    """Prices paths on one mesh; `link_of`: mesh axis -> link."""
+    """Prices of paths on one mesh; `link_of` maps a mesh axis to the name of its link."""
 
     def __init__(self, collectives: Collectives, link_of: Mapping[str, str]) -> None:
         self.collectives = collectives
         names = collectives.mesh.names
         self._every = [tuple(name for a, name in enumerate(names) if bits >> a & 1) for bits in range(1 << len(names))]
-        # link -> its mesh axes as bits; -1 for what is exposed
+        # Link -> its mesh axes as bits; -1 for the exposed channel.
         self._links = {
             link: sum(1 << names.index(a) for a in link_of if link_of[a] == link) for link in link_of.values()
         }
@@ -60,21 +60,21 @@ class PathPrices:
         self._shares: dict[tuple[Overlap, Kind], Seconds] = {}
 
     def seconds(self, path: Path, overlap: Overlap) -> dict[str, Seconds]:
-        """Tables [rows, columns] of a path's time: exposed, hidden by link, and compute."""
+        """Return tables [rows, columns] of a path's seconds by channel: exposed, hidden by link, and compute."""
         large = len(path.source) * len(path.target) >= _COMPILED or _KERNELS in sys.modules
         return self.compiled(path, overlap) if large else self.plain(path, overlap)
 
     def plain(self, path: Path, overlap: Overlap) -> dict[str, Seconds]:
-        """By numpy, many pairs at a time."""
+        """Return the tables computed with numpy, many pairs at a time."""
         shape = (len(path.source), len(path.target))
-        found: dict[str, Seconds] = {}
+        tables: dict[str, Seconds] = {}
         height = _height(path)
         for start in range(0, shape[0], height):
             part = slice(start, start + height)
-            rows = dataclasses.replace(
+            row_path = dataclasses.replace(
                 path, held=path.held[part], kept=path.kept[part], source=path.source[part], target=path.target
             )
-            before, after = path_waves(rows, self.collectives)
+            before, after = path_waves(row_path, self.collectives)
             for wave in (*map(_of_rows, before), *after):
                 groups, used = wave.groups, np.nonzero(wave.groups)
                 seconds = self.collectives.time_of_groups(wave.kind, groups[used], wave.size[used])
@@ -85,15 +85,15 @@ class PathPrices:
                     mine = seconds - hidden if bits < 0 else np.where(groups[used] & bits, hidden, 0.0)
                     if not mine.any():
                         continue
-                    table = found.setdefault(what, np.zeros(shape))[part]
+                    table = tables.setdefault(what, np.zeros(shape))[part]
                     if groups.shape[1] == shape[1]:
                         table[used] += mine
-                    else:  # a gather that comes first is that of a row, whatever the column
+                    else:  # an early gather depends on the row only
                         table[used[0]] += mine[:, None]
-        return self._laid_out(found, relayouts(path, self.collectives))
+        return self._laid_out(tables, relayouts(path, self.collectives))
 
     def compiled(self, path: Path, overlap: Overlap) -> dict[str, Seconds]:
-        """The same, pair by pair, and each pair of states once."""
+        """Return the tables computed by the compiled kernels; each distinct pair of states is priced once."""
         from autoshard.planning.xla.transition_kernels import Sizes, charge_pairs
 
         height = _height(path)
@@ -116,18 +116,18 @@ class PathPrices:
         shares = np.stack([self._hidden(overlap, kind) for kind in KINDS], axis=1)
         charge_pairs(self._rules, shares, links, early, ends, sizes, first_row // height, tables, first)
         names, order = list(self._links), np.argsort(first).tolist()
-        found = {names[k]: tables[k] for k in order if first[k] < np.iinfo(np.int64).max}
-        found = self._laid_out(found, relayouts(path, self.collectives, compiled=True))
-        return {what: table[rows[:, None], columns] for what, table in found.items()}
+        priced = {names[k]: tables[k] for k in order if first[k] < np.iinfo(np.int64).max}
+        priced = self._laid_out(priced, relayouts(path, self.collectives, compiled=True))
+        return {what: table[rows[:, None], columns] for what, table in priced.items()}
 
     def _laid_out(self, found: dict[str, Seconds], again: "Relayouts") -> dict[str, Seconds]:
-        """With the time of what is laid out anew."""
+        """Add the seconds of relayouts to the tables, as compute."""
         if again.any():
             found["compute"] = again.seconds(Compute(self.collectives.mesh.topology, self.collectives.calibration))
         return found
 
     def _hidden(self, overlap: Overlap, kind: Kind) -> Seconds:
-        """[2, groups] shares of a collective that are hidden: of all of it, and of what its bytes take."""
+        """Return the hidden shares of a collective, [2, groups]: of its whole time, and of its time per byte only."""
         if (overlap, kind) not in self._shares:
             figures = [hiding_figures(self.collectives, overlap, kind, axes) for axes in self._every]
             shares = [hiding_shares(self.collectives.calibration, hides) for hides in figures]
@@ -135,6 +135,7 @@ class PathPrices:
         return self._shares[overlap, kind]
 
     def _ends(self, source: States, target: States, sizes: Sequence[int]) -> "Ends":
+        """Convert states to the record that the compiled kernels use."""
         from autoshard.planning.xla.transition_kernels import Ends
 
         axes = self.collectives.mesh.sizes
@@ -143,7 +144,7 @@ class PathPrices:
 
     @functools.cached_property
     def _rules(self) -> "Rules":
-        """How collectives are emitted and priced, as arrays over groups."""
+        """Emission and prices of collectives, as arrays over groups of mesh axes."""
         from autoshard.planning.xla.transition_kernels import Rules
 
         prices = self.collectives
@@ -174,16 +175,16 @@ class PathPrices:
 
 
 def _height(path: Path) -> int:
-    """Rows of a path that are priced at a time."""
+    """Return the number of a path's rows that are priced at a time."""
     return max(1, _CHUNK // max(1, len(path.target)))
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Relayouts:
-    """What laying out anew takes in one execution of a path: single figures, or [rows, columns] of them."""
+    """Relayouts in one execution of a path: single figures, or arrays [rows, columns]."""
 
     ops: NDArray[np.int64]
-    """How many ops of their own the relayouts are."""
+    """Number of relayouts that are fusions of their own."""
     size: NDArray[np.float64]
     """Bytes written in another order of dims."""
 
@@ -191,22 +192,24 @@ class Relayouts:
         return bool(self.ops.any() or self.size.any())
 
     def at(self, row: int, column: int) -> "Relayouts":
-        """Of one pair."""
+        """Return the figures of one pair of states."""
         return Relayouts(self.ops[row, column], self.size[row, column])
 
     def seconds(self, compute: Compute) -> NDArray[np.float64]:
+        """Return the seconds of the relayouts."""
         return self.ops * compute.calibration.op_overhead_s + compute.relayout_seconds(self.size)
 
 
 def relayouts(path: Path, collectives: Collectives, compiled: bool = False) -> Relayouts:
-    """What has to be laid out anew before and after a path's collectives; `compiled` is for many pairs.
+    """Return the relayouts before and after a path's collectives; `compiled` selects the kernel for many pairs.
 
-    TPU compilers gather and scatter the outermost dim in memory: shards of the last dim, or of several dims at once,
-    are put in place by a fusion of its own (ViT-L and T5-large on v5e:4x4: 0.6 and 1.4 more ops for each such weight
-    in each pass over its layer than where one outer dim is split).
+    TPU compilers gather and scatter along the outermost dim in memory. A fusion of its own puts shards of the last dim,
+    or of several dims at once, in place.
 
-    Between CPU devices a gather joins whole shards: along a dim that is not the outermost they are copied first so
-    that it is, and what was joined is copied back (seen in compiled decoders; 1 MB took 4 to 7 times as long).
+    Between CPU devices a gather joins whole shards. Along an inner dim the shards are first copied so that this dim is
+    outermost, and the result is copied back.
+
+    Evidence: docs/compiler_behaviour.md, "Relayouts around gathers".
     """
     pairs = (len(path.source), len(path.target))
     ops, size = np.zeros(pairs, dtype=np.int64), np.zeros(pairs)
@@ -218,53 +221,53 @@ def relayouts(path: Path, collectives: Collectives, compiled: bool = False) -> R
 
 
 def _copied(path: Path, axis_sizes: Sequence[int]) -> NDArray[np.float64]:
-    """[rows, columns] bytes of the shards and of what is gathered of them, for every gather of an inner dim."""
+    """Return the bytes of the shards and of the gathered result, [rows, columns], for every gather of an inner dim."""
     source, target = path.source[:, None, :], path.target[None, :, :]
     gathered = np.where((source >= 0) & (target == WHOLE), source, WHOLE)
     parts = np.array(axis_sizes)
     local = [
         size / np.where(path.source == dim, parts, 1).prod(axis=1)[:, None] for dim, size in enumerate(path.factors)
     ]
-    found = np.zeros(gathered.shape[:2])
+    copied = np.zeros(gathered.shape[:2])
     for dim in range(len(path.factors) - 1, 0, -1):  # the last dim first
         joined = np.where(gathered == dim, parts, 1).prod(axis=2)
         before = math.prod(local, start=np.float64(path.itemsize))
         inner = (joined > 1) & (math.prod(local[:dim]) > 1)
-        found += np.where(inner, before * (1 + joined), 0.0)
+        copied += np.where(inner, before * (1 + joined), 0.0)
         local[dim] = local[dim] * joined
-    return found
+    return copied
 
 
 def _moved_fusions(path: Path) -> NDArray[np.int64]:
-    """[rows, columns] fusions that put shards of the last dim, or of several dims, in place."""
+    """Return the number of fusions that put shards of the last dim, or of several dims, in place, [rows, columns]."""
     last = len(path.factors) - 1
     source, target = path.source[:, None, :], path.target[None, :, :]
     gathered = np.where((source >= 0) & (target == WHOLE), source, WHOLE)
     scattered = np.where((source <= PARTIAL) & (target >= 0), target, WHOLE)
-    found = np.zeros(gathered.shape[:2], dtype=np.int64)
+    fusions = np.zeros(gathered.shape[:2], dtype=np.int64)
     for dims in (gathered, scattered):
         first = dims.max(axis=2)
         several = ((dims >= 0) & (dims != first[..., None])).any(axis=2)
-        found += several | (first == last)
-    return found
+        fusions += several | (first == last)
+    return fusions
 
 
 def _compiled_fusions(path: Path) -> NDArray[np.int64]:
-    """The same by the kernel."""
+    """Return the same counts from the compiled kernel."""
     from autoshard.planning.xla.transition_kernels import count_fusions
 
-    found = np.zeros((len(path.source), len(path.target)), dtype=np.int64)
-    count_fusions(np.ascontiguousarray(path.source), np.ascontiguousarray(path.target), len(path.factors) - 1, found)
-    return found
+    fusions = np.zeros((len(path.source), len(path.target)), dtype=np.int64)
+    count_fusions(np.ascontiguousarray(path.source), np.ascontiguousarray(path.target), len(path.factors) - 1, fusions)
+    return fusions
 
 
 def _of_rows(wave: Wave) -> Wave:
-    """[rows, 1] of collectives that belong to pairs of equal index."""
+    """Select the pairs of equal index of a wave, [rows, 1]."""
     return dataclasses.replace(wave, groups=np.diagonal(wave.groups)[:, None], size=np.diagonal(wave.size)[:, None])
 
 
 def path_waves(path: Path, collectives: Collectives) -> tuple[list[Wave], list[Wave]]:
-    """Collectives of a path: gathers that come first (pairs of equal index), then those of every pair."""
+    """Return the collectives of a path: early gathers (for pairs of equal index), then those of every pair."""
     sizes = (path.itemsize, path.reduce_itemsize)
     gathers: list[Wave] = []
     if (path.held != path.kept).any():
@@ -276,13 +279,13 @@ def path_waves(path: Path, collectives: Collectives) -> tuple[list[Wave], list[W
 
 
 def path_steps(path: Path, collectives: Collectives) -> tuple[list[Step], list[Step]]:
-    """The same, one entry for every kind and group."""
+    """Return the same collectives with one entry for every kind and group."""
     gathers, steps = path_waves(path, collectives)
     return [s for wave in gathers for s in split(wave)], [s for wave in steps for s in split(wave)]
 
 
 def _collected(wave: Wave, collectives: Collectives) -> Wave:
-    """A sum as the gather of its parts, which every device then combines."""
+    """Replace a sum by the gather of its partial results, which every device then combines."""
     if wave.kind not in ("all-reduce", "reduce-scatter"):
         return wave
     sizes = collectives.mesh.sizes
@@ -291,9 +294,9 @@ def _collected(wave: Wave, collectives: Collectives) -> Wave:
 
 
 class PathTables:
-    """Tables of the paths on each mesh, for programs that are priced one after the other with the same figures.
+    """Cache of path tables by mesh, for programs that are priced one after the other with the same calibration.
 
-    Recipes of one program have most of their paths in common. What is oldest goes where there is too much.
+    Recipes of one program share most of their paths. If the cache is too large, the oldest meshes are dropped.
     """
 
     def __init__(self, most_bytes: int) -> None:
@@ -304,12 +307,12 @@ class PathTables:
         return PathTables, (self.most_bytes,)
 
     def of(self, mesh: Mesh) -> dict[tuple[object, ...], dict[str, Seconds]]:
-        """The tables on one mesh, which become the newest."""
+        """Return the tables of one mesh, and mark the mesh as the newest."""
         self._of[mesh] = self._of.pop(mesh, {})
         return self._of[mesh]
 
     def trim(self) -> None:
-        """Lets go of the oldest meshes until the tables take no more than they may."""
+        """Drop the oldest meshes until the tables occupy at most `most_bytes`."""
         sizes = {
             mesh: sum(table.nbytes for tables in own.values() for table in tables.values())
             for mesh, own in self._of.items()

@@ -1,4 +1,4 @@
-"""What one execution of a reshard takes under a choice: its collectives, and what it lays out anew."""
+"""Seconds of one execution of a reshard under a choice: its collectives and its relayouts."""
 
 import dataclasses
 import weakref
@@ -19,18 +19,18 @@ ReshardStep = tuple[str, tuple[str, ...], float, float]
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ReshardTime:
-    """What one execution of a reshard takes under a choice."""
+    """Collectives and relayouts of one execution of a reshard under a choice."""
 
     steps: tuple[ReshardStep, ...]
-    """(kind, axes, bytes, seconds) of its collectives."""
+    """(kind, axes, bytes, seconds) of each collective."""
     relayouts: Relayouts
-    """The relayouts that it makes beside its collectives."""
+    """Relayouts in addition to the collectives, as single figures."""
     relays: bool
-    """Whether there are any."""
+    """True if there are any relayouts."""
 
 
 def reshard_overlap(model: Model, reshard: Reshard, choices: NDArray[np.int64]) -> Overlap:
-    """What a move may hide behind, by what its matmul computes in the chosen state."""
+    """Return how a reshard may be hidden, given the chosen state of its matmul."""
     overlap = Overlap(reshard.overlap)
     if reshard.narrow is None:
         return overlap
@@ -39,44 +39,44 @@ def reshard_overlap(model: Model, reshard: Reshard, choices: NDArray[np.int64]) 
 
 
 def reshard_steps(model: Model, reshard: Reshard, choices: NDArray[np.int64]) -> tuple[ReshardStep, ...]:
-    """(kind, axes, bytes, seconds) of one execution of a reshard under a choice."""
+    """Return (kind, axes, bytes, seconds) of the collectives in one execution of a reshard under a choice."""
     return reshard_time(model, reshard, choices).steps
 
 
 def relayout_seconds(model: Model, reshard: Reshard, choices: NDArray[np.int64]) -> float:
-    """Seconds in one step for laying out what a reshard brings, and of what a softmax took off a matmul too much."""
+    """Return the seconds in one step of a reshard's relayouts, plus the correction for `unpaid_bytes`."""
     return laid_out_seconds(model, reshard, choices, reshard_time(model, reshard, choices))
 
 
 def laid_out_seconds(model: Model, reshard: Reshard, choices: NDArray[np.int64], taken: ReshardTime) -> float:
-    """The same of a reshard whose time is known."""
-    found, owed = 0.0, unpaid_bytes(model, reshard, choices)
+    """Return `relayout_seconds` for a reshard whose time (`taken`) is already known."""
+    seconds, unpaid = 0.0, unpaid_bytes(model, reshard, choices)
     if taken.relays:
-        found = float(taken.relayouts.seconds(model.compute))
-    return (found + float(model.compute.memory_seconds(owed)) if owed else found) * reshard.trips
+        seconds = float(taken.relayouts.seconds(model.compute))
+    return (seconds + float(model.compute.memory_seconds(unpaid)) if unpaid else seconds) * reshard.trips
 
 
 def reshard_relayouts(model: Model, reshard: Reshard, choices: NDArray[np.int64]) -> Relayouts:
-    """What laying out anew takes in one execution of a reshard."""
+    """Return the relayouts in one execution of a reshard under a choice."""
     return reshard_time(model, reshard, choices).relayouts
 
 
 @dataclasses.dataclass(slots=True)
 class _Known:
-    """What is known of one path."""
+    """Cached reshard times of one path."""
 
     path: Path
-    """Kept, so that no other one gets its `id`."""
+    """The path; the reference ensures that no other path gets its `id`."""
     times: dict[tuple[int, int], ReshardTime] = dataclasses.field(default_factory=dict)
-    """A row and a column of the path -> what that move takes."""
+    """Reshard times by (row, column) of the path."""
 
 
 _known: "weakref.WeakKeyDictionary[Collectives, dict[int, _Known]]" = weakref.WeakKeyDictionary()
-"""Repeated layers take the same steps, on paths that they share; of every priced mesh, by the `id` of the path."""
+"""Cache by priced mesh and by `id` of the path: repeated layers share their paths, and so their reshard times."""
 
 
 def reshard_time(model: Model, reshard: Reshard, choices: NDArray[np.int64]) -> ReshardTime:
-    """Of the path with one state at each end. Raises ValueError for a forbidden pair."""
+    """Return the time of a reshard under a choice. Raises ValueError if the pair of alternatives is forbidden."""
     row = int(reshard.rows[choices[reshard.source]])
     column = int(reshard.columns[choices[reshard.target]])
     if reshard.forbidden is not None and reshard.forbidden[row, column]:
@@ -88,22 +88,23 @@ def reshard_time(model: Model, reshard: Reshard, choices: NDArray[np.int64]) -> 
     known = paths.get(id(path))
     if known is None:
         known = paths[id(path)] = _Known(path)
-    found = known.times.get((row, column))
-    if found is None:
+    timing = known.times.get((row, column))
+    if timing is None:
         ends = (path.held[row], path.kept[row], path.source[row], path.target[column])
         held, kept, source, target = (end[None, :] for end in ends)
         one = dataclasses.replace(path, held=held, kept=kept, source=source, target=target)
-        found = known.times[row, column] = _reshard_time_of(one, model.collectives)
-    return found
+        timing = known.times[row, column] = _reshard_time_of(one, model.collectives)
+    return timing
 
 
 def _reshard_time_of(path: Path, collectives: Collectives) -> ReshardTime:
-    found: list[ReshardStep] = []
-    gathers, steps = path_steps(path, collectives)
-    for step in (*gathers, *steps):
+    """Price a path that has one state at each end."""
+    priced_steps: list[ReshardStep] = []
+    gathers, pair_steps = path_steps(path, collectives)
+    for step in (*gathers, *pair_steps):
         size = float(step.size[0, 0])
         if size > 0:
             axes = tuple(collectives.mesh.names[a] for a in step.axes)
-            found.append((step.kind, axes, size, float(collectives.time(step.kind, axes, size))))
-    again = relayouts(path, collectives).at(0, 0)
-    return ReshardTime(tuple(found), again, again.any())
+            priced_steps.append((step.kind, axes, size, float(collectives.time(step.kind, axes, size))))
+    relayout = relayouts(path, collectives).at(0, 0)
+    return ReshardTime(tuple(priced_steps), relayout, relayout.any())

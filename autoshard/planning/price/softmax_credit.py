@@ -1,4 +1,4 @@
-"""What a softmax takes off the matmuls beside it, where one of them never paid for it."""
+"""Correction for bytes that a softmax's price subtracts from adjacent matmuls which were never charged for them."""
 
 import math
 from collections.abc import Sequence
@@ -12,9 +12,10 @@ from autoshard.planning.xla.axis_assignments import States
 
 
 def unpaid_bytes(model: Model, reshard: Reshard, choices: NDArray[np.int64]) -> float:
-    """Of a value that a softmax does not store the bytes that its cluster takes off a matmul and that this never moved.
+    """Return the bytes that a softmax credits for a tensor but that the tensor's matmul was never charged for.
 
-    They are those of one execution. The matmul moves less where its own state splits the value finer.
+    The softmax does not store this tensor, so its cluster subtracts the tensor's local bytes from the matmul's traffic.
+    A matmul whose own state splits the tensor finer was charged for fewer bytes. The figure is for one execution.
     """
     tensor = reshard.tensor
     if tensor not in model.taken_back or reshard.op < 0:
@@ -31,7 +32,12 @@ def unpaid_bytes(model: Model, reshard: Reshard, choices: NDArray[np.int64]) -> 
 
 
 def _elements(states: States, row: int, shape: tuple[int, ...], axis_sizes: Sequence[int]) -> int:
-    """Elements of a value on one device in one of its states."""
+    """Return the elements of a tensor on one device in one of its states.
+
+    - `states`: dim that each mesh axis splits, [states, axes].
+    - `row`: index of the state.
+    - `axis_sizes`: sizes of the mesh axes.
+    """
     count = 1
     for dim, size in enumerate(shape):
         parts = math.prod(axis for axis, where in zip(axis_sizes, states[row], strict=True) if where == dim)

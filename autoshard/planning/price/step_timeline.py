@@ -1,4 +1,4 @@
-"""The predicted step laid out in time: when each part of it runs, and what memory holds meanwhile."""
+"""Timeline of the predicted step: the span of each op and collective, and the memory at each moment."""
 
 import bisect
 import dataclasses
@@ -18,19 +18,20 @@ from autoshard.planning.space.overlap import lanes
 
 
 SAMPLES = 240
-"""Memory is kept at about as many moments; the peak is always one of them."""
+"""Approximate number of moments at which memory is stored; the peak is always one of them."""
 
 MOST_HELD = 300
+"""Largest number of tensors that are listed, largest first."""
 SMALLEST = 1e-3
-"""Of tensors that are listed: as many of the largest, if they have this share of the largest one's bytes."""
+"""Least share of the largest tensor's bytes for a tensor to be listed."""
 
 SHORTEST = 1e-5
-"""Spans shorter than this share of the step are laid out, but not kept."""
+"""Share of the step below which a span is laid out but not stored."""
 
 
 @dataclasses.dataclass(slots=True)
 class _Block:
-    """One loop, or the top level: where its compute and its links have got to, in seconds."""
+    """Clock of a loop or of the top level: its start, and the busy seconds so far of its compute and links."""
 
     start: float
     compute: float = 0.0
@@ -38,11 +39,11 @@ class _Block:
 
 
 def make_timeline(model: Model, choices: NDArray[np.int64]) -> Timeline:
-    """One way to run the step in the time that `predict` says.
+    """Lay out one schedule of the step that takes the predicted time.
 
-    Ops stand in program order; all trips of a loop are drawn as one, so that a span is as long as its op in all
-    trips together. A hidden collective runs beside its block's compute on its link; an exposed one holds up compute.
-    Where a block's links take longer than its compute, compute waits at the block's end.
+    Ops are in program order. All trips of a loop are drawn as one, so a span is as long as its op in all trips
+    together. A hidden collective overlaps with its block's compute, on its link. An exposed one delays compute. Compute
+    waits at the end of a block whose links are busy for longer than its compute.
     """
     jobs = sorted([*_computes(model, choices), *_collectives(model, choices)], key=lambda job: (job[0], job[1]))
     blocks: dict[int, _Block] = {}
@@ -50,39 +51,40 @@ def make_timeline(model: Model, choices: NDArray[np.int64]) -> Timeline:
     clock = 0.0
     spans: list[Span] = []
     starts: list[tuple[int, float]] = []
-    for moment, together in itertools.groupby(jobs, key=lambda job: job[0]):
-        for _, _, block, lane, name, seconds in together:
-            here = blocks.setdefault(block, _Block(clock))
+    for moment, jobs_at_moment in itertools.groupby(jobs, key=lambda job: job[0]):
+        for _, _, block, lane, name, seconds in jobs_at_moment:
+            state = blocks.setdefault(block, _Block(clock))
             starts.append((moment, clock))
             if lane in ("compute", EXPOSED[1]):
                 spans.append(Span(name, lane, clock, seconds, block))
                 clock += seconds
-                here.compute += seconds if lane == "compute" else 0.0
+                state.compute += seconds if lane == "compute" else 0.0
             else:
-                spans.append(Span(name, lane, here.start + here.links[lane], seconds, block))
-                here.links[lane] += seconds
+                spans.append(Span(name, lane, state.start + state.links[lane], seconds, block))
+                state.links[lane] += seconds
         for block in [b for b in blocks if b >= 0 and last[b] == moment]:
             spans += (wait := _wait(blocks[block], block, clock))
             clock += sum(span.seconds for span in wait)
     if -1 in blocks:
         spans += (wait := _wait(blocks[-1], -1, clock))
         clock += sum(span.seconds for span in wait)
-    kept = tuple(span for span in spans if span.seconds >= SHORTEST * clock)
-    return Timeline(clock, kept, *_Sampler(model, choices).sampled(starts, clock))
+    stored = tuple(span for span in spans if span.seconds >= SHORTEST * clock)
+    return Timeline(clock, stored, *_Sampler(model, choices).sampled(starts, clock))
 
 
 def _wait(block: _Block, number: int, clock: float) -> list[Span]:
-    """Compute waits for the block's slowest link at the block's end, if that takes longer than the compute."""
+    """Return the span in which compute waits at the block's end for the slowest link; none if compute takes longer."""
     link, busy = max(block.links.items(), key=lambda item: item[1], default=("", 0.0))
     seconds = busy - block.compute
     return [Span(f"waiting for {link}", EXPOSED[1], clock, seconds, number)] if seconds > 0 else []
 
 
 _Job = tuple[int, int, int, str, str, float]
-"""(op id, order at it, block, lane, name, seconds of the whole step)."""
+"""(op id, order at the op, block, lane, name, seconds of the whole step)."""
 
 
 def _computes(model: Model, choices: NDArray[np.int64]) -> list[_Job]:
+    """Return the jobs of nodes: compute, host traffic, and the exposed collectives inside ops."""
     jobs: list[_Job] = []
     for number, node in enumerate(model.nodes):
         for (block, what), seconds in node.time.items():
@@ -96,14 +98,15 @@ def _computes(model: Model, choices: NDArray[np.int64]) -> list[_Job]:
 
 
 def _collectives(model: Model, choices: NDArray[np.int64]) -> list[_Job]:
+    """Return the jobs of reshards: relayouts, and collectives split over their lanes."""
     jobs: list[_Job] = []
     link_of, named = link_names(model.mesh), cluster_names(model)
     for reshard in model.reshards:
         moment = reshard.op if reshard.op >= 0 else _moment(model, reshard.source, reshard.block)
         turn = 2 if reshard.tensor in model.graph.ops[moment].results else 0
-        if again := relayout_seconds(model, reshard, choices):
+        if layout_s := relayout_seconds(model, reshard, choices):
             jobs.append(
-                (moment, turn, reshard.block, "compute", f"layout of {reshard_cause(model, reshard, named)}", again)
+                (moment, turn, reshard.block, "compute", f"layout of {reshard_cause(model, reshard, named)}", layout_s)
             )
         overlap = reshard_overlap(model, reshard, choices)
         for kind, axes, size, seconds in reshard_steps(model, reshard, choices):
@@ -115,20 +118,23 @@ def _collectives(model: Model, choices: NDArray[np.int64]) -> list[_Job]:
 
 
 def _moment(model: Model, number: int, block: int) -> int:
-    """The op at which a node's work in a block is drawn: its own, or the first that makes one of its tensors there."""
+    """Return the op at which a node's work in a block is drawn.
+
+    This is the node's own op, or the first op in the block that computes one of its tensors.
+    """
     node = model.nodes[number]
     if node.kind == "op":
         return node.ref
     tensors = model.structure.clusters[node.ref].tensors if node.kind == "cluster" else (node.ref,)
-    makers = [model.graph.tensors[t].producer for t in tensors if model.graph.tensors[t].producer >= 0]
-    inside = [op for op in makers if model.graph.ops[op].loop == block]
+    producers = [model.graph.tensors[t].producer for t in tensors if model.graph.tensors[t].producer >= 0]
+    inside = [op for op in producers if model.graph.ops[op].loop == block]
     if inside or block < 0:
-        return min(inside or makers, default=0)
+        return min(inside or producers, default=0)
     return model.graph.loops[block].start
 
 
 class _Sampler:
-    """Memory over the step: what is held at some moments, and of what it consists."""
+    """Memory over the step: the live buffers at sampled moments."""
 
     def __init__(self, model: Model, choices: NDArray[np.int64]) -> None:
         self.model, self.buffers = model, held_buffers(model, choices)
@@ -140,23 +146,26 @@ class _Sampler:
         self.events = sorted(both, key=lambda event: event[:2])
 
     def states(self) -> dict[int, tuple[int, dict[str, int]]]:
-        """Moment -> the event after which most is held at it, and bytes by kind then."""
+        """Return for each moment its event with the most live bytes, and the bytes by kind after this event."""
         held: dict[str, int] = defaultdict(int)
         held["temporaries"] = total = self.model.fixed_bytes
-        found: dict[int, tuple[int, dict[str, int]]] = {}
+        fullest: dict[int, tuple[int, dict[str, int]]] = {}
         most = 0
         for at, (moment, size, number) in enumerate(self.events):
             held[self.buffers[number].kind] += size
             total += size
-            if moment not in found or total > most:
-                found[moment], most = (at, dict(held)), total
-        return found
+            if moment not in fullest or total > most:
+                fullest[moment], most = (at, dict(held)), total
+        return fullest
 
     def sampled(
         self, starts: list[tuple[int, float]], end: float
     ) -> tuple[tuple[float, ...], dict[str, tuple[int, ...]], tuple[HeldTensors, ...]]:
-        """Moments in seconds, the bytes of each kind from then on, and what they are; of each group of moments the
-        fullest is kept."""
+        """Return the sampled moments in seconds, the bytes of each kind from each moment on, and the live buffers.
+
+        The fullest moment of each group of neighbouring moments is sampled. `starts` has (op id, seconds) of the jobs,
+        and `end` is the length of the step.
+        """
         states = self.states()
         moments = sorted(states)
         stride = -(-len(moments) // SAMPLES) or 1
@@ -176,35 +185,36 @@ class _Sampler:
         return tuple(times), memory, self.held([states[moment][0] for moment in chosen])
 
     def held(self, chosen: list[int]) -> tuple[HeldTensors, ...]:
-        """What is held after the chosen events, by name."""
+        """Return the buffers that are live after the chosen events, grouped by name."""
         added: dict[int, int] = {}
-        found: dict[tuple[str, str, int, int], list[int]] = defaultdict(lambda: [0, 0])
+        grouped: dict[tuple[str, str, int, int], list[int]] = defaultdict(lambda: [0, 0])
         for at, (_, size, number) in enumerate(self.events):
             each = self.buffers[number]
             if number not in added and size >= 0:
                 added[number] = at
                 continue
-            # Held after event k if it came at k or before and goes after it.
+            # Live after event k if allocated at k or before, and freed after k.
             first, last = bisect.bisect_left(chosen, added.get(number, at)), bisect.bisect_left(chosen, at) - 1
             if each.size > 0 and first <= last:
-                entry = found[pattern(self.name(each.tensor)), each.kind, first, last]
+                entry = grouped[pattern(self.name(each.tensor)), each.kind, first, last]
                 entry[0] += 1
                 entry[1] += each.size
-        rows = [HeldTensors(name, kind, count, size, *ends) for (name, kind, *ends), (count, size) in found.items()]
+        rows = [HeldTensors(name, kind, count, size, *ends) for (name, kind, *ends), (count, size) in grouped.items()]
         rows.sort(key=lambda row: (-row.bytes, row.first, row.last, row.name, row.kind))
         most = max((row.bytes for row in rows), default=0)
         return tuple(row for row in rows[:MOST_HELD] if row.bytes >= SMALLEST * most)
 
     def name(self, tensor: int) -> str:
+        """Return the name of a tensor: that of its argument, its own, or that of its cluster."""
         cluster = self.model.structure.cluster_of[tensor] if tensor >= 0 else -1
         return self.arguments.get(tensor) or self.model.graph.tensors[tensor].name or self.named.get(cluster, "")
 
     @functools.cached_property
     def arguments(self) -> dict[int, str]:
-        """Names of arguments, also as loops carry them."""
+        """Names of arguments by tensor, including the tensors in which loops carry them."""
         graph = self.model.graph
-        found = {t: a.name for t, a in zip(graph.arguments, self.model.program.arguments, strict=True)}
-        return {c.body: found[c.init] for loop in graph.loops for c in loop.carries if c.init in found} | found
+        names = {t: a.name for t, a in zip(graph.arguments, self.model.program.arguments, strict=True)}
+        return {c.body: names[c.init] for loop in graph.loops for c in loop.carries if c.init in names} | names
 
     @functools.cached_property
     def named(self) -> dict[int, str]:

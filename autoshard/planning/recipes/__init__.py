@@ -1,1 +1,1 @@
-"""Recipes: the decisions of a step beside mesh and sharding, searched together with them."""
+"""Recipes: the decisions of a step besides mesh and sharding, searched together with both."""

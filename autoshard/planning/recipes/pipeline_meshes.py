@@ -1,12 +1,16 @@
-"""Which meshes are worth planning a pipeline on, known from pipelines that are like it and compute in larger parts.
+"""Meshes worth planning a pipeline on, bounded by similar pipelines that compute in larger microbatches.
 
-Smaller microbatches and more rounds make no tick faster for each example in it: an op on half of a batch takes at least
-half as long, parameters that are gathered once more are moved once more, and what splits a small batch evenly splits
-twice as much. So a pipeline takes at least as long as one of as many stages with fewer microbatches, once through the
-stages, would without its bubble, stretched by its own. That one's program is priced on every mesh with an axis of
-stages (`planning/space/derived_axes.py`) and bounded by messages between decisions, whatever fits into memory;
-then the one with twice as many microbatches on those meshes that are left. Of these the ones with the lowest bounds are
-planned; a good plan on one of them rules out most others.
+Smaller microbatches and more rounds make no tick faster per example:
+
+- an op on half of a batch takes at least half as long;
+- a parameter gathered once more is sent once more;
+- a mesh that splits a small batch evenly splits one twice as large evenly too.
+
+So a pipeline is bounded by one with as many stages, fewer microbatches and one round. The bound is that pipeline's time
+without its bubble, stretched by the bubble of the first one. The bounding program is priced on every mesh with an axis
+of stages (`planning/space/derived_axes.py`). Message passing between decisions bounds it, regardless of memory. On the
+remaining meshes the pipeline with twice as many microbatches is bounded next. The meshes with the lowest bounds are
+planned; a good plan on one of them prunes most others.
 """
 
 import dataclasses
@@ -28,37 +32,38 @@ from autoshard.program import Pipeline, Program
 
 GPIPE = "gpipe"
 MOST_PAIRS = 120_000_000
-"""Pairs of alternatives of pipelines that are looked at in one search: work, not time, so that the same input gives the
-same plan. Pipelines whose stages are slices come first, then those of few stages, and among them those with little
-bubble."""
+"""Most pairs of pipeline alternatives that one search prices. The limit counts work, not time, so that the same input
+gives the same plan. Pipelines whose stages are slices are priced first, then those of few stages, and among them those
+with a small bubble.
+"""
 KIN_PAIRS = 30_000_000
-"""Of these, the most for bounds from one pipeline."""
+"""Most pairs among `MOST_PAIRS` that the bounds from one pipeline may use."""
 AT_ONCE = 12_000_000
-"""Pairs of the meshes on which one pipeline is planned, and of at least one mesh."""
+"""Most pairs of the meshes on which one pipeline is planned. At least one mesh is planned."""
 EVERY = 8_000_000
-"""Pairs up to which every pipeline is looked at; after them, of each number of stages, only more promising ones than
-what has been planned in vain."""
+"""Pairs up to which every pipeline is considered. After them, for each number of stages, only pipelines more promising
+than a slower planned one are considered.
+"""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class StagedMeshes:
-    """Meshes with an axis of stages on which a pipeline may take less than it must."""
+    """Meshes with an axis of stages on which a pipeline may beat the best plan."""
 
     meshes: tuple[Mesh, ...]
     bound_s: float
-    """A step takes no less on any mesh with such an axis."""
+    """Lower bound in seconds of a step on every mesh with such an axis."""
     program: Program | None
-    """One of as many stages; None if none was made."""
+    """A program of as many stages; None if none was made."""
     unlooked: int = 0
-    """How many more meshes there are that are not looked at, since enough others were."""
+    """Number of further meshes that the search skipped, since it had priced enough others."""
     outdone: bool = False
-    """Whether none is looked at, since a more promising pipeline of as many stages is slower than the best plan."""
+    """True if no mesh is searched since a more promising pipeline of as many stages is slower than the best plan."""
 
     def row(self, recipe: Recipe, least_s: float, elements: int | None) -> RecipeTried:
-        """What is said of a pipeline that is not planned.
+        """Return the row of a pipeline that is not planned.
 
-        No plan takes less than `least_s` for each of the `elements` of the batch, which its program says if there is
-        one.
+        `least_s` is a lower bound in seconds per element of the batch. `elements` is used only if no program was made.
         """
         elements = elements if self.program is None else elements_of(self.program)
         bound_s = max(self.bound_s, least_s * (elements or 0))
@@ -74,31 +79,33 @@ class StagedMeshes:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Kin:
-    """A pipeline that goes once through its stages, as far as others are bounded by it."""
+    """A pipeline of one round, with the lower bounds that it gives for others."""
 
     task: Task
     pipeline: Pipeline
     bounds: dict[Mesh, float]
-    """Seconds of a step that are no bubble, below which none is, of the meshes looked at; no further than was
-    needed."""
+    """Lower bound in seconds of a step without its bubble, for each mesh bounded so far. A bound is only as tight as
+    was needed.
+    """
     pairs: dict[Mesh, int] = dataclasses.field(default_factory=dict)
-    """Pairs of alternatives of the meshes that were priced."""
+    """Pairs of alternatives on each mesh that was priced."""
 
     @property
     def spent(self) -> int:
-        """Pairs of all meshes that were priced."""
+        """The pairs of alternatives on all priced meshes together."""
         return sum(self.pairs.values())
 
     @property
     def layers(self) -> int:
-        """Of the stack that is cut."""
+        """The number of layers of the stack that is cut."""
         return max(self.task.program.stacks)
 
     def stretch(self, other: Pipeline) -> float:
-        """How much longer another pipeline, that is bounded by this one, takes at least than what is no bubble here.
+        """Return the least ratio of another pipeline's step to this one's step without its bubble.
 
-        Its bubble is no larger, so what stands outside of the stages is stretched by no more than the bubble here.
-        More layers may stand outside, of which nothing is said.
+        The bounds shrink the time outside of the stages by this pipeline's bubble. The ratio stretches it by the
+        other's, which is no larger, so that time is not overestimated. More layers may run outside of the other's
+        stages; the ratio ignores their time.
         """
         layers = self.layers
         staged = (layers - other.outside(layers)) / (layers - self.pipeline.outside(layers))
@@ -107,11 +114,14 @@ class Kin:
     def look(
         self, meshes: Sequence[Mesh], beat_s: float, weights: Weights | None, ended: Callable[[], bool], crew: Crew
     ) -> None:
-        """Bound those of the meshes that are not bounded yet, one after the other until it has `ended`, and no further
-        than needed to know that they take no less than `beat_s`.
+        """Bound the meshes that have no bound yet, until `ended` returns True.
 
-        Those that must be priced for that are by the whole crew at once; which they are does not depend on it.
+        - `beat_s`: seconds of the best step; a bound is refined only until it reaches this time.
+        - `weights`: time weights of the best plan; None skips the meshes that would have to be priced.
+        - `ended`: True once the search may price no more.
+        - `crew`: workers that price all remaining meshes at once; the choice of meshes does not depend on them.
         """
+        # Floors and bounds include the bubble; `bounds` stores them without it.
         useful = 1 - self.pipeline.bubble(self.layers)
         floors: dict[Mesh, float] = {}
         for mesh in meshes:
@@ -127,12 +137,14 @@ class Kin:
             return
         share(crew, self.task.program, self.task.reading)
         rival = Rival(beat_s / useful, sys.maxsize, weights)
-        found = crew.map(_priced_bound, list(floors), lambda mesh: (self.task, mesh, rival))
-        for (mesh, floor), bound in zip(floors.items(), found, strict=True):
+        priced_bounds = crew.map(_priced_bound, list(floors), lambda mesh: (self.task, mesh, rival))
+        for (mesh, floor), bound in zip(floors.items(), priced_bounds, strict=True):
             self.bounds[mesh] = useful * max(floor, bound)
 
     def _floor(self, mesh: Mesh, enough_s: float) -> float:
-        """Seconds that no plan on the mesh takes less than, without prices."""
+        """Return a lower bound in seconds of all plans on a mesh, without pricing the mesh; infinite for an unusable
+        mesh.
+        """
         task = self.task
         if unusable(task.reading, mesh):
             return math.inf
@@ -140,14 +152,14 @@ class Kin:
 
 
 def _priced_bound(task: Task, mesh: Mesh, rival: Rival) -> float:
-    """Seconds that no plan on the mesh takes less than, by what its ops and moves cost."""
+    """Return a lower bound in seconds of all plans on a mesh, from the prices of its ops and reshards."""
     trials = Trials(task, math.inf, True)
     trial = trials.bound(mesh, rival)
     return trials.bounded(mesh) if trial is None else trial.bound_s or 0.0
 
 
 class PipelineMeshes:
-    """Finds meshes for the pipelines of one program."""
+    """Search for the meshes of the pipelines of one program."""
 
     def __init__(
         self,
@@ -156,57 +168,70 @@ class PipelineMeshes:
         task: Callable[[Program, int], Task],
         crew: Crew | None = None,
     ) -> None:
-        """`make` gives the program of a recipe, `task` what is to be planned of a program with so many stages."""
+        """Create a search.
+
+        - `topology`: devices on which the meshes are laid out.
+        - `make`: gives the program of a recipe.
+        - `task`: gives the planning task of a program with this number of stages.
+        - `crew`: workers that price meshes at once.
+        """
         self.topology, self.make, self.task, self.crew = topology, make, task, crew or Crew()
         self.kin: dict[Recipe, Kin | None] = {}
         self.planned = 0
-        """Pairs of alternatives of pipelines that were found to be worth planning."""
+        """Pairs of alternatives of the pipelines that were worth planning."""
         self.in_vain: dict[int, float] = {}
-        """Number of stages -> the least promise of a pipeline that was planned and is slower than the best plan."""
+        """For each number of stages, the least `promise` of a planned pipeline that is slower than the best plan."""
 
     @property
     def spent(self) -> int:
-        """Pairs of alternatives that were looked at."""
+        """The pairs of alternatives priced or planned so far."""
         return self.planned + sum(kin.spent for kin in self.kin.values() if kin is not None)
 
     @property
     def ended(self) -> bool:
-        """Whether no more is looked at."""
+        """True once the search may price no more."""
         return self.spent >= MOST_PAIRS
 
     def slower(self, recipe: Recipe, layers: int) -> None:
-        """Take note that the pipeline of a recipe fits and is slower than the best plan."""
+        """Record that the pipeline of a recipe was planned and is slower than the best plan."""
         pipeline = pipeline_of(recipe)
         if pipeline is not None and layers:
-            known = self.in_vain.get(pipeline.stages, math.inf)
-            self.in_vain[pipeline.stages] = min(known, promise(pipeline, layers))
+            least_promise = self.in_vain.get(pipeline.stages, math.inf)
+            self.in_vain[pipeline.stages] = min(least_promise, promise(pipeline, layers))
 
     def outdone(self, recipe: Recipe, layers: int) -> bool:
-        """Whether its pipeline need not be looked at for what became of a more promising one."""
+        """Return True if a recipe's pipeline may be skipped since a more promising one was slower than the best
+        plan.
+        """
         pipeline = pipeline_of(recipe)
-        known = None if pipeline is None else self.in_vain.get(pipeline.stages)
-        if pipeline is None or known is None or self.spent < EVERY:
+        least_promise = None if pipeline is None else self.in_vain.get(pipeline.stages)
+        if pipeline is None or least_promise is None or self.spent < EVERY:
             return False
-        return promise(pipeline, layers) >= known
+        return promise(pipeline, layers) >= least_promise
 
     def of(
         self, recipe: Recipe, counts: Sequence[int], beat: Callable[[Program], float], weights: Weights | None
     ) -> StagedMeshes | None:
-        """The meshes for the pipeline of a recipe; None if none has such an axis, if those like it cannot be made, and
-        if the program names axes itself.
+        """Return the meshes worth planning for the pipeline of a recipe.
 
-        `counts` are all microbatches that may be chosen, `beat` says what a step must take less than, `weights` are
-        those of the best plan yet. What is looked at after `MOST_PAIRS` is as far as it is known by then.
+        Return None if no mesh has an axis of stages, if a bounding program cannot be made, or if the program names mesh
+        axes itself.
+
+        - `counts`: all numbers of microbatches that may be chosen.
+        - `beat`: gives the seconds that a step of a program must beat.
+        - `weights`: time weights of the best plan so far; None if there is none.
+
+        After `MOST_PAIRS` pairs no further mesh is priced, and the bounds known by then decide.
         """
         pipeline = pipeline_of(recipe)
         assert pipeline is not None
-        left = with_stages(candidate_meshes(self.topology), pipeline.stages)
-        others_s, least_s, unlooked = math.inf, 0.0, 0
+        meshes = with_stages(candidate_meshes(self.topology), pipeline.stages)
+        pruned_s, least_s, unlooked = math.inf, 0.0, 0
         program, kin = None, None
-        if not left:
+        if not meshes:
             return None
         for count in _fewer(pipeline, counts):
-            if not left or program is not None and (count, GPIPE) == (pipeline.microbatches, pipeline.schedule):
+            if not meshes or program is not None and (count, GPIPE) == (pipeline.microbatches, pipeline.schedule):
                 break
             like = recipe.but(schedule=GPIPE, microbatches=count)
             if self.ended and like not in self.kin:
@@ -215,25 +240,28 @@ class PipelineMeshes:
             if kin is None:
                 return None
             program = kin.task.program
-            beat_s, slower = beat(program), kin.stretch(pipeline)
-            kin.look(left, beat_s, weights, lambda kin=kin: self.ended or kin.spent >= KIN_PAIRS, self.crew)
-            bounds = {mesh: slower * kin.bounds.get(mesh, 0.0) for mesh in left}
-            others_s = min((others_s, *(bound for bound in bounds.values() if bound >= beat_s)))
-            left = tuple(mesh for mesh, bound in bounds.items() if bound < beat_s)
-            least_s = min((others_s, *bounds.values()))
-            if unpriced := [mesh for mesh in left if weights is not None and mesh not in kin.bounds]:
-                left, unlooked = tuple(mesh for mesh in left if mesh in kin.bounds), unlooked + len(unpriced)
-            few = _first(sorted(left, key=bounds.__getitem__), kin)
-            left, unlooked = few, unlooked + len(left) - len(few)
-            if sum(kin.pairs.get(mesh, 0) for mesh in left) <= AT_ONCE and weights is not None:
-                break  # to plan them takes no longer than to know more
+            beat_s, stretch = beat(program), kin.stretch(pipeline)
+            kin.look(meshes, beat_s, weights, lambda kin=kin: self.ended or kin.spent >= KIN_PAIRS, self.crew)
+            bounds = {mesh: stretch * kin.bounds.get(mesh, 0.0) for mesh in meshes}
+            pruned_s = min((pruned_s, *(bound for bound in bounds.values() if bound >= beat_s)))
+            meshes = tuple(mesh for mesh, bound in bounds.items() if bound < beat_s)
+            least_s = min((pruned_s, *bounds.values()))
+            if unpriced := [mesh for mesh in meshes if weights is not None and mesh not in kin.bounds]:
+                meshes, unlooked = tuple(mesh for mesh in meshes if mesh in kin.bounds), unlooked + len(unpriced)
+            first_meshes = _first(sorted(meshes, key=bounds.__getitem__), kin)
+            meshes, unlooked = first_meshes, unlooked + len(meshes) - len(first_meshes)
+            if sum(kin.pairs.get(mesh, 0) for mesh in meshes) <= AT_ONCE and weights is not None:
+                break  # planning these meshes is as cheap as further bounds
         if self.ended:
-            left, unlooked = (), unlooked + len(left)
+            meshes, unlooked = (), unlooked + len(meshes)
         if kin is not None:
-            self.planned += sum(kin.pairs.get(mesh, 0) for mesh in left)
-        return StagedMeshes(left, least_s, program, unlooked)
+            self.planned += sum(kin.pairs.get(mesh, 0) for mesh in meshes)
+        return StagedMeshes(meshes, least_s, program, unlooked)
 
     def _kin(self, recipe: Recipe) -> Kin | None:
+        """Return the bounding pipeline of a recipe, made once; None if its program cannot be made or fixes mesh
+        axes.
+        """
         if recipe not in self.kin:
             pipeline = pipeline_of(recipe)
             assert pipeline is not None
@@ -243,27 +271,27 @@ class PipelineMeshes:
                 self.kin[recipe] = None
             else:
                 task = self.task(program, pipeline.stages)
-                fixed = task.reading.graph.regions or task.reading.graph.constraints  # not every mesh serves them
+                fixed = task.reading.graph.regions or task.reading.graph.constraints  # not every mesh satisfies these
                 self.kin[recipe] = None if fixed else Kin(task, pipeline, {})
         return self.kin[recipe]
 
 
 def _first(meshes: Sequence[Mesh], kin: Kin) -> tuple[Mesh, ...]:
-    """As many of the meshes as are planned at once, at least one."""
-    found: list[Mesh] = []
+    """Return the first meshes with at most `AT_ONCE` pairs together, at least one."""
+    first_meshes: list[Mesh] = []
     pairs = 0
     for mesh in meshes:
         pairs += kin.pairs.get(mesh, 0)
-        if found and pairs > AT_ONCE:
+        if first_meshes and pairs > AT_ONCE:
             break
-        found.append(mesh)
-    return tuple(found)
+        first_meshes.append(mesh)
+    return tuple(first_meshes)
 
 
 def _fewer(pipeline: Pipeline, counts: Sequence[int]) -> list[int]:
-    """Microbatches that may be chosen and are fewer than those of a pipeline, by a whole number of times; its own last.
+    """Return the numbers of microbatches that may be chosen and divide those of a pipeline, with its own number last.
 
-    They are as many as there are stages, or a multiple, where there is a choice.
+    Each smaller number is a multiple of the number of stages.
     """
     fewer = {n for n in counts if pipeline.microbatches % n == 0 and n % pipeline.stages == 0}
     return sorted({*fewer, pipeline.microbatches})

@@ -1,4 +1,4 @@
-"""Pipelines among the recipes of a search: which are worth planning, what is bubble, and what they came to."""
+"""Pipelines among the recipes of a search: their order, their bubble, and the words on their outcome."""
 
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -14,37 +14,46 @@ from autoshard.program import Pipeline
 NOT_LOOKED = (RecipeOutcome.UNLOOKED, RecipeOutcome.OUTDONE)
 
 MOVED = 0.3
-"""What parameters and gradients take on the links over what is computed, where pipelines are put in order, and only
-there: about as in the best plan without stages of Llama-3.1-405B on four slices of v5p."""
+"""Time of parameters and gradients on the links over compute time, used only to order pipelines. The figure is about
+that of the best plan without stages for Llama-3.1-405B on four slices of v5p.
+"""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Arithmetic:
-    """What an element of the batch takes without a pipeline, by arithmetic alone."""
+    """Arithmetic time of a program without a pipeline."""
 
     seconds: float
+    """Seconds of arithmetic per element of the batch."""
     layers: float
-    """The share of it that is in the layers of a stack."""
+    """Share of this time that the layers of a stack take."""
 
     def in_stages(self, pipeline: Pipeline, layers: int) -> float:
-        """Seconds below which no plan of the pipeline is: the stages compute in every tick, needed or not."""
+        """Return a lower bound in seconds per element for all plans of the pipeline.
+
+        Stages compute in every tick, so the time within them is stretched by all ticks over the useful ones.
+        """
         staged = self.layers * (1 - pipeline.outside(layers) / layers)
         return self.seconds * (1 + staged * (pipeline.ticks(layers) / _useful(pipeline, layers) - 1))
 
 
 def _useful(pipeline: Pipeline, layers: int) -> int:
-    """Ticks of a stage whose results are used."""
+    """Return the number of a stage's ticks whose results are used."""
     return pipeline.microbatches * pipeline.rounds(layers)
 
 
 def arithmetic_of(graph: OpGraph, seconds: float, elements: int, layers: int) -> Arithmetic:
-    """Of a program that takes `seconds` by `least_seconds`, whose stack of `layers` is a loop."""
+    """Return the arithmetic of a program whose stack of `layers` layers is a loop.
+
+    `seconds` is the step's bound by `least_seconds`.
+    """
     inside = dataclasses.replace(graph, ops=tuple(op for op in graph.ops if _in_loop_of(graph, op.loop, layers)))
-    whole, part = graph.flops, inside.flops
-    return Arithmetic(seconds / elements, part / whole if whole else 0.0)
+    all_flops, layer_flops = graph.flops, inside.flops
+    return Arithmetic(seconds / elements, layer_flops / all_flops if all_flops else 0.0)
 
 
 def _in_loop_of(graph: OpGraph, loop: int, trips: int) -> bool:
+    """Return True if a loop, or one around it, has this number of trips and is no conditional."""
     while loop >= 0:
         if graph.loops[loop].trips == trips and not graph.loops[loop].branches:
             return True
@@ -53,32 +62,37 @@ def _in_loop_of(graph: OpGraph, loop: int, trips: int) -> bool:
 
 
 def pipeline_of(recipe: Recipe) -> Pipeline | None:
-    """The pipeline of a recipe; None if it has none."""
-    said = recipe.arguments
-    if said.get("stages", 1) == 1:
+    """Return the pipeline of a recipe; None if it has none."""
+    choices = recipe.arguments
+    if choices.get("stages", 1) == 1:
         return None
-    return Pipeline(said["stages"], said["microbatches"], said["schedule"])
+    return Pipeline(choices["stages"], choices["microbatches"], choices["schedule"])
 
 
 def without_pipeline(recipe: Recipe) -> Recipe:
-    """What else a recipe says."""
+    """Return a recipe without its choices of the pipeline."""
     return Recipe(tuple((name, value) for name, value in recipe.choices if name not in PARTS))
 
 
 def in_order(
     recipes: Sequence[tuple[Any, ...]], names: Sequence[str], slices: int, layers: Callable[[], int]
 ) -> Iterator[tuple[Any, ...]]:
-    """Recipes without stages first, fewer microbatches before more; then as many stages as `slices`, which hand little
-    over slow links, then fewer stages before more, of which the most promising pipelines come first. The `layers` of
-    the stack that is cut are asked for when a program has been made."""
+    """Yield recipes without stages first, fewer microbatches before more, then pipelines.
+
+    Pipelines with as many stages as `slices` are first, since these send little over slow links. The others follow by
+    number of stages, the most promising first. `layers` returns the number of layers of the cut stack, 0 until a
+    program was made.
+    """
     places = [names.index(name) for name in ("stages", "microbatches", "schedule")]
 
     def parts(values: tuple[Any, ...]) -> list[Any]:
+        """Return the stages, microbatches and schedule of a recipe."""
         return [values[place] for place in places]
 
     yield from sorted((each for each in recipes if parts(each)[0] == 1), key=lambda values: parts(values)[1])
 
     def key(values: tuple[Any, ...]) -> tuple[bool, int, float]:
+        """Return the sort key of a pipeline."""
         stages, count, schedule = parts(values)
         if schedule is None or not layers():
             return stages != slices, stages, -count
@@ -88,17 +102,20 @@ def in_order(
 
 
 def promise(pipeline: Pipeline, layers: int) -> float:
-    """Roughly what a step in the pipeline takes, over its compute without stages: less is more promising.
+    """Return a rough estimate of a pipeline's step over its compute without stages; less is more promising.
 
-    The bubble stretches compute. In every tick each stage gathers the parameters of one of its chunks, and sums
-    gradients, so that more microbatches in fewer rounds move more.
+    The bubble stretches compute. In every tick each stage gathers the parameters of one of its chunks and sums
+    gradients. So more microbatches in fewer rounds send more.
     """
     chunks = pipeline.stages * max(1, pipeline.rounds(layers))
     return 1 / (1 - pipeline.bubble(layers)) + MOVED * pipeline.ticks(layers) / chunks
 
 
 def on_some(row: RecipeTried, unlooked: int, bound_s: float) -> RecipeTried:
-    """A row of a pipeline of which so many meshes were not looked at; on none a step takes less than `bound_s`."""
+    """Return the row of a pipeline of which `unlooked` meshes were skipped.
+
+    `bound_s` is a lower bound of a step, in seconds, on all its meshes.
+    """
     if not unlooked:
         return row
     if row.outcome is RecipeOutcome.UNFIT:
@@ -107,9 +124,10 @@ def on_some(row: RecipeTried, unlooked: int, bound_s: float) -> RecipeTried:
 
 
 def is_sensible(said: Mapping[str, Any], counts: Sequence[int], stacks: Sequence[int] | None) -> bool:
-    """Whether stages, schedule and microbatches go together, and with the `stacks` of the program, if these are known.
+    """Return True if stages, schedule and microbatches suit each other and the program's `stacks`, where these are
+    known.
 
-    `counts` are all microbatches that may be chosen: of one there is no choice.
+    `counts` are all numbers of microbatches that may be chosen; with one number there is no choice.
     """
     stages, count, schedule = said["stages"], said["microbatches"], said["schedule"]
     if stages == 1:
@@ -127,7 +145,7 @@ def is_sensible(said: Mapping[str, Any], counts: Sequence[int], stacks: Sequence
 
 
 def pipeline_words(best: RecipeTried, rows: Sequence[RecipeTried], stacks: Sequence[int]) -> str:
-    """One sentence on the pipeline that was chosen, or on why none was; empty where there was nothing to choose."""
+    """Return a sentence on the chosen pipeline, or on the reason for which none was chosen; empty without a choice."""
     if "stages" not in best.recipe.arguments:
         return ""
     layers = max(stacks, default=0)
@@ -151,13 +169,15 @@ def pipeline_words(best: RecipeTried, rows: Sequence[RecipeTried], stacks: Seque
 
 
 def _unlooked(rows: Sequence[RecipeTried]) -> str:
-    """How many pipelines were not looked at, and what none of them goes below; empty if all were."""
+    """Return the number of pipelines that were skipped and the lower bound of their steps; empty if none was."""
     bounds = [row.bound_s or 0.0 for row in rows if row.outcome in NOT_LOOKED]
-    some = [row for row in rows if row.unlooked and row.outcome not in NOT_LOOKED]
-    said = ""
+    partial = [row for row in rows if row.unlooked and row.outcome not in NOT_LOOKED]
+    words = ""
     if bounds:
-        said += f"; {len(bounds)} more were not looked at, of which none takes less than {format_seconds(min(bounds))}"
-    if some:
-        least_s = format_seconds(min(row.bound_s or 0.0 for row in some))
-        said += f"; {len(some)} were planned on their most promising meshes, and on others take no less than {least_s}"
-    return said
+        words += f"; {len(bounds)} more were not looked at, of which none takes less than {format_seconds(min(bounds))}"
+    if partial:
+        least_s = format_seconds(min(row.bound_s or 0.0 for row in partial))
+        words += (
+            f"; {len(partial)} were planned on their most promising meshes, and on others take no less than {least_s}"
+        )
+    return words

@@ -1,4 +1,4 @@
-"""Recipes, what came of each that was considered, and how a plan tells it."""
+"""Recipes, the outcome of each considered recipe, and the words and figures that a plan reports about them."""
 
 import dataclasses
 import enum
@@ -33,83 +33,89 @@ class RecipeOutcome(enum.Enum):
 
 
 SLOWER = (RecipeOutcome.ARITHMETIC, RecipeOutcome.UNMOVED)
-"""Outcomes of recipes that are slower than the best one by a bound that ignores memory."""
+"""Verdicts of recipes that are slower than the best one so far by a lower bound that ignores memory."""
 
 TIGHT = 0.8
-"""Share of the memory limit from which a plan may be slower for lack of memory: more microbatches, and state on
-the hosts, are then tried."""
+"""Share of the memory limit from which a lack of memory may slow a plan down. Recipes with more microbatches, or with
+state on the hosts, are tried only from this share on.
+"""
 
 _LESS_MEMORY = {"remat": 1, "microbatches": 1, "batch": -1, "host": 1}
-"""Options of a source that the planner may choose: 1 if values that come later need less memory, -1 if more."""
+"""Options of a source that the planner may choose, mapped to 1 if later values need less memory and to -1 if they need
+more.
+"""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Recipe:
-    """One value of each choice."""
+    """One value for each choice."""
 
     choices: tuple[tuple[str, Any], ...]
 
     def __str__(self) -> str:
-        said = ((name.replace("_", " "), value) for name, value in self.choices)
-        return ", ".join(f"{name} {value}" for name, value in said if value is not None)
+        labelled = ((name.replace("_", " "), value) for name, value in self.choices)
+        return ", ".join(f"{name} {value}" for name, value in labelled if value is not None)
 
     @property
     def arguments(self) -> dict[str, Any]:
-        """The values by name."""
+        """The chosen values by name of their choice."""
         return dict(self.choices)
 
     def but(self, **instead: Any) -> "Recipe":
-        """The same with other values."""
+        """Return this recipe with some values replaced."""
         return Recipe(tuple((self.arguments | instead).items()))
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class RecipeTried:
-    """A recipe, and what came of it."""
+    """A considered recipe and its outcome."""
 
     recipe: Recipe
     outcome: RecipeOutcome
     reason: str = ""
     """Sentence of this row; empty where the outcome's own says all."""
     step_time_s: float | None = None
-    """Step time of the best plan for it; None if none was made."""
+    """Step time in seconds of the recipe's best plan; None if no plan was made."""
     elements: int | None = None
-    """Size of the batch in what the model counts: tokens of a language model."""
+    """Batch size in the unit that the model counts: tokens for a language model."""
     peak_bytes: int | None = None
     bound_s: float | None = None
-    """A step takes no less, as was known before planning."""
+    """Lower bound of the step time in seconds, known before planning."""
     expected_s: float | None = None
-    """The step with what nearly full memory is expected to cost: what recipes are ranked by, for each element."""
+    """Step time in seconds with the expected cost of nearly full memory. Recipes are ranked by this figure per
+    element.
+    """
     held_bytes: int | None = None
-    """What tells whether memory binds where there is no peak."""
+    """Lower bound of the peak in bytes, used to decide if memory binds when `peak_bytes` is None."""
     foreseen: Foreseen | None = None
-    """What it was expected to come to before it was planned, of a policy that the planner made value by value."""
+    """Forecast from before planning, for a remat policy that the planner composed value by value."""
     unlooked: int = 0
-    """How many meshes with an axis of stages were not looked at for it."""
+    """Number of meshes with an axis of stages that the search skipped for this recipe."""
 
     @property
     def verdict(self) -> str:
-        """Sentence that says why the recipe was not chosen; empty for the chosen one."""
+        """Reason for the rejection of the recipe; empty for the chosen one."""
         return self.reason or self.outcome.value
 
     @property
     def per_element_s(self) -> float:
-        """What recipes are compared by; infinite without a plan."""
+        """Expected seconds per element of the batch, by which recipes are compared; infinite without a plan."""
         if self.expected_s is None:
             return math.inf
         return self.expected_s / (self.elements or 1)
 
 
 def elements_of(program: Program) -> int:
-    """Elements of the batch's largest argument, or tokens where the program says how many."""
+    """Return the tokens of a program, or else the number of elements of its largest batch argument."""
     sizes = (math.prod(a.shape) for a in program.arguments if a.role is Role.BATCH)
     return program.tokens or max(sizes, default=1) or 1
 
 
 def beaten(recipe: Recipe, bound_s: float, elements: int, least_bytes: int) -> RecipeTried:
-    """A recipe that is not faster than the best one on any mesh: how much slower is only bounded.
+    """Return the row of a recipe that is slower than the best one on every mesh; only a lower bound of its time is
+    known.
 
-    `least_bytes` is what none of its plans goes below, and held to be its peak.
+    `least_bytes` is a lower bound of the peak of all its plans, and stands in for the peak.
     """
     return RecipeTried(recipe, RecipeOutcome.BEATEN, elements=elements, bound_s=bound_s, held_bytes=least_bytes)
 
@@ -121,10 +127,10 @@ def implied(recipe: Recipe, other: RecipeTried) -> RecipeTried:
 
 
 def needs_no_less(recipe: Recipe, other: Recipe) -> bool:
-    """Whether a recipe of a source needs at least the memory of another."""
+    """Return True if a recipe of a source needs at least as much memory as another one."""
     mine, theirs = recipe.arguments, other.arguments
     batches, parts = ([choices.get(name, 1) for choices in (mine, theirs)] for name in ("batch", "microbatches"))
-    # A larger batch in more parts, of which each is no smaller, holds as much at once.
+    # A larger batch needs as much memory at a time if its microbatches are no smaller.
     as_much = batches[0] >= batches[1] and batches[0] * parts[1] >= batches[1] * parts[0]
     for name, value in mine.items():
         if value == theirs[name] or as_much and name in ("batch", "microbatches"):
@@ -136,32 +142,35 @@ def needs_no_less(recipe: Recipe, other: Recipe) -> bool:
 
 
 def difference(recipe: Recipe, other: Recipe) -> str:
-    """What one recipe has otherwise than another."""
+    """Return the choices in which a recipe differs from another one, as text."""
     theirs = other.arguments
     changed = [(name, value) for name, value in recipe.choices if theirs.get(name) != value]
     return ", ".join(f"{name.replace('_', ' ')} {value}" for name, value in changed if value is not None)
 
 
 def verdict_of(row: RecipeTried, best: RecipeTried) -> str:
-    """Why a recipe was not taken; empty for the best."""
+    """Return the reason for which a recipe was rejected; empty for the best one."""
     if row.outcome is RecipeOutcome.BEATEN and row.bound_s is not None and row.elements:
-        more = row.bound_s / row.elements / best.per_element_s - 1
-        return f"at least {more:.1%} {RecipeOutcome.BEATEN.value}" if more >= 5e-4 else "no faster on any mesh"
+        excess = row.bound_s / row.elements / best.per_element_s - 1
+        return f"at least {excess:.1%} {RecipeOutcome.BEATEN.value}" if excess >= 5e-4 else "no faster on any mesh"
     if row.verdict or row is best or row.step_time_s is None:
         return row.verdict
-    more = row.per_element_s / best.per_element_s - 1
+    excess = row.per_element_s / best.per_element_s - 1
     each = "" if row.elements == best.elements else " for each element of the batch"
-    return f"{more:.1%} slower{each}"
+    return f"{excess:.1%} slower{each}"
 
 
 def line_of(chosen: Recipe, rows: Sequence[RecipeTried]) -> str:
-    """One sentence of the plan's words: what was chosen, and of one choice what each other value would take."""
-    said = [name for name, _ in chosen.choices if any(row.recipe.arguments[name] is not None for row in rows)]
-    if len(said) > 1:
+    """Return a sentence for the plan's words on the chosen recipe and its alternatives.
+
+    If only one choice was open, the sentence lists the time of each other value.
+    """
+    open_choices = [name for name, _ in chosen.choices if any(row.recipe.arguments[name] is not None for row in rows)]
+    if len(open_choices) > 1:
         planned = [row for row in rows if row.step_time_s is not None]
         next_best = f"; next best: {planned[1].recipe}, {planned[1].verdict}" if len(planned) > 1 else ""
         return f"recipe {chosen} (of {len(rows)}{next_best})"
-    name = (said or [chosen.choices[0][0]])[0]
+    name = (open_choices or [chosen.choices[0][0]])[0]
     others = ", ".join(
         f"{row.recipe.arguments[name] or 1} "
         f"{row.verdict if row.step_time_s is None else format_seconds(row.step_time_s)}"
@@ -172,7 +181,7 @@ def line_of(chosen: Recipe, rows: Sequence[RecipeTried]) -> str:
 
 
 def figures_of(row: RecipeTried, rows: Sequence[RecipeTried], varied: bool) -> dict[str, Any]:
-    """A row for the plan file; `frontier`: no other recipe is both faster and smaller."""
+    """Return a row for the plan file. Its `frontier` is True if no other recipe is both as fast and as small."""
     figures = {
         "choices": row.recipe.arguments,
         "verdict": row.verdict,
@@ -196,18 +205,18 @@ def figures_of(row: RecipeTried, rows: Sequence[RecipeTried], varied: bool) -> d
 
 
 def eased(recipe: Recipe, tried: Sequence[RecipeTried], limit: int) -> RecipeTried | None:
-    """Return a row for a recipe that only eases memory and need not be planned after those `tried`, else None.
+    """Return a row for a recipe that only frees memory and need not be planned; None if it must be.
 
-    A device has `limit` bytes.
+    The recipe is compared with those `tried`; `limit` is the memory of a device in bytes.
     """
     eases = [n for n, first in (("microbatches", 1), ("host", HOSTS[0])) if recipe.arguments.get(n, first) != first]
     for name, other in itertools.product(eases, tried):
         if other.recipe != recipe.but(**{name: other.recipe.arguments[name]}):
             continue
-        held = other.held_bytes if other.peak_bytes is None else other.peak_bytes
+        peak_bytes = other.held_bytes if other.peak_bytes is None else other.peak_bytes
         if other.outcome in SLOWER:
             return implied(recipe, other)
-        if (held is not None and held < TIGHT * limit) or other.outcome is RecipeOutcome.SLACK:
+        if (peak_bytes is not None and peak_bytes < TIGHT * limit) or other.outcome is RecipeOutcome.SLACK:
             return RecipeTried(
                 recipe, RecipeOutcome.SLACK, f"{RecipeOutcome.SLACK.value} with {difference(other.recipe, recipe)}"
             )

@@ -1,4 +1,6 @@
-"""Recipes that the plan of another one suggests, and recipes that memory rules out."""
+"""Recipes derived from the plan of another recipe, and recipes pruned since memory cannot pay for their
+recomputation.
+"""
 
 import dataclasses
 from collections.abc import Mapping, Sequence
@@ -26,78 +28,86 @@ from autoshard.program import INPUT, Program, Role
 
 
 FINENESS = 16
-"""A mixture is looked for to within one part in so many of the layers."""
+"""Resolution of a mixture: its number of layers is searched to within one part in this many of all layers."""
 
 LESS_ROOM = 0.93
-"""Share of the memory that the next one may take."""
+"""Share of the memory that the next policy may use after a forecast that turned out not to fit."""
 
 RETRIES = 2
-"""How often a policy by value is planned: one that was foreseen to fit and does not is chosen anew with less room."""
+"""Most plans of a policy composed value by value. If a forecast fit but its plan does not, the policy is composed again
+for less memory.
+"""
 
 WORTH_PLANNING = 0.005
-"""A policy by value is planned if it is foreseen to be faster than the best recipe by this share: about what foreseen
-times err by. So are groups of gradients, if the best plan waits that long for what is sent."""
+"""Least relative gain for which a forecast policy is planned: about the error of forecast times. Gradient groups are
+planned if the best plan waits at least this share of its step for communication.
+"""
 
 
 class Made(Protocol):
-    """What planning one gave."""
+    """The result of planning one recipe."""
 
     @property
     def plan(self) -> Plan:
-        """Its plan."""
+        """The plan of the recipe."""
         ...
 
 
 class Search(Protocol):
-    """The recipes considered so far, and a way to consider more."""
+    """The recipes considered so far, and a method that plans more."""
 
     topology: Topology
     running: dict[str, Any]
-    """What `make_plan` takes beside the options."""
+    """Further arguments of `make_plan`, besides the options."""
     tried: list[RecipeTried]
     full: dict[Recipe, tuple[Program, Plan]]
-    """Programs whose layers compute everything again, and their plans."""
+    """Programs and plans of the recipes whose layers recompute everything."""
     layers: int | None
     savable: tuple[str, ...]
 
     @property
     def best(self) -> tuple[RecipeTried, Made] | None:
-        """The best one, if any could be planned."""
+        """The best recipe and its plan; None if none could be planned."""
         ...
 
     def plan(self, recipe: Recipe, foreseen: Foreseen | None = None, *, whatever: bool = False, **instead: Any) -> bool:
-        """Whether it is the best so far; `whatever` is known of it, it is planned, with these options `instead`."""
+        """Plan a recipe with the options `instead` and return True if it is the new best.
+
+        With `whatever`, skip all pruning checks.
+        """
         ...
 
 
 def mix(search: Search, remats: Sequence[str]) -> None:
-    """Adds mixtures of the best recipe's remat policy with those that compute less and do not fit, on its mesh.
+    """Add mixtures of the best recipe's remat policy with each policy that computes less and does not fit, on the best
+    mesh.
 
-    Fewer layers that compute again are faster until memory is so short that tensors must be split otherwise.
+    A binary search finds the fewest layers that keep the slower policy. Fewer recomputing layers are faster until short
+    memory forces other splits of the tensors.
     """
     assert search.best is not None
-    row, made = search.best
+    row, result = search.best
     slow = row.recipe.arguments.get("remat")
     if slow not in remats or search.layers is None:
         return
-    mesh, layers = dict(made.plan.mesh), search.layers
+    mesh, layers = dict(result.plan.mesh), search.layers
     for fast in remats[: remats.index(slow)]:
-        (other,) = (each for each in search.tried if each.recipe == row.recipe.but(remat=fast))
-        if other.outcome is not RecipeOutcome.UNFIT:
+        (fast_row,) = (each for each in search.tried if each.recipe == row.recipe.but(remat=fast))
+        if fast_row.outcome is not RecipeOutcome.UNFIT:
             continue
-        least, most = 0, layers
-        while most - least > max(1, layers // FINENESS):
-            count = (least + most) // 2
-            if search.plan(row.recipe.but(remat=f"{slow}:{count}+{fast}"), mesh=mesh):
-                most = count
+        too_few, enough = 0, layers
+        while enough - too_few > max(1, layers // FINENESS):
+            slow_layers = (too_few + enough) // 2
+            if search.plan(row.recipe.but(remat=f"{slow}:{slow_layers}+{fast}"), mesh=mesh):
+                enough = slow_layers
             else:
-                least = count
+                too_few = slow_layers
 
 
 def by_value(search: Search, remats: Sequence[str]) -> bool:
-    """Adds what is foreseen to be best of the values that layers may keep or send to their hosts; whether it is.
+    """Add the policy forecast to be best among the values that layers may save or offload; return True if it is.
 
-    It is foreseen from the plan of the best recipe with everything computed again, and planned on that one's mesh.
+    The policy is forecast from the plan of the best recipe with full recomputation, and planned on that plan's mesh.
     """
     assert search.best is not None
     base = search.best[0].recipe.but(remat=FULL)
@@ -109,13 +119,13 @@ def by_value(search: Search, remats: Sequence[str]) -> bool:
     program, plan = search.full[base]
     if not program.savable:
         return False
-    kept = bool(search.running.get("kept"))
-    model, choices = price_again(plan, program, read_program(program, search.topology.backend, kept))
+    caches_readings = bool(search.running.get("kept"))
+    model, choices = price_again(plan, program, read_program(program, search.topology.backend, caches_readings))
     room = plan.memory_limit_bytes
     for _ in range(RETRIES):
         foreseen = foresee(model, choices, room)
-        enough = (1 - WORTH_PLANNING) * search.best[0].per_element_s
-        if foreseen is None or foreseen.expected_s / elements_of(program) >= enough:
+        beat_s = (1 - WORTH_PLANNING) * search.best[0].per_element_s
+        if foreseen is None or foreseen.expected_s / elements_of(program) >= beat_s:
             return False
         better = search.plan(base.but(remat=str(foreseen.policy)), foreseen, mesh=dict(plan.mesh), refine_axes=False)
         if search.tried[-1].step_time_s is not None:
@@ -125,8 +135,9 @@ def by_value(search: Search, remats: Sequence[str]) -> bool:
 
 
 def offload_inputs(search: Search, remats: Sequence[str]) -> bool:
-    """Adds the recipe of least memory with the inputs of layers on their hosts, where no recipe fits; whether it
-    does."""
+    """Add the recipe of least memory with layer inputs offloaded to the hosts, where no recipe fits; return True if it
+    fits.
+    """
     last = search.tried[-1].recipe
     if FULL not in remats or INPUT not in search.savable or not search.topology.traits.compiles_ahead:
         return False
@@ -134,26 +145,28 @@ def offload_inputs(search: Search, remats: Sequence[str]) -> bool:
 
 
 def sum_late(search: Search) -> None:
-    """Adds the best recipe with gradients that are summed over devices once for all microbatches, on its mesh.
+    """Add the best recipe with gradients summed over devices once for all microbatches, on its mesh.
 
-    A group is what the devices of one slice hold, or those of one place on the axes that split the batch. A step of one
-    microbatch sums once as it is, and a plan that waits for nothing gains nothing.
+    A gradient group is the devices of one slice, or those at one position of the axes that split the batch. A step of
+    one microbatch sums gradients once already. A plan that waits for no communication gains nothing.
     """
     assert search.best is not None
-    row, made = search.best
+    row, result = search.best
     if row.recipe.arguments.get("microbatches") == 1:
         return
-    if made.plan.prediction.exposed_comm_s < WORTH_PLANNING * made.plan.prediction.step_time_s:
+    if result.plan.prediction.exposed_comm_s < WORTH_PLANNING * result.plan.prediction.step_time_s:
         return
-    for groups in _held_apart(made.plan, search.topology.slices):
-        search.plan(row.recipe.but(gradient_groups=groups), mesh=dict(made.plan.mesh), refine_axes=False)
+    for groups in _held_apart(result.plan, search.topology.slices):
+        search.plan(row.recipe.but(gradient_groups=groups), mesh=dict(result.plan.mesh), refine_axes=False)
         if search.tried[-1].outcome is RecipeOutcome.REFUSED:  # JAX functions, batches that are not divided so
             search.tried.pop()
 
 
 def _held_apart(plan: Plan, slices: int) -> list[int]:
-    """In how many groups devices may hold examples: by slice, and by the axes that split the batch or, where examples
-    come whole, by the first axes of the mesh."""
+    """Return the numbers of gradient groups worth trying: by slice, and by the axes that split the batch.
+
+    If no axis splits the batch, the groups follow the first axes of the mesh.
+    """
     batches = [spec for name, spec in plan.arguments.items() if plan.roles[name] == Role.BATCH and spec.dims]
     split = {axis for spec in batches for axis in spec.dims[0]}
     counts = [prod(plan.mesh[axis] for axis in split)] if split else list(accumulate(plan.mesh.values(), mul))
@@ -161,38 +174,41 @@ def _held_apart(plan: Plan, slices: int) -> list[int]:
 
 
 _WHATEVER_FITS = (*SLOWER, RecipeOutcome.BUBBLE, RecipeOutcome.UNSTAGED)
-"""Outcomes of recipes that are slower than the best one by a bound that ignores memory."""
+"""Verdicts of recipes that are slower than the best one so far by a lower bound that ignores memory."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Planned:
-    """A recipe of a source that was planned, or could have been."""
+    """A recipe of a source that was planned."""
 
     recipe: Recipe
     mesh: Mesh
     compute_s: float
-    """What its ops take on that mesh with nothing moved between them."""
+    """Seconds of its ops on that mesh without any communication."""
     gain_s: float
-    """A step could be faster by no more seconds if all memory were there."""
+    """Most seconds that a step could save with unlimited memory."""
 
 
 class Roomy:
-    """What layers compute again gives memory for time. Where memory gains less than computing again costs, none is."""
+    """Pruning of recipes whose extra recomputation costs more than the memory it frees can save."""
 
     def __init__(self, topology: Topology) -> None:
         self._topology = topology
         self._planned: list[_Planned] = []
         self._dearer: set[tuple[str, str]] = set()
-        """(remat, remat) of which the second computes for longer than the first."""
+        """Pairs of remat policies of which the second computes for longer than the first."""
 
     def add(self, recipe: Recipe, task: Task, sizes: Mapping[str, int], gain_s: float) -> None:
-        """A recipe that was planned, on a mesh of these sizes."""
+        """Record a recipe that was planned on a mesh with these axis sizes.
+
+        `gain_s` is the most seconds that its step could save with unlimited memory.
+        """
         if recipe.arguments.get("remat") in REMATS:
             mesh = make_mesh(self._topology, sizes)
             self._planned.append(_Planned(recipe, mesh, _compute_s(task, mesh), gain_s))
 
     def why_not(self, recipe: Recipe, task: Task) -> RecipeTried | None:
-        """Return a row if a recipe that computes less has all the memory that it can use, else None."""
+        """Return a row if a recipe that computes less could gain less from memory, else None."""
         for each in self._planned:
             if not _computes_more(recipe, each.recipe):
                 continue
@@ -207,7 +223,7 @@ class Roomy:
         return None
 
     def slower(self, recipe: Recipe, tried: list[RecipeTried]) -> RecipeTried | None:
-        """Return a row if a recipe that computes less is too slow with any memory, else None."""
+        """Return a row if a recipe that computes less is too slow regardless of memory, else None."""
         for other in tried:
             if other.outcome in _WHATEVER_FITS and _computes_more(recipe, other.recipe):
                 if (other.recipe.arguments["remat"], recipe.arguments["remat"]) in self._dearer:
@@ -216,7 +232,7 @@ class Roomy:
 
 
 def _computes_more(recipe: Recipe, other: Recipe) -> bool:
-    """Whether a recipe is another one but for what it computes again, which is more."""
+    """Return True if two recipes differ in remat only and the first one recomputes more."""
     mine, theirs = recipe.arguments.get("remat"), other.arguments.get("remat")
     if mine not in REMATS or theirs not in REMATS or recipe != other.but(remat=mine):
         return False
@@ -224,6 +240,7 @@ def _computes_more(recipe: Recipe, other: Recipe) -> bool:
 
 
 def _compute_s(task: Task, mesh: Mesh) -> float:
+    """Return the seconds of a task's ops on a mesh without any communication."""
     return least_seconds(
         task.program, task.reading, mesh, task.memory_limit, task.calibration, staged=bool(task.stages)
     )

@@ -1,4 +1,4 @@
-"""In which order recipes are considered: what decides most about others comes first."""
+"""Order in which recipes are considered: recipes whose outcome prunes most others are first."""
 
 import itertools
 import math
@@ -12,43 +12,48 @@ from autoshard.program import Choices
 
 
 LEAST_GAIN = 0.01
-"""A batch twice as large that is not faster by this share for each element ends the search for a larger one."""
+"""Least relative gain per element of a larger batch; a smaller gain ends the search for larger batches."""
 
 
 class Tried(Protocol):
-    """What is known of the recipes considered so far."""
+    """Facts about the recipes considered so far."""
 
     of_source: bool
     stacks: tuple[int, ...] | None
-    """Layers of the program's stacks, once they are known."""
+    """Numbers of layers in the program's stacks; None until they are known."""
     slices: int
     """The number of slices of the topology."""
 
     @property
     def best(self) -> object | None:
-        """The best one, if any could be planned."""
+        """The best recipe; None if none could be planned."""
         ...
 
     def least(self, **some: Any) -> float:
-        """Seconds of an element in the best recipe with these choices."""
+        """Return the least seconds per element among the recipes with these choices."""
         ...
 
 
 def in_order(choices: Choices, tried: Tried) -> Iterator[Recipe]:
-    """All recipes, fewer microbatches first; batches grow as long as that pays, and get smaller only if none fits."""
+    """Yield all recipes, those with fewer microbatches first.
+
+    Batches grow as long as the gain reaches `LEAST_GAIN`; smaller batches follow only if no recipe fits.
+    """
     names = [name for name in choices if name != "batch" or not tried.of_source]
     others = list(itertools.product(*(choices[name] for name in names)))
     staged = set(PARTS) <= set(names)
-    if not staged and tried.of_source and "microbatches" in names:  # the first is what others are held against
+    if not staged and tried.of_source and "microbatches" in names:  # the first recipe is the others' incumbent
         place = names.index("microbatches")
         others.sort(key=lambda values: choices["microbatches"].index(values[place]))
 
     def ordered() -> Iterable[tuple[Any, ...]]:
+        """Return the values of all choices but the batch, ordered by stages if there are any."""
         if not staged:
             return others
         return pipeline_recipes.in_order(others, names, tried.slices, lambda: max(tried.stacks or (), default=0))
 
     def recipes(**batch: Any) -> Iterator[Recipe]:
+        """Yield the sensible recipes of one batch size."""
         for values in ordered():
             recipe = Recipe((*batch.items(), *zip(names, values, strict=True)))
             counts = choices.get("microbatches", ())
@@ -60,13 +65,13 @@ def in_order(choices: Choices, tried: Tried) -> Iterator[Recipe]:
         return
     batches = choices["batch"]
     growing = [b for b in batches if b >= batches[0]]
-    before = math.inf
+    previous_s = math.inf
     for batch in growing:
         yield from recipes(batch=batch)
-        now = tried.least(batch=batch)
-        if now > before * (1 - LEAST_GAIN) or math.isinf(now):
+        per_element_s = tried.least(batch=batch)
+        if per_element_s > previous_s * (1 - LEAST_GAIN) or math.isinf(per_element_s):
             break
-        before = now
+        previous_s = per_element_s
     for batch in sorted((b for b in batches if b < batches[0]), reverse=True):
         if tried.best is not None:
             return

@@ -1,4 +1,4 @@
-"""What a person decides beside mesh and sharding, decided with them: a program in several recipes, the best taken."""
+"""Search over recipes: plans the program under each recipe that may win, and returns the best one with its plan."""
 
 import dataclasses
 import math
@@ -44,17 +44,20 @@ from autoshard.program import Choices, Program
 
 
 TABLES = 400_000_000
-"""Bytes of tables of paths that are kept from one recipe to the next."""
+"""Most bytes of reshard path tables that one recipe passes on to the next."""
 
 Make = Callable[..., Program]
-"""From the choices of a recipe, by name, to its program."""
+"""Function from the choices of a recipe, by name, to its program."""
 
 
 def plan_remat(make: Callable[[str], Program], options: Options, **running: Any) -> PlanResult:
-    """The plan of the program that computes as much again as is fastest within memory.
+    """Return the plan of a program under the remat policy that is fastest within memory.
 
-    `make` gives the program for a remat policy, or a mixture of two (`full:12+dots`: the first 12 layers, and the
-    rest). `running` is what `make_plan` takes beside the options. Raises `InfeasibleError` if none fits.
+    - `make`: gives the program for a remat policy or for a mixture of two. In `full:12+dots` the first 12 layers use
+      `full` and the rest `dots`.
+    - `running`: further arguments of `make_plan`, besides the options.
+
+    Raises `InfeasibleError` if no policy fits.
     """
     return plan_recipes(lambda remat: make(remat), {"remat": REMATS}, options, of_source=True, **running)[1]
 
@@ -62,44 +65,54 @@ def plan_remat(make: Callable[[str], Program], options: Options, **running: Any)
 def plan_recipes(
     make: Make, choices: Choices, options: Options, *, of_source: bool = False, **running: Any
 ) -> tuple[Recipe, PlanResult]:
-    """The recipe with the least expected time for each element of the batch that fits, and its plan.
+    """Return the recipe that fits and has the least expected time per element of the batch, with its plan.
 
-    `make` gives the program of a recipe; `choices` has the values of each choice, of which those that compute less
-    should come first: of equal times the earlier is taken. `running` is what `make_plan` takes beside the options.
-    Every recipe is planned with its own mesh and sharding, but for one whose arithmetic alone, or whose ops with
-    nothing moved between them, take longer on every mesh than the best one yet, and one whose values fit on no mesh,
-    however they are split. Where meshes are looked for, those that cannot beat the best recipe are not solved, nor is
-    an axis cut in two on them.
-    With `of_source` choices are those of `source_choices`, of which more is known: what needs more memory than a recipe
-    that does not fit is not tried; neither are more microbatches, or state on the hosts, where memory does not bind,
-    larger batches when twice as much gains less than `LEAST_GAIN`, nor a ring where the plan without splits no
-    sequence. What layers keep or send to their hosts is chosen value by value, foreseen from the plan of `full` and
-    then planned. Where that is not faster, a remat policy is mixed with each that computes less and does not fit, in as
-    few layers as are still faster for it. The plan says in its words what others came to, and in its provenance
-    (`recipe`) all of them; wall times are those of all.
+    - `make`: gives the program of a recipe.
+    - `choices`: values of each choice. Values that compute less should come first, since the earlier recipe wins a tie.
+    - `of_source`: True if the choices are those of `source_choices`, which allow more pruning (below).
+    - `running`: further arguments of `make_plan`, besides the options.
 
-    Raises the `InfeasibleError` of the last recipe if none fits, not even with the inputs of layers on their hosts.
+    Every recipe is planned with its own mesh and sharding. A recipe is skipped if a lower bound on every mesh exceeds
+    the best time so far, or if its values fit on no mesh. The bound is the time of its arithmetic, or of its ops
+    without any communication. A search over meshes solves no mesh that cannot beat the best recipe, and cuts no axis in
+    two on it.
+
+    With `of_source` these recipes are skipped too:
+
+    - recipes that need at least the memory of one that does not fit;
+    - more microbatches, or state on the hosts, if memory does not bind;
+    - larger batches, once doubling the batch gains less than `LEAST_GAIN`;
+    - a ring exchange, if the plan without it splits no sequence.
+
+    With `of_source` the search then composes a remat policy value by value: it forecasts the policy from the plan of
+    `full` and plans it. If that policy is not faster, the search mixes the best policy with each one that computes less
+    and does not fit. A mixture uses the slower policy in as few layers as still pay.
+
+    The plan's words report the other recipes, and its provenance (`recipe`) lists all of them. Wall times cover all
+    recipes.
+
+    Raises the last recipe's `InfeasibleError` if no recipe fits, even with layer inputs offloaded to the hosts.
     """
-    tried = RecipeSearch(make, options, running, of_source)
-    tried.counts = tuple(choices.get("microbatches", ()))
-    for recipe in in_order(choices, tried):
-        tried.consider(recipe)
-    if tried.best is None:
-        if tried.refused is None:  # nothing was planned: the last one says what would help
-            tried.plan(tried.tried[-1].recipe, whatever=True)
-        assert tried.refused is not None
-        if not of_source or not offload_inputs(tried, choices.get("remat", ())):
-            raise tried.refused
+    search = RecipeSearch(make, options, running, of_source)
+    search.counts = tuple(choices.get("microbatches", ()))
+    for recipe in in_order(choices, search):
+        search.consider(recipe)
+    if search.best is None:
+        if search.refused is None:  # nothing was planned: the last one says what would help
+            search.plan(search.tried[-1].recipe, whatever=True)
+        assert search.refused is not None
+        if not of_source or not offload_inputs(search, choices.get("remat", ())):
+            raise search.refused
     if of_source:
-        if not by_value(tried, choices.get("remat", ())):
-            mix(tried, choices.get("remat", ()))
+        if not by_value(search, choices.get("remat", ())):
+            mix(search, choices.get("remat", ()))
         if None in choices.get("gradient_groups", ()):
-            sum_late(tried)
-    return tried.told()
+            sum_late(search)
+    return search.told()
 
 
 class RecipeSearch:
-    """The recipes considered so far."""
+    """State of a search: the recipes considered so far and the best one."""
 
     def __init__(self, make: Make, options: Options, running: Mapping[str, Any], of_source: bool) -> None:
         self.make, self.options, self.running, self.of_source = make, options, dict(running), of_source
@@ -113,9 +126,9 @@ class RecipeSearch:
         self.tried: list[RecipeTried] = []
         self.wall: dict[str, float] = {}
         self.splits: dict[Recipe, bool] = {}
-        """Of recipes that were planned, whether an attention's sequence is split."""
+        """True for each planned recipe that splits the sequence of an attention."""
         self.full: dict[Recipe, tuple[Program, Plan]] = {}
-        """Programs whose layers compute everything again, and their plans."""
+        """Programs and plans of the recipes whose layers recompute everything."""
         self.refused: InfeasibleError | None = None
         problem = self.running.pop("save_problem", None)
         self.problem = None if problem is None else Path(problem)
@@ -123,19 +136,19 @@ class RecipeSearch:
         if running.get("crew") is not None:
             running["crew"].share("tables", self.tables)
         self.counts: tuple[int, ...] = ()
-        """Microbatches that may be chosen."""
+        """Numbers of microbatches that may be chosen."""
         self.pipelines = PipelineMeshes(self.topology, make, self._task, running.get("crew"))
         self.roomy = Roomy(self.topology)
 
     def least(self, **some: Any) -> float:
-        """Seconds of an element in the best recipe with these choices."""
+        """Return the least seconds per element among the recipes with these choices."""
         return min(
             (each.per_element_s for each in self.tried if some.items() <= each.recipe.arguments.items()),
             default=math.inf,
         )
 
     def consider(self, recipe: Recipe) -> None:
-        """Plan it, unless it is known already that it is not the best."""
+        """Plan a recipe unless it is already known not to be the best."""
         known = self._known(recipe) if self.of_source else None
         if known is not None:
             self.tried.append(known)
@@ -143,7 +156,7 @@ class RecipeSearch:
             self.plan(recipe)
 
     def _known(self, recipe: Recipe) -> RecipeTried | None:
-        """Return the row of a recipe that need not be planned; None if it must."""
+        """Return the row of a recipe that need not be planned; None if it must be."""
         for other in self.tried:
             if other.outcome is RecipeOutcome.UNFIT and needs_no_less(recipe, other.recipe):
                 reason = f"does not fit: {difference(other.recipe, recipe)} does not"
@@ -158,16 +171,24 @@ class RecipeSearch:
 
     @property
     def cut(self) -> int:
-        """Layers of the stack that stages are cut from; 0 if none is known."""
+        """The number of layers of the stack that is cut into stages; 0 if no stack is known."""
         return max(self.stacks or (), default=0)
 
     @property
     def limit(self) -> int:
-        """Bytes of a device."""
+        """The memory limit of a device in bytes."""
         return self.topology.usable_bytes if self.options.memory_limit is None else self.options.memory_limit
 
     def plan(self, recipe: Recipe, foreseen: Foreseen | None = None, *, whatever: bool = False, **instead: Any) -> bool:
-        """Whether it is the best so far; `whatever` is known of it, it is planned."""
+        """Plan a recipe and return True if it is the new best.
+
+        - `foreseen`: forecast of the recipe, recorded in its row.
+        - `whatever`: if True, skip all pruning checks and plan the recipe in any case.
+        - `instead`: options that replace those of the search.
+
+        Raises `UserError` if the recipe cannot be made or planned. For a source, only the first recipe raises it.
+        Raises `InfeasibleError` if `make` does.
+        """
         staged = self._staged(recipe, instead)
         if staged is not None and not staged.meshes and not whatever:
             self.tried.append(staged.row(recipe, self._in_stages(recipe), self.best and self.best[0].elements))
@@ -200,7 +221,7 @@ class RecipeSearch:
         floor = self._in_stages(recipe) * elements
         unlooked = (0, 0.0) if staged is None else (staged.unlooked, max(floor, staged.bound_s))
         try:
-            made = make_plan(program, options, save_problem=problem, before=before, **self.running)
+            result = make_plan(program, options, save_problem=problem, before=before, **self.running)
         except Beaten as error:
             self.pipelines.slower(recipe, self.cut)
             self.tried.append(on_some(beaten(recipe, error.bound_s, elements, least), *unlooked))
@@ -217,18 +238,18 @@ class RecipeSearch:
                 RecipeTried(recipe, RecipeOutcome.REFUSED, f"cannot be: {error}", elements=elements, bound_s=bound)
             )
             return False
-        self.wall = {k: self.wall.get(k, 0.0) + made.wall_s.get(k, 0.0) for k in {**self.wall, **made.wall_s}}
-        self.splits[recipe] = splits_sequence(made.plan.axis_roles)
-        found = made.plan.prediction
-        times = found.step_time_s, elements, found.peak_bytes, bound, found.expected_s
+        self.wall = {k: self.wall.get(k, 0.0) + result.wall_s.get(k, 0.0) for k in {**self.wall, **result.wall_s}}
+        self.splits[recipe] = splits_sequence(result.plan.axis_roles)
+        prediction = result.plan.prediction
+        times = prediction.step_time_s, elements, prediction.peak_bytes, bound, prediction.expected_s
         row = on_some(RecipeTried(recipe, RecipeOutcome.PLANNED, "", *times, None, foreseen), *unlooked)
         self.tried.append(row)
         if self.of_source:
-            self.roomy.add(recipe, self._task(program, stages), made.plan.mesh, found.expected_s - made.free_s)
+            self.roomy.add(recipe, self._task(program, stages), result.plan.mesh, prediction.expected_s - result.free_s)
             if recipe.arguments.get("remat") == FULL:
-                self.full[recipe] = program, made.plan
+                self.full[recipe] = program, result.plan
         if better := row.per_element_s < self._beaten_by_s(recipe):
-            self.best = row, made
+            self.best = row, result
         else:
             self.pipelines.slower(recipe, self.cut)
         if problem is not None and self.problem is not None:
@@ -239,13 +260,18 @@ class RecipeSearch:
         return better
 
     def _rival(self, recipe: Recipe, elements: int) -> Rival | None:
-        """What a step of so many elements must beat, with whatever number of axes."""
+        """Return the incumbent that a step with this many elements must beat, with any number of axes; None without an
+        incumbent.
+        """
         if self.best is None:
             return None
         return Rival(self._beaten_by_s(recipe) * elements, sys.maxsize, self.best[1].weights)
 
     def _beaten_by_s(self, recipe: Recipe) -> float:
-        """Seconds of an element that a recipe must stay below to be the best; a larger batch must gain something."""
+        """Return the seconds per element below which a recipe becomes the best.
+
+        A batch larger than the best one's must gain at least `LEAST_GAIN`.
+        """
         if self.best is None:
             return math.inf
         row = self.best[0]
@@ -253,12 +279,13 @@ class RecipeSearch:
         return row.per_element_s * (1 - LEAST_GAIN if self.of_source and batch > other else 1)
 
     def _task(self, program: Program, stages: int) -> Task:
+        """Return the planning task of a program, with an axis of `stages` (0 for no such axis)."""
         reading = read_program(program, self.topology.backend, bool(self.running.get("kept")))
         figures = priced_with(self.options, self.topology).calibration
         return Task(program, reading, self.options.asked, self.limit, self.options.seed, figures, self.tables, stages)
 
     def _staged(self, recipe: Recipe, instead: Mapping[str, Any]) -> StagedMeshes | None:
-        """Meshes for a pipeline, if they are to be looked for."""
+        """Return the meshes worth planning for a recipe's pipeline; None if no search for such meshes applies."""
         mesh = instead.get("mesh", self.options.mesh)
         if (
             not self.of_source
@@ -273,25 +300,30 @@ class RecipeSearch:
         return self.pipelines.of(recipe, counts, lambda p: self._beaten_by_s(recipe) * elements_of(p), best)
 
     def _in_stages(self, recipe: Recipe) -> float:
-        """Seconds of an element below which no plan of a pipeline is, by arithmetic and bubble; 0 if not known."""
-        pipeline, alone = (
+        """Return a lower bound, in seconds per element, of all plans of a recipe's pipeline: arithmetic and bubble.
+        Return 0 if no bound is known.
+        """
+        pipeline, arithmetic = (
             pipeline_recipes.pipeline_of(recipe),
             self.arithmetic.get(pipeline_recipes.without_pipeline(recipe)),
         )
-        if pipeline is None or alone is None:
+        if pipeline is None or arithmetic is None:
             return 0.0
-        return alone.in_stages(pipeline, self.cut)
+        return arithmetic.in_stages(pipeline, self.cut)
 
     def _bound(
         self, recipe: Recipe, program: Program, options: Options, beat_s: float, staged: StagedMeshes | None
     ) -> tuple[float, int, RecipeOutcome | None]:
-        """Return seconds and bytes that no plan goes below, and the outcome if these rule the recipe out."""
+        """Return lower bounds in seconds and bytes of all plans, and the outcome if they rule the recipe out.
+
+        `beat_s` is the step time in seconds that the recipe must beat.
+        """
         reading = read_program(program, self.topology.backend, bool(self.running.get("kept")))
         figures = priced_with(options, self.topology).calibration
         bound = least_seconds(reading.graph, self.topology, figures)
         if program.stacks and recipe.arguments.get("stages") == 1:
-            alone = pipeline_recipes.arithmetic_of(reading.graph, bound, elements_of(program), max(program.stacks))
-            self.arithmetic.setdefault(pipeline_recipes.without_pipeline(recipe), alone)
+            arithmetic = pipeline_recipes.arithmetic_of(reading.graph, bound, elements_of(program), max(program.stacks))
+            self.arithmetic.setdefault(pipeline_recipes.without_pipeline(recipe), arithmetic)
         if bound >= beat_s:
             return bound, 0, RecipeOutcome.ARITHMETIC
         if staged is not None:
@@ -299,28 +331,28 @@ class RecipeSearch:
         if reading.graph.regions or reading.graph.constraints:  # not every mesh serves them
             return bound, 0, None
         given = given_mesh(self.topology, options.mesh, program_mesh(reading.graph, self.topology.num_devices))
-        found: list[Floors] = []
+        mesh_floors: list[Floors] = []
         for mesh in reversed(candidate_meshes(self.topology)) if given is None else (given,):
             if given is None and unusable(reading, mesh):
                 continue
-            found.append(floors(program, reading, mesh, self.limit, figures))
-            if found[-1].bytes <= self.limit and found[-1].seconds < beat_s:
-                return bound, found[-1].bytes, None  # it may fit and be faster: others say no more
+            mesh_floors.append(floors(program, reading, mesh, self.limit, figures))
+            if mesh_floors[-1].bytes <= self.limit and mesh_floors[-1].seconds < beat_s:
+                return bound, mesh_floors[-1].bytes, None  # it may fit and be faster: others say no more
             parts = find_axis_parts(reading.graph, reading.structure, reading.groups, mesh)
             if parts is not None and options.refine_axes:
-                found.append(floors(program, reading, parts.mesh, self.limit, figures))
-        if not found:
+                mesh_floors.append(floors(program, reading, parts.mesh, self.limit, figures))
+        if not mesh_floors:
             return bound, 0, None
-        bound = max(bound, min(each.seconds for each in found))
-        least = min(each.bytes for each in found)
+        bound = max(bound, min(each.seconds for each in mesh_floors))
+        least = min(each.bytes for each in mesh_floors)
         if least > self.limit:
             return bound, least, RecipeOutcome.UNFIT
         return bound, least, RecipeOutcome.UNMOVED if bound >= beat_s else None
 
     def told(self) -> tuple[Recipe, PlanResult]:
-        """The best one, which says what the others came to."""
+        """Return the best recipe and its plan, with the outcomes of all recipes in the plan's words and provenance."""
         assert self.best is not None
-        row, made = self.best
+        row, result = self.best
         rows = sorted(self.tried, key=lambda each: (each is not row, each.per_element_s, each.bound_s or math.inf))
         rows = [dataclasses.replace(each, reason=verdict_of(each, row)) for each in rows]
         varied = len({each.elements for each in rows if each.step_time_s is not None}) > 1
@@ -330,8 +362,9 @@ class RecipeSearch:
         figures = [figures_of(each, rows, varied) for each in rows]
 
         def told(plan: Plan) -> Plan:
-            said = {"recipe": {"chosen": row.recipe.arguments, "tried": figures}}
-            return dataclasses.replace(plan, words=(*plan.words, *lines), provenance=plan.provenance | said)
+            """Add the recipes to the words and the provenance of a plan."""
+            recipes = {"recipe": {"chosen": row.recipe.arguments, "tried": figures}}
+            return dataclasses.replace(plan, words=(*plan.words, *lines), provenance=plan.provenance | recipes)
 
-        offered = tuple(dataclasses.replace(each, plan=told(each.plan)) for each in made.candidates)
-        return row.recipe, dataclasses.replace(made, plan=told(made.plan), candidates=offered, wall_s=self.wall)
+        candidates = tuple(dataclasses.replace(each, plan=told(each.plan)) for each in result.candidates)
+        return row.recipe, dataclasses.replace(result, plan=told(result.plan), candidates=candidates, wall_s=self.wall)

@@ -1,1 +1,1 @@
-"""The answer: plans, specs, and how they are written and read."""
+"""The planner's answer: plans and specs, with their file format."""

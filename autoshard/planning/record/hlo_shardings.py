@@ -14,9 +14,9 @@ from autoshard.planning.record.spec import Spec
 
 
 def hlo_sharding(spec: Spec, mesh: Mapping[str, int], device_order: Sequence[int] | None = None) -> str:
-    """A spec in XLA's notation, such as `{devices=[1,2,1,4]<=[4,2]T(1,0) last_tile_dim_replicate}`.
+    """Return a spec in XLA's notation, such as `{devices=[1,2,1,4]<=[4,2]T(1,0) last_tile_dim_replicate}`.
 
-    Numbers count places of the mesh, row-major, or are those of `device_order` (device of each place) if given.
+    The numbers count positions of the mesh, row-major. With `device_order` (device of each position) they are devices.
     Source: `HloSharding::ToString` (openxla/xla, xla/hlo/ir/hlo_sharding.cc) and its iota tile assignments.
     """
     split = [axis for axis in spec.axes if mesh[axis] > 1]
@@ -47,10 +47,10 @@ _TILED = re.compile(
 def parse_hlo_sharding(
     text: str, rank: int, mesh: Mapping[str, int], device_order: Sequence[int] | None = None
 ) -> Spec:
-    """The spec that an HLO sharding string gives a tensor of `rank` dims: the reverse of `hlo_sharding`.
+    """Parse an HLO sharding string of a tensor with `rank` dims into a spec, the inverse of `hlo_sharding`.
 
-    Replicated, tiled and partly replicated forms are read, with devices listed or as an iota. Raises `UserError` for
-    other forms, and where the mesh's axes cannot express the tiling (the devices of the mesh are `device_order`).
+    Accepted are replicated, tiled and partly replicated forms, with devices listed or as an iota. `device_order` are
+    the devices of the mesh. Raises `UserError` for other forms, and for a tiling that the mesh's axes cannot express.
     """
     if text.strip() in ("{replicated}", "replicated"):
         return Spec.replicated(rank)
@@ -66,7 +66,7 @@ def parse_hlo_sharding(
 
 
 def tile_devices(text: str) -> tuple[list[int], NDArray[np.int64]]:
-    """Tiles of each dim, and the devices of every tile (tiles row-major, copies together), of a tiled string.
+    """Return the tiles of each dim in a tiled string, and the devices of every tile (tiles row-major, copies together).
 
     Raises `UserError` for a string of another form, or one that does not name every device once.
     """
@@ -84,10 +84,11 @@ def tile_devices(text: str) -> tuple[list[int], NDArray[np.int64]]:
 
 
 def mesh_split(rank: int, dims_mapping: Sequence[int], mesh: Mapping[str, int]) -> Spec:
-    """The spec of GSPMD's `mesh_split(tensor, mesh, dims_mapping)`: for each dim the number of its mesh axis, or -1.
+    """Return the spec of GSPMD's `mesh_split(tensor, mesh, dims_mapping)`: for each dim the number of its mesh axis, or
+    -1.
 
     Source of the form: GSPMD (Xu et al. 2021, arXiv 2105.04663), section 3.2. Raises `UserError` for a mapping of
-    another length, an axis that the mesh has not, or one that is used twice.
+    another length, an axis that the mesh does not have, or an axis that is used twice.
     """
     axes = list(mesh)
     if len(dims_mapping) != rank:
@@ -104,10 +105,12 @@ def mesh_split(rank: int, dims_mapping: Sequence[int], mesh: Mapping[str, int]) 
 
 
 def _integers(text: str) -> list[int]:
+    """Return the integers of a list in text."""
     return [int(number) for number in text.split(",")]
 
 
 def _devices(match: re.Match[str]) -> NDArray[np.int64]:
+    """Return the devices of a matched string, listed or as an iota."""
     if match["listed"]:
         return np.array(_integers(match["listed"]))
     sizes = _integers(match["sizes"])
@@ -116,9 +119,10 @@ def _devices(match: re.Match[str]) -> NDArray[np.int64]:
 
 
 def _tilings(dims: Sequence[int], mesh: Mapping[str, int]) -> Iterator[Spec]:
-    """Every spec with these numbers of tiles, axes of size 1 unused."""
+    """Yield every spec with these numbers of tiles; axes of size 1 are not used."""
 
     def extend(done: tuple[tuple[str, ...], ...], free: tuple[str, ...]) -> Iterator[Spec]:
+        """Yield the specs that begin with `done` and split further dims by the `free` axes."""
         if len(done) == len(dims):
             yield Spec(done)
             return
@@ -131,7 +135,7 @@ def _tilings(dims: Sequence[int], mesh: Mapping[str, int]) -> Iterator[Spec]:
 
 
 def _assignment(spec: Spec, mesh: Mapping[str, int], device_order: Sequence[int] | None) -> NDArray[np.int64]:
-    """Devices of every tile, tiles row-major, the copies of one tile together."""
+    """Return the devices of every tile, tiles row-major, the copies of one tile together."""
     axes = [axis for axis, size in mesh.items() if size > 1]
     order = [axes.index(axis) for axis in (*spec.axes, *(axis for axis in axes if axis not in spec.axes))]
     sizes = [mesh[axis] for axis in axes]
@@ -140,15 +144,16 @@ def _assignment(spec: Spec, mesh: Mapping[str, int], device_order: Sequence[int]
 
 
 def _same(one: NDArray[np.int64], other: NDArray[np.int64], tiles: int) -> bool:
-    """Whether two assignments give every tile to the same devices; the order of copies says nothing."""
+    """Return True if two assignments give every tile to the same devices, in any order of copies."""
     return bool((np.sort(one.reshape(tiles, -1)) == np.sort(other.reshape(tiles, -1))).all())
 
 
 def tiled_axes(text: str, rank: int, mesh: Mesh, where: str) -> tuple[tuple[int, ...], ...]:
-    """Mesh axes (by number) that split each dim, from `{devices=[4,1,2]<=[8] last_tile_dim_replicate}` or the like.
+    """Return the numbers of the mesh axes that split each dim, from `{devices=[4,1,2]<=[8] last_tile_dim_replicate}` or
+    similar.
 
     The forms are those of XLA's `HloSharding::ToString` (openxla/xla, `xla/hlo/ir/hlo_sharding.cc`). Raises `UserError`
-    for one that is for one device or a region by hand, and for a grid that no choice of mesh axes gives.
+    for a sharding to one device or in a manual region, and for a grid that no choice of mesh axes gives.
     """
     axes = ",".join(f"{name}={size}" for name, size in mesh.axes.items())
     replicated = text.strip() in ("{replicated}", "replicated")

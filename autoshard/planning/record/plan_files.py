@@ -1,4 +1,4 @@
-"""Plans as JSON: saved with the same bytes for the same plan, and checked when they are loaded."""
+"""Plans as JSON files: equal plans give equal bytes, and files are checked on load."""
 
 import dataclasses
 import functools
@@ -22,26 +22,28 @@ from autoshard.planning.record.spec import Spec
 
 
 _DECIDES = ("topology", "mesh", "device_order", "arguments", "results", "pins", "calls", "regions")
+"""Fields of a plan on which its digest depends."""
 
 
 def plan_digest(plan: Plan) -> str:
-    """Twelve hex digits of the specs of arguments, results and pins, and of the devices that they are laid on."""
-    said = json.loads(plan_to_json(plan))
-    text = json.dumps([plan.program_fingerprint, {key: said[key] for key in _DECIDES}], sort_keys=True)
+    """Return twelve hex digits of the specs of arguments, results and pins, and of the devices of the mesh."""
+    body = json.loads(plan_to_json(plan))
+    text = json.dumps([plan.program_fingerprint, {key: body[key] for key in _DECIDES}], sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:12]
 
 
 _ROUNDING_S = 1e-9
-"""A time may be so far below zero: it is a difference of sums of seconds."""
+"""Most seconds by which a time may be below zero, since it is a difference of sums of seconds."""
 
 
 def check_plan(plan: Plan, damaged: Callable[[str], UserError]) -> None:
-    """Raises what `damaged` makes of the first thing that is wrong."""
+    """Check a plan; raise the error that `damaged` makes of the first problem."""
     for problem in (*_devices(plan), *_specs(plan), *_amounts(plan), *_origins(plan.provenance)):
         raise damaged(problem)
 
 
 def _devices(plan: Plan) -> Iterator[str]:
+    """Yield problems of the mesh, the device order and the topology."""
     for axis, size in plan.mesh.items():
         if size < 1:
             yield f"the mesh axis {axis!r} has size {size}"
@@ -50,16 +52,17 @@ def _devices(plan: Plan) -> Iterator[str]:
         product = " x ".join(map(str, plan.mesh.values()))
         yield f"the mesh has {product} devices but `device_order` names {count}"
     try:
-        there = Topology.parse(plan.topology).num_devices
+        num_devices = Topology.parse(plan.topology).num_devices
     except UserError as error:
         yield f"its topology cannot be ({error})"
         return
     for device in plan.device_order:
-        if not 0 <= device < there:
-            yield f"`device_order` names device {device}, but {plan.topology} has devices 0 to {there - 1}"
+        if not 0 <= device < num_devices:
+            yield f"`device_order` names device {device}, but {plan.topology} has devices 0 to {num_devices - 1}"
 
 
 def _specs(plan: Plan) -> Iterator[str]:
+    """Yield problems of specs and shapes."""
     named = [*plan.arguments.items(), *plan.results.items(), *((f"pin on op {pin.op}", pin.spec) for pin in plan.pins)]
     for what, rows in (("region", plan.regions), ("call", plan.calls)):
         for row in rows:
@@ -78,7 +81,7 @@ def _specs(plan: Plan) -> Iterator[str]:
 
 
 def _amounts(plan: Plan) -> Iterator[str]:
-    """Times and sizes that are none. Gaps may be infinite: nothing is known of such a plan."""
+    """Yield times and sizes that are not valid numbers. Gaps may be infinite, if no bound of such a plan is known."""
     if plan.memory_limit_bytes < 1:
         yield f"`memory_limit_bytes` is {plan.memory_limit_bytes}"
     for name in ("solver_gap", "plan_gap"):
@@ -98,7 +101,7 @@ def _amounts(plan: Plan) -> Iterator[str]:
 
 
 def _negative(value: Any, where: str) -> Iterator[str]:
-    """Every number in a record that is below zero or not finite."""
+    """Yield every number in a record that is below zero or not finite."""
     if isinstance(value, (int, float)) and not (-_ROUNDING_S <= value < math.inf):
         yield f"`{where}` is {value}"
     elif dataclasses.is_dataclass(value):
@@ -125,10 +128,11 @@ _ORIGINS: dict[str, type | tuple[type, ...]] = {
     "tokens": (int, type(None)),
     "learned": (dict, str, type(None)),
 }
-"""What is read again of where a plan came from, and as what."""
+"""Entries of a plan's provenance that are read again, with their types."""
 
 
 def _origins(said: dict[str, Any]) -> Iterator[str]:
+    """Yield problems of the provenance."""
     for key, kind in _ORIGINS.items():
         if key in said and not isinstance(said[key], kind):
             yield f"`provenance.{key}` is not of the right type"
@@ -146,16 +150,16 @@ def _origins(said: dict[str, Any]) -> Iterator[str]:
 
 FORMAT = "autoshard-plan"
 MOST_DEPTH = 64
-"""Of objects and lists in one another, in a plan."""
+"""Deepest nesting of objects and lists in a plan."""
 _MOST_NUMBER = 1e300
 _AGAIN = "make it again with `autoshard plan ... --out`"
 
 
 @provides("save")
 def save_plan(plan: Plan, path: str | os.PathLike[str]) -> None:
-    """Write the plan as JSON beside `path` and rename it into place; equal plans give equal bytes.
+    """Write the plan as JSON to a temporary file and rename it to `path`; equal plans give equal bytes.
 
-    The program's file, if it has one, is named as seen from the plan's.
+    The path of the program's file, if there is one, is written relative to the plan's file.
 
     Raises `UserError` if the directory is missing or cannot be written.
     """
@@ -171,8 +175,8 @@ def save_plan(plan: Plan, path: str | os.PathLike[str]) -> None:
 def load_plan(path: str | os.PathLike[str]) -> Plan:
     """Read a plan that `save_plan` wrote.
 
-    Raises `UserError` in one sentence if the file is missing, cut short, of another kind, damaged, or was
-    written by a newer version.
+    Raises `UserError` in one sentence if the file is missing, cut short, of another kind, damaged, or written by a
+    newer version.
     """
     try:
         text = read_bytes(path).decode("utf-8")
@@ -185,15 +189,15 @@ def load_plan(path: str | os.PathLike[str]) -> Plan:
 
 
 def parameter_specs(plan: Plan | str | os.PathLike[str]) -> dict[str, Spec]:
-    """Specs of the parameters of a plan, or of a plan file, by name: what `pin_from` pins."""
+    """Return the specs of a plan's parameters by name, as `pin_from` pins them; `plan` may be a file."""
     plan = plan if isinstance(plan, Plan) else load_plan(plan)
     return {name: spec for name, spec in plan.arguments.items() if plan.is_weight(name)}
 
 
 def plan_to_json(plan: Plan) -> str:
-    """The plan as JSON text: the schema number first, all other keys sorted, arguments and results in order."""
-    held = [(field, getattr(plan, field.name)) for field in dataclasses.fields(Plan)]
-    body = {field.name: value for field, value in held if field.metadata.get("absent") != value}
+    """Return the plan as JSON text: the schema number first, all other keys sorted, arguments and results in order."""
+    fields = [(field, getattr(plan, field.name)) for field in dataclasses.fields(Plan)]
+    body = {field.name: value for field, value in fields if field.metadata.get("absent") != value}
     body["arguments"] = [
         {
             "name": name,
@@ -213,39 +217,41 @@ def plan_to_json(plan: Plan) -> str:
 
 
 def _sorted(value: Any) -> Any:
+    """Return a JSON value with the keys of all objects sorted."""
     if isinstance(value, dict):
         return {key: _sorted(value[key]) for key in sorted(value)}
     return [_sorted(item) for item in value] if isinstance(value, list) else value
 
 
 def _encode(value: Any) -> Any:
+    """Return a value of a plan as JSON; infinite numbers become text."""
     if value is None or type(value) in (str, int, bool):
         return value
     if isinstance(value, Spec):
         return value.to_json()
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        held = [(field, getattr(value, field.name)) for field in dataclasses.fields(value)]
-        return {field.name: _encode(own) for field, own in held if field.metadata.get("absent", value) != own}
+        fields = [(field, getattr(value, field.name)) for field in dataclasses.fields(value)]
+        return {field.name: _encode(own) for field, own in fields if field.metadata.get("absent", value) != own}
     if isinstance(value, dict):
         return {str(key): _encode(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
         return [_encode(item) for item in value]
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)
-    item = getattr(value, "item", None)  # a numpy scalar has one
+    item = getattr(value, "item", None)  # numpy scalars have `item`
     return value if item is None else _encode(item())
 
 
 def plan_from_json(text: str, path: str = "the plan") -> Plan:
-    """Parse and check what `plan_to_json` wrote; `path` is named in messages.
+    """Parse and check the text of `plan_to_json`; `path` is named in messages.
 
     Raises `UserError` in one sentence if the text is cut short, of another kind, damaged, or of a newer version.
     """
     try:
         data = parse_json(text)
     except json.JSONDecodeError as error:
-        whole = "is cut short" if error.pos >= len(text.rstrip()) or "Unterminated" in error.msg else "is damaged"
-        raise UserError(f"{path} {whole} at line {error.lineno} ({error.msg}); {_AGAIN}.") from error
+        problem = "is cut short" if error.pos >= len(text.rstrip()) or "Unterminated" in error.msg else "is damaged"
+        raise UserError(f"{path} {problem} at line {error.lineno} ({error.msg}); {_AGAIN}.") from error
     except ValueError as error:
         raise UserError(f"{path} is no plan ({error}); {_AGAIN}.") from None
     if not isinstance(data, dict) or data.get("format") != FORMAT:
@@ -286,15 +292,20 @@ def plan_from_json(text: str, path: str = "the plan") -> Plan:
 
 
 class _PlanReader:
-    """Turns JSON values into the types that the records declare, or says what is damaged."""
+    """Reader that converts JSON values to the types that the records declare, and reports damaged values."""
 
     def __init__(self, path: str):
         self.path = path
 
     def damaged(self, what: str) -> UserError:
+        """Return the error that a part of the file is damaged."""
         return UserError(f"{self.path} is damaged: {what}; {_AGAIN}.")
 
     def records(self, data: dict[str, Any], key: str, fields: tuple[str, ...]) -> list[dict[str, Any]]:
+        """Return a list of objects with exactly these fields, of which the first is a unique name.
+
+        Raises `UserError` for a value of another form.
+        """
         rows = data.get(key)
         if not isinstance(rows, list):
             raise self.damaged(f"`{key}` is missing" if rows is None else f"`{key}` is not a list")
@@ -307,6 +318,10 @@ class _PlanReader:
         return rows
 
     def read(self, kind: Any, value: Any, where: str) -> Any:
+        """Convert a JSON value to the type `kind`; `where` names the value in the error.
+
+        Raises `UserError` for a value of another type.
+        """
         origin = typing.get_origin(kind)
         if kind is Any:
             return value
@@ -338,6 +353,7 @@ class _PlanReader:
         raise self.damaged(f"`{where}` is {json.dumps(value)[:60]}, which is not of the right type")
 
     def _record(self, kind: Any, value: Any, where: str) -> Any:
+        """Convert a JSON object to the dataclass `kind`."""
         if not isinstance(value, dict):
             raise self.damaged(f"`{where}` is not a record")
         read = {}
@@ -351,6 +367,8 @@ class _PlanReader:
 
 @functools.cache
 def _fields_of(kind: Any) -> list[tuple[str, Any, Any]]:
-    """Name, declared type and default of a record's fields. Asked once: Python is slow to tell types."""
+    """Return the name, declared type and default of a record's fields. The result is cached, since Python resolves
+    types slowly.
+    """
     hints = typing.get_type_hints(kind)
     return [(field.name, hints[field.name], field.default) for field in dataclasses.fields(kind)]

@@ -1,4 +1,4 @@
-"""What a plan consists of: predictions, pins, calls, regions, spans, and the meshes that were tried."""
+"""Parts of a plan: predictions, pins, calls, regions, spans, and the meshes that were tried."""
 
 import dataclasses
 
@@ -10,30 +10,32 @@ class Collective:
     """Predicted communication of one kind over one set of mesh axes, summed over the step."""
 
     kind: str
-    """`all-gather`, `all-reduce`, `reduce-scatter`, `all-to-all` or `collective-permute`."""
+    """Kind of the collective: `all-gather`, `all-reduce`, `reduce-scatter`, `all-to-all` or `collective-permute`."""
     axes: tuple[str, ...]
     count: int
-    """Executions in one step: loop trips counted, branches of a conditional by their share, rounded up."""
+    """Executions in one step: every trip of a loop counts, and branches of a conditional count by their share, rounded
+    up.
+    """
     wire_bytes: int
-    """Bytes that one device puts on the wire in one step."""
+    """Bytes that one device sends in one step."""
     seconds: float
     hidden: bool
     cause: str = ""
-    """Name of the tensor or op that causes most of it."""
+    """Name of the tensor or op that causes most of the communication."""
     line: str = ""
-    """Where the code asks for that op, `model.py:12`; empty if it is not known."""
+    """Source line of that op, such as `model.py:12`; empty if unknown."""
     exposed_s: float | None = None
-    """The part of `seconds` that compute waits for; None in plans that were saved before it was kept."""
+    """Part of `seconds` that compute waits for; None in plans saved before the field existed."""
 
     @property
     def waited_s(self) -> float:
-        """The same, in older plans all or nothing."""
+        """The seconds that compute waits for; in older plans all of `seconds` or none."""
         return self.exposed_s if self.exposed_s is not None else 0.0 if self.hidden else self.seconds
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Prediction:
-    """What the cost model says of one set of specs. Times in seconds, sizes in bytes of one device."""
+    """Prediction of the cost model for one set of specs. Times are seconds, sizes are bytes of one device."""
 
     step_time_s: float
     compute_s: float
@@ -45,18 +47,18 @@ class Prediction:
     """Bytes by kind at the peak: parameters, optimizer_state, batch, gradients, activations, temporaries, gathered."""
     fits: bool
     wire_bytes: dict[str, int]
-    """Bytes that one device puts on the wire in one step, by mesh axis."""
+    """Bytes that one device sends in one step, by mesh axis."""
     collectives: tuple[Collective, ...] = ()
     peak_at: str = ""
-    """The op at which memory peaks."""
+    """Name of the op at which memory peaks."""
     tight_s: float = 0.0
-    """Seconds beyond `step_time_s` that nearly full memory is expected to add: plans are ranked by both together."""
+    """Seconds beyond `step_time_s` that nearly full memory is expected to add. Plans are ranked by the sum."""
     host_bytes: int = dataclasses.field(default=0, metadata={"absent": 0})
-    """Bytes that the program keeps in its host's memory for one device; not in a plan's file where there are none."""
+    """Bytes that the program stores in its host's memory for one device; absent from a plan's file if zero."""
 
     @property
     def expected_s(self) -> float:
-        """Seconds of a step with what a full memory is expected to cost on top."""
+        """The seconds of a step, with the expected cost of nearly full memory."""
         return self.step_time_s + self.tight_s
 
 
@@ -64,9 +66,9 @@ class Prediction:
 class Pin:
     """One intermediate value whose spec propagation alone would not find.
 
-    `op` counts the ops of the inlined module in pre-order (see `graph.number_ops`); the value is
-    result `index` of that op. `operand` is None to constrain the value for all its uses, or
-    `(user_op, operand_number)` to constrain it for that one use (a reshard in front of one consumer).
+    `op` counts the ops of the inlined module in pre-order (see `graph.number_ops`). The value is result `index` of that
+    op. `operand` is None to constrain the value for all its uses. `(user_op, operand_number)` constrains it for that
+    one use: a reshard in front of one consumer.
     """
 
     op: int
@@ -78,7 +80,7 @@ class Pin:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Call:
-    """An opaque call that every device makes on its shards."""
+    """An opaque call that every device runs on its shards."""
 
     op: int
     """Number of the op, as in `Pin`."""
@@ -91,30 +93,30 @@ class Call:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Unruled:
-    """Ops of one kind that every device repeats whole because nobody said what may be split in them."""
+    """Ops of one kind that every device repeats whole, since no rule tells how to split them."""
 
     kind: str
     """Kind of op, or target of a custom call."""
     custom_call: bool
     count: int
-    """Ops in the program; in a loop each counts once."""
+    """Number of ops in the program; an op in a loop counts once."""
     seconds: float
-    """What these ops take of the predicted step, in seconds."""
+    """Seconds that these ops take of the predicted step."""
     share: float
-    """Their share of the predicted step."""
+    """Share of the predicted step that these ops take."""
     example: str
-    """The source's name for the costliest of them, may be empty."""
+    """Source name of the slowest of these ops; may be empty."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Region:
-    """One op that devices compute shard by shard, not XLA's partitioner.
+    """One op that devices compute shard by shard, instead of XLA's partitioner.
 
-    A windowed op (a convolution, a pool) that is split in space, whose shards exchange halos; or a convolution of
-    groups, which the partitioner gets wrong.
+    The op is a windowed op (a convolution, a pool) that is split in space, whose shards exchange halos. Or it is a
+    grouped convolution, which the partitioner computes wrongly, or an FFT, which the partitioner gathers.
 
-    `op` counts as in `Pin`. Specs are those of its operands and results inside; each device holds a part of a sum
-    over the axes `summed`.
+    `op` counts as in `Pin`. The specs are those of its operands and results inside the region. Each device has a part
+    of a sum over the axes `summed`.
     """
 
     op: int
@@ -125,43 +127,45 @@ class Region:
 
 
 WAITS_FOR_HOST = "waiting for host memory"
-"""The name of a span in which a block has done its compute, and what goes to its host or comes from there has not."""
+"""Name of a span in which a block has finished its compute and waits for transfers to or from its host."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Span:
-    """One piece of work in the predicted step; in a loop, of all its trips together."""
+    """One piece of work in the predicted step; in a loop, that of all trips together."""
 
     name: str
     lane: str
-    """`compute`, `exposed` (communication that compute waits for), or the link that hidden communication uses."""
+    """Lane of the work: `compute`, `exposed` (communication that compute waits for), or the link of hidden
+    communication.
+    """
     start_s: float
     seconds: float
     block: int
-    """The loop it belongs to, -1 for none. Links are busy for several blocks at once where these overlap."""
+    """Loop that contains the work, -1 for none. Spans on a link may overlap if they belong to several blocks."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class HeldTensors:
-    """Buffers of one name that one device holds from one kept moment to another."""
+    """Buffers of one name that are live on one device from one stored moment to another."""
 
     name: str
-    """Name of the argument or of the op that makes the tensor; `*` stands for the numbers of repeated layers."""
+    """Name of the argument or of the op that computes the tensor; `*` stands for the numbers of repeated layers."""
     kind: str
-    """One of the kinds of `Prediction.memory`."""
+    """Kind of memory, one of those of `Prediction.memory`."""
     count: int
-    """How many buffers they are."""
+    """Number of buffers with this name."""
     bytes: int
-    """Their size together, on one device."""
+    """Bytes of these buffers together, on one device."""
     first: int
-    """Position in `Timeline.moments_s` of the first kept moment at which they are held."""
+    """Position in `Timeline.moments_s` of the first moment at which the buffers are live."""
     last: int
     """Position of the last such moment."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Timeline:
-    """One way to run the step in its predicted time, and the memory of one device meanwhile."""
+    """One way to run the step in its predicted time, with the memory of one device over that time."""
 
     end_s: float
     spans: tuple[Span, ...]
@@ -170,83 +174,85 @@ class Timeline:
     memory: dict[str, tuple[int, ...]]
     """Bytes by kind at every moment."""
     held: tuple[HeldTensors, ...] = dataclasses.field(default=(), metadata={"absent": ()})
-    """What the memory consists of, the largest first; small tensors are left out. Not in a plan's file if unknown."""
+    """Buffers in this memory, the largest first; small tensors are left out. The field is absent from a plan's file if
+    unknown.
+    """
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class MeshTried:
-    """One mesh that the search for the best one looked at."""
+    """One mesh that the search considered."""
 
     mesh: str
-    """The mesh as `--mesh` takes it, the major axis first."""
+    """Mesh as `--mesh` accepts it, the major axis first."""
     layout: str
-    """The physical axes that each axis is made of."""
+    """Physical axes that each mesh axis is made of."""
     step_time_s: float | None
-    """Step time of the best plan found on it; None where none was, or none was looked for."""
+    """Step time in seconds of the best plan on the mesh; None if none was found or searched."""
     bound_s: float | None
-    """No plan on it takes less; None if that was not computed."""
+    """Lower bound in seconds of all plans on the mesh; None if not computed."""
     verdict: str
-    """Whether it was chosen, or why not."""
+    """`chosen`, or the reason for which the mesh was not chosen."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class PlannedOp:
-    """What the ops of one name do in one step on one device, in loops in all trips together.
+    """Work of the ops of one name in one step on one device, in loops in all trips together.
 
-    Ops are put together where name, kind, source line, parameter and `bound` agree, the numbers of layers aside.
+    Ops are joined if their name, kind, source line, parameter and `bound` agree, apart from the numbers of layers.
     """
 
     name: str
-    """The source's name of the op, or of the tensor that is copied; empty for the rest of many small ones."""
+    """Source name of the op, or of the copied tensor; empty for the rest of many small ops."""
     kind: str
-    """Kind of op, or target of a custom call; `copy` for what is copied at no op."""
+    """Kind of op, or target of a custom call; `copy` for a copy that belongs to no op."""
     line: str
-    """Where the code asks for it, `model.py:12`; empty if it is not known."""
+    """Source line of the op, such as `model.py:12`; empty if unknown."""
     parameter: str
-    """The parameter that a matmul or the like takes or makes the gradient of; empty if there is none."""
+    """Parameter that a heavy op consumes or computes the gradient of; empty if there is none."""
     times: int
-    """How often these ops are executed in one step."""
+    """Number of executions of these ops in one step."""
     compute_s: float
-    """Seconds of compute; what a fusion reads and writes is counted at its last op."""
+    """Seconds of compute; the memory traffic of a fusion counts at its last op."""
     host_s: float
-    """Seconds of traffic to and from the host's memory, which runs beside compute."""
+    """Seconds of traffic to and from the host's memory, which overlaps with compute."""
     sent_s: float
-    """Seconds of all communication that brings operands, sums parts or brings results to where they are held."""
+    """Seconds of all communication that reshards operands, sums partial results or reshards results."""
     waited_s: float
-    """The part of `sent_s` that compute waits for."""
+    """Part of `sent_s` that compute waits for."""
     flops: float
     """FLOPs of the matrix unit."""
     moved_bytes: float
     """Bytes read from and written to main memory."""
     wire_bytes: int
-    """Bytes that the device puts on the wire."""
+    """Bytes that the device sends."""
     bound: str
-    """What it spends most time on: `compute`, `memory`, `network`, `overhead` (of starting ops) or `host`."""
+    """Resource that takes most time: `compute`, `memory`, `network`, `overhead` (of starting ops) or `host`."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ParameterUse:
-    """What one op takes and gives that takes a parameter of a torch module, and in which specs the plan has that."""
+    """Shapes and planned specs of one op that consumes a parameter of a torch module."""
 
     parameter: str
-    """Name of the parameter; a stack of layers has one use for all of them."""
+    """Name of the parameter; a stack of layers has one use for all layers."""
     weight: Spec
-    """The spec in which the op takes the parameter, over the dims of one layer's."""
+    """Spec in which the op consumes the parameter, over the dims of one layer."""
     input_shape: tuple[int, ...]
-    """Shape of the value that the op takes beside the parameter."""
+    """Shape of the op's other operand."""
     input: Spec
-    """The spec in which the op takes that value."""
+    """Spec in which the op consumes that operand."""
     output_shape: tuple[int, ...]
-    """Shape of what the op gives."""
+    """Shape of the op's result."""
     output: Spec
-    """The spec in which that is held."""
+    """Planned spec of the op's result."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Activation:
-    """The spec that the plan has for all that one function of torch gives in one shape, in the forward pass."""
+    """Planned spec of all results that one torch function gives in one shape, in the forward pass."""
 
     function: str
-    """Its name without what it is a part of: `add`, `layer_norm`, `transpose`."""
+    """Name of the function without its namespace: `add`, `layer_norm`, `transpose`."""
     shape: tuple[int, ...]
     spec: Spec

@@ -1,4 +1,4 @@
-"""The stages of a planned step: what each takes, what lies between them, and the timetable of all."""
+"""The stages of a planned step: their chunks, the time outside of them, and the timetable."""
 
 import dataclasses
 
@@ -11,59 +11,60 @@ class PlannedChunk:
     """A run of layers that a stage computes in one piece. Sizes are bytes of one device."""
 
     forward_s: float
-    """Seconds of the forward pass of one microbatch."""
+    """Seconds of one microbatch's forward pass."""
     backward_s: float | None
-    """Seconds of its backward pass, with what is computed again for it; None where there is none."""
+    """Seconds of one microbatch's backward pass, with recomputation; None if there is none."""
     modules: tuple[str, ...] = dataclasses.field(default=(), metadata={"absent": ()})
-    """Names of the modules that it begins with and ends with, of a cut between modules."""
+    """Names of the first and last module of the chunk, for a cut between modules."""
     kept_bytes: int = dataclasses.field(default=0, metadata={"absent": 0})
-    """What one microbatch leaves for the backward pass."""
+    """Bytes that one microbatch saves for the backward pass."""
     fixed_bytes: int = dataclasses.field(default=0, metadata={"absent": 0})
-    """Parameters, their gradients and the optimizer's state, and what the largest op needs beside them."""
+    """Bytes of parameters, gradients and optimizer state, and of the largest op's operands and results."""
     hand_over_s: float = dataclasses.field(default=0.0, metadata={"absent": 0.0})
-    """What lies between its end and the begin of the next chunk, for one microbatch."""
+    """Seconds from the chunk's end to the beginning of the next chunk, for one microbatch."""
     handed_bytes: int = dataclasses.field(default=0, metadata={"absent": 0})
-    """What goes to later chunks of one microbatch."""
+    """Bytes that one microbatch sends to later chunks."""
     update_s: float = dataclasses.field(default=0.0, metadata={"absent": 0.0})
-    """What is done once a step, after all microbatches: sums of gradients, and the optimizer."""
+    """Seconds of the work done once a step, after all microbatches: sums of gradients, and the optimizer."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class PlannedPipeline:
-    """How the layers of a step are computed in stages."""
+    """The pipeline in which a step computes its layers."""
 
     schedule: str
-    """The name as options say it: `gpipe`, `1f1b`, `interleaved:2` or `circular:2`."""
+    """Name of the schedule as in the options: `gpipe`, `1f1b`, `interleaved:2` or `circular:2`."""
     stages: int
     microbatches: int
     rounds: int
-    """Chunks of layers in each stage."""
+    """Number of chunks in each stage."""
     together: bool
-    """Whether the step is one SPMD program, in which all stages compute at once in every tick."""
+    """True if the step is one SPMD program, in which all stages compute at once in every tick."""
     chunks: tuple[PlannedChunk, ...]
-    """In the order of the layers: chunk c is on stage c % stages."""
+    """Chunks in the order of the layers: chunk c is on stage c % stages."""
     layers: int = dataclasses.field(default=0, metadata={"absent": 0})
-    """Layers in all stages, where these are equal layers; 0 if they are not."""
+    """Number of layers in all stages if the layers are equal, else 0."""
     before_s: float = 0.0
     """Seconds of the step before the first forward work."""
     between_s: float = 0.0
-    """Seconds between the passes, of what comes after the stages, such as a head and a loss."""
+    """Seconds between the passes, for ops after the stages such as a head and a loss."""
     after_s: float = 0.0
     """Seconds of the step after the last backward work."""
     memory_bytes: tuple[int, ...] = dataclasses.field(default=(), metadata={"absent": ()})
-    """Bytes of one device for each stage, of a cut between modules."""
+    """Bytes of one device for each stage, for a cut between modules."""
     bound_s: float = dataclasses.field(default=0.0, metadata={"absent": 0.0})
-    """No cut between these modules takes less by this schedule, with these microbatches and prices; 0 if that is not
-    known."""
+    """Lower bound in seconds of every cut between these modules, with this schedule, these microbatches and prices; 0
+    if unknown.
+    """
 
     def order(self) -> Schedule:
-        """The schedule, with its numbers."""
+        """Return the schedule with its numbers of stages, microbatches and rounds."""
         return Schedule(
             self.schedule.partition(":")[0], self.stages, self.microbatches, self.rounds, together=self.together
         )
 
     def timetable(self) -> Timetable:
-        """What each stage does when, counted from the first forward work."""
+        """Return the timetable of the stages, in seconds from the first forward work."""
         backward = [0.0 if chunk.backward_s is None else chunk.backward_s for chunk in self.chunks]
         between = [chunk.hand_over_s for chunk in self.chunks[:-1]]
         forward = [chunk.forward_s for chunk in self.chunks]
@@ -71,17 +72,17 @@ class PlannedPipeline:
 
     @property
     def trains(self) -> bool:
-        """Whether there is a backward pass."""
+        """True if there is a backward pass."""
         return any(chunk.backward_s is not None for chunk in self.chunks)
 
     def words(self) -> tuple[str, ...]:
-        """What a report says above the picture."""
-        drawn = self.timetable()
+        """Return the lines that a report prints above the picture of the stages."""
+        table = self.timetable()
         kind = "one SPMD program: all stages begin a tick together" if self.together else "a program for each stage"
         outside = self.before_s + self.between_s + self.after_s
-        inside = format_seconds(drawn.step_time_s - self.between_s)
-        bubble = f"{inside} in the stages, {self.bubble(drawn):.1%} of it bubble"
-        beside = f"; {format_seconds(outside)} of the step outside of them" if outside else ""
+        inside = format_seconds(table.step_time_s - self.between_s)
+        bubble = f"{inside} in the stages, {self.bubble(table):.1%} of it bubble"
+        outside_words = f"; {format_seconds(outside)} of the step outside of them" if outside else ""
         spent = [
             format_seconds(seconds)
             for seconds in sorted(chunk.forward_s + (chunk.backward_s or 0.0) for chunk in self.chunks)
@@ -90,25 +91,25 @@ class PlannedPipeline:
         both = ", forward and backward" if self.trains else ""
         lines = [
             f"{self.stages} stages, {self.order()}, {self.microbatches} microbatches ({kind})",
-            bubble + beside,
+            bubble + outside_words,
             f"a microbatch takes {each} in a {'chunk' if self.rounds > 1 else 'stage'}{both}",
         ]
         if self.trains:
-            held = drawn.in_flight
-            many = f"{held[0]}" if min(held) == max(held) else f"{held[0]} (the first) to {held[-1]} (the last)"
+            live = table.in_flight
+            many = f"{live[0]}" if min(live) == max(live) else f"{live[0]} (the first) to {live[-1]} (the last)"
             what = "ticks" if self.together else "microbatches" + (" and chunks" if self.rounds > 1 else "")
             lines.append(f"for the backward pass a stage holds the values of up to {many} {what}")
-        lines.extend(self._stage_lines(drawn))
+        lines.extend(self._stage_lines(table))
         return tuple(lines)
 
     def bubble(self, drawn: Timetable | None = None) -> float:
-        """Share of the time in the stages in which these compute nothing that is used."""
+        """Return the share of the stages' time in which they compute nothing that is used."""
         drawn = drawn or self.timetable()
         inside = drawn.step_time_s - self.between_s
         return 1 - sum(drawn.busy_s) / (self.stages * inside) if inside > 0 else 0.0
 
     def _stage_lines(self, drawn: Timetable) -> list[str]:
-        """A line for each stage of a cut between modules, and how good the cut is."""
+        """Return a line for each stage of a cut between modules, and a line on the quality of the cut."""
         lines = []
         for stage, memory in enumerate(self.memory_bytes):
             own = self.chunks[stage :: self.stages]

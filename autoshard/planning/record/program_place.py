@@ -1,7 +1,7 @@
-"""Where the program of a plan is: in the plan's file as seen from that file, in memory as seen from here.
+"""Place of a plan's program: a path relative to the plan's file in that file, and relative to this process in memory.
 
-So a plan and its program can be moved together, and the bytes of the file depend neither on how the program was named
-nor on the directory from which it was planned.
+A plan and its program can therefore be moved together. The bytes of the file depend neither on the name that the user
+gave the program nor on the working directory.
 """
 
 import os
@@ -15,58 +15,70 @@ CONFIGURATION = "hf:"
 
 
 def seen_from_file(provenance: dict[str, Any], file: str | os.PathLike[str]) -> dict[str, Any]:
-    """For the plan's file; a device or a pipe has no place, and is as good as a file here."""
+    """Return a provenance with the program's path relative to the plan's file.
+
+    A device or a pipe has no place, so the path is then relative to the working directory.
+    """
     folder = os.path.dirname(file) if is_replaced(file) else ""
     return _renamed(provenance, lambda path: _from(os.path.realpath(folder or "."), _true(path)))
 
 
 def seen_from_here(provenance: dict[str, Any], file: str | os.PathLike[str]) -> dict[str, Any]:
-    """What is read from the plan's file, for this process: relative where it is below the working directory."""
+    """Return a provenance from the plan's file for this process: paths below the working directory are relative, others
+    absolute.
+    """
     folder = os.path.realpath(os.path.dirname(file) or ".")
     try:
         here = os.getcwd()
-    except OSError:  # it does not exist any more
+    except OSError:  # the working directory was removed
         here = ""
 
     def near(path: str) -> str:
-        whole = _join(folder, path)
-        below = _from(here, whole) if here else os.pardir
-        return whole if below.startswith(os.pardir) else below
+        """Return a path relative to the working directory if it is below, else absolute."""
+        absolute = _join(folder, path)
+        relative = _from(here, absolute) if here else os.pardir
+        return absolute if relative.startswith(os.pardir) else relative
 
     return _renamed(provenance, near)
 
 
 def is_same_program(one: str, other: str) -> bool:
-    """Whether two names of a program mean the same, seen from here."""
+    """Return True if two names of a program mean the same one in this process."""
     return one == other or [_apart(one)[0], _true(_apart(one)[1])] == [_apart(other)[0], _true(_apart(other)[1])]
 
 
 def _renamed(provenance: dict[str, Any], rename: Callable[[str], str]) -> dict[str, Any]:
+    """Return a provenance with the program's path changed by `rename`."""
     source = provenance.get("source")
     if not isinstance(source, dict) or not isinstance(source.get("program"), str):
         return provenance
     kind, path = _apart(source["program"])
-    # A bundled configuration has a name, and no place.
+    # A bundled configuration has a name but no path.
     if "\0" in path or not path or (kind and not path.endswith(".json")):
         return provenance
     return provenance | {"source": source | {"program": kind + rename(path).replace(os.sep, "/")}}
 
 
 def _apart(program: str) -> tuple[str, str]:
+    """Return the prefix and the path of a program's name."""
     kind = CONFIGURATION if program.startswith(CONFIGURATION) else ""
     return kind, program[len(kind) :]
 
 
 def _true(path: str) -> str:
-    """A path without links on the way; the file itself may be one, as its neighbours are those of the link."""
+    """Return a path whose folder contains no links. The file itself may be a link, as its neighbours are those of the
+    link.
+    """
     return _join(os.path.realpath(os.path.dirname(path) or "."), os.path.basename(path))
 
 
 def _join(folder: str, path: str) -> str:
+    """Return the normalised path of a file in a folder."""
     return os.path.normpath(os.path.join(folder, path))
 
 
 def _from(folder: str, path: str) -> str:
+    """Return a path relative to a folder, or the path itself if it is on another drive."""
     try:
         return os.path.relpath(path, folder)
     except ValueError:  # on another drive

@@ -1,4 +1,4 @@
-"""How one tensor is split: mesh axes for each dim, and names of parameters that stack repeated layers."""
+"""Specs of tensors: the mesh axes that split each dim, and names of parameters that stack repeated layers."""
 
 import dataclasses
 import math
@@ -11,14 +11,14 @@ _PART = re.compile(r"(.+)\((\d+) of (\d+)(?:, (?:outer|inner))?\)")
 
 
 def part_names(axis: str, sizes: Sequence[int]) -> tuple[str, ...]:
-    """Names of the two parts of a refined axis, outer first: `model(8 of 16)` and `model(2 of 16)`."""
-    whole = math.prod(sizes)
+    """Return the names of the two parts of a refined axis, outer first: `model(8 of 16)` and `model(2 of 16)`."""
+    total = math.prod(sizes)
     marks = ("", "") if len(set(sizes)) == len(sizes) else (", outer", ", inner")
-    return tuple(f"{axis}({size} of {whole}{mark})" for size, mark in zip(sizes, marks, strict=True))
+    return tuple(f"{axis}({size} of {total}{mark})" for size, mark in zip(sizes, marks, strict=True))
 
 
 def axis_words(axes: Sequence[str]) -> tuple[str, ...]:
-    """Axes as people read them: where all parts of a refined axis follow one another, the axis itself."""
+    """Return axes for readers: all parts of a refined axis in sequence become the axis itself."""
     words: list[str] = []
     for axis in axes:
         match, before = _PART.fullmatch(axis), _PART.fullmatch(words[-1]) if words else None
@@ -30,7 +30,7 @@ def axis_words(axes: Sequence[str]) -> tuple[str, ...]:
 
 
 def original_mesh(mesh: Mapping[str, int]) -> dict[str, int]:
-    """The mesh as the user wrote it: parts of a refined axis put together."""
+    """Return the mesh as the user wrote it, with the parts of a refined axis joined."""
     sizes: dict[str, int] = {}
     for axis, size in mesh.items():
         match = _PART.fullmatch(axis)
@@ -39,24 +39,25 @@ def original_mesh(mesh: Mapping[str, int]) -> dict[str, int]:
 
 
 def mesh_words(mesh: Mapping[str, int]) -> str:
-    """`data=16,model=16`, and how an axis is refined: `data=16,model=16 as 8x2`."""
+    """Return a mesh as `data=16,model=16`, with the parts of a refined axis: `data=16, model=16 as 8x2`."""
     parts = {axis: [] for axis in original_mesh(mesh)}
     for axis, size in mesh.items():
         match = _PART.fullmatch(axis)
         parts[match[1] if match else axis].append(size)
-    made = (
+    words = (
         f"{axis}={math.prod(p)}" + (f" as {'x'.join(map(str, p))}" if len(p) > 1 else "") for axis, p in parts.items()
     )
-    return ", ".join(made)
+    return ", ".join(words)
 
 
 _SIZED = re.compile(r"(\d+|\*)(?:/(.+))?")
 
 
 def spec_text(spec: "Spec", shape: Sequence[int] | None = None) -> str:
-    """A spec as reports print it and pins take it: `4096/data x 14336`, axes that split one dim as `4096/data/model`.
+    """Return a spec as reports print it and pins accept it: `4096/data x 14336`, or `4096/data/model` for two axes on
+    one dim.
 
-    Where the sizes are not known, `*/data x *`; for a tensor without dims `scalar`.
+    Unknown sizes are printed as `*/data x *`, and a tensor without dims as `scalar`.
     """
     sizes = ["*"] * len(spec.dims) if shape is None else [str(size) for size in shape]
     dims = zip(sizes, spec.dims, strict=True)
@@ -64,15 +65,17 @@ def spec_text(spec: "Spec", shape: Sequence[int] | None = None) -> str:
 
 
 def parse_spec_text(text: str) -> tuple[tuple[int | None, tuple[str, ...]], ...] | None:
-    """Size (None for `*`) and axes of every dim of what `spec_text` writes; None if the text is of another form."""
+    """Return the size (None for `*`) and the axes of every dim in the text of `spec_text`; None for text of another
+    form.
+    """
     if text.strip() == "scalar":
         return ()
-    found = [_SIZED.fullmatch(part.strip()) for part in re.split(r"\sx\s", text)]
-    if not all(found) or not ("/" in text or len(found) > 1 or text.strip().isdigit()):
+    matches = [_SIZED.fullmatch(part.strip()) for part in re.split(r"\sx\s", text)]
+    if not all(matches) or not ("/" in text or len(matches) > 1 or text.strip().isdigit()):
         return None
     return tuple(
         (None if match[1] == "*" else int(match[1]), tuple(match[2].split("/")) if match[2] else ())
-        for match in found
+        for match in matches
         if match is not None
     )
 
@@ -85,16 +88,16 @@ class Spec:
 
     @classmethod
     def replicated(cls, rank: int) -> "Spec":
-        """The spec of a tensor of so many dims that every device holds whole."""
+        """Return the spec of a tensor with `rank` dims that is whole on every device."""
         return cls(((),) * rank)
 
     @classmethod
     def from_json(cls, value: Sequence[Sequence[str]]) -> "Spec":
-        """What `to_json` gave: for each dim the names of its axes."""
+        """Return the spec from the value of `to_json`: the names of the axes for each dim."""
         return cls(tuple(tuple(axes) for axes in value))
 
     def to_json(self) -> list[list[str]]:
-        """For each dim the names of the axes that split it, major first."""
+        """Return for each dim the names of the axes that split it, major first."""
         return [list(axes) for axes in self.dims]
 
     @property
@@ -103,22 +106,22 @@ class Spec:
         return tuple(axis for dim in self.dims for axis in dim)
 
     def of_rank(self, rank: int) -> "Spec":
-        """The spec of its first `rank` dims, or with whole dims behind it.
+        """Return the spec of the first `rank` dims, with whole dims appended if there are fewer.
 
         A typed PRNG key is one element to JAX and a vector of words in the module; the words are never split.
         """
         return Spec((*self.dims, *((),) * (rank - len(self.dims)))[:rank])
 
     def shards(self, sizes: Mapping[str, int]) -> int:
-        """Number of different shards on a mesh with the given axis sizes."""
+        """Return the number of different shards on a mesh with the given axis sizes."""
         return math.prod(sizes[axis] for axis in self.axes)
 
     def local_shape(self, shape: Sequence[int], sizes: Mapping[str, int]) -> tuple[int, ...]:
-        """Shape of one device's shard, padded up where a dim does not divide."""
+        """Return the shape of one device's shard, padded up if a dim does not divide."""
         return tuple(-(-dim // math.prod(sizes[a] for a in axes)) for dim, axes in zip(shape, self.dims, strict=True))
 
     def partition_spec(self) -> Any:
-        """The same as `jax.sharding.PartitionSpec`."""
+        """Return the spec as a `jax.sharding.PartitionSpec`."""
         from jax.sharding import PartitionSpec
 
         entries = [None if not axes else axes[0] if len(axes) == 1 else axes for axes in self.dims]
@@ -135,17 +138,17 @@ _SLICE = re.compile(r"\[(\d*):(\d*)(?::(\d*))?\]")
 
 
 def is_stacked(name: str) -> bool:
-    """Whether a name is that of a stack of layers, whose first dim counts the layers."""
+    """Return True if a name is that of a stack of layers, whose first dim counts the layers."""
     return any(part == "*" or _SLICE.fullmatch(part) for part in name.split("."))
 
 
 def layer_pattern(name: str, layers: int) -> str:
-    """A regular expression for the names of the single layers' parameters; `layers` is the size of the stack."""
+    """Return a regular expression for the parameter names of the single layers; `layers` is the size of the stack."""
     parts = []
     for part in name.split("."):
-        found = _SLICE.fullmatch(part)
-        if found:
-            start, step = int(found[1] or 0), int(found[3] or 1)
+        match = _SLICE.fullmatch(part)
+        if match:
+            start, step = int(match[1] or 0), int(match[3] or 1)
             parts.append(f"(?:{'|'.join(str(start + step * k) for k in range(layers))})")
         else:
             parts.append(r"\d+" if part == "*" else re.escape(part))
@@ -153,16 +156,18 @@ def layer_pattern(name: str, layers: int) -> str:
 
 
 def pattern(name: str) -> str:
-    """`layers.3.mlp.weight` -> `layers.*.mlp.weight`: what the repeats of one block have in common."""
+    """Return the common pattern of repeated layers' names: `layers.*.mlp.weight` for `layers.3.mlp.weight`."""
     return _NUMBER.sub("*", name)
 
 
 def stack_names(name: str, layers: int) -> list[str]:
-    """Names with no other wildcard than `*`: that of a stack of some of the layers becomes one name for each."""
+    """Return names with `*` as the only wildcard: the name of a stack of some layers becomes one name for each
+    layer.
+    """
     names = [""]
     for part in name.split("."):
-        found = _SLICE.fullmatch(part)
-        start, step = (int(found[1] or 0), int(found[3] or 1)) if found else (0, 1)
-        parts = [str(start + step * k) for k in range(layers)] if found else [part]
+        match = _SLICE.fullmatch(part)
+        start, step = (int(match[1] or 0), int(match[3] or 1)) if match else (0, 1)
+        parts = [str(start + step * k) for k in range(layers)] if match else [part]
         names = [f"{ahead}.{each}" if ahead else each for ahead in names for each in parts]
     return names

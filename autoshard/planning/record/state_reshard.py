@@ -1,4 +1,6 @@
-"""State that goes from one plan to another: what devices and hosts hold, receive and read, before it is moved."""
+"""Reshard of state from one plan to another: bytes that devices and hosts store, receive and read, before any is
+moved.
+"""
 
 import dataclasses
 import math
@@ -14,44 +16,50 @@ from autoshard.planning.record.spec import Spec
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class StateReshard:
-    """Parameters, states of optimizers and buffers of one plan that are to be held as another plan has them.
+    """Bytes and seconds for resharding the parameters, optimizer state and buffers of one plan to another plan.
 
-    By device is by its number in the topology, by host in the order of the first device of each. All bytes follow from
-    the specs; seconds are what the rates of links and disks allow at best.
+    Devices are ordered by their number in the topology, hosts by their first device. All bytes follow from the specs.
+    Seconds are lower bounds from the rates of links and disks.
     """
 
     names: tuple[str, ...]
-    """What both plans have, in one shape."""
+    """State that both plans have, in one shape and dtype."""
     left_out: tuple[str, ...]
-    """State that only one of them has, or that has another shape or dtype."""
+    """State that only one plan has, or that differs in shape or dtype."""
     whole_bytes: int
-    """The state once: what a checkpoint takes, where each shard is written by one of those that hold it."""
+    """Bytes of the state once: the size of a checkpoint in which one device writes each shard."""
     largest_bytes: int
-    """The whole of the largest tensor."""
+    """Bytes of the largest tensor, unsplit."""
     before_bytes: tuple[int, ...]
     after_bytes: tuple[int, ...]
     received_bytes: tuple[int, ...]
-    """What a device is to hold and does not hold yet: what has to go to it where devices send to each other."""
+    """Bytes by device that the second plan stores there and the first does not: the traffic if devices send to each
+    other.
+    """
     peak_bytes: tuple[int, ...]
-    """The most of a device where tensors are moved one after the other, and the old one is let go after each."""
+    """Peak bytes by device if tensors are moved one after the other and each old one is freed afterwards."""
     read_bytes: tuple[int, ...]
-    """What the devices of a host take out of a checkpoint; what several of them hold alike is read once."""
+    """Bytes by host that its devices read from a checkpoint; a shard that several of them store is read once."""
     largest_read_bytes: int
-    """The most of one tensor that a host takes."""
+    """Most bytes of one tensor that a host reads."""
     link_s: float
-    """What the device that receives most needs at least."""
+    """Least seconds for the device that receives most."""
     disk_s: float | None
-    """What the host that reads most needs at least; None where no rate is given."""
+    """Least seconds for the host that reads most; None without a disk rate."""
 
 
 def predict_reshard(
     first: Plan, second: Plan, *, hosts: int | None = None, disk_bytes_per_s: float | None = None
 ) -> StateReshard:
-    """What moving the state of one plan to another takes: live, or through a checkpoint that `first` has saved.
+    """Return the bytes and seconds of resharding one plan's state to another plan: live, or through a checkpoint of
+    `first`.
 
-    `hosts` are processes of the second plan, each with as many devices in a row (default: the hosts of its topology);
-    `disk_bytes_per_s` is what one of them reads at. Batches are not moved. Raises `UserError` for plans that have no
-    state in common, and for a number of hosts that does not divide the devices.
+    - `hosts`: processes of the second plan, each with equally many devices in a row. Default: the hosts of its
+      topology.
+    - `disk_bytes_per_s`: read rate of one host.
+
+    Batches are not moved. Raises `UserError` for plans without common state, and for a number of hosts that does not
+    divide the devices.
     """
     state = {name for plan in (first, second) for name, role in plan.roles.items() if role != "batch"}
     kinds = [{name: (plan.shapes[name], plan.dtypes[name]) for name in plan.arguments} for plan in (first, second)]
@@ -64,28 +72,28 @@ def predict_reshard(
     count = max(len(first.device_order), topology.num_devices)
     before, after, received, peak = (np.zeros(count, np.int64) for _ in range(4))
     read = np.zeros(int(host_of.max()) + 1, np.int64)
-    whole = largest = largest_read = 0
+    whole_bytes = largest = largest_read = 0
     for name in names:
         shape, dtype = kinds[0][name]
         bits = dtype_bits(dtype)
         old, new = (_bounds(plan, plan.arguments[name], shape, count) for plan in (first, second))
         common = np.stack([np.maximum(old[0], new[0]), np.minimum(old[1], new[1])])
-        olds, news, both = (_bytes(bounds, bits) for bounds in (old, new, common))
+        old_bytes, new_bytes, common_bytes = (_bytes(bounds, bits) for bounds in (old, new, common))
         if not shape:
-            olds, news = (_present(plan, count) * math.ceil(bits / 8) for plan in (first, second))
-            both = np.minimum(olds, news)
+            old_bytes, new_bytes = (_present(plan, count) * math.ceil(bits / 8) for plan in (first, second))
+            common_bytes = np.minimum(old_bytes, new_bytes)
         size = math.ceil(math.prod(shape) * bits / 8)
-        after, received = after + news, received + news - both
-        peak = np.maximum(peak, after - before)  # beside all of the old state
-        before = before + olds
-        taken = _read_by_host(new, news, host_of)
-        read, largest_read = read + taken, max(largest_read, int(taken.max()))
-        whole, largest = whole + size, max(largest, size)
-    most = int(received.max())
+        after, received = after + new_bytes, received + new_bytes - common_bytes
+        peak = np.maximum(peak, after - before)  # in addition to all of the old state
+        before = before + old_bytes
+        host_bytes = _read_by_host(new, new_bytes, host_of)
+        read, largest_read = read + host_bytes, max(largest_read, int(host_bytes.max()))
+        whole_bytes, largest = whole_bytes + size, max(largest, size)
+    most_received = int(received.max())
     return StateReshard(
         names=tuple(names),
         left_out=tuple(sorted(state - set(names))),
-        whole_bytes=whole,
+        whole_bytes=whole_bytes,
         largest_bytes=largest,
         before_bytes=tuple(map(int, before)),
         after_bytes=tuple(map(int, after)),
@@ -93,20 +101,23 @@ def predict_reshard(
         peak_bytes=tuple(map(int, before + peak)),
         read_bytes=tuple(map(int, read)),
         largest_read_bytes=largest_read,
-        link_s=most / _device_rate(topology),
+        link_s=most_received / _device_rate(topology),
         disk_s=None if disk_bytes_per_s is None else int(read.max()) / disk_bytes_per_s,
     )
 
 
 def _present(plan: Plan, count: int) -> np.ndarray:
-    """1 for every device that the plan has."""
-    found = np.zeros(count, np.int64)
-    found[list(plan.device_order)] = 1
-    return found
+    """Return 1 for every device of the plan, else 0."""
+    present = np.zeros(count, np.int64)
+    present[list(plan.device_order)] = 1
+    return present
 
 
 def _bounds(plan: Plan, spec: Spec, shape: tuple[int, ...], count: int) -> np.ndarray:
-    """First element and the one after the last by dim and device; none of it for a device that the plan has not."""
+    """Return the first element and the one after the last, by dim and device [2, dims, devices].
+
+    Both are 0 for devices that are not in the plan.
+    """
     bounds = np.zeros((2, len(shape), count), np.int64)
     places = np.unravel_index(np.arange(len(plan.device_order)), tuple(plan.mesh.values()))
     place = dict(zip(plan.mesh, places, strict=True))
@@ -122,20 +133,20 @@ def _bounds(plan: Plan, spec: Spec, shape: tuple[int, ...], count: int) -> np.nd
 
 
 def _bytes(bounds: np.ndarray, bits: int) -> np.ndarray:
-    """By device, of what lies between."""
+    """Return the bytes between the bounds, by device."""
     elements = np.maximum(bounds[1] - bounds[0], 0).prod(axis=0)
     return -(-elements * bits // 8)
 
 
 def _read_by_host(bounds: np.ndarray, sizes: np.ndarray, host_of: np.ndarray) -> np.ndarray:
-    """By host, bytes of the different shards of its devices."""
+    """Return the bytes of the different shards of each host's devices."""
     shards = np.concatenate([host_of[None, :], bounds.reshape(-1, bounds.shape[-1])[:, : len(host_of)]])
     _, once = np.unique(shards, axis=1, return_index=True)
     return np.bincount(host_of[once], weights=sizes[once], minlength=int(host_of.max()) + 1).astype(np.int64)
 
 
 def _hosts(topology: Topology, count: int | None) -> np.ndarray:
-    """The host of every device."""
+    """Return the host of every device; raise `UserError` if `count` does not divide the devices."""
     devices = topology.num_devices
     if count is not None:
         if count < 1 or devices % count:
@@ -145,16 +156,16 @@ def _hosts(topology: Topology, count: int | None) -> np.ndarray:
     if not block or topology.num_hosts == 1:
         return np.zeros(devices, np.int64)
     numbers: dict[tuple[int, ...], int] = {}
-    found = []
+    host_of = []
     for device in range(devices):
         part, place, _ = topology.coords(device)
         host = (part, *(at // size for at, size in zip(place, (*block, 1, 1), strict=False)))
-        found.append(numbers.setdefault(host, len(numbers)))
-    return np.array(found)
+        host_of.append(numbers.setdefault(host, len(numbers)))
+    return np.array(host_of)
 
 
 def _device_rate(topology: Topology) -> float:
-    """Bytes per second that can reach one device over all of its links at once."""
+    """Return the bytes per second that can reach one device over all of its links at once."""
     chip = topology.chip
     if topology.traits.shares_machine:
         return topology.memory_bytes_per_s

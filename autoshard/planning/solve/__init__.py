@@ -1,1 +1,1 @@
-"""One mesh: the integer program, its weights and floors, and its solution."""
+"""Planning on one mesh: the integer program, its weights and lower bounds, and its solution."""

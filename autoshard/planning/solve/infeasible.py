@@ -1,4 +1,4 @@
-"""What to say when no plan keeps within the memory limit."""
+"""Explanation for the user if no plan fits into the memory limit."""
 
 import math
 
@@ -19,11 +19,16 @@ from autoshard.program import WEIGHTS, Role
 
 
 RECOMPUTES = b"rematted_computation"
-"""What JAX writes into the locations of all that a backward pass computes again."""
+"""Part of the locations that JAX writes for everything that a backward pass recomputes."""
 
 
 def explain_infeasible(model: Model, found: Infeasible, limits: Limits, required: Required) -> str:
-    """Return a sentence about the least memory that any plan needs, where its peak is, and what would help."""
+    """Return a sentence with the least memory that a plan was found to need, the op at its peak, and possible remedies.
+
+    - `found`: the failed search.
+    - `limits`: memory limit and time of the search.
+    - `required`: the user's demands on the model.
+    """
     memory_limit, solved = limits.memory_bytes, found.solved
     least = _least_memory(model, found, limits, required)
     if least is None and solved is not None and len(solved.choices) == len(model.nodes):
@@ -31,8 +36,8 @@ def explain_infeasible(model: Model, found: Infeasible, limits: Limits, required
     if least is not None and not required.holds(least):
         return "no plan keeps everything that was asked for: leave one of the pins out."
     if least is None:
-        helps = _advice(model, "activations", memory_limit, bool(required.allowed))
-        return f"no plan fits into {format_bytes(memory_limit)} per device; {helps}."
+        remedies = _advice(model, "activations", memory_limit, bool(required.allowed))
+        return f"no plan fits into {format_bytes(memory_limit)} per device; {remedies}."
     outcome = evaluate(model, least)
     op = model.graph.ops[min(outcome.peak_time, len(model.graph.ops) - 1)] if model.graph.ops else None
     where = f"its peak in {op.kind} {op.name}" if op else "most"
@@ -49,45 +54,51 @@ _NARROW = ("bfloat16", "bf16", "float16", "f16")
 
 
 def _advice(model: Model, kind: str, memory_limit: int, pinned: bool) -> str:
-    """What would help with what holds most at the peak; nothing that the program or the plan has already."""
+    """Return remedies for the kind of memory that is largest at the peak, without those that the program already uses.
+
+    - `kind`: kind of memory, as in `Prediction.memory`.
+    - `memory_limit`: bytes of one device.
+    - `pinned`: True if the user pinned specs.
+    """
     program = model.program
     source = program.source or {}
     options = source.get("options", {})
     flags = str(source.get("program", "")).startswith("hf:") or bool(options.get("train"))
-    found = []
+    remedies = []
     if kind in ("activations", "temporaries", "batch"):
         if any(a.role is Role.BATCH and a.shape and a.shape[0] > 1 for a in program.arguments):
-            found.append("a smaller batch")
+            remedies.append("a smaller batch")
     if kind in ("activations", "temporaries") and program.training:
         if flags and options.get("remat", "none") != "full":
-            found.append("--remat full")
+            remedies.append("--remat full")
         elif not flags and RECOMPUTES not in program.module:
-            found.append("recomputing activations in the backward pass (jax.checkpoint)")
+            remedies.append("recomputing activations in the backward pass (jax.checkpoint)")
     if kind == "optimizer_state":
         if flags and options.get("state_dtype", "float32") not in _NARROW:
-            found.append("--state-dtype bfloat16")
+            remedies.append("--state-dtype bfloat16")
         elif not flags and any(a.role is Role.OPTIMIZER_STATE and a.dtype == "float32" for a in program.arguments):
-            found.append("optimizer state in bfloat16")
+            remedies.append("optimizer state in bfloat16")
         if program.on_host == "none" and model.graph.loops and not model.mesh.topology.traits.shares_machine:
-            found.append("--host optimizer" if flags else 'autoshard.trace(..., host="optimizer")')
+            remedies.append("--host optimizer" if flags else 'autoshard.trace(..., host="optimizer")')
     if kind in ("parameters", "gradients", "gathered"):
         if any(a.role in WEIGHTS and a.dtype in ("float32", "float64") for a in program.arguments):
-            found.append("--param-dtype bfloat16" if flags else "parameters in bfloat16")
+            remedies.append("--param-dtype bfloat16" if flags else "parameters in bfloat16")
     if pinned:
-        found.append("fewer pins")
+        remedies.append("fewer pins")
     usable = model.mesh.topology.usable_bytes
     if memory_limit < usable:
-        found.append(f"a higher memory limit (a device has {format_bytes(usable)})")
-    found.append("more devices")
-    listed = f"{', '.join(found[:-1])} or {found[-1]}" if len(found) > 1 else found[0]
+        remedies.append(f"a higher memory limit (a device has {format_bytes(usable)})")
+    remedies.append("more devices")
+    listed = f"{', '.join(remedies[:-1])} or {remedies[-1]}" if len(remedies) > 1 else remedies[0]
     return f"{listed} would help"
 
 
 def _least_memory(model: Model, found: Infeasible, limits: Limits, required: Required) -> NDArray[np.int64] | None:
-    """Return choices of the smallest limit that the solver can keep, by bisection above the limit that it cannot.
+    """Return choices for the smallest memory limit that the solver can satisfy, by bisection above the given limit.
 
-    The bisection begins at the smallest peak among completed baselines, which hold parameters split, and the fastest
-    choices without a limit, which split nearly everything. What repeats is first decided as one, as in baselines.
+    The upper end is the smallest peak among completed baselines and choices that are optimal without a limit. Baselines
+    split the parameters, and fast choices split nearly everything. Repeated layers first share their decisions, as in
+    baselines. None if no choices were found.
     """
     repeats, allowed = find_repeats(model), required.allowed
 
@@ -104,7 +115,7 @@ def _least_memory(model: Model, found: Infeasible, limits: Limits, required: Req
     for choices in (*named, *free):
         try:
             peak = evaluate(model, choices).peak_bytes
-        except (ValueError, IndexError):  # none was found
+        except (ValueError, IndexError):  # no choices, or a forbidden pair
             continue
         if best is None or peak < high:
             best, high = choices, peak
@@ -112,13 +123,14 @@ def _least_memory(model: Model, found: Infeasible, limits: Limits, required: Req
         return None
     low = limits.memory_bytes
     for _ in range(12):
+        # A message needs no more than 1 % of precision.
         if high - low < 0.01 * high:
             break
         middle = (low + high) // 2
         seconds = max(1.0, limits.seconds / 16)
-        kept = solved({}, Terms(middle, seconds, limits.seed, best, allowed, free_first=False))
-        if kept.solution.gap != math.inf:
-            best = kept.choices
+        solved_within = solved({}, Terms(middle, seconds, limits.seed, best, allowed, free_first=False))
+        if solved_within.solution.gap != math.inf:
+            best = solved_within.choices
             high = min(middle, evaluate(model, best).peak_bytes)
         else:
             low = middle

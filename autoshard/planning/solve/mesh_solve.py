@@ -1,4 +1,4 @@
-"""Solving one weighting: narrowed first where it is large, and with what repeats shared."""
+"""Solution of one weighting: large problems are first pruned, and repeated layers share decisions."""
 
 import dataclasses
 import math
@@ -26,13 +26,16 @@ from autoshard.solver import evaluate as evaluate_problem
 
 
 LARGE = 100_000
-"""Numbers in edge tables from which on a Problem is narrowed before it is written out."""
+"""Number of edge table entries from which on a problem is pruned before it is written out."""
 ROUNDS = 8
-"""Rounds of search for one Problem that is not proven sooner: work, not time, so that plans can be made again."""
+"""Largest number of search rounds for one problem that is not proven earlier.
+
+Work is limited, and not time, so that plans are reproducible.
+"""
 
 
 LONG = DEAREST - 1024
-"""Picoseconds from which on choices are out of range, since what is cut down to `DEAREST` may be among them."""
+"""Cost in picoseconds from which on choices are out of range, since costs clipped to `DEAREST` may be among theirs."""
 TOO_LONG = (
     "the program takes too long or too much memory to be planned exactly: 11 days of one step and 4 EiB of one device "
     "can be; plan fewer iterations of its loops, since what they repeat is planned once, or smaller tensors"
@@ -41,44 +44,47 @@ TOO_LONG = (
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Solved:
-    """A weighting's Problem, of what was left to choose from, and its solution."""
+    """Problem of a weighting, over the alternatives that were left, and its solution."""
 
     problem: Problem
     solution: Solution
-    """Its choices are those of `problem`, its bound that of the whole."""
+    """Choices of `problem`, with a bound for the whole problem."""
     kept: Kept
     limited: bool
-    """The memory limit was in the way."""
+    """True if the memory limit was enforced, since the optimum without a limit did not fit or was not computed."""
     messages: Messages | None = None
-    """Messages to begin the next weighting with, where there are any."""
+    """Messages to start the next weighting from, None without any."""
     of: NDArray[np.int64] | None = None
-    """[nodes of the model] the node of `problem` that decides it; None if each decides for itself."""
+    """Node of `problem` that decides each node of the model, [model nodes]; None if each decides for itself."""
     free: int = 0
-    """Picoseconds that no choice takes less than, whatever fits into memory; 0 where that was not looked at."""
+    """Lower bound in picoseconds without a memory limit; 0 if it was not computed."""
 
     @property
     def choices(self) -> NDArray[np.int64]:
-        """For every node of the model; empty without any."""
+        """Choices for every node of the model; empty if there is no solution."""
         if len(self.solution.choices) != len(self.kept):
             return np.zeros(0, dtype=np.int64)
-        chosen = np.array([mine[c] for mine, c in zip(self.kept, self.solution.choices.tolist(), strict=True)])
+        chosen = np.array([left[c] for left, c in zip(self.kept, self.solution.choices.tolist(), strict=True)])
         return chosen if self.of is None else chosen[self.of]
 
 
 def first_messages(model: Decisions, weights: Weights) -> Messages | None:
-    """What every solve of a large model may begin with: found for all alternatives, without a memory limit."""
+    """Return messages that every solve of a large model may start from; None for a small model.
+
+    They are computed for all alternatives, without a memory limit.
+    """
     kept = kept_of(model, None)
     return narrow(build_network(model, weights, None, kept)).messages if entries(model, kept) > LARGE else None
 
 
 class FirstBound(NamedTuple):
-    """What is known of a large model before it is solved."""
+    """Lower bound of a large model before its first solve."""
 
     picoseconds: float
     messages: Messages | None
-    """As `solve_within` takes them."""
+    """Messages in the form that `solve_within` accepts."""
     choices: NDArray[np.int64] | None
-    """The best ones met."""
+    """Best choices that were found, None if none were."""
 
 
 def first_bound(
@@ -89,49 +95,55 @@ def first_bound(
     enough: float,
     small: bool = False,
 ) -> FirstBound | None:
-    """A bound of a model, up to `enough`, without a memory limit; None for a small one, unless that is wanted too."""
+    """Return a lower bound of a model without a memory limit; None for a small model unless `small` is True.
+
+    - `repeats`: shared decisions of repeated layers, to start from.
+    - `weights`: weight of each channel.
+    - `allowed`: masks of the allowed alternatives.
+    - `enough`: picoseconds at which the bound is not raised further.
+    """
     kept = kept_of(model, allowed)
     if entries(model, kept) <= LARGE and not small:
         return None
     shared = None if repeats is None else repeats.allowed(allowed)
-    start = first = None
+    start = shared_messages = None
     if repeats is not None and shared is not None:
-        first = narrow(build_network(repeats, weights, None, kept_of(repeats, shared))).messages
-        start = repeats.lift(model, weights, first)
-    found = narrow(build_network(model, weights, None, kept), start=start, enough=enough)
-    return FirstBound(found.bound, found.messages if repeats is None else first, found.choices)
+        shared_messages = narrow(build_network(repeats, weights, None, kept_of(repeats, shared))).messages
+        start = repeats.lift(model, weights, shared_messages)
+    pruned = narrow(build_network(model, weights, None, kept), start=start, enough=enough)
+    return FirstBound(pruned.bound, pruned.messages if repeats is None else shared_messages, pruned.choices)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Terms:
-    """How a weighting is solved."""
+    """Limits and starting points of a solve."""
 
     memory_limit: int | None
     time_limit: float
-    """Seconds of processor after which the best so far is taken; a guard, see `ROUNDS`."""
+    """Processor seconds after which the best solution so far is used; a safeguard, since `ROUNDS` limits the work."""
     seed: int
     hint: NDArray[np.int64] | None = None
-    """Choices to begin from, for every node of the model."""
+    """Choices to start from, for every node of the model."""
     allowed: Allowed | None = None
     messages: Messages | None = None
-    """Messages to begin with in a large model."""
+    """Messages to start from in a large model."""
     free_first: bool = True
-    """Whether it is solved without the memory limit first: an optimum that fits is one with it."""
+    """True to solve without the memory limit first; an optimum that fits is also optimal with the limit."""
     stop: threading.Event | None = None
-    """Ends it early, with whatever there is, when it is set."""
+    """Event that ends the solve early, with the best solution so far."""
     enough: float = math.inf
-    """Picoseconds from which on choices are of no use: a bound of as much ends it, perhaps without any."""
+    """Picoseconds from which on choices are useless; a bound of this value ends the solve, possibly without choices."""
 
     def left(self, began: float) -> "Terms":
-        """With what is left of the time limit, which began then."""
+        """Return the terms with the rest of the time limit; `began` is the processor time of the start."""
         return dataclasses.replace(self, time_limit=max(1.0, self.time_limit - (processor_seconds() - began)))
 
 
 def solve_within(model: Model, weights: Weights, terms: Terms, repeats: Repeats | None = None) -> Solved:
-    """The least weighted time within the memory limit.
+    """Solve for the least weighted time within the memory limit.
 
-    With `repeats` what repeats is first decided as one, beginning with the messages of `terms` (and ending with such);
-    then everything for itself, from there on.
+    With `repeats`, repeated layers first share decisions; this solve starts from the messages of `terms` and returns
+    its own. The whole model is then solved from the shared solution.
     """
     began = processor_seconds()
     if repeats is None:
@@ -141,15 +153,16 @@ def solve_within(model: Model, weights: Weights, terms: Terms, repeats: Repeats 
     if tied is None or not len(tied.choices):
         return dataclasses.replace(_solve(model, weights, alone), messages=None)
     lifted = repeats.lift(model, weights, tied.messages)
-    known = dataclasses.replace(alone, hint=tied.choices, messages=lifted, free_first=not tied.limited)
-    solved = _solve(model, weights, known.left(began))
+    informed = dataclasses.replace(alone, hint=tied.choices, messages=lifted, free_first=not tied.limited)
+    solved = _solve(model, weights, informed.left(began))
     return dataclasses.replace(solved, messages=tied.messages)
 
 
 def solve_tied(repeats: Repeats, weights: Weights, terms: Terms) -> Solved | None:
-    """The same with one decision for what repeats; None if what is allowed keeps it from being one.
+    """Solve with one decision for each set of repeated nodes; None if the allowed alternatives differ within a set.
 
-    The hint is of the whole model, messages are of what is shared. The bound is one of shared decisions only.
+    The hint of `terms` is for the whole model, its messages are for the shared one. The bound holds for shared
+    decisions only.
     """
     shared = repeats.allowed(terms.allowed)
     if shared is None:
@@ -159,30 +172,34 @@ def solve_tied(repeats: Repeats, weights: Weights, terms: Terms) -> Solved | Non
 
 
 def _solve(model: Decisions, weights: Weights, terms: Terms) -> Solved:
+    """Solve without the memory limit first if the terms say so, then within the limit if the solution does not fit."""
     began = processor_seconds()
     limit = terms.memory_limit
     if terms.free_first or limit is None:
         free = _solve_narrowed(model, weights, None, dataclasses.replace(terms, time_limit=terms.time_limit / 2))
-        known = max(0, free.solution.lower_bound)
+        free_bound = max(0, free.solution.lower_bound)
         useless = free.solution.lower_bound >= terms.enough
         if limit is None or useless or evaluate_problem(free.problem, free.solution.choices).feasible:
-            return dataclasses.replace(free, free=known)
+            return dataclasses.replace(free, free=free_bound)
         limited = dataclasses.replace(terms, messages=free.messages)
-        return dataclasses.replace(_solve_narrowed(model, weights, limit, limited.left(began)), free=known)
+        return dataclasses.replace(_solve_narrowed(model, weights, limit, limited.left(began)), free=free_bound)
     return _solve_narrowed(model, weights, limit, terms.left(began))
 
 
 def _solve_narrowed(model: Decisions, weights: Weights, enforced: int | None, terms: Terms) -> Solved:
-    """Solves under the limit `enforced`; a large Problem is narrowed first, and is given with that of `terms`."""
+    """Solve under the memory limit `enforced`, None for none; a large problem is pruned first.
+
+    The returned problem has the memory limit of `terms`.
+    """
     kept = kept_of(model, terms.allowed)
     hint, messages = terms.hint, terms.messages
-    narrowed = None
+    pruned = None
     if entries(model, kept) > LARGE:
-        narrowed = narrow(build_network(model, weights, enforced, kept), hint, messages, terms.enough)
-        messages = narrowed.messages or messages
-        if narrowed.bound >= terms.enough:
-            return _of_no_use(model, weights, terms, kept, narrowed)
-        kept, hint = narrowed.kept, hint if narrowed.choices is None else narrowed.choices
+        pruned = narrow(build_network(model, weights, enforced, kept), hint, messages, terms.enough)
+        messages = pruned.messages or messages
+        if pruned.bound >= terms.enough:
+            return _of_no_use(model, weights, terms, kept, pruned)
+        kept, hint = pruned.kept, hint if pruned.choices is None else pruned.choices
     problem = build_problem(model, weights, terms.memory_limit, kept)
     try:
         solution = solve(
@@ -199,22 +216,22 @@ def _solve_narrowed(model: Decisions, weights: Weights, enforced: int | None, te
         raise OutOfRangeError(TOO_LONG) from None
     if solution.status in (Status.OPTIMAL, Status.FEASIBLE) and solution.cost >= LONG:
         raise OutOfRangeError(TOO_LONG)
-    if narrowed is not None and not narrowed.complete:
-        lower = min(solution.lower_bound, max(0, int(narrowed.bound)))
+    if pruned is not None and not pruned.complete:
+        bound = min(solution.lower_bound, max(0, int(pruned.bound)))
         status = Status.FEASIBLE if solution.status is Status.OPTIMAL else solution.status
         status = Status.UNKNOWN if solution.status is Status.INFEASIBLE else status
-        solution = dataclasses.replace(solution, lower_bound=lower, status=status)
+        solution = dataclasses.replace(solution, lower_bound=bound, status=status)
     return Solved(problem, solution, kept, enforced is not None, messages)
 
 
 def _of_no_use(model: Decisions, weights: Weights, terms: Terms, kept: Kept, narrowed: Narrowed) -> Solved:
-    """Without choices, where none costs less than enough; its problem is but a part of the whole."""
+    """Return a result without choices, since none costs less than `enough`; its problem is only a part of the whole."""
     part = build_problem(model, weights, terms.memory_limit, [mine[:1] for mine in kept])
     solution = Solution(np.zeros(0, dtype=np.int64), FORBIDDEN, int(narrowed.bound), Status.UNKNOWN, {})
     return Solved(part, solution, kept, False, narrowed.messages or terms.messages)
 
 
 def _places(kept: Kept, choices: NDArray[np.int64]) -> NDArray[np.int64] | None:
-    """The same choices among the alternatives left; None if one is gone, or nothing is to be chosen."""
+    """Convert choices to positions among the remaining alternatives; None if a choice was pruned or none exists."""
     places = [np.flatnonzero(mine == c) for mine, c in zip(kept, choices.tolist(), strict=True)]
     return np.array([p[0] for p in places]) if places and all(len(p) for p in places) else None

@@ -1,4 +1,4 @@
-"""From priced decisions to the `Problem` that the solver takes, and the floors of every choice on a mesh."""
+"""Construction of the solver's `Problem` from priced decisions, and lower bounds for every plan on a mesh."""
 
 import dataclasses
 import math
@@ -18,22 +18,25 @@ from autoshard.solver import FORBIDDEN, Link, Network, Problem, Term
 
 
 Weights = Mapping[Channel, float]
-"""Weight of every compute and link channel; those of one block are non-negative and sum to one."""
+"""Weight of every compute and link channel; in each block they are non-negative and sum to one."""
 
 Allowed = Mapping[int, NDArray[np.bool_]]
-"""Node -> which of its alternatives may be chosen."""
+"""Mask of the alternatives that may be chosen, by node."""
 
 Kept = Sequence[NDArray[np.int64]]
-"""For every node the alternatives that are left, ascending."""
+"""Remaining alternatives of every node, ascending."""
 
 
 DEAREST = FORBIDDEN - 4096
-"""Picoseconds that stand for about as many or more: allowed, but choices that come to so much are out of range. What
-floats make of it stays below `FORBIDDEN`."""
+"""Picoseconds to which larger costs are clipped.
+
+A clipped alternative may be chosen, but choices that cost as much are out of range. Float rounding of this value stays
+below `FORBIDDEN`.
+"""
 
 
 def kept_of(model: Decisions, allowed: Allowed | None) -> Kept:
-    """The alternatives that may be chosen."""
+    """Return the alternatives of every node that may be chosen."""
     allowed = allowed or {}
     return [
         np.flatnonzero(allowed[n]) if n in allowed else np.arange(len(node.states))
@@ -42,12 +45,12 @@ def kept_of(model: Decisions, allowed: Allowed | None) -> Kept:
 
 
 def entries(model: Decisions, kept: Kept) -> int:
-    """Numbers in the edge tables of `build_problem`."""
+    """Return the number of entries in the edge tables of `build_problem`."""
     return sum(len(kept[reshard.source]) * len(kept[reshard.target]) for reshard in model.reshards)
 
 
 def linked_reshards(model: Decisions, weights: Weights) -> list[int]:
-    """The reshards that are links of `build_network`, in their order: those that cost or forbid anything."""
+    """Return the reshards that are links of `build_network`, in order: those that cost or forbid something."""
     return [
         number
         for number, reshard in enumerate(model.reshards)
@@ -56,12 +59,17 @@ def linked_reshards(model: Decisions, weights: Weights) -> list[int]:
 
 
 def build_network(model: Decisions, weights: Weights, memory_limit: int | None, kept: Kept) -> Network:
-    """What `build_problem` would write out, in short; alternatives that are not in `kept` are closed."""
+    """Build the compact form of the `Problem` of `build_problem`; alternatives that are not in `kept` are closed.
+
+    - `weights`: weight of each channel.
+    - `memory_limit`: bytes of one device; None for no limit.
+    - `kept`: remaining alternatives of every node.
+    """
     costs, links, terms = [], [], []
-    for node, mine in zip(model.nodes, kept, strict=True):
+    for node, alternatives in zip(model.nodes, kept, strict=True):
         seconds = sum((_weight(weights, c) * t for c, t in node.time.items()), np.zeros(len(node.states)))
         cost = np.full(len(node.states), float(FORBIDDEN))
-        cost[mine] = _picoseconds(seconds[mine])
+        cost[alternatives] = _picoseconds(seconds[alternatives])
         costs.append(cost)
     shared: dict[tuple[object, ...], NDArray[np.float64]] = {}
     for number in linked_reshards(model, weights):
@@ -73,8 +81,8 @@ def build_network(model: Decisions, weights: Weights, memory_limit: int | None, 
             scale = weight * reshard.trips * 1e12
             links.append(Link(*ends, _at_most(table, scale), scale))
             continue
-        own = -1 if reshard.forbidden is None else len(links)
-        key = (reshard.trips, *((weight, id(table)) for weight, table in parts), own)
+        forbidding_link = -1 if reshard.forbidden is None else len(links)
+        key = (reshard.trips, *((weight, id(table)) for weight, table in parts), forbidding_link)
         if key not in shared:
             table = sum(
                 (weight * t for weight, t in parts), np.zeros((len(reshard.path.source), len(reshard.path.target)))
@@ -88,35 +96,38 @@ def build_network(model: Decisions, weights: Weights, memory_limit: int | None, 
 
 
 def build_problem(model: Decisions, weights: Weights, memory_limit: int | None, kept: Kept | None = None) -> Problem:
-    """The `Problem` whose objective is exposed communication plus the weighted channels of every block.
+    """Build the `Problem` whose objective is exposed communication plus the weighted channels of every block.
 
-    With weights that are non-negative and sum to one in every block the objective bounds the plan's true time
-    (`exposed + max over the channels` per block) from below. Times of `DEAREST` and more stand in it as `DEAREST`.
-    With `kept` only these alternatives are in it. A program that leaves nothing to decide (all scalars) has a Problem
-    of one node with one alternative, which stands for none.
+    If the weights are non-negative and sum to one in every block, the objective bounds the plan's true time from below.
+    The true time is `exposed + max over the channels` for each block. Times above `DEAREST` are clipped to `DEAREST`. A
+    program without decisions (all scalars) has a Problem of one node with one alternative, which stands for no node.
+
+    - `weights`: weight of each channel.
+    - `memory_limit`: bytes of one device; None for no limit.
+    - `kept`: remaining alternatives of every node; default: all.
     """
     kept = kept_of(model, None) if kept is None else kept
     costs, offsets = [], [0]
-    for node, mine in zip(model.nodes, kept, strict=True):
+    for node, alternatives in zip(model.nodes, kept, strict=True):
         seconds = sum((_weight(weights, c) * t for c, t in node.time.items()), np.zeros(len(node.states)))
-        costs.append(_picoseconds(seconds[mine]))
-        offsets.append(offsets[-1] + len(mine))
+        costs.append(_picoseconds(seconds[alternatives]))
+        offsets.append(offsets[-1] + len(alternatives))
     if not costs:
         costs, offsets = [np.zeros(1, dtype=np.int64)], [0, 1]
     edge_costs, edge_offsets, edge_nodes = [], [0], []
-    written: dict[tuple[object, ...], NDArray[np.int64] | None] = {}
+    tables: dict[tuple[object, ...], NDArray[np.int64] | None] = {}
     for reshard in model.reshards:
         ends = reshard.rows[kept[reshard.source]], reshard.columns[kept[reshard.target]]
         weighted = [(_weight(weights, c), t) for c, t in reshard.costs.items()]
         key = (*(end.tobytes() for end in ends), reshard.trips, id(reshard.forbidden))
         key = (*key, *((weight, id(table)) for weight, table in weighted))
-        if key not in written:
-            written[key] = _edge_costs(reshard, weighted, *ends)
-        full = written[key]
-        if full is None:
+        if key not in tables:
+            tables[key] = _edge_costs(reshard, weighted, *ends)
+        edge_table = tables[key]
+        if edge_table is None:
             continue
-        edge_costs.append(full)
-        edge_offsets.append(edge_offsets[-1] + len(full))
+        edge_costs.append(edge_table)
+        edge_offsets.append(edge_offsets[-1] + len(edge_table))
         edge_nodes.append((reshard.source, reshard.target))
     term_nodes, intervals, usages, term_offsets = [], [], [], [0]
     for number, node in enumerate(model.nodes):
@@ -145,9 +156,10 @@ def _edge_costs(
     first: NDArray[np.int64],
     second: NDArray[np.int64],
 ) -> NDArray[np.int64] | None:
-    """The costs of a reshard between alternatives with the rows `first` and the columns `second` of its tables.
+    """Return the flat costs of a reshard between two lists of alternatives; None if all costs are 0.
 
-    They are flat; None if there are none.
+    - `weighted`: weight and seconds table of each channel.
+    - `first`, `second`: row and column of the tables for each alternative of the source and of the target.
     """
     rows, place = np.unique(first, return_inverse=True)
     columns, across = np.unique(second, return_inverse=True)
@@ -160,21 +172,24 @@ def _edge_costs(
 
 
 def _usage_limit(model: Decisions, memory_limit: int | None) -> int | None:
+    """Return the memory limit without the bytes that no choice changes."""
     return None if memory_limit is None else max(0, memory_limit - model.fixed_bytes)
 
 
 def _weight(weights: Weights, channel: Channel) -> float:
+    """Return the weight of a channel: 1 for the exposed channel, 0 for channels without one."""
     return 1.0 if channel == EXPOSED else weights.get(channel, 0.0)
 
 
 def _picoseconds(seconds: NDArray[np.float64]) -> NDArray[np.int64]:
+    """Convert seconds to whole picoseconds, clipped to `DEAREST`."""
     return np.rint(_at_most(np.asarray(seconds), 1e12) * 1e12).astype(np.int64)
 
 
 def _at_most(costs: NDArray[np.float64], scale: float) -> NDArray[np.float64]:
-    """The same array where `scale` times it is nowhere above `DEAREST`.
+    """Clip costs so that `scale` times a cost is at most `DEAREST`; return the same array if none is above.
 
-    Raises `ArithmeticError` for what is not a number.
+    Raises `ArithmeticError` for a cost that is not a number.
     """
     most = DEAREST / max(scale, 1e-300)
     if (costs <= most).all():
@@ -190,18 +205,22 @@ def _flat(arrays: list[NDArray[np.int64]]) -> NDArray[np.int64]:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Floors:
-    """What no plan on a mesh goes below."""
+    """Lower bounds on the seconds and bytes of every plan on a mesh."""
 
     seconds: float
     bytes: int
 
 
 def least_bytes(model: Model, kept: Kept) -> int:
-    """No choice among `kept` holds less at its peak: at every time each decision by itself holds its least."""
+    """Return a lower bound on the peak of all choices among `kept`, in bytes.
+
+    At every moment each decision occupies its minimum.
+    """
     return _least_bytes(model.graph, model.nodes, kept) + model.fixed_bytes
 
 
 def _least_bytes(graph: OpGraph, nodes: Sequence[Node], kept: Kept) -> int:
+    """Return the same bound for some nodes, without the fixed bytes."""
     change = np.zeros(len(graph.ops) + 2, dtype=np.int64)
     for node, mine in zip(nodes, kept, strict=True):
         for term in node.memory:
@@ -219,10 +238,14 @@ def floors(
     calibration: Calibration | None = None,
     staged: bool = False,
 ) -> Floors:
-    """Every op by itself computes as fast as it can, every value holds its least, and nothing moves.
+    """Return lower bounds for a mesh: ops computed at their fastest, tensors at their smallest, no reshards.
 
-    It prices decisions but no pairs of them, so it can be had on any mesh. With `staged` an axis `stage` stands for
-    the stages of a pipeline alone.
+    Only decisions are priced, not pairs of them, so the bounds are cheap on any mesh.
+
+    - `reading`: analysis of the program.
+    - `memory_limit`: bytes of one device.
+    - `calibration`: default: the calibration of the mesh's chip.
+    - `staged`: if True, a mesh axis `stage` is reserved for the stages of a pipeline.
     """
     where = (stage_axis(reading, mesh) if staged else None) or mesh
     graph, parts = reading.graph, axis_parts_of(reading.groups, mesh)
@@ -232,9 +255,11 @@ def floors(
         pricer.add_heavy(reading.graph.ops[op])
     total = 0.0
     for node in pricer.nodes:
-        own = [seconds for (block, what), seconds in node.time.items() if what == "compute" or (block, what) == EXPOSED]
-        if own:
-            total += float(np.min(sum(own)))
+        own_s = [
+            seconds for (block, what), seconds in node.time.items() if what == "compute" or (block, what) == EXPOSED
+        ]
+        if own_s:
+            total += float(np.min(sum(own_s)))
     every = [np.arange(len(node.states)) for node in pricer.nodes]
     return Floors(total, _least_bytes(reading.graph, pricer.nodes, every))
 
@@ -247,16 +272,19 @@ def least_seconds(
     calibration: Calibration | None = None,
     staged: bool = False,
 ) -> float:
-    """No plan on the mesh takes less."""
+    """Return a lower bound on the seconds of any plan on the mesh; the arguments are those of `floors`."""
     return floors(program, reading, mesh, memory_limit, calibration, staged).seconds
 
 
 def least_compute(
     program: Program, reading: Reading, mesh: Mesh, calibration: Calibration | None = None, enough: float = math.inf
 ) -> float:
-    """Seconds that matmuls and kernels take at least on a mesh with an axis of stages, no further than `enough`.
+    """Return a lower bound on the seconds of matmuls and kernels on a mesh with a stage axis, computed up to `enough`.
 
-    A mesh that cannot split them is known by a few of them.
+    The ops with the most FLOPs are priced first, so few ops suffice for a mesh that cannot split them.
+
+    - `reading`: analysis of the program.
+    - `calibration`: default: the calibration of the mesh's chip.
     """
     graph = reading.graph
     where = stage_axis(reading, mesh) or mesh

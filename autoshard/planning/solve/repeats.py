@@ -1,10 +1,11 @@
-"""Blocks that repeat: nodes that are alike, and stand alike among their neighbours, share one decision.
+"""Repeated blocks: nodes that are alike, and have alike neighbours, share one decision.
 
-Layers written one after the other are found by what they are, not by names: nodes begin in classes of equal
-alternatives and prices, and classes are told apart by their neighbours' (colour refinement, Weisfeiler and Leman,
-1968) a few steps deep, so that only nodes near an end of the pattern stand alone. What the shared decisions come to is
-one choice among those of the whole, and where solving the whole begins: it loses nothing but time if they do not
-belong together.
+Layers written one after the other are recognised by their contents, not by names. Nodes start in classes of equal
+alternatives and prices. Colour refinement (Weisfeiler and Leman, 1968) separates classes by their neighbours' classes.
+It runs only a few steps, so only nodes near an end of the pattern stay single.
+
+The solution with shared decisions is a valid choice for the whole model, and the start of its solve. If nodes are
+shared that should not be, only time is lost.
 """
 
 import dataclasses
@@ -21,51 +22,54 @@ from autoshard.solver import Messages
 
 
 RADIUS = 3
-"""How far a node's surroundings count."""
+"""Number of refinement steps: the radius of the neighbourhood that counts."""
 WORTHWHILE = 0.7
-"""Part of all nodes that sharing may leave at most to be used."""
+"""Largest share of nodes left after sharing for which sharing is used."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Repeats:
-    """The decisions of a model with those that repeat made once: `build_problem` takes it as it takes the model."""
+    """Decisions of a model in which repeated nodes share one; `build_problem` accepts it in place of a model."""
 
     nodes: tuple[Node, ...]
-    """A class of the model's nodes each, with the times and memory of all of them."""
+    """One node for each class of the model's nodes, with the summed times and the memory of all of them."""
     reshards: tuple[Reshard, ...]
-    """A set of the model's alike reshards between the same classes each, with the trips of all of them."""
+    """One reshard for each set of alike reshards between the same classes, with the summed trips."""
     fixed_bytes: int
     of: NDArray[np.int64]
-    """[nodes of the model] which of `nodes` it is."""
+    """Class of each node of the model, [model nodes]."""
     first: NDArray[np.int64]
-    """[nodes] the first of the model's that it is."""
+    """First node of the model in each class, [classes]."""
     reshard_of: NDArray[np.int64]
-    """[moves of the model] which of `moves` it is; -1 within a class."""
+    """Member of `reshards` for each reshard of the model, [model reshards]; -1 within a class."""
     closed: Allowed
-    """Alternatives that a class cannot share: a move within it forbids them."""
+    """Mask of the alternatives that a class may share: a reshard within the class may forbid some."""
 
     def whole(self, choices: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Choices of the model from shared ones."""
+        """Convert shared choices to choices of the model."""
         return choices[self.of]
 
     def part(self, choices: NDArray[np.int64] | None) -> NDArray[np.int64] | None:
-        """Shared choices from those of the model: each class as its first node has it."""
+        """Convert choices of the model to shared choices: each class has the choice of its first node."""
         return None if choices is None else choices[self.first]
 
     def allowed(self, allowed: Allowed | None) -> Allowed | None:
-        """What may be chosen for a class; None if its nodes differ in that, or are left without any."""
-        found: dict[int, NDArray[np.bool_]] = dict(self.closed)
+        """Convert masks of allowed alternatives to classes; None if a class has different masks or nothing left."""
+        masks: dict[int, NDArray[np.bool_]] = dict(self.closed)
         marks = {n: mask.tobytes() for n, mask in (allowed or {}).items()}
-        own = [marks.get(n, b"") for n in range(len(self.of))]
-        if any(own[n] != own[self.first[c]] for n, c in enumerate(self.of.tolist())):
+        node_marks = [marks.get(n, b"") for n in range(len(self.of))]
+        if any(node_marks[n] != node_marks[self.first[c]] for n, c in enumerate(self.of.tolist())):
             return None
         for node, mask in (allowed or {}).items():
             cls = int(self.of[node])
-            found[cls] = found[cls] & mask if cls in found else mask
-        return found if all(mask.any() for mask in found.values()) else None
+            masks[cls] = masks[cls] & mask if cls in masks else mask
+        return masks if all(mask.any() for mask in masks.values()) else None
 
     def lift(self, model: Model, weights: Weights, messages: Messages | None) -> Messages | None:
-        """Messages on the whole network from those on the shared one: each move has its part of them."""
+        """Convert messages of the shared network to the whole one: reshards in one set have equal parts of a message.
+
+        Both networks are those of `weights`.
+        """
         if messages is None:
             return None
         counts = np.bincount(self.reshard_of[self.reshard_of >= 0], minlength=len(self.reshards))
@@ -87,7 +91,7 @@ class Repeats:
 
 
 def _directed(ends: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
-    """(node, link) of every directed edge in the order in which messages are listed."""
+    """Return (node, link) of every directed edge, in the order of the messages."""
     around: dict[int, list[tuple[int, int]]] = defaultdict(list)
     for number, (first, second) in enumerate(ends):
         if first != second:
@@ -97,7 +101,7 @@ def _directed(ends: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
 
 
 def find_repeats(model: Model, radius: int = RADIUS) -> Repeats | None:
-    """The model with what repeats shared; None if too little does."""
+    """Return the model with shared decisions; None if too few nodes repeat."""
     alike = _Numbers()
     reshards = [alike(_of_reshard(reshard)) for reshard in model.reshards]
     colours = [alike(_of_node(node)) for node in model.nodes]
@@ -112,27 +116,28 @@ def find_repeats(model: Model, radius: int = RADIUS) -> Repeats | None:
 
 
 class _Numbers(dict[Hashable, int]):
-    """Numbers things in the order in which they are first seen; equal ones have one number."""
+    """Numbering of objects in the order of first occurrence; equal objects have one number."""
 
     def __call__(self, thing: Hashable) -> int:
         return self.setdefault(thing, len(self))
 
 
 def _of_node(node: Node) -> Hashable:
-    """What a node is by itself; not which block it is in, nor when its memory is held."""
+    """Return a key of a node's alternatives and prices, without its block and the lifetimes of its memory."""
     time = sorted((what, block >= 0, seconds.tobytes()) for (block, what), seconds in node.time.items())
     memory = tuple((term.kind, term.usage.tobytes()) for term in node.memory)
     return node.kind, node.states.shape, node.states.tobytes(), node.held.tobytes(), tuple(time), memory
 
 
 def _of_reshard(reshard: Reshard) -> Hashable:
-    """What a move is by itself; equal paths share their tables, so that one is known by its place."""
+    """Return a key of a reshard; equal paths share their tables, so a table's `id` identifies it."""
     costs = sorted((what, block >= 0, id(table)) for (block, what), table in reshard.costs.items())
     forbidden = None if reshard.forbidden is None else reshard.forbidden.tobytes()
     return reshard.rows.tobytes(), reshard.columns.tobytes(), tuple(costs), reshard.trips, reshard.overlap, forbidden
 
 
 def _told(reshards: Sequence[Reshard], kinds: Sequence[int], colours: Sequence[int], alike: _Numbers) -> list[int]:
+    """Refine the colours of nodes once, by the kinds of their reshards and the colours of their neighbours."""
     around: list[list[tuple[int, bool, int]]] = [[] for _ in colours]
     for reshard, kind in zip(reshards, kinds, strict=True):
         around[reshard.source].append((kind, True, colours[reshard.target]))
@@ -141,9 +146,10 @@ def _told(reshards: Sequence[Reshard], kinds: Sequence[int], colours: Sequence[i
 
 
 def _twins_apart(colours: Sequence[int], alike: _Numbers) -> list[int]:
-    """Tells nodes of one layer apart that nothing else does, as queries and keys, which need not choose the same.
+    """Separate nodes of one layer that refinement cannot, such as queries and keys, which need not choose the same.
 
-    Most classes have one node in each layer: one with several times as many has several, and they come in turns.
+    Most classes have one node in each layer. A class with several times as many nodes has several in each layer, and
+    they alternate.
     """
     counts = Counter(colours)
     usual = Counter(count for count in counts.values() if count > 1).most_common(1)
@@ -151,23 +157,24 @@ def _twins_apart(colours: Sequence[int], alike: _Numbers) -> list[int]:
         return list(colours)
     layers = min(count for count, times in Counter(counts.values()).items() if count > 1 and times == usual[0][1])
     turns: dict[int, int] = defaultdict(int)
-    found = []
+    separated = []
     for colour in colours:
         twins = max(1, round(counts[colour] / layers))
-        found.append(alike((colour, turns[colour] % twins)))
+        separated.append(alike((colour, turns[colour] % twins)))
         turns[colour] += 1
-    return found
+    return separated
 
 
 def _shared(model: Model, kinds: Sequence[int], of: NDArray[np.int64]) -> Repeats:
+    """Build the shared decisions from the class of each node."""
     count = int(of.max(initial=-1)) + 1
     members: list[list[int]] = [[] for _ in range(count)]
     for node, cls in enumerate(of.tolist()):
         members[cls].append(node)
-    first = np.array([mine[0] for mine in members], dtype=np.int64)
+    first = np.array([group[0] for group in members], dtype=np.int64)
     within: dict[int, list[Reshard]] = defaultdict(list)
-    sets: dict[tuple[int, int, int, int], list[Reshard]] = {}
-    number: dict[tuple[int, int, int, int], int] = {}
+    alike_reshards: dict[tuple[int, int, int, int], list[Reshard]] = {}
+    set_number: dict[tuple[int, int, int, int], int] = {}
     reshard_of = np.full(len(model.reshards), -1, dtype=np.int64)
     for place, (reshard, kind) in enumerate(zip(model.reshards, kinds, strict=True)):
         source, target = int(of[reshard.source]), int(of[reshard.target])
@@ -175,24 +182,24 @@ def _shared(model: Model, kinds: Sequence[int], of: NDArray[np.int64]) -> Repeat
             within[source].append(reshard)
             continue
         key = (source, target, kind, reshard.block)
-        reshard_of[place] = number.setdefault(key, len(number))
-        sets.setdefault(key, []).append(reshard)
+        reshard_of[place] = set_number.setdefault(key, len(set_number))
+        alike_reshards.setdefault(key, []).append(reshard)
     reshards = tuple(
-        dataclasses.replace(mine[0], source=source, target=target, trips=sum(m.trips for m in mine))
-        for (source, target, _, _), mine in sets.items()
+        dataclasses.replace(group[0], source=source, target=target, trips=sum(m.trips for m in group))
+        for (source, target, _, _), group in alike_reshards.items()
     )
     nodes = tuple(
-        model.nodes[mine[0]]
-        if len(mine) == 1 and cls not in within
-        else _merged([model.nodes[n] for n in mine], within[cls])
-        for cls, mine in enumerate(members)
+        model.nodes[group[0]]
+        if len(group) == 1 and cls not in within
+        else _merged([model.nodes[n] for n in group], within[cls])
+        for cls, group in enumerate(members)
     )
-    closed = {cls: mask for cls, mine in within.items() if not (mask := _open(mine, len(nodes[cls].states))).all()}
+    closed = {cls: mask for cls, group in within.items() if not (mask := _open(group, len(nodes[cls].states))).all()}
     return Repeats(nodes, reshards, model.fixed_bytes, of, first, reshard_of, closed)
 
 
 def _merged(nodes: Sequence[Node], within: Iterable[Reshard]) -> Node:
-    """One node in the place of alike ones that choose the same; so do both ends of a reshard within."""
+    """Merge alike nodes that make the same choice, with the reshards within the class, into one node."""
     time: dict[tuple[int, str], Seconds] = {}
     for each in (*(node.time for node in nodes), *map(_diagonal, within)):
         for channel, seconds in each.items():
@@ -202,12 +209,12 @@ def _merged(nodes: Sequence[Node], within: Iterable[Reshard]) -> Node:
 
 
 def _diagonal(reshard: Reshard) -> Mapping[tuple[int, str], Seconds]:
-    """Seconds of a reshard between two nodes with one choice."""
+    """Return the seconds of a reshard between two nodes that make the same choice, by channel."""
     return {channel: reshard.trips * table[reshard.rows, reshard.columns] for channel, table in reshard.costs.items()}
 
 
 def _open(within: Iterable[Reshard], count: int) -> NDArray[np.bool_]:
-    """Alternatives that no move within forbids both ends to have."""
+    """Return a mask of the alternatives that every reshard within the class allows at both ends."""
     mask = np.ones(count, dtype=bool)
     for reshard in within:
         if reshard.forbidden is not None:

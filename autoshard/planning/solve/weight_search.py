@@ -1,4 +1,4 @@
-"""Finding the choice with the least true time: a few weightings, every baseline, one certified bound."""
+"""Search for the choice with the least true time: a few weightings, every baseline, one certified bound."""
 
 import dataclasses
 import math
@@ -26,20 +26,20 @@ from autoshard.solver import evaluate as evaluate_problem
 
 MAX_ROUNDS = 6
 BASELINES_SHARE = 0.5
-"""Part of the time limit that completing all baselines may take."""
+"""Share of the time limit that the completion of all baselines may use."""
 ROOMIER_SHARE = 0.15
-"""Part of the time limit that looking for plans below one peak may take, where memory is nearly full."""
+"""Share of the time limit for the search below one lower peak, if memory is nearly full."""
 TELLING_S = 5e-5
-"""Seconds of processor for each op of a program that telling a helper of its model takes: writing and reading it."""
+"""Processor seconds for each op of a program to send its model to a helper process: serialise and deserialise."""
 GOOD_ENOUGH = 1e-3
 """Plan gap below which no further weighting is tried."""
 ROUGHLY = 1e-2
-"""The same for plans that leave memory free: what they save is not known better."""
+"""Plan gap for plans that leave memory free, whose gain is not known more precisely."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Candidate:
-    """One choice with its true outcome."""
+    """Choice with its true outcome."""
 
     name: str
     choices: NDArray[np.int64]
@@ -48,31 +48,32 @@ class Candidate:
     tight_s: float = 0.0
     """Seconds that nearly full memory is expected to add, see `tight_seconds`."""
     weights: Weights | None = None
-    """The weights under which the candidate was found."""
+    """Weights under which the candidate was found."""
 
     @property
     def expected_s(self) -> float:
+        """Step seconds plus the expected cost of nearly full memory."""
         return self.outcome.step_time_s + self.tight_s
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Found:
-    """The best choice, what bounds it, and every baseline's."""
+    """Best choice, its certified bound, and all completed baselines."""
 
     best: Candidate
     problem: Problem
     solution: Solution
-    """The answer for the weighting whose bound is the certified one."""
+    """Solution of the weighting with the certified bound."""
     bound_s: float
-    """No choice within the memory limit has a shorter true step time."""
+    """Lower bound on the true step time of every choice within the memory limit."""
     baselines: dict[str, Candidate]
     rounds: int
     weights: Weights
-    """The weights that give the certified bound."""
+    """Weights of the certified bound."""
     seen: tuple[Candidate, ...]
-    """What every weighting found that fits, the best included."""
+    """Fitting candidates of all weightings, including the best."""
     free_s: float = 0.0
-    """No choice takes less, whatever fits into memory."""
+    """Lower bound on the step time of every choice without a memory limit."""
 
 
 def search(
@@ -84,10 +85,15 @@ def search(
     known: NDArray[np.int64] | None = None,
     crew: Crew | None = None,
 ) -> Found:
-    """The best plan within the memory limit that keeps what is `required`.
+    """Search for the best plan within the memory limit that satisfies `required`.
 
-    Never worse than the best baseline that fits and keeps it too, nor than the choices that are `known`. Baselines
-    themselves are completed without it.
+    The result is never worse than the best baseline that fits and satisfies `required`, nor than the choices `known`.
+    Baselines are completed without `required`. Raises `Infeasible` if no choice fits.
+
+    - `limits`: memory limit, time and seed.
+    - `progress`: receives lines about the search.
+    - `known`: choices to start from.
+    - `crew`: helper processes; default: none.
     """
     required = required or Required({}, {})
     crew = crew or Crew()
@@ -96,11 +102,11 @@ def search(
     repeats = find_repeats(model)
     if repeats is not None:
         progress(f"layers repeat: {len(repeats.nodes)} of {len(model.nodes)} decisions are unlike")
-    # Every baseline, and then every weighting, begins with what is found for all alternatives.
+    # Every baseline, and then every weighting, starts from the messages for all alternatives.
     messages = first_messages(repeats or model, weights) if baselines else None
     completing = Completing(model, weights, limits.memory_bytes, limits.seed, messages, repeats)
-    named = complete_all(completing, baselines, start + BASELINES_SHARE * limits.seconds, crew)
-    fitting = [c for c in named.values() if c.fits and required.holds(c.choices)]
+    completed = complete_all(completing, baselines, start + BASELINES_SHARE * limits.seconds, crew)
+    fitting = [c for c in completed.values() if c.fits and required.holds(c.choices)]
     if known is not None:
         outcome = evaluate(model, known)
         if outcome.peak_bytes <= limits.memory_bytes:
@@ -112,7 +118,7 @@ def search(
     left = limits.seconds - (crew.processor_seconds() - start)
     climb.run(dataclasses.replace(limits, seconds=left), progress, required)
     if climb.best is None or climb.certified is None:
-        raise Infeasible(climb.certified, named)
+        raise Infeasible(climb.certified, completed)
     if climb.best.tight_s > GOOD_ENOUGH * climb.best.outcome.step_time_s:
         progress("memory is nearly full: looking for plans that need less")
         for target in roomy_bytes(model.mesh.topology):
@@ -124,7 +130,7 @@ def search(
         problem=climb.certified.problem,
         solution=climb.certified.solution,
         bound_s=weighing.bound_s,
-        baselines=named,
+        baselines=completed,
         rounds=climb.rounds,
         weights=weighing.weights,
         seen=tuple(climb.seen),
@@ -134,60 +140,63 @@ def search(
 
 @dataclasses.dataclass(slots=True)
 class Climb:
-    """The rounds of one search: solve with weights, judge, weigh anew."""
+    """State of one search: repeatedly solve with weights, evaluate the choice, choose new weights."""
 
     model: Model
     weighing: Weighing
     best: "Candidate | None" = None
     messages: Messages | None = None
-    """Messages of `repeats` to begin the next solve with, if there are any."""
+    """Messages of `repeats` to start the next solve from, None without any."""
     repeats: Repeats | None = None
     certified: "Solved | None" = None
-    """The answer for the weighting with the highest bound."""
+    """Solution of the weighting with the highest bound."""
     rounds: int = 0
     seen: "list[Candidate]" = dataclasses.field(default_factory=list)
-    """What every weighting found that fits."""
+    """Fitting candidates of all weightings."""
     free_s: float = 0.0
-    """No choice takes less, whatever fits into memory."""
+    """Lower bound on the step time of every choice without a memory limit."""
 
     def bound_first(self, required: Required, enough_s: float, rounds: int = 1) -> None:
-        """Raises the bound of a large model, up to `enough_s`, by what holds whatever fits in memory.
+        """Raise the bound of a large model, up to `enough_s`, without a memory limit and without a solve.
 
-        With more `rounds` that of a small one too, and weights are chosen anew by what choices without a memory limit
-        take, as long as the bound rises fast enough to get there. These choices are not kept: within the limit the
-        bound may be higher than they allow.
+        With several `rounds`, small models are bounded too. New weights are then chosen from the choices found without
+        a memory limit, as long as the bound rises fast enough to reach `enough_s`. These choices are not stored, since
+        within the limit the bound may be higher than they allow.
         """
-        weights, tried = self.weighing.weights, Weighing(self.weighing.weights)
+        weights, unlimited = self.weighing.weights, Weighing(self.weighing.weights)
         for left in range(rounds - 1, -1, -1):
             enough, before_s = enough_s * 1e12, self.weighing.bound_s
-            found = first_bound(self.model, self.repeats, weights, required.allowed, enough, small=rounds > 1)
-            if found is None:
+            first = first_bound(self.model, self.repeats, weights, required.allowed, enough, small=rounds > 1)
+            if first is None:
                 return
-            bound_s = found.picoseconds * 1e-12
+            bound_s = first.picoseconds * 1e-12
             if bound_s > self.weighing.bound_s:
-                self.messages = found.messages
+                self.messages = first.messages
             self.free_s = max(self.free_s, bound_s)
-            tried.add_bound(weights, bound_s)
+            unlimited.add_bound(weights, bound_s)
             self.weighing.add_bound(weights, bound_s)
-            if bound_s >= enough_s or found.choices is None:
+            if bound_s >= enough_s or first.choices is None:
                 return
             if before_s > 0 and self.weighing.bound_s + left * (self.weighing.bound_s - before_s) < enough_s:
-                return  # it rises too slowly
-            tried.add_choice(evaluate(self.model, found.choices))
-            following = tried.following(GOOD_ENOUGH * enough_s, enough_s)
+                return  # the bound rises too slowly
+            unlimited.add_choice(evaluate(self.model, first.choices))
+            following = unlimited.following(GOOD_ENOUGH * enough_s, enough_s)
             if following is None:
                 return
             weights = following
 
     def roomier(self, limits: Limits, required: Required, known: Sequence[Candidate]) -> None:
-        """Takes the best plan within the limits, which leave more room than must be, if it is expected to be faster."""
+        """Replace the best plan by one within tighter limits if that plan is expected to be faster.
+
+        `known` are candidates to start from.
+        """
         beat_s = math.inf if self.best is None else self.best.expected_s
         weights = self.weighing.weights
-        found = within_memory(self.model, weights, required, limits, known, beat_s, ROUGHLY, self.repeats)
-        if found is not None:
-            self.seen.append(found)
-            if self.best is None or _rank(found) < _rank(self.best):
-                self.best = found
+        candidate = within_memory(self.model, weights, required, limits, known, beat_s, ROUGHLY, self.repeats)
+        if candidate is not None:
+            self.seen.append(candidate)
+            if self.best is None or _rank(candidate) < _rank(self.best):
+                self.best = candidate
 
     def run(
         self,
@@ -198,8 +207,16 @@ class Climb:
         good_enough: float = GOOD_ENOUGH,
         stop: threading.Event | None = None,
     ) -> None:
-        """Until the bound meets the best choice within `good_enough`, cannot be raised, or says that none takes less
-        than `beat_s`. Raises `Stopped` after `stop` is set."""
+        """Solve with new weights until the bound is near the best choice, cannot be raised, or reaches `beat_s`.
+
+        The time and `MAX_ROUNDS` also end the rounds. Raises `Stopped` after `stop` is set.
+
+        - `limits`: memory limit, time and seed.
+        - `progress`: receives a line for each weighting.
+        - `required`: the user's demands on the model.
+        - `beat_s`: step seconds from which on choices are useless.
+        - `good_enough`: plan gap that counts as near.
+        """
         start = processor_seconds()
         weighing = self.weighing
         weights = weighing.following(0.0) or weighing.weights
@@ -218,16 +235,16 @@ class Climb:
                 raise Stopped
             self.messages = solved.messages
             self.free_s = max(self.free_s, solved.free * 1e-12)
-            lower = solved.solution.lower_bound * 1e-12
-            if room == limits.memory_bytes:  # with less room nothing is said of what fits the limit
-                if lower > weighing.bound_s or self.certified is None:
+            lower_s = solved.solution.lower_bound * 1e-12
+            if room == limits.memory_bytes:  # a bound under less memory does not hold for the limit
+                if lower_s > weighing.bound_s or self.certified is None:
                     self.certified = solved
-                weighing.add_bound(weights, lower)
+                weighing.add_bound(weights, lower_s)
             candidate = make_candidate(self.model, f"weighting {self.rounds}", solved, limits.memory_bytes)
             if candidate is None or not required.holds(candidate.choices):
                 return
             if not candidate.fits and candidate.outcome.solved_bytes <= room:
-                room -= candidate.outcome.peak_bytes - limits.memory_bytes  # for what collectives hold beside it
+                room -= candidate.outcome.peak_bytes - limits.memory_bytes  # for collective buffers
                 continue
             if candidate.fits:
                 candidate = dataclasses.replace(candidate, weights=weights)
@@ -247,7 +264,7 @@ class Climb:
 
 
 def _rank(candidate: Candidate) -> tuple[float, int]:
-    """Less expected time is better, and of equal times less memory; differences below a picosecond are rounding."""
+    """Return a sort key: less expected time, then less memory; differences below a picosecond are rounding errors."""
     return round(candidate.expected_s, 12), candidate.outcome.peak_bytes
 
 
@@ -261,22 +278,27 @@ def within_memory(
     good_enough: float = GOOD_ENOUGH,
     repeats: Repeats | None = None,
 ) -> Candidate | None:
-    """The best choice within the limits, from those that are `known`; None if none is found.
+    """Return the best choice within the limits; None if none is found.
 
-    It is looked for until none can take less than `beat_s`, or within `good_enough` of its bound.
+    The search ends once no choice can take less than `beat_s`, or within `good_enough` of the bound.
+
+    - `weights`: weights to start from.
+    - `required`: the user's demands on the model.
+    - `known`: candidates to start from.
+    - `repeats`: shared decisions of repeated layers.
     """
     share = limits.memory_bytes / model.mesh.topology.usable_bytes
-    kept = [c for c in known if c.outcome.peak_bytes <= limits.memory_bytes and required.holds(c.choices)]
+    fitting = [c for c in known if c.outcome.peak_bytes <= limits.memory_bytes and required.holds(c.choices)]
     weighing = Weighing(weights)
-    for each in kept:
+    for each in fitting:
         weighing.add_choice(each.outcome)
-    climb = Climb(model, weighing, min(kept, key=_rank, default=None), repeats=repeats)
+    climb = Climb(model, weighing, min(fitting, key=_rank, default=None), repeats=repeats)
     climb.run(limits, lambda line: None, required, beat_s, good_enough)
     return None if climb.best is None else dataclasses.replace(climb.best, name=f"memory {share:.0%}", weights=None)
 
 
 class Infeasible(Exception):
-    """No choice within the memory limit was found; carries the solver's last answer and the completed baselines."""
+    """Failure to find a choice within the memory limit, with the last solution and the completed baselines."""
 
     def __init__(self, solved: Solved | None, baselines: Mapping[str, Candidate]) -> None:
         super().__init__("no choice within the memory limit")
@@ -285,31 +307,34 @@ class Infeasible(Exception):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Completing:
-    """What it takes to complete baselines."""
+    """Inputs for the completion of baselines."""
 
     model: Model
     weights: Weights
     memory_limit: int
     seed: int
     messages: Messages | None
-    """Messages of `repeats` to begin the first solve with, if there are any."""
+    """Messages of `repeats` to start the first solve from, None without any."""
     repeats: Repeats | None
 
     def complete(self, baseline: Baseline, time_limit: float) -> Candidate | None:
-        """A baseline with everything it leaves open chosen by the solver, alike in what repeats; within the limit if
-        that is possible."""
+        """Complete a baseline, within the memory limit if possible: the solver makes all open decisions.
+
+        Repeated layers share their decisions.
+        """
         free = self._completed(baseline, None, time_limit)
         fits = free is not None and free.fits
         if fits or least_bytes(self.model, kept_of(self.model, baseline.allowed)) > self.memory_limit:
             return free
         limited = self._completed(baseline, self.memory_limit, time_limit)
         if limited is not None and not limited.fits and limited.outcome.solved_bytes <= self.memory_limit:
-            room = 2 * self.memory_limit - limited.outcome.peak_bytes  # for what collectives hold beside it
+            room = 2 * self.memory_limit - limited.outcome.peak_bytes  # for collective buffers
             limited = self._completed(baseline, room, time_limit)
-        # A baseline that cannot fit is shown all the same, with what it would take.
+        # A baseline that does not fit is still shown, with the memory that it needs.
         return limited if limited is not None and limited.fits else free
 
     def _completed(self, baseline: Baseline, limit: int | None, time_limit: float) -> Candidate | None:
+        """Complete a baseline under one memory limit, None for no limit."""
         terms = Terms(limit, time_limit, self.seed, None, baseline.allowed, self.messages, free_first=False)
         solved = None if self.repeats is None else solve_tied(self.repeats, self.weights, terms)
         if solved is None:
@@ -321,29 +346,30 @@ class Completing:
 def complete_all(
     completing: Completing, baselines: Sequence[Baseline], until: float, crew: Crew
 ) -> dict[str, Candidate]:
-    """Every baseline that can be completed, by its name; with little time each after `until` (of the crew's clock).
+    """Complete all baselines; return those that can be, by name.
 
-    Helpers take part once the first one has shown that the rest takes longer than telling them of the model.
+    After `until` (on the crew's clock) each baseline has one second. Helper processes join if the first baseline shows
+    that the rest takes longer than sending them the model.
     """
 
     def arguments(each: Baseline) -> tuple[Baseline, float]:
         return each, max(1.0, until - crew.processor_seconds())
 
     began = crew.processor_seconds()
-    found = [completing.complete(*arguments(each)) for each in baselines[:1]]
+    completed = [completing.complete(*arguments(each)) for each in baselines[:1]]
     left = (len(baselines) - 1) * (crew.processor_seconds() - began)
     if left > 2 * TELLING_S * len(completing.model.graph.ops):
         crew.share("completing", completing)
-        found += crew.map(completing.complete, baselines[1:], arguments)
+        completed += crew.map(completing.complete, baselines[1:], arguments)
     else:
-        found += [completing.complete(*arguments(each)) for each in baselines[1:]]
-    return {each.name: done for each, done in zip(baselines, found, strict=True) if done is not None}
+        completed += [completing.complete(*arguments(each)) for each in baselines[1:]]
+    return {each.name: candidate for each, candidate in zip(baselines, completed, strict=True) if candidate is not None}
 
 
 def make_candidate(model: Model, name: str, solved: Solved, memory_limit: int) -> Candidate | None:
-    """A solution with its true outcome; None if it is not a choice at all.
+    """Evaluate a solution; None if it has no choices or a forbidden pair.
 
-    Checks the model against itself: memory by liveness must equal the Problem's, or a `RuntimeError` says so.
+    Raises `RuntimeError` if the memory by liveness differs from that of the Problem: the model would be inconsistent.
     """
     choices = solved.choices
     if len(choices) != len(model.nodes):
@@ -362,6 +388,10 @@ def make_candidate(model: Model, name: str, solved: Solved, memory_limit: int) -
 
 
 def judged(model: Model, name: str, choices: NDArray[np.int64], outcome: Outcome, memory_limit: int) -> Candidate:
-    """A choice with its true outcome as a candidate."""
+    """Return a choice with its true outcome as a candidate.
+
+    - `outcome`: evaluation of the choices.
+    - `memory_limit`: bytes of one device.
+    """
     tight = tight_seconds(model.mesh.topology, outcome.peak_bytes, outcome.compute_s, outcome.hidden_s)
     return Candidate(name, choices, outcome, outcome.peak_bytes <= memory_limit, tight)

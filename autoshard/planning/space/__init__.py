@@ -1,1 +1,1 @@
-"""The decisions of a plan: dim groups, strategies, baselines and constraints."""
+"""Decisions of a plan: dim groups, strategies, baselines and constraints."""

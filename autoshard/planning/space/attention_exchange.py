@@ -1,4 +1,4 @@
-"""Exchange of keys and values where the sequence is split, and the price of a ring of them."""
+"""Exchange of keys and values where the sequence is split, and the price of ring attention."""
 
 import math
 from collections import Counter
@@ -23,81 +23,96 @@ EXCHANGES = ("keys and values gathered", "queries gathered", "ring", "heads exch
 """Roles of an axis that splits the sequence of an attention: how queries, keys and values meet."""
 
 STAYS = ("gather", "ring")
-"""Exchanges in which every device keeps its queries."""
+"""Exchanges in which every device retains its queries."""
 
 
 class ExchangeAsked:
-    """What a program's exchange leaves of the decisions around its attentions; everything, if it asks for none."""
+    """Restrictions on the decisions around attentions by the exchange that a program requests; none for `auto`."""
 
     def __init__(self, program: Program, graph: OpGraph) -> None:
         self.exchange = program.exchange
-        found = find_attentions(graph) if self.exchange != "auto" else ()
-        self.by_op = {each.op: each for each in found}
+        attentions = find_attentions(graph) if self.exchange != "auto" else ()
+        self.by_op = {each.op: each for each in attentions}
         self.between: dict[int, int] = {}
         self.stays: set[int] = set()
         if self.exchange in STAYS:
-            for each in found:
+            for each in attentions:
                 self.between |= each.values
                 self.stays |= each.of_queries
         self.graph = graph
 
     def strategies(self, op: int, states: States) -> NDArray[np.bool_]:
-        """Those of an op that may be: with an exchange of heads no device has a part of the sequence in a kernel."""
+        """Return a mask of an op's allowed strategies, [states].
+
+        With an exchange of heads, no device may have only a part of the sequence inside a kernel.
+        """
         attention = self.by_op.get(op)
         if attention is None or self.exchange != "heads":
             return np.ones(len(states), dtype=bool)
-        kept: NDArray[np.bool_] = np.all((states < 0) | np.isin(states, sorted(attention.leading)), axis=1)
-        return kept
+        allowed: NDArray[np.bool_] = np.all((states < 0) | np.isin(states, sorted(attention.leading)), axis=1)
+        return allowed
 
     def forbids(self, tensor: int, op: int, source: States, target: States) -> NDArray[np.bool_] | None:
-        """Pairs of states, over what a value of an attention is moved in, between which its sequence goes to heads.
+        """Return a mask of forbidden pairs, in which an axis moves between the sequence and the heads; None for none.
 
-        What has the queries' sequence keeps it where it is, but for a kernel that takes the whole of it: gathered, it
-        could be split by heads next.
+        The queries' sequence stays split as it is, unless a kernel consumes the whole sequence. A gathered sequence
+        could otherwise be split by heads in the next reshard.
+
+        - `tensor`, `op`: the resharded tensor, and the op that it enters or leaves.
+        - `source`, `target`: states at both ends, [states, axes].
         """
         if tensor not in self.between:
             return None
         along = sequence_of(self.graph, tensor, op, self.between)
-        found: NDArray[np.bool_] = moved_axes(source, target, along)
-        taker = self.by_op.get(op)
-        if tensor in self.stays and (taker is None or taker.splits):
-            found = np.isin(source, along)[:, None, :] != np.isin(target, along)[None, :, :]
-        pairs: NDArray[np.bool_] = np.any(found, axis=2)
+        crossing: NDArray[np.bool_] = moved_axes(source, target, along)
+        consumer = self.by_op.get(op)
+        if tensor in self.stays and (consumer is None or consumer.splits):
+            crossing = np.isin(source, along)[:, None, :] != np.isin(target, along)[None, :, :]
+        pairs: NDArray[np.bool_] = np.any(crossing, axis=2)
         return pairs if pairs.any() else None
 
 
 def sequence_of(graph: OpGraph, tensor: int, op: int, between: Mapping[int, int]) -> tuple[int, ...]:
-    """What of a move's states is the sequence of its value: a dim, or factors of the light op that takes it."""
+    """Return the sequence in a reshard's states: a dim of the tensor, or factors of the light op that consumes it.
+
+    `between` maps tensors of an attention to their sequence dim.
+    """
     dim = between[tensor]
     if op < 0 or graph.ops[op].op_class is OpClass.HEAVY:
         return (dim,)
-    taker = graph.ops[op]
-    assert taker.rule is not None
-    return tuple(f for t, dims in taker.sides if t == tensor for f in dims[dim])
+    consumer = graph.ops[op]
+    assert consumer.rule is not None
+    return tuple(f for t, dims in consumer.sides if t == tensor for f in dims[dim])
 
 
 def moved_axes(source: States, target: States, sequence: Sequence[int]) -> NDArray[np.bool_]:
-    """[source states, target states, axes]: which axes split the sequence on one side and another dim on the other."""
+    """Return a mask of the axes that split the sequence on one side and another dim on the other.
+
+    The shape is [source states, target states, axes].
+    """
     before, after = source[:, None, :], target[None, :, :]
     here, there = np.isin(before, sequence), np.isin(after, sequence)
     return (here & ~there & (after >= 0)) | (there & ~here & (before >= 0))
 
 
 def check_exchange(program: Program, graph: OpGraph, mesh: Mesh | None) -> None:
-    """Refuse an exchange that no attention of the program can have, on a mesh where one is given.
+    """Refuse an exchange that no attention of the program can have, on `mesh` if there is one.
 
-    Raises `UserError` for one of heads where no axis divides them, for a ring where none divides the sequence, and for
-    either where no kernel computes the attention.
+    Raises `UserError` in these cases:
+
+    - the exchange is `heads` and no axis divides the heads;
+    - the exchange is `ring` and no axis divides the sequence;
+    - no kernel computes the attention.
     """
     if program.exchange == "auto":
         return
-    found = [each for each in find_attentions(graph) if each.forward]
-    if program.exchange == "ring" and not any(each.ring for each in found):
+    attentions = [each for each in find_attentions(graph) if each.forward]
+    if program.exchange == "ring" and not any(each.ring for each in attentions):
         raise UserError(
             "no attention of the program can go around a ring, as its notes say: exchange by `gather` or `heads`, or "
             f"leave the exchange out. {' '.join(note for note in program.notes if 'ring' in note)}".rstrip()
         )
-    if not found:
+    if not attentions:
         raise UserError(
             f"exchange `{program.exchange}` is for attention that a kernel computes, and the program has none: plan it "
             "with `--attention splash`, or leave the exchange out."
@@ -107,7 +122,7 @@ def check_exchange(program: Program, graph: OpGraph, mesh: Mesh | None) -> None:
     axes = {name: size for name, size in mesh.axes.items() if size > 1}
     listed = mesh_text(axes) or "one device"
     if program.exchange == "heads":
-        wide = next((each for each in found if not _divides(axes, (*each.heads, math.prod(each.heads)))), None)
+        wide = next((each for each in attentions if not _divides(axes, (*each.heads, math.prod(each.heads)))), None)
         if wide is not None:
             keys, shared = wide.heads
             raise UserError(
@@ -116,7 +131,7 @@ def check_exchange(program: Program, graph: OpGraph, mesh: Mesh | None) -> None:
                 "smaller axis, repeat keys and values for more heads, or exchange by `gather` or `ring`."
             )
     if program.exchange == "ring":
-        rings = [(each, graph.ops[each.op]) for each in found if each.ring]
+        rings = [(each, graph.ops[each.op]) for each in attentions if each.ring]
         parts = [op.rule.sizes[each.of_sequence] for each, op in rings if op.rule is not None]
         if not any(_divides(axes, (count,)) for count in parts):
             raise UserError(
@@ -130,10 +145,10 @@ def _divides(axes: Mapping[str, int], sizes: Sequence[int]) -> bool:
 
 
 def exchange_words(model: Model, choices: NDArray[np.int64]) -> tuple[str, ...]:
-    """A sentence for every way in which attentions of a plan bring queries, keys and values together.
+    """Return a phrase for every way in which a plan's attentions exchange queries, keys and values.
 
-    Such as `keys and values gathered over model`; none where no axis splits the sequence. Of ways that not every
-    attention has, it says of how many.
+    An example is `keys and values gathered over model`. There is none if no axis splits the sequence. A phrase states
+    how many attentions it is true for if not for all.
     """
     counts = exchanges(model, choices)
     attentions = sum(counts.values())
@@ -161,6 +176,7 @@ def splits_sequence(axis_roles: Mapping[str, Sequence[str]]) -> bool:
 def _exchanges_of(
     model: Model, choices: NDArray[np.int64], each: Attention, by_tensor: Mapping[int, Sequence[Reshard]]
 ) -> tuple[tuple[str, tuple[str, ...]], ...]:
+    """Return the exchanges of one attention with their axes."""
     node = model.op_node[each.op]
     state = model.nodes[node].states[int(choices[node])]
     exchanged = np.zeros(len(state), dtype=bool)
@@ -188,6 +204,7 @@ def _exchanges_of(
 
 
 def _listed(words: Sequence[str]) -> str:
+    """Join words by commas and "and"."""
     return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} and {words[-1]}"
 
 
@@ -195,42 +212,44 @@ _F32 = 4
 
 
 def is_ring(op: Op) -> bool:
-    """Whether an op sends keys and values around a ring."""
+    """Return True if an op sends keys and values around a ring."""
     return (op.opaque.target if op.opaque is not None else op.kind).startswith(RING)
 
 
 def _is_back(op: Op) -> bool:
+    """Return True if a ring attention is a backward pass."""
     return "_backward" in (op.opaque.target if op.opaque is not None else op.kind)
 
 
 def _exchanges(op: Op) -> bool:
-    """Whether parts change places, so that all devices have the same work under a causal mask."""
+    """Return True if shards of the sequence are permuted to balance the devices' work under a causal mask."""
     return op.opaque is not None and "_causal" in op.opaque.target
 
 
 def _sequence(op: Op) -> int:
-    """The factor of the sequence."""
+    """Return the factor of the sequence."""
     assert op.rule is not None
     return op.rule.operands[0][-2][0]
 
 
 def ring_parts(op: Op, states: States, axes: Sequence[int]) -> NDArray[np.float64]:
-    """Devices of a ring, in every state; 1 where the sequence is whole."""
+    """Return the devices of a ring in every state; 1 if the sequence is whole."""
     return np.where(states == _sequence(op), np.asarray(axes, dtype=np.float64), 1.0).prod(axis=1)
 
 
 def _local(graph: OpGraph, op: Op, states: States, axes: Sequence[int], operand: int) -> Seconds:
-    """Elements of a shard of an operand."""
+    """Return the elements of an operand's shard, [states]."""
     assert op.rule is not None
     tensor = graph.tensors[op.operands[operand]]
     return local_elements(factor_states(states, op.rule.operands[operand]), tensor.shape, axes)
 
 
 def ring_work(graph: OpGraph, op: Op, states: States, axes: Sequence[int]) -> tuple[Seconds, Seconds]:
-    """Share of the call's flops that a device computes in all turns, and steps of its kernels, of a call of our own.
+    """Return the share of the call's FLOPs that a device computes in all turns, and its grid steps, each [states].
 
-    Halves of a shard that are narrower than the kernel's blocks take smaller ones, and more steps. Without a kernel the
-    call on one device computes the scores that are masked too; of n devices each then computes (n + 1) / 2n of that.
+    If the halves of a shard are narrower than the kernel's blocks, the blocks are smaller and there are more steps.
+    Without a kernel, the call on one device also computes the masked scores; each of n devices computes (n + 1) / 2n of
+    these.
     """
     assert op.rule is not None
     factors = [max(1, n) for n in op.rule.sizes]
@@ -243,7 +262,10 @@ def ring_work(graph: OpGraph, op: Op, states: States, axes: Sequence[int]) -> tu
 
 
 def turn_traffic(graph: OpGraph, op: Op, states: States, axes: Sequence[int]) -> Seconds:
-    """Bytes that adding up the turns moves: sums in fp32 read and written, and what is added read."""
+    """Return the bytes that the accumulation of turns reads and writes, [states].
+
+    The float32 sums are read and written, and the addend is read.
+    """
     parts = ring_parts(op, states, axes)
     sums = _local(graph, op, states, axes, 0)
     if _is_back(op):
@@ -252,28 +274,37 @@ def turn_traffic(graph: OpGraph, op: Op, states: States, axes: Sequence[int]) ->
 
 
 def ring_memory(graph: OpGraph, op: Op, states: States, axes: Sequence[int]) -> NDArray[np.int64]:
-    """Bytes that a call holds beside its operands and results: what travels, twice, sums, and parts in their order."""
+    """Return the bytes of a ring call in addition to its operands and results, [states].
+
+    They are two buffers for the tensors in transit, the sums, and the permuted shards.
+    """
     item = graph.tensors[op.operands[0]].itemsize
     queries, keys = _local(graph, op, states, axes, 0), _pair(graph, op, states, axes)
-    held = 2 * keys * item + queries * _F32
+    size = 2 * keys * item + queries * _F32
     if _is_back(op):
-        held = held + 2 * keys * _F32
+        size = size + 2 * keys * _F32
     if _exchanges(op):
-        held = held + (queries * (3 if _is_back(op) else 1) + keys) * item
-    return np.where(ring_parts(op, states, axes) > 1, np.rint(held), 0).astype(np.int64)
+        size = size + (queries * (3 if _is_back(op) else 1) + keys) * item
+    return np.where(ring_parts(op, states, axes) > 1, np.rint(size), 0).astype(np.int64)
 
 
 def _pair(graph: OpGraph, op: Op, states: States, axes: Sequence[int]) -> Seconds:
-    """Elements of a shard of keys and values."""
+    """Return the elements of the shards of keys and values together, [states]."""
     return _local(graph, op, states, axes, 1) + _local(graph, op, states, axes, 2)
 
 
 def ring_permutes(
     graph: OpGraph, op: Op, states: States, axes: Sequence[int], busy: Seconds, collectives: Collectives
 ) -> list[Inner]:
-    """The permutes of a ring in every state; `busy` are the seconds of its compute, a part of which is each turn's."""
+    """Return the permutes of a ring in every state.
+
+    - `states`: factor that each mesh axis splits, [states, axes].
+    - `axes`: sizes of the mesh axes.
+    - `busy`: seconds of the ring's compute, [states]; each turn has an equal part.
+    - `collectives`: prices of the collectives on the mesh.
+    """
     assert op.rule is not None
-    found = []
+    permutes = []
     on_sequence = states == _sequence(op)
     item = graph.tensors[op.operands[0]].itemsize
     pair = _pair(graph, op, states, axes)
@@ -292,18 +323,18 @@ def ring_permutes(
         turn = busy / parts
         waits = collectives.time("collective-permute", names, keys)
         back = collectives.time("collective-permute", names, sums) if _is_back(op) else np.zeros(len(states))
-        # Both travel at once, on the same links.
+        # Keys and sums are sent at once on the same links.
         hidden = np.minimum(turn, waits + back)
         share = hidden / np.maximum(waits + back, 1e-30)
-        found.append(Inner("collective-permute", group, keys, count=parts - 1, hidden=share))
+        permutes.append(Inner("collective-permute", group, keys, count=parts - 1, hidden=share))
         if _is_back(op):
-            found.append(Inner("collective-permute", group, sums, count=parts - 1, hidden=share))
-            found.append(Inner("collective-permute", group, sums))
+            permutes.append(Inner("collective-permute", group, sums, count=parts - 1, hidden=share))
+            permutes.append(Inner("collective-permute", group, sums))
         if _exchanges(op):
-            found.append(Inner("collective-permute", group, np.where(same, whole, 0.0), as_kind="all-to-all"))
-    return found
+            permutes.append(Inner("collective-permute", group, np.where(same, whole, 0.0), as_kind="all-to-all"))
+    return permutes
 
 
 def ring_seconds(graph: OpGraph, op: Op, states: States, axes: Sequence[int], compute: Compute) -> Seconds:
-    """What adding up the turns takes."""
+    """Return the seconds for the accumulation of turns, [states]."""
     return compute.op_seconds(np.zeros(len(states)), turn_traffic(graph, op, states, axes))

@@ -17,7 +17,7 @@ from autoshard.program import WEIGHTS, Role
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Baseline:
-    """A name, and which alternatives of which nodes it leaves."""
+    """Name of a baseline, and a mask of the alternatives that it leaves at each restricted node."""
 
     name: str
     allowed: dict[int, NDArray[np.bool_]]
@@ -31,20 +31,20 @@ class Stream:
     sequence: Sequence[int] = ()
     width: Sequence[int] = ()
     context: Sequence[int] = ()
-    """Axes of the sequence that split it in the batch's arguments as well; they are among `sequence`."""
+    """Members of `sequence` that also split the sequence in the batch's arguments."""
 
 
 Assignment = Mapping[int, Sequence[int]]
-"""Dim -> mesh axes (by number) that split it."""
+"""Dim -> mesh axes, by number, that split the dim."""
 
 
 def wide_axes(model: Model, axes: Iterable[int]) -> tuple[int, ...]:
-    """Those axes that split anything: larger than 1."""
+    """Return the axes of size above 1."""
     return tuple(a for a in axes if model.axis_sizes[a] > 1)
 
 
 def split_parameters(model: Model) -> list[int]:
-    """Parameters that may be split, by number of the argument."""
+    """Return the argument positions of the parameters that may be split."""
     return [
         p
         for p, a in enumerate(model.program.arguments)
@@ -53,12 +53,20 @@ def split_parameters(model: Model) -> list[int]:
 
 
 def _blocked_dims(model: Model, tensor: int) -> set[int]:
+    """Return the dims of a tensor that no axis may split."""
     cluster = model.structure.clusters[model.structure.cluster_of[tensor]]
     return {d for d, f in enumerate(model.structure.dims_of[tensor]) if f < 0 or f in cluster.blocked}
 
 
 def spread_over(model: Model, position: int, axes: Sequence[int], taken: Assignment) -> dict[int, tuple[int, ...]]:
-    """FSDP: the largest dim that the axes divide, one not yet split if there is one."""
+    """Split a parameter as FSDP does: along the largest dim that the axes divide, preferably one that is not yet split.
+
+    Fewer axes are used if no dim divides by all of them.
+
+    - `position`: position of the argument.
+    - `axes`: mesh axes by number.
+    - `taken`: axes that already split the parameter, by dim.
+    """
     tensor = model.graph.arguments[position]
     shape, blocked = model.graph.tensors[tensor].shape, _blocked_dims(model, tensor)
     result = {d: tuple(a) for d, a in taken.items()}
@@ -77,11 +85,14 @@ def spread_over(model: Model, position: int, axes: Sequence[int], taken: Assignm
 
 
 def tensor_parallel_groups(model: Model, groups: Groups, parts: int) -> set[int]:
-    """Megatron's choice: the inner dim of every pair of matmuls (heads, ffn) and the vocabulary, never the hidden one.
+    """Return the dim groups that Megatron splits: the inner dim of every matmul pair (heads, ffn) and the vocabulary.
 
-    Parameters are taken in order of first use; each is split along the dim its matmul produces unless a dim of it
-    is split already, that would split a neighbour twice (Shoeybi et al. 2019, section 3), or a norm is taken along it
-    on the way to the next matmul: the narrow vector that latent attention makes its heads from stays whole.
+    Parameters are visited in order of first use. Each is split along the dim that its matmul produces, never along the
+    hidden dim. It stays whole in these cases:
+
+    - a dim of the parameter is split already;
+    - the split would split a neighbour twice (Shoeybi et al. 2019, section 3);
+    - a norm reduces along the dim before the next matmul, as along the narrow vector of latent attention.
     """
     neighbours: dict[int, set[int]] = {}
     dims: dict[int, list[int]] = {}
@@ -91,7 +102,7 @@ def tensor_parallel_groups(model: Model, groups: Groups, parts: int) -> set[int]
         for g in dims[position]:
             neighbours.setdefault(g, set()).update(set(dims[position]) - {g})
     chosen: set[int] = set()
-    never = {groups.hidden, groups.batch, groups.sequence, *_normed(model, groups, dims.values())}
+    excluded = {groups.hidden, groups.batch, groups.sequence, *_normed(model, groups, dims.values())}
     for position in _by_first_use(model.graph, dims):
         own = dims[position]
         if len(own) < 2 or chosen & set(own):
@@ -99,14 +110,14 @@ def tensor_parallel_groups(model: Model, groups: Groups, parts: int) -> set[int]
         produced = _produced(model, groups, position)
         order = sorted(own, key=lambda g: (g == groups.hidden, g not in produced, own.index(g)))
         for g in order:
-            if g not in never and not neighbours[g] & chosen and groups.sizes[g] % parts == 0:
+            if g not in excluded and not neighbours[g] & chosen and groups.sizes[g] % parts == 0:
                 chosen.add(g)
                 break
     return chosen
 
 
 def _normed(model: Model, groups: Groups, dims: Iterable[Sequence[int]]) -> set[int]:
-    """Groups with a scale of their own between two matmuls, along which something is summed or compared."""
+    """Return the groups between two matmuls that have a scale parameter and along which an op reduces."""
     scales, matmuls = set[int](), Counter[int]()
     for own in dims:
         if len(own) == 1:
@@ -116,12 +127,15 @@ def _normed(model: Model, groups: Groups, dims: Iterable[Sequence[int]]) -> set[
     reduced: set[int | None] = set()
     for op in model.graph.ops:
         if op.kind == "reduce":
-            given, left = (tensor_groups(model.structure, groups.of_factor, t) for t in (op.operands[0], op.results[0]))
-            reduced |= set(given) - set(left)
+            given, remaining = (
+                tensor_groups(model.structure, groups.of_factor, t) for t in (op.operands[0], op.results[0])
+            )
+            reduced |= set(given) - set(remaining)
     return {g for g in scales & reduced if matmuls[g] > 1}
 
 
 def _by_first_use(graph: OpGraph, dims: Mapping[int, object]) -> list[int]:
+    """Sort parameters by the first op that consumes them."""
     first = {}
     wanted = {graph.arguments[p]: p for p in dims}
     for op in graph.ops:
@@ -132,7 +146,7 @@ def _by_first_use(graph: OpGraph, dims: Mapping[int, object]) -> list[int]:
 
 
 def _produced(model: Model, groups: Groups, position: int) -> set[int]:
-    """Groups of a parameter that stand in the result of the first matmul it takes part in."""
+    """Return a parameter's groups that are in the result of the first matmul that consumes the parameter."""
     cluster = model.structure.cluster_of[model.graph.arguments[position]]
     for op_id in model.structure.heavy:
         op = model.graph.ops[op_id]
@@ -150,7 +164,10 @@ def _produced(model: Model, groups: Groups, position: int) -> set[int]:
 def split_by_group(
     model: Model, groups: Groups, position: int, chosen: set[int], axes: Sequence[int]
 ) -> dict[int, tuple[int, ...]]:
-    """The first dim of a parameter that is of a `chosen` group and that the axes divide, split over them."""
+    """Split the first dim of a parameter that belongs to a `chosen` group and that the axes divide.
+
+    The result is empty if there is no such dim. `axes` are mesh axes by number.
+    """
     tensor = model.graph.arguments[position]
     parts = math.prod(model.axis_sizes[a] for a in axes)
     for dim, group in enumerate(tensor_groups(model.structure, groups.of_factor, tensor)):
@@ -160,8 +177,10 @@ def split_by_group(
 
 
 def held(model: Model, name: str, arguments: Mapping[int, Assignment]) -> Baseline | None:
-    """A baseline from specs of arguments alone, and of the results that replace them; everything else is left to the
-    solver. None if one has no such spec."""
+    """Build a baseline from specs of arguments only; the results that replace them have the same specs.
+
+    The solver decides everything else. None if a tensor has no such spec.
+    """
     wanted = {model.graph.arguments[p]: spec for p, spec in arguments.items()}
     wanted |= {result: wanted[argument] for result, argument in model.structure.ties if argument in wanted}
     allowed: dict[int, NDArray[np.bool_]] = {}
@@ -177,19 +196,22 @@ def restricted(
     stream: Stream,
     updated: Mapping[int, Assignment] | None = None,
 ) -> Baseline | None:
-    """A baseline from specs of the parameters and of the residual stream, whose batch is split as the batch is.
+    """Build a baseline from specs of the parameters and of the residual stream.
 
-    New values are computed as `updated` says (as the arguments that they replace, without it). Everything else is left
-    to the solver. None if the batch does not divide.
+    The solver decides everything else. None if the batch does not divide, or if a tensor has no such spec.
+
+    - `parameters`: spec of each parameter, by argument position.
+    - `stream`: mesh axes of the residual stream and of the batch.
+    - `updated`: spec of each new parameter; default: that of the argument that the result replaces.
     """
     data, context = stream.batch, stream.context
     allowed: dict[int, NDArray[np.bool_]] = {}
     structure = model.structure
     wanted = {model.graph.arguments[p]: spec for p, spec in parameters.items()}
-    new = wanted if updated is None else {model.graph.arguments[p]: spec for p, spec in updated.items()}
+    new_specs = wanted if updated is None else {model.graph.arguments[p]: spec for p, spec in updated.items()}
     for result, argument in structure.ties:
-        if argument in new:
-            wanted[result] = new[argument]
+        if argument in new_specs:
+            wanted[result] = new_specs[argument]
     for position, argument in enumerate(model.program.arguments):
         tensor = model.graph.arguments[position]
         if argument.role is Role.BATCH and structure.cluster_of[tensor] >= 0 and argument.shape:
@@ -203,24 +225,27 @@ def restricted(
             return None
     if groups.hidden is not None:
         for cluster in structure.clusters:
-            of = {groups.of_factor[(cluster.id, f)]: f for f in range(len(cluster.sizes)) if f not in cluster.blocked}
-            if groups.batch is None or not {groups.batch, groups.hidden} <= set(of) or len(of) > 3:
+            factor_of = {
+                groups.of_factor[(cluster.id, f)]: f for f in range(len(cluster.sizes)) if f not in cluster.blocked
+            }
+            if groups.batch is None or not {groups.batch, groups.hidden} <= set(factor_of) or len(factor_of) > 3:
                 continue
-            split = {of[groups.batch]: data, of[groups.hidden]: stream.width}
-            if groups.sequence in of:
-                split[of[groups.sequence]] = stream.sequence  # type: ignore[index]
+            split = {factor_of[groups.batch]: data, factor_of[groups.hidden]: stream.width}
+            if groups.sequence in factor_of:
+                split[factor_of[groups.sequence]] = stream.sequence  # type: ignore[index]
             allow_factors(model, allowed, cluster.id, split)
     return Baseline(name, allowed)
 
 
 def _allow(model: Model, allowed: dict[int, NDArray[np.bool_]], tensor: int, spec: Assignment) -> bool:
+    """Restrict a tensor's cluster to one spec; return False if the cluster has no such state."""
     factors = model.structure.dims_of[tensor]
     by_factor = {factors[d]: axes for d, axes in spec.items() if axes}
     return allow_factors(model, allowed, model.structure.cluster_of[tensor], by_factor)
 
 
 def allow_factors(model: Model, allowed: dict[int, NDArray[np.bool_]], cluster: int, spec: Assignment) -> bool:
-    """Leaves a cluster the one state that splits these factors so, and no other; False where it has none."""
+    """Restrict a cluster to the one state in which `spec` splits its factors; return False if there is none."""
     node = model.cluster_node[cluster]
     state = np.full(len(model.axis_sizes), WHOLE, dtype=np.int64)
     for factor, axes in spec.items():
@@ -234,39 +259,40 @@ def allow_factors(model: Model, allowed: dict[int, NDArray[np.bool_]], cluster: 
 
 
 def baselines(model: Model, groups: Groups) -> list[Baseline]:
-    """Data parallel, FSDP, spatial, Megatron tensor parallel, FSDP x TP, each TP with and without sequence parallelism.
+    """Return the usual baselines that the program's sizes allow.
 
-    Spatial, for programs with convolutions: the batch over all axes but the last, the height of images over that.
+    They are data parallel, FSDP, spatial, Megatron tensor parallel and FSDP x TP, each TP with and without sequence
+    parallelism. Spatial is for convolutions: the last axis splits the height of images, all others the batch.
 
-    The first mesh axis carries data, the last one tensor parallelism (with one axis, all of it does); axes of size 1
-    carry nothing. A baseline that the program's sizes do not allow is left out.
+    The last mesh axis is for tensor parallelism, all axes before it are for data; a single axis is used for both. Axes
+    of size 1 are ignored.
     """
-    every = wide_axes(model, range(len(model.axis_sizes)))
-    data, tensor = (every[:-1], every[-1:]) if len(every) > 1 else ((), every)
+    wide = wide_axes(model, range(len(model.axis_sizes)))
+    data, tensor = (wide[:-1], wide[-1:]) if len(wide) > 1 else ((), wide)
     split = tensor_parallel_groups(model, groups, math.prod(model.axis_sizes[a] for a in tensor))
-    found = []
+    offered = []
     whole = {p: {} for p in split_parameters(model)}
-    spread = {p: spread_over(model, p, every, {}) for p in whole}
-    _append(found, restricted(model, groups, "data_parallel", whole, Stream(every)))
+    spread = {p: spread_over(model, p, wide, {}) for p in whole}
+    _append(offered, restricted(model, groups, "data_parallel", whole, Stream(wide)))
     if any(spread.values()):
-        _append(found, restricted(model, groups, "fsdp", spread, Stream(every)))
-    _append(found, _spatial(model, groups, data, tensor) or _spatial(model, groups, (), every))
+        _append(offered, restricted(model, groups, "fsdp", spread, Stream(wide)))
+    _append(offered, _spatial(model, groups, data, tensor) or _spatial(model, groups, (), wide))
     if not split or not tensor:
-        return found
+        return offered
     megatron = {p: split_by_group(model, groups, p, split, tensor) for p in whole}
-    _append(found, restricted(model, groups, "tensor_parallel", megatron, Stream(data)))
-    _append(found, restricted(model, groups, "tensor_parallel_sp", megatron, Stream(data, tensor)))
+    _append(offered, restricted(model, groups, "tensor_parallel", megatron, Stream(data)))
+    _append(offered, restricted(model, groups, "tensor_parallel_sp", megatron, Stream(data, tensor)))
     if data:
         both = {p: spread_over(model, p, data, megatron[p]) for p in whole}
-        _append(found, restricted(model, groups, "fsdp_tp", both, Stream(data)))
-        _append(found, restricted(model, groups, "fsdp_tp_sp", both, Stream(data, tensor)))
-    return found
+        _append(offered, restricted(model, groups, "fsdp_tp", both, Stream(data)))
+        _append(offered, restricted(model, groups, "fsdp_tp_sp", both, Stream(data, tensor)))
+    return offered
 
 
 def left_out(model: Model, found: Sequence[str]) -> list[str]:
-    """Sentences about the usual baselines that are not among `found` (names), and why.
+    """Return sentences about the usual baselines that are not among `found` (names), and the reasons.
 
-    None without parameters, and none on one device, where all of them are one plan.
+    The list is empty without parameters, and on one device, where all baselines are one plan.
     """
     wide = wide_axes(model, range(len(model.axis_sizes)))
     if not split_parameters(model) or not wide:
@@ -296,7 +322,10 @@ def left_out(model: Model, found: Sequence[str]) -> list[str]:
 
 
 def _looped_batch(model: Model) -> str:
-    """Name of a batch argument whose first dim no axis may split, as where a loop takes one slice in each trip."""
+    """Return the name of a batch argument whose first dim no axis may split, "" if there is none.
+
+    A loop that consumes one slice in each trip has this effect.
+    """
     structure = model.structure
     for argument, tensor in zip(model.program.arguments, model.graph.arguments, strict=True):
         if argument.role is Role.BATCH and argument.shape and structure.cluster_of[tensor] >= 0:
@@ -306,12 +335,13 @@ def _looped_batch(model: Model) -> str:
 
 
 def _append(found: list[Baseline], baseline: Baseline | None) -> None:
+    """Append a baseline unless it is None."""
     if baseline is not None:
         found.append(baseline)
 
 
 def _spatial(model: Model, groups: Groups, data: Sequence[int], space: Sequence[int]) -> Baseline | None:
-    """Images split over the batch and over their first spatial dim, parameters whole."""
+    """Build the baseline that splits images over the batch and their first spatial dim, with whole parameters."""
     if not groups.space or groups.batch is None or not space:
         return None
     plain = restricted(model, groups, "spatial", {p: {} for p in split_parameters(model)}, Stream(data))
@@ -320,25 +350,29 @@ def _spatial(model: Model, groups: Groups, data: Sequence[int], space: Sequence[
         return None
     parts = math.prod(model.axis_sizes[a] for a in space)
     allowed = dict(plain.allowed)
-    found = False
+    any_split = False
     for cluster in model.structure.clusters:
-        of = {groups.of_factor[(cluster.id, f)]: f for f in range(len(cluster.sizes)) if f not in cluster.blocked}
-        if not {groups.batch, height} <= set(of) or cluster.sizes[of[height]] % parts:
+        factor_of = {
+            groups.of_factor[(cluster.id, f)]: f for f in range(len(cluster.sizes)) if f not in cluster.blocked
+        }
+        if not {groups.batch, height} <= set(factor_of) or cluster.sizes[factor_of[height]] % parts:
             continue
         node = model.cluster_node[cluster.id]
         allowed.pop(node, None)
-        found |= allow_factors(model, allowed, cluster.id, {of[groups.batch]: data, of[height]: space})
+        any_split |= allow_factors(
+            model, allowed, cluster.id, {factor_of[groups.batch]: data, factor_of[height]: space}
+        )
     for op_id, node in model.op_node.items():
         op = model.graph.ops[op_id]
         own = [h.factor for h in op.halos if _group_of(model, groups, op.operands[0], h.dim.source) == height]
         mask = (model.nodes[node].states[:, list(space)] == own[0]).all(axis=1) if own else np.zeros(0, dtype=bool)
         if mask.any():
             allowed[node] = mask
-    return Baseline("spatial", allowed) if found else None
+    return Baseline("spatial", allowed) if any_split else None
 
 
 def _group_of(model: Model, groups: Groups, tensor: int, dim: int) -> int | None:
-    """Return the group of a dim; None for a dim of one, and for a generated value, which no cluster has."""
+    """Return the group of a dim; None for a dim of size 1, and for a generated tensor, which belongs to no cluster."""
     cluster = model.structure.cluster_of[tensor]
     factor = model.structure.dims_of[tensor][dim] if cluster >= 0 else -1
     return groups.of_factor[(cluster, factor)] if factor >= 0 else None

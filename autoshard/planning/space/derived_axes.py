@@ -1,4 +1,4 @@
-"""Axes derived from others: parts of an axis, and axes that stand for the stages of a pipeline."""
+"""Axes derived from others: parts of an axis, and axes for the stages of a pipeline."""
 
 import dataclasses
 import math
@@ -18,30 +18,30 @@ from autoshard.planning.xla.axis_assignments import WHOLE, States
 
 
 LEAST_SHARE = 0.01
-"""Share of the program's FLOPs that must be in ops with such a dim."""
+"""Share of the program's FLOPs that must be in ops whose dim divides by a part of an axis only."""
 LEAST_GAIN = 0.005
-"""Share of the step time that a refined mesh must save to be taken."""
+"""Share of the step time that a mesh with a cut axis must save to be preferred."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class AxisParts:
-    """One axis of a mesh cut in two."""
+    """Mesh with one axis cut into two parts."""
 
     original: Mesh
     mesh: Mesh
     axis: int
-    """Number of the axis in `original`, and of its outer part in `mesh`; the inner part comes next."""
+    """Number of the axis in `original`, and of its outer part in `mesh`; the inner part is the next axis."""
     dim: int
-    """Size of the dim that asks for it."""
+    """Size of the outer part, which divides the dim that motivates the cut."""
     group_sizes: dict[int, int]
-    """Group -> what an axis must divide to split all of it evenly."""
+    """Size that an axis must divide to split a dim group evenly, by group."""
     of_factor: dict[tuple[int, int], int]
-    """(cluster, factor) -> group."""
+    """Dim group by (cluster, factor)."""
 
     def apart(self, states: States, sizes: list[int]) -> NDArray[np.bool_]:
-        """States that may be used, given for each dim the size that must be divided.
+        """Return a mask of the allowed states; `sizes` has for each dim the size that axes must divide.
 
-        The parts go together, as the axis would, unless one of them splits a dim that the axis cannot split.
+        Both parts split the same dim, as the axis would, unless one of them splits a dim that the whole axis cannot.
         """
         whole = self.original.sizes[self.axis]
         parts = self.mesh.sizes[self.axis : self.axis + 2]
@@ -50,76 +50,83 @@ class AxisParts:
         return (outer == inner) | needs[outer] | needs[inner]
 
     def expand(self, states: States) -> States:
-        """States over the original axes as states over the refined ones."""
+        """Convert states over the original axes to states over the axes of `mesh`."""
         return np.insert(states, self.axis + 1, states[:, self.axis], axis=1)
 
     def allowed(
         self, before: Model, after: Model, allowed: Mapping[int, NDArray[np.bool_]]
     ) -> dict[int, NDArray[np.bool_]]:
-        """Alternatives on the refined mesh that are allowed ones of the original mesh."""
-        found = {}
+        """Convert masks of allowed alternatives from the original mesh to the mesh with the cut axis.
+
+        `before` and `after` are the models on these meshes.
+        """
+        masks = {}
         for node, mask in allowed.items():
             wanted = {tuple(state) for state in self.expand(before.nodes[node].states[mask]).tolist()}
-            found[node] = np.array([tuple(state) in wanted for state in after.nodes[node].states.tolist()])
-        return found
+            masks[node] = np.array([tuple(state) in wanted for state in after.nodes[node].states.tolist()])
+        return masks
 
     def choices(self, before: Model, after: Model, choices: NDArray[np.int64]) -> NDArray[np.int64] | None:
-        """Choices on the original mesh as choices on the refined one; None if some state is not there."""
-        found = []
+        """Convert choices from the original mesh to the mesh with the cut axis; None if a state is missing there."""
+        converted = []
         for old, new, choice in zip(before.nodes, after.nodes, choices.tolist(), strict=True):
             state = self.expand(old.states[choice : choice + 1])
             rows = np.flatnonzero((new.states == state).all(axis=1) & (new.held == old.held[choice]))
             if not len(rows):
                 return None
-            found.append(int(rows[0]))
-        return np.array(found, dtype=np.int64)
+            converted.append(int(rows[0]))
+        return np.array(converted, dtype=np.int64)
 
 
 def find_axis_parts(graph: OpGraph, structure: Structure, groups: Groups, mesh: Mesh) -> AxisParts | None:
-    """The cut that the most FLOPs ask for; None if no dim does, or so few FLOPs that nothing is gained.
+    """Return the cut of an axis that affects the most FLOPs; None if no dim needs one, or too few FLOPs do.
 
-    The batch asks for a part of the first axis. Dims over which an op is many small ones (heads, experts) ask for one
-    of another axis, the last of equal ones, unless such an axis divides them; other dims have others beside them in
-    their op that an axis can split as well.
+    The batch may need a part of the first axis. A dim that splits an op into many equal ones (heads, experts) may need
+    a part of another axis. It needs none if such an axis divides it; of equal axes the last is cut. Ops have further
+    dims that an axis can split in place of any other dim.
     """
-    asked: dict[tuple[int, int], float] = defaultdict(float)
+    flops_of: dict[tuple[int, int], float] = defaultdict(float)
     for op_id in structure.heavy:
         op = graph.ops[op_id]
         if op.rule is None or not op.flops:
             continue
-        shared = _shared(op.rule) if op.opaque is None or not op.opaque.on_shards else _of_call(op.rule, op.opaque)
+        batching = _shared(op.rule) if op.opaque is None or not op.opaque.on_shards else _of_call(op.rule, op.opaque)
         for factor, size in enumerate(op.rule.sizes):
             of_batch = groups.batch is not None and _group(structure, groups, op_id, graph, factor) == groups.batch
             axes = [axis for axis, n in enumerate(mesh.sizes) if n > 1]
             axes = axes[:1] if of_batch else axes[1:] or axes
-            if not of_batch and (factor not in shared or any(size % mesh.sizes[axis] == 0 for axis in axes)):
+            if not of_batch and (factor not in batching or any(size % mesh.sizes[axis] == 0 for axis in axes)):
                 continue
             for axis in axes:
                 part = math.gcd(size, mesh.sizes[axis])
                 if part not in (1, mesh.sizes[axis]):
-                    asked[axis, part] += op.flops * graph.trips(op.loop)
-    if not asked:
+                    flops_of[axis, part] += op.flops * graph.trips(op.loop)
+    if not flops_of:
         return None
-    axis, part = max(asked, key=lambda key: (asked[key], *key))
-    if asked[axis, part] < LEAST_SHARE * graph.flops:
+    axis, part = max(flops_of, key=lambda key: (flops_of[key], *key))
+    if flops_of[axis, part] < LEAST_SHARE * graph.flops:
         return None
     return refine(mesh, groups, axis, part)
 
 
 def _shared(rule: Rule) -> set[int]:
-    """Factors of every operand and result."""
+    """Return the factors that every operand and result has."""
     return set.intersection(*({f for dim in dims for f in dim} for dims in (*rule.operands, *rule.results)))
 
 
 def _of_call(rule: Rule, call: Opaque) -> set[int]:
-    """Factors that split a call into many like it; its tables of a mask may not have them."""
+    """Return the factors that split a call into many equal ones; tables of a mask may lack them."""
     minor = {f for dims in (*rule.operands, *rule.results) for dim in dims for f in dim[1:]}
     even = {f for f, kind in enumerate(rule.kinds) if kind is FactorKind.PARALLEL}
     return even - minor - {factor for factor, _ in call.sloping}
 
 
 def refine(mesh: Mesh, groups: Groups, axis: int, part: int) -> AxisParts:
-    """`mesh` with one axis cut into an outer part of size `part` and the rest."""
+    """Cut one axis of a mesh into an outer part of size `part` and an inner part.
+
+    - `groups`: dim groups of the program.
+    - `axis`: number of the axis.
+    """
     name, size = mesh.names[axis], mesh.sizes[axis]
     sizes: dict[str, int] = {}
     for own, n in mesh.axes.items():
@@ -131,7 +138,7 @@ def refine(mesh: Mesh, groups: Groups, axis: int, part: int) -> AxisParts:
 
 
 def axis_parts_of(groups: Groups, mesh: Mesh) -> AxisParts | None:
-    """The cut axis of a mesh, by the names of its parts; None if none is cut."""
+    """Return the cut axis of a mesh, recognised by the names of its parts; None if no axis is cut."""
     whole = original_mesh(mesh.axes)
     if whole == mesh.axes:
         return None
@@ -141,7 +148,7 @@ def axis_parts_of(groups: Groups, mesh: Mesh) -> AxisParts | None:
 
 
 def _group(structure: Structure, groups: Groups, op_id: int, graph: OpGraph, factor: int) -> int | None:
-    """Dim group of an op's factor, if it stands alone on a dim of some operand or result."""
+    """Return the dim group of an op's factor, if the factor alone makes up a dim of an operand or result."""
     op = graph.ops[op_id]
     if op.rule is None:
         return None
@@ -158,11 +165,11 @@ def _group(structure: Structure, groups: Groups, op_id: int, graph: OpGraph, fac
 
 
 STAGE = "stage"
-"""The axis's name, and that of the dim group."""
+"""Name of the stage axis and of the stage dim group."""
 
 
 class Grouped(Protocol):
-    """What dims of a program belong together."""
+    """Structure and dim groups of a program."""
 
     @property
     def structure(self) -> Structure: ...
@@ -172,26 +179,26 @@ class Grouped(Protocol):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class StageAxis:
-    """A mesh with an axis of stages, and which dims that may split."""
+    """Mesh with a stage axis, and the dims that this axis may split."""
 
     mesh: Mesh
     parts: AxisParts | None
-    """Another axis that is cut in two, if one is."""
+    """Another axis of the mesh that is cut in two, None without one."""
     axis: int
     structure: Structure
     of_factor: dict[tuple[int, int], int]
-    """(cluster, factor) -> group."""
+    """Dim group by (cluster, factor)."""
     stages: frozenset[int]
-    """Groups of dims of stages."""
+    """Dim groups that count stages."""
     batch: int | None
 
     def of_cluster(self, cluster: int, states: States) -> NDArray[np.bool_]:
-        """Which states over the factors of a cluster may be used."""
+        """Return a mask of the allowed states over a cluster's factors."""
         count = len(self.structure.clusters[cluster].sizes)
         return self._kept(states, [self.of_factor[(cluster, f)] for f in range(count)])
 
     def of_tensor(self, tensor: int, states: States) -> NDArray[np.bool_]:
-        """Which states over the dims of a tensor may be used."""
+        """Return a mask of the allowed states over a tensor's dims."""
         cluster = self.structure.cluster_of[tensor]
         return self._kept(
             states,
@@ -199,7 +206,7 @@ class StageAxis:
         )
 
     def of_op(self, op: Op, states: States) -> NDArray[np.bool_]:
-        """Which strategies of an op may be used."""
+        """Return a mask of an op's allowed strategies."""
         if op.rule is None:
             return np.ones(len(states), dtype=bool)
         groups = [WHOLE] * len(op.rule.sizes)
@@ -212,17 +219,20 @@ class StageAxis:
         return self._kept(states, groups)
 
     def _kept(self, states: States, groups: Sequence[int]) -> NDArray[np.bool_]:
-        """By the group of each dim. Where no state keeps to the rule there is none."""
-        for wanted, also in ((self.stages, ()), ({self.batch} - {None}, (WHOLE,))):
+        """Return a mask of the states in which the stage axis splits a stage dim, else the batch or nothing.
+
+        `groups` has the group of each dim. A rule that no state satisfies is dropped.
+        """
+        for wanted, or_whole in ((self.stages, ()), ({self.batch} - {None}, (WHOLE,))):
             dims = [d for d, group in enumerate(groups) if group in wanted]
-            kept = np.isin(states[:, self.axis], [*dims, *also])
-            if dims and kept.any():
-                return kept
+            allowed = np.isin(states[:, self.axis], [*dims, *or_whole])
+            if dims and allowed.any():
+                return allowed
         return np.ones(len(states), dtype=bool)
 
 
 def stage_axis(grouped: Grouped, mesh: Mesh) -> StageAxis | None:
-    """The axis `stage` of a mesh; None if it has none, or the program has no dims of stages."""
+    """Return the axis `stage` of a mesh; None if the mesh has no such axis or the program has no stage dims."""
     groups = grouped.groups
     stages = frozenset(group for group, name in groups.names.items() if name == STAGE)
     if STAGE not in mesh.names or not stages:
@@ -232,19 +242,19 @@ def stage_axis(grouped: Grouped, mesh: Mesh) -> StageAxis | None:
 
 
 def with_stages(meshes: Iterable[Mesh], stages: int) -> tuple[Mesh, ...]:
-    """The meshes with an axis of as many devices as there are stages, which is then called `stage`.
+    """Return the meshes that have an axis of `stages` devices, with this axis renamed to `stage`.
 
-    Of a mesh with several such axes, which lie on different links, each may be it. Those left out have none. First come
-    those whose stages are slices: little is handed from one to the next, and all else stays within fast links.
+    If several axes of a mesh have this size, they use different links, and each is offered. Meshes whose stages are
+    slices are first: stages exchange little, and all other communication then uses the fast links of a slice.
     """
-    found: dict[tuple[object, ...], Mesh] = {}
+    staged: dict[tuple[object, ...], Mesh] = {}
     for mesh in meshes:
         others = [name for name, size in mesh.axes.items() if size > 1]
         for name in others:
             if mesh.axes[name] != stages:
                 continue
-            rest = iter(each for each in others if each != others[-1])
-            sizes = {STAGE if own == name else next(rest): size for own, size in mesh.axes.items() if size > 1}
+            other_names = iter(each for each in others if each != others[-1])
+            sizes = {STAGE if own == name else next(other_names): size for own, size in mesh.axes.items() if size > 1}
             named = make_mesh(mesh.topology, sizes)
-            found.setdefault((named.sizes, named.layout, named.names.index(STAGE)), named)
-    return tuple(sorted(found.values(), key=lambda mesh: mesh.kinds([STAGE]) != {"network"}))
+            staged.setdefault((named.sizes, named.layout, named.names.index(STAGE)), named)
+    return tuple(sorted(staged.values(), key=lambda mesh: mesh.kinds([STAGE]) != {"network"}))

@@ -1,4 +1,4 @@
-"""Dim groups: dims across the whole program that ops tie together, such as batch, sequence and heads."""
+"""Dim groups: dims of the whole program that ops tie together, such as batch, sequence and heads."""
 
 import dataclasses
 import itertools
@@ -24,25 +24,25 @@ _HINTS = (
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Groups:
-    """Which dims belong together, and what a person would call them."""
+    """Dim groups of a program, and the names that a person would give them."""
 
     of_factor: dict[tuple[int, int], int]
-    """(cluster, factor) -> group."""
+    """Dim group by (cluster, factor)."""
     sizes: dict[int, int]
-    """Group -> the smallest size among its factors: what an axis must divide to split all of it evenly."""
+    """Smallest size among a group's factors, which an axis must divide to split the whole group evenly."""
     names: dict[int, str]
     parameters: dict[int, tuple[int, ...]]
-    """Group -> positions of the parameter arguments that have it."""
+    """Argument positions of the parameters with a dim of the group."""
     batch: int | None
     sequence: int | None
     hidden: int | None
-    """The group that most parameters share (the residual stream's), if there is one."""
+    """Group that most parameters share (that of the residual stream), None without one."""
     space: tuple[int, ...] = ()
-    """Groups of the batch's dims along which windows move (height, width), in their order."""
+    """Groups of the batch's dims along which windows slide (height, width), in their order."""
 
 
 class _Ties:
-    """Which of so many things belong together; the first one stands for them all."""
+    """Union-find over numbered items; the first item of a set represents the set."""
 
     def __init__(self, count: int) -> None:
         self.of = list(range(count))
@@ -59,8 +59,8 @@ class _Ties:
 
 
 def find_groups(program: Program, graph: OpGraph, structure: Structure) -> Groups:
-    """Dim groups of a program: factors tied by ops, the major factor standing for a merged dim."""
-    # The factors of clusters come first, then those of ops.
+    """Find the dim groups of a program: factors that ops tie; the major factor represents a merged dim."""
+    # Items of the union-find: the factors of all clusters, then those of all ops.
     clusters = list(itertools.accumulate((len(each.sizes) for each in structure.clusters), initial=0))
     ops = list(itertools.accumulate((len(op.rule.sizes) if op.rule else 0 for op in graph.ops), initial=clusters[-1]))
     union = _Ties(ops[-1])
@@ -95,7 +95,7 @@ def find_groups(program: Program, graph: OpGraph, structure: Structure) -> Group
 
 
 def tensor_groups(structure: Structure, of_factor: dict[tuple[int, int], int], tensor: int) -> list[int | None]:
-    """Group of each dim of a tensor, None for a dim of one or one that must stay whole."""
+    """Return the group of each dim of a tensor; None for a dim of size 1 and for a dim that must stay whole."""
     cluster = structure.cluster_of[tensor]
     if cluster < 0:
         return [None] * len(structure.dims_of[tensor])
@@ -110,6 +110,7 @@ def _describe(
     of_factor: dict[tuple[int, int], int],
     sizes: dict[int, int],
 ) -> Groups:
+    """Identify the batch, sequence and hidden groups, and name all groups."""
     holders: dict[int, list[int]] = {}
     weight: dict[int, int] = {}
     matrices: dict[int, int] = {}
@@ -130,10 +131,11 @@ def _describe(
             data.append(groups)
     batch = data[0][0] if data else None
     sequence = next((g[1] for g in data if len(g) > 1 and g[1] is not None and g[1] not in holders), None)
-    # Two matrices share the inner dim of an MLP too; a stream is shared by more, or comes in with the data.
+    # The inner dim of an MLP is shared by two matrices. A residual stream is shared by more, or is a dim of the data.
     shifted, stages = _shifted(graph, structure, of_factor)
     streams = [g for g in weight if matrices[g] > 2 or any(g in groups for groups in data)]
     hidden = max(streams, key=lambda g: (weight[g], -g), default=None)
+    # In a model with a residual stream nearly all matrices have its dim.
     if hidden is not None and weight[hidden] < 0.6 * matrix_bytes:
         hidden = None
     space = _space(graph, structure, of_factor)
@@ -156,9 +158,9 @@ def _describe(
 
 
 def _space(graph: OpGraph, structure: Structure, of_factor: dict[tuple[int, int], int]) -> dict[int, str]:
-    """Groups of dims along which convolutions and pools move, and what such dims of images are called."""
+    """Return the groups of dims along which convolutions and pools slide, with the names of such image dims."""
     words = {1: ("length",), 2: ("image height", "image width"), 3: ("depth", "image height", "image width")}
-    found: dict[int, str] = {}
+    name_of: dict[int, str] = {}
     for op in graph.ops:
         tensor = op.operands[0] if op.halos and op.kind in ("convolution", "reduce_window") else -1
         if tensor < 0 or structure.cluster_of[tensor] < 0:
@@ -168,16 +170,17 @@ def _space(graph: OpGraph, structure: Structure, of_factor: dict[tuple[int, int]
         for dim, name in zip(dims, names, strict=False) if len(dims) == len(names) else ():
             own = structure.dims_of[tensor][dim]
             if own >= 0:
-                found.setdefault(of_factor[(structure.cluster_of[tensor], own)], name)
-    return found
+                name_of.setdefault(of_factor[(structure.cluster_of[tensor], own)], name)
+    return name_of
 
 
 def _shifted(graph: OpGraph, structure: Structure, of_factor: dict[tuple[int, int], int]) -> tuple[set[int], set[int]]:
-    """Groups of dims that are rolled, and those that a loop rolls by one as the first dim of what it carries.
+    """Return the groups of rolled dims, and those that a loop rolls by one as the first dim of a carried tensor.
 
-    A stage's result goes to the next so, in a program written as a pipeline, whatever its parameters are like.
+    A program written as a pipeline passes a stage's result to the next stage in this way, and its parameters need not
+    show it.
     """
-    found: set[int] = set()
+    rolled: set[int] = set()
     stages: set[int] = set()
     for op in graph.ops:
         if op.kind == ROTATE and op.rule is not None:
@@ -185,14 +188,14 @@ def _shifted(graph: OpGraph, structure: Structure, of_factor: dict[tuple[int, in
             dim = op.rule.kinds.index(FactorKind.PERMUTATION)
             if structure.cluster_of[tensor] >= 0 and structure.dims_of[tensor][dim] >= 0:
                 group = of_factor[(structure.cluster_of[tensor], structure.dims_of[tensor][dim])]
-                found.add(group)
+                rolled.add(group)
                 if op.loop >= 0 and dim == 0 and op.shift in (1, graph.tensors[tensor].shape[0] - 1):
                     stages.add(group)
-    return found, stages
+    return rolled, stages
 
 
 def _hint(names: list[str]) -> str:
-    """What parameters with these names call the dim they share."""
+    """Return the name that more than half of the parameters suggest for their common dim."""
     for word, pattern in _HINTS:
         if names and sum(bool(pattern.search(name)) for name in names) * 2 > len(names):
             return word
@@ -200,7 +203,7 @@ def _hint(names: list[str]) -> str:
 
 
 def factor_states(states: States, dims: Sequence[Sequence[int]]) -> States:
-    """States over an op's factors as states over the dims of one of its tensors; other factors are dropped."""
+    """Convert states over an op's factors to states over the dims of one of its tensors; other factors are dropped."""
     count = int(states.max(initial=0)) + 1
     mapping = [WHOLE] * max(count, max((f + 1 for dim in dims for f in dim), default=0))
     for dim, factors in enumerate(dims):

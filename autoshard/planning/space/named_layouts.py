@@ -1,4 +1,4 @@
-"""The sharding that a run's author states, as a restriction of the same decisions."""
+"""Shardings that the author of a run states, as restrictions of the same decisions."""
 
 import dataclasses
 import math
@@ -29,33 +29,39 @@ from autoshard.program import WEIGHTS, Role
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Uses:
-    """What a run's mesh axes, by number, are used for."""
+    """Purpose of each mesh axis of a run; axes are numbers."""
 
     copies: Sequence[int]
-    """Data parallelism: the batch is split, parameters are whole."""
+    """Axes of data parallelism: the batch is split, parameters are whole."""
     spread: Sequence[int]
-    """FSDP: the batch is split, parameters are spread."""
+    """Axes of FSDP: the batch and the parameters are split."""
     tensor: Sequence[int]
-    """Megatron's tensor parallelism: heads, ffn and vocabulary are split, and the residual stream's sequence, or its
-    width."""
+    """Axes of Megatron's tensor parallelism, which split heads, ffn, vocabulary, and the residual stream."""
     experts: Sequence[int] = ()
-    """Expert parallelism: experts' parameters are split by expert; for everything else these are as `spread`."""
+    """Axes of expert parallelism: experts' parameters are split by expert; all else is treated as for `spread`."""
     context: Sequence[int] = ()
-    """Context parallelism: sequences are split, parameters are spread."""
+    """Axes of context parallelism: sequences and parameters are split."""
     expert_count: int = 0
     spreads_state: bool = False
-    """The optimizer's state is spread over `copies`, whose parameters are whole (ZeRO-1)."""
+    """True if the optimizer state is spread over `copies`, whose parameters are whole (ZeRO-1)."""
     exchange: str = "auto"
-    """How queries meet keys and values of other devices of `context`: with `heads`, heads are split in attention."""
+    """Exchange of queries, keys and values over `context`; with `heads`, heads are split in attention."""
     on_width: bool = False
-    """Over `tensor` the residual stream is split on its width, not on its sequence."""
+    """True if `tensor` splits the residual stream's width, False if its sequence."""
     holds_head: bool = True
-    """Matmuls outside of layers have their batch split too, so that the head's weights are gathered. Else it may be
-    computed in parts of its vocabulary from gathered activations, which is cheaper where tokens are few."""
+    """True if matmuls outside of layers have their batch split too, which gathers the head's weights.
+
+    Otherwise the head may be computed in parts of its vocabulary from gathered activations, cheaper for few tokens.
+    """
 
 
 def stated(model: Model, groups: Groups, name: str, uses: Uses) -> Baseline | None:
-    """The sharding that a run's author states; None if the program's sizes do not allow it."""
+    """Build the sharding that a run's author states; None if the program's sizes do not allow it.
+
+    - `groups`: dim groups of the program.
+    - `name`: name of the result.
+    - `uses`: purpose of each mesh axis.
+    """
     tensor, experts, spread, copies = uses.tensor, uses.experts, uses.spread, uses.copies
     parts = math.prod(model.axis_sizes[a] for a in tensor)
     chosen = tensor_parallel_groups(model, groups, parts) if parts > 1 else set()
@@ -68,8 +74,8 @@ def stated(model: Model, groups: Groups, name: str, uses: Uses) -> Baseline | No
     for p in split_parameters(model):
         taken = split_by_group(model, groups, p, chosen, tensor) if chosen else {}
         own = split_by_group(model, groups, p, by_expert, experts) if by_expert else ()
-        over = (*spread, *uses.context) if own else (*spread, *experts, *uses.context)
-        parameters[p] = spread_over(model, p, over, taken | dict(own)) if over else taken | dict(own)
+        spread_axes = (*spread, *uses.context) if own else (*spread, *experts, *uses.context)
+        parameters[p] = spread_over(model, p, spread_axes, taken | dict(own)) if spread_axes else taken | dict(own)
     updated = None
     if uses.spreads_state:
         updated = {p: spread_over(model, p, copies, {}) for p in parameters}
@@ -80,20 +86,24 @@ def stated(model: Model, groups: Groups, name: str, uses: Uses) -> Baseline | No
     inner = tensor if parts > 1 else ()
     along, across = ((), inner) if uses.on_width else (inner, ())
     stream = Stream(data, (*uses.context, *along), across, uses.context)
-    found = restricted(model, groups, name, parameters, stream, updated)
-    if found is not None:
+    baseline = restricted(model, groups, name, parameters, stream, updated)
+    if baseline is not None:
         run = _Held(chosen, by_expert, uses, -1 if groups.batch is None else groups.batch, groups.sequence)
-        if not _hold_inner(model, groups, found.allowed, run):
+        if not _hold_inner(model, groups, baseline.allowed, run):
             return None
-    return found
+    return baseline
 
 
 def stationary(
     model: Model, groups: Groups, name: str, width: Sequence[int], inner: Sequence[int], *, by_batch: bool
 ) -> Baseline | None:
-    """A step of serving whose weights stay where they are: ffn and heads split over `inner`, the model's width over
-    `width` (Pope et al. 2022). With `by_batch` the cache is split by sequence over both, else by heads where they
-    divide. None if the program's sizes do not allow it."""
+    """Build a serving step with stationary weights (Pope et al. 2022); None if the program's sizes do not allow it.
+
+    - `width`: axes that split the model's width.
+    - `inner`: axes that split ffn and heads.
+    - `by_batch`: if True, both split the cache by sequences. Otherwise `inner` splits the cache by heads if it divides
+      them.
+    """
     parts = math.prod(model.axis_sizes[a] for a in inner)
     chosen = tensor_parallel_groups(model, groups, parts)
     if not chosen:
@@ -115,29 +125,34 @@ def stationary(
 
 
 def _expert_groups(model: Model, groups: Groups, count: int) -> set[int]:
-    """The dim groups that count experts: those of dims of so many in their parameters."""
-    found = set()
+    """Return the dim groups that count experts: those of size `count` in the experts' parameters."""
+    expert_groups = set()
     for tensor, argument in zip(model.graph.arguments, model.program.arguments, strict=True):
         if argument.role in WEIGHTS and ".experts." in argument.name:
             dims = tensor_groups(model.structure, groups.of_factor, tensor)
-            found |= {g for g, size in zip(dims, argument.shape, strict=True) if g is not None and size == count}
-    return found
+            expert_groups |= {
+                g for g, size in zip(dims, argument.shape, strict=True) if g is not None and size == count
+            }
+    return expert_groups
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Held:
-    """Which dim groups of a stated run are split, and over what."""
+    """Dim groups of a stated run that are split, and the axes that split them."""
 
     chosen: set[int]
-    """Heads, ffn and vocabulary, over `tensor`."""
+    """Heads, ffn and vocabulary, which `tensor` splits."""
     by_expert: set[int]
-    """Experts, over `experts`, over which the batch is split where there are none."""
+    """Experts, which `experts` splits; these axes split the batch of tensors without experts."""
     uses: Uses
     batch: int
     sequence: int | None
 
     def spec(self, batch: int, of: Mapping[int, int]) -> dict[int, Sequence[int]] | None:
-        """Factor -> axes, for dim groups -> factors; None where more than one dim would be split over `tensor`."""
+        """Return the axes that split each factor; None if `tensor` would not split exactly one dim.
+
+        `of` maps dim groups to factors.
+        """
         inner = sorted(self.chosen & set(of))
         if self.chosen and len(inner) != 1:
             return None
@@ -151,12 +166,12 @@ class _Held:
         return spec
 
     def attending(self, attention: Attention, of: Mapping[int, int]) -> dict[int, Sequence[int]] | None:
-        """The same of an attention: over `context` its queries are split, or its heads of keys instead."""
-        found = self.spec(self.batch, {group: factor for group, factor in of.items() if group != self.sequence})
-        if found is None:
+        """Return the same for an attention: `context` splits its queries, or its key-value heads if exchanged."""
+        spec = self.spec(self.batch, {group: factor for group, factor in of.items() if group != self.sequence})
+        if spec is None:
             return None
         factor = attention.of_heads if self.uses.exchange == "heads" else attention.of_sequence
-        return found | {factor: (*self.uses.context, *found.get(factor, ()))}
+        return spec | {factor: (*self.uses.context, *spec.get(factor, ()))}
 
 
 def _hold_inner(
@@ -165,29 +180,32 @@ def _hold_inner(
     allowed: dict[int, NDArray[np.bool_]],
     run: _Held,
 ) -> bool:
-    """Every matmul (but the head's) computes, and every activation between two is held, with its batch split as the
-    run's is, and its heads or ffn dim split where those are.
+    """Restrict every matmul and every activation between two to the run's split of batch, heads and ffn.
 
-    Else another strategy than what was stated may look cheaper to the solver: gathering weights where a run has tensor
-    parallelism; where it has FSDP and few tokens, gathering activations instead of the weights.
-    Where heads are exchanged for the sequence, attention has them split, and what leads to it may change on the way;
-    False where they do not divide.
+    Otherwise the solver may prefer a strategy that was not stated. It may gather weights in place of tensor
+    parallelism, or gather the activations of few tokens in place of FSDP's weights. The head's matmuls are restricted
+    only with `Uses.holds_head`.
+
+    If heads are exchanged for the sequence, attention has its heads split, and tensors around it are free. Returns
+    False if the heads do not divide.
     """
     attentions = {each.op: each for each in find_attentions(model.graph)} if run.uses.context else {}
     exchanged = run.uses.exchange == "heads"
     between = {t for each in attentions.values() for t in each.values} if exchanged else set()
     free = {model.structure.cluster_of[t] for t in between}
     for cluster in model.structure.clusters:
-        of = {groups.of_factor[(cluster.id, f)]: f for f in range(len(cluster.sizes)) if f not in cluster.blocked}
-        spec = run.spec(groups.batch, of) if groups.batch in of and cluster.id not in free else None
+        factor_of = {
+            groups.of_factor[(cluster.id, f)]: f for f in range(len(cluster.sizes)) if f not in cluster.blocked
+        }
+        spec = run.spec(groups.batch, factor_of) if groups.batch in factor_of and cluster.id not in free else None
         if spec is not None:
             allow_factors(model, allowed, cluster.id, spec)
     for op_id, node in model.op_node.items():
-        of = groups_of_op(model, groups, op_id)
-        holds = run.uses.holds_head or model.graph.ops[op_id].loop >= 0
-        spec = run.spec(groups.batch, of) if holds and groups.batch in of else None
+        factor_of = groups_of_op(model, groups, op_id)
+        restricts = run.uses.holds_head or model.graph.ops[op_id].loop >= 0
+        spec = run.spec(groups.batch, factor_of) if restricts and groups.batch in factor_of else None
         if spec is not None and op_id in attentions:
-            spec = run.attending(attentions[op_id], of)
+            spec = run.attending(attentions[op_id], factor_of)
         if spec is not None:
             state = np.full(len(model.axis_sizes), WHOLE, dtype=np.int64)
             for factor, axes in spec.items():
@@ -201,24 +219,24 @@ def _hold_inner(
 
 
 def groups_of_op(model: Model, groups: Groups, op_id: int) -> dict[int, int]:
-    """Groups of a heavy op's factors -> the factor, as its operands and results have them."""
+    """Return the factor of a heavy op for each dim group of its operands and results."""
     op, structure = model.graph.ops[op_id], model.structure
     if op.rule is None:
         return {}
-    found: dict[int, int] = {}
+    factor_of: dict[int, int] = {}
     for tensor, dims in op.sides:
         for own, factors in zip(structure.dims_of[tensor], dims, strict=False):
             group = groups.of_factor.get((structure.cluster_of[tensor], own))
             if group is not None and len(factors) == 1:
-                found.setdefault(group, factors[0])
-    return found
+                factor_of.setdefault(group, factors[0])
+    return factor_of
 
 
 _STAGED_STACK = re.compile(r"(?:^|\.)layers(?:\.\d+)?\.(?:\*|\[\d+:\])\.")
 
 
 def without_axis(model: Model, axis: int) -> Model:
-    """The same alternatives, none of which shows what it does with one axis."""
+    """Return the model with one axis hidden: the same alternatives, whose states show the axis as splitting nothing."""
     nodes = []
     for node in model.nodes:
         states = node.states.copy()
@@ -228,11 +246,14 @@ def without_axis(model: Model, axis: int) -> Model:
 
 
 def with_stages_held(model: Model, stated: Baseline, axis: int, stack_dim: int) -> Baseline | None:
-    """The same with the axis of the stages as MaxText has it: stacks of layers in stages, and their optimizer state,
-    lie on their stages' devices, and all other parameters are whole along it.
+    """Restrict the stage axis as MaxText does: stages hold their layers' stacks and optimizer state, all else is whole.
 
-    `stack_dim` is the dim of stacks that counts layers. In rounds the layers of a stage do not follow one another, and
-    which dim is split is left open. None if the sharding of a stage then leaves no alternative.
+    In rounds, the layers of a stage are not consecutive, and any dim of a stack may be split. None if the stated
+    sharding of a stage then leaves no alternative.
+
+    - `stated`: the sharding of a stage.
+    - `axis`: number of the stage axis.
+    - `stack_dim`: the dim of stacks that counts layers.
     """
     allowed = dict(stated.allowed)
     in_order = model.program.pipeline is not None and model.program.pipeline["rounds"] == 1

@@ -29,11 +29,14 @@ from autoshard.planning.xla.spatial_splits import Inner, even_halos, extended_el
 FOLDED_OPS = frozenset(
     {"slice", "concatenate", "pad", "reverse", "broadcast_in_dim", "reshape", "dynamic_update_slice", IN, OUT}
 )
-"""Ops that compilers fold into the fusions around them, and updates: these move what their fusion says."""
+"""Ops that compilers fold into adjacent fusions, and updates; the fusion's memory traffic covers theirs."""
 
 
 def heavy_strategies(graph: OpGraph, op: Op, axes: Sequence[int], backend: str) -> States:
-    """Strategies of an op: mesh axes (sizes) assigned to its factors; one, whole, for an op without a rule."""
+    """Return the strategies of an op: the factor that each mesh axis splits, [strategies, axes].
+
+    `axes` has the sizes of the mesh axes. An op without a rule has one strategy, in which everything is whole.
+    """
     if op.rule is None:
         return np.full((1, len(axes)), WHOLE, dtype=np.int64)
     even = op.opaque is not None and op.opaque.on_shards
@@ -43,20 +46,21 @@ def heavy_strategies(graph: OpGraph, op: Op, axes: Sequence[int], backend: str) 
 
 
 def _in_turn(rule: Rule, states: States, axes: Sequence[int], apart: bool) -> NDArray[np.bool_]:
-    """States in which factors of one dim take axes from the major one on, each once those before it are used up.
+    """Return a mask of the states in which axes split the factors of a dim from the major factor on.
 
-    `apart`: the dim's parts on one device may be of any place of the later factor, so nothing need be used up.
+    A later factor is split only if the earlier factors have local size 1, and by later axes. With `apart` the earlier
+    factors may have any local size, since a device may then own any places of the later factor.
     """
-    kept = np.ones(len(states), dtype=bool)
+    allowed = np.ones(len(states), dtype=bool)
     for dim in {dim for dims in (*rule.operands, *rule.results) for dim in dims if len(dim) > 1}:
         for before, after in itertools.pairwise(dim):
             sizes = [rule.sizes[before]]
-            left = local_elements(np.where(states == before, 0, WHOLE), sizes, axes)
+            local = local_elements(np.where(states == before, 0, WHOLE), sizes, axes)
             places = np.arange(len(axes))
             last = np.where(states == before, places, -1).max(axis=1)
             first = np.where(states == after, places, len(axes)).min(axis=1)
-            kept &= ~(states == after).any(axis=1) | (((left == 1) | apart) & (last < first))
-    return kept
+            allowed &= ~(states == after).any(axis=1) | (((local == 1) | apart) & (last < first))
+    return allowed
 
 
 def heavy_seconds(
@@ -68,13 +72,20 @@ def heavy_seconds(
     residency: Residency,
     padding: Padding,
 ) -> Seconds:
-    """Roofline time of one execution in every state: local matrix work against local memory traffic."""
+    """Return the roofline seconds of one execution in every state: local matrix work against local memory traffic.
+
+    - `states`: factor that each mesh axis splits, [states, axes].
+    - `axes`: sizes of the mesh axes.
+    - `compute`: prices of work on a device.
+    - `residency`: tensors that stay in on-chip memory.
+    - `padding`: padding that tiles add to tensors.
+    """
     if op.kind in FOLDED_OPS:
         return np.zeros(len(states))
     operands = [(t, op.rule.operands[k] if op.rule else ()) for k, t in enumerate(op.operands)]
     results = [(t, op.rule.results[k] if op.rule else ()) for k, t in enumerate(op.results)]
     if op.kind == "gather":
-        operands = results  # reads what it takes, not the whole table
+        operands = results  # a gather reads the gathered rows, not the whole table
     elif op.kind == "scatter":
         operands = operands[2:] * 2
     size, fused = np.zeros(len(states)), np.zeros(len(states))
@@ -84,14 +95,14 @@ def heavy_seconds(
             continue
         local, ratio = np.full(len(states), float(record.elements)), 1.0
         if dims:
-            mine = factor_states(states, dims)
-            local, ratio = local_elements(mine, record.shape, axes), padding.ratio(tensor, mine, axes)
-        moved = local * ratio * record.itemsize
+            dim_states = factor_states(states, dims)
+            local, ratio = local_elements(dim_states, record.shape, axes), padding.ratio(tensor, dim_states, axes)
+        traffic = local * ratio * record.itemsize
         if number < len(operands):
-            size = size + residency.streamed(tensor, moved)
-            fused = fused + residency.taken_besides(tensor, moved)
+            size = size + residency.streamed(tensor, traffic)
+            fused = fused + residency.taken_besides(tensor, traffic)
         else:
-            size = size + residency.left(tensor, moved)
+            size = size + residency.left(tensor, traffic)
     if op.kind == "gather" and op.rule is not None:
         size = size + _burst_waste(graph, op, states, axes, compute)
     size = size + relaid_bytes(graph, op, states, axes, compute.topology.backend)
@@ -99,7 +110,7 @@ def heavy_seconds(
         size = op.opaque.traffic * local_elements(states, op.rule.sizes, axes) / math.prod(op.rule.sizes)
         size = size * _busiest(op, states)
     if op.halos and op.rule is not None:
-        # A shard is copied into one with its halo: read, written.
+        # A shard is copied into a buffer with its halos: one read and one write.
         first = graph.tensors[op.operands[0]]
         size = size + 2 * extended_elements(graph, op, states, axes) * first.itemsize
     if is_ragged(op):
@@ -111,11 +122,11 @@ def heavy_seconds(
     if op.kind == "fft" and op.rule is not None and compute.topology.traits.rounds_operands:
         return _fft_seconds(graph, op, states, axes, compute, size)
     if op.flops == 0 or op.rule is None:
-        # Every copy that a cumulative op goes through is read and written, and summed in two steps.
+        # Each copy of a cumulative op is read and written, and is summed in two steps.
         copies = cumulative_copies(graph, op, compute.topology.backend)
         return compute.op_seconds(np.zeros(len(states)), size * (3 * copies if copies else 1))
     dtype = (op.opaque.dtype if op.opaque else "") or graph.tensors[op.operands[0]].dtype
-    # A unit that multiplies in bfloat16 runs more than once for what is asked for in a higher precision.
+    # A matrix unit that multiplies in bfloat16 needs several passes for a higher precision.
     further = op.passes - 1 if compute.topology.traits.rounds_operands else 0
     if op.kind == "dot_general":
         m, n, k, batch = _matmul_sizes(op.rule, states, axes)
@@ -155,18 +166,27 @@ def heavy_seconds(
 
 
 _DIRECT = 256
-"""Longest dim that a TPU transforms by one matrix; longer multiples of 128 by two, and others by one all the same."""
+"""Longest dim that a TPU transforms by one matrix.
+
+Longer multiples of 128 take two matrices, and other lengths one.
+"""
 _FLOAT32 = 6
-"""Products of bfloat16 that make one of float32."""
+"""Number of bfloat16 products in one float32 product."""
 
 
 def _fft_seconds(
     graph: OpGraph, op: Op, states: States, axes: Sequence[int], compute: Compute, size: Seconds
 ) -> Seconds:
-    """Return the time of an fft on a TPU: products of real and imaginary parts with matrices, dim after dim.
+    """Return the seconds of an fft on a TPU, which multiplies by matrices, one dim after the other.
 
-    Three products make a complex one, two that of real numbers. Each stage reads and writes all elements; layouts are
-    changed around two stages (transforms of 64 to 16384 and of 256 x 256 x 256 elements, v5e, libtpu 0.0.52).
+    Real and imaginary parts are multiplied separately. A complex product takes three real products, a product with real
+    input two. Each stage reads and writes all elements, and two stages have layout changes around them.
+
+    Evidence: docs/compiler_behaviour.md, "FFT as matmuls".
+
+    - `states`: factor that each mesh axis splits, [states, axes].
+    - `axes`: sizes of the mesh axes.
+    - `size`: bytes of the local operand and result, [states].
     """
     assert op.rule is not None
     sides = ((op.operands[0], op.rule.operands[0]), (op.results[0], op.rule.results[0]))
@@ -176,10 +196,10 @@ def _fft_seconds(
     kinds = zip(op.rule.sizes, op.rule.kinds, strict=True)
     total = compute.op_seconds(np.zeros(len(states)), 0.0)
     for length in (n for n, kind in kinds if kind is FactorKind.NEED_REPLICATION and n > 1):
-        direct = length <= _DIRECT or length % LANES
-        if not direct:
+        one_matrix = length <= _DIRECT or length % LANES
+        if not one_matrix:
             total = total + compute.memory_seconds(2.0 * size)
-        for stage in (length,) if direct else (LANES, length // LANES):
+        for stage in (length,) if one_matrix else (LANES, length // LANES):
             products = 2 if real else 3
             busy = compute.matmul_seconds(local / stage, stage, stage) * (_FLOAT32 * products)
             total = total + np.maximum(busy, compute.memory_seconds(2.0 * local * record.itemsize))
@@ -188,34 +208,35 @@ def _fft_seconds(
 
 
 def _most_of_slope(states: States, factor: int, axes: Sequence[int], blocks: int) -> Seconds:
-    """Work of the part with the most over the mean, where block k of n along the factor has the work k."""
+    """Return the work of the busiest shard over the mean, where block k of n along the factor has work k, [states]."""
     parts = np.where(states == factor, np.array(axes), 1).prod(axis=1)
+    # The last of p shards has n/p blocks of mean work n - (n/p - 1)/2; the mean over all blocks is (n + 1)/2.
     return (2.0 - 1.0 / parts + 1.0 / blocks) / (1.0 + 1.0 / blocks)
 
 
 def _busiest(op: Op, states: States) -> Seconds:
-    """How many times the mean work the busiest part of an opaque call has (`Opaque.uneven`)."""
-    found = np.ones(len(states))
+    """Return the work of the busiest shard of an opaque call over the mean (`Opaque.uneven`), [states]."""
+    ratio = np.ones(len(states))
     for factor, times in op.opaque.uneven if op.opaque is not None else ():
-        found = np.where((states == factor).any(axis=1), found * times, found)
-    return found
+        ratio = np.where((states == factor).any(axis=1), ratio * times, ratio)
+    return ratio
 
 
 def _burst_waste(graph: OpGraph, op: Op, states: States, axes: Sequence[int], compute: Compute) -> Seconds:
-    """Bytes that a gather reads and does not want: every slice it takes comes in whole bursts of memory."""
+    """Return the bytes that a gather reads in excess, since every slice is read in whole memory bursts, [states]."""
     assert op.rule is not None
     record = graph.tensors[op.results[0]]
     itemsize = record.itemsize
-    taken = {f for dim in op.rule.operands[0] for f in dim} & {f for dim in op.rule.results[0] for f in dim}
-    sizes = [size if f in taken else 1 for f, size in enumerate(op.rule.sizes)]
-    each = local_elements(np.where(np.isin(states, list(taken)), states, WHOLE), sizes, axes) * itemsize
+    copied_factors = {f for dim in op.rule.operands[0] for f in dim} & {f for dim in op.rule.results[0] for f in dim}
+    sizes = [size if f in copied_factors else 1 for f, size in enumerate(op.rule.sizes)]
+    slice_bytes = local_elements(np.where(np.isin(states, list(copied_factors)), states, WHOLE), sizes, axes) * itemsize
     local = local_elements(factor_states(states, op.rule.results[0]), record.shape, axes) * itemsize
     burst = compute.burst_bytes
-    return local * (np.ceil(each / burst) * burst / np.maximum(each, 1.0) - 1.0)
+    return local * (np.ceil(slice_bytes / burst) * burst / np.maximum(slice_bytes, 1.0) - 1.0)
 
 
 def _sorted_length(graph: OpGraph, op: Op) -> int:
-    """Size of the dim that is sorted: the one that needs replication, else the last."""
+    """Return the size of the sorted dim: the dim that needs replication, else the last."""
     whole = (
         []
         if op.rule is None
@@ -229,10 +250,10 @@ def _sorted_length(graph: OpGraph, op: Op) -> int:
 def _convolution_efficiency(
     graph: OpGraph, op: Op, states: States, axes: Sequence[int], compute: Compute
 ) -> Seconds | None:
-    """Share of the matrix unit's peak: the local convolution as one matmul, each window a row of its left side.
+    """Return the share of the matrix unit's peak that a local convolution reaches, computed as one matmul, [states].
 
-    The window's elements are summed over with the features; in the gradient of a kernel they are its results. None
-    for convolutions of groups, which have no such form.
+    Each window is a row of the matmul's left side. The window's elements are contracted together with the features; in
+    the gradient of a kernel they are its results. None for grouped convolutions, which have no such form.
     """
     assert op.rule is not None
     m, n, k, batch = _matmul_sizes(op.rule, states, axes)
@@ -248,23 +269,23 @@ def _convolution_efficiency(
 
 
 def _matmul_sizes(rule: Rule, states: States, axes: Sequence[int]) -> tuple[Seconds, ...]:
-    """Local m, n, k and batch of a dot in every state."""
+    """Return the local m, n, k and batch of a dot, each [states]."""
     left, right = ({f for dim in dims for f in dim} for dims in rule.operands[:2])
     out = {f for dim in rule.results[0] for f in dim}
     groups = (left - right, right - left, (left & right) - out, left & right & out)
     sizes = []
     for group in groups:
         masked = [size if f in group else 1 for f, size in enumerate(rule.sizes)]
-        mine = [f if f in group else WHOLE for f in range(len(rule.sizes))]
-        sizes.append(local_elements(relabel(states, mine), masked, axes))
+        mapping = [f if f in group else WHOLE for f in range(len(rule.sizes))]
+        sizes.append(local_elements(relabel(states, mapping), masked, axes))
     return tuple(sizes)
 
 
 def result_states(op: Op, states: States, result: int) -> States:
-    """States over an op's factors as states in which it leaves one result: over its dims, sums still to be done."""
+    """Convert an op's strategies to the states of one result before any reduction: over its dims, with partial sums."""
     if op.rule is None:
         return np.full_like(states, WHOLE)
-    # A region does all sums of an op together (`mlir.insert_regions`).
+    # A manual region (`mlir.insert_regions`) does all reductions of an op together.
     label = [PARTIAL if op.halos or op.grouped else PARTIAL - f for f in range(len(op.rule.kinds))]
     mapping = [label[f] if kind is FactorKind.REDUCTION else WHOLE for f, kind in enumerate(op.rule.kinds)]
     for dim, factors in enumerate(op.rule.results[result]):
@@ -274,21 +295,23 @@ def result_states(op: Op, states: States, result: int) -> States:
 
 
 _EXCHANGED = 1
-"""The factor that is sequences on one side and groups on the other (`program/kernels/ragged_exchange.py`)."""
+"""Factor that is sequences on one side and groups on the other (`program/kernels/ragged_exchange.py`)."""
 
 
 _PASSES = 2.5
-"""Passes over what it reads and writes where arrays lie in tiles: TPUs' compiler copies operand and result from and to
-a layout of whole rows, and the result is filled with zeros before (seen in its schedule)."""
+"""Passes of a ragged exchange over its operand and result on backends with tiled arrays.
+
+The TPU compiler's schedule copies both to and from a layout of whole rows, and first fills the result with zeros.
+"""
 
 
 def is_ragged(op: Op) -> bool:
-    """Whether an op exchanges rows of sequences for rows of groups."""
+    """Return True if an op exchanges rows of sequences for rows of groups."""
     return op.opaque is not None and op.opaque.on_shards and op.opaque.target.startswith(RAGGED)
 
 
 def ragged_passes(op: Op, states: States, tiled: bool) -> Seconds:
-    """How often the call goes over its operand and result, in every state."""
+    """Return the number of passes of a ragged exchange over its operand and result, [states]."""
     exchanges = (states == _EXCHANGED).any(axis=1)
     return np.where(exchanges & tiled, _PASSES, 1.0)
 
@@ -296,19 +319,19 @@ def ragged_passes(op: Op, states: States, tiled: bool) -> Seconds:
 def ragged_exchanges(
     graph: OpGraph, op: Op, states: States, axes: Sequence[int], collectives: Collectives
 ) -> list[Inner]:
-    """The all-to-all in every state. It takes as long as the busiest device has rows for.
+    """Return the all-to-all of a ragged exchange for every state; its duration is that of the busiest device's rows.
 
-    Devices that are threads of one machine have no ragged one, and send what is padded.
+    Devices that are threads of one machine have no ragged collective and send padded rows.
     """
     assert op.rule is not None and op.opaque is not None
     rows = graph.tensors[op.operands[0]]
     size = local_elements(factor_states(states, op.rule.operands[0]), rows.shape, axes) * rows.itemsize
     if not collectives.mesh.topology.traits.shares_machine:
         size = size * min(1.0, op.opaque.sent * dict(op.opaque.uneven).get(_EXCHANGED, 1.0))
-    over = states == _EXCHANGED
-    found = []
-    for used in np.unique(over, axis=0):
-        group = tuple(np.flatnonzero(used).tolist())
+    on_axes = states == _EXCHANGED
+    exchanges = []
+    for axis_mask in np.unique(on_axes, axis=0):
+        group = tuple(np.flatnonzero(axis_mask).tolist())
         if math.prod(axes[a] for a in group) > 1:
-            found.append(Inner("all-to-all", group, np.where((over == used).all(axis=1), size, 0.0)))
-    return found
+            exchanges.append(Inner("all-to-all", group, np.where((on_axes == axis_mask).all(axis=1), size, 0.0)))
+    return exchanges

@@ -1,4 +1,4 @@
-"""Overlap of communication with compute: the one rule of what is hidden and what is exposed."""
+"""Overlap of communication with compute: the single rule for the hidden and the exposed share of a collective."""
 
 import bisect
 import enum
@@ -17,7 +17,7 @@ from autoshard.planning.xla.axis_assignments import WHOLE, States, local_element
 
 
 class Overlap(enum.StrEnum):
-    """Why a move may be hidden."""
+    """Reason why a reshard may be hidden."""
 
     NONE = "none"
     PARAMETERS = "parameters"
@@ -33,14 +33,14 @@ AT_NARROW = {
     Overlap.GRADIENTS_AT_MATMUL: Overlap.GRADIENTS,
     Overlap.NETWORK_AT_MATMUL: Overlap.NETWORK,
 }
-"""What a move may hide behind at a matmul that is too narrow to have it pipelined into it."""
+"""Overlap that is left if the matmul is too narrow to pipeline the reshard into it."""
 
 ALONE = {
     Overlap.PARAMETERS: Overlap.NETWORK,
     Overlap.GRADIENTS: Overlap.NETWORK,
     Overlap.GRADIENTS_AT_MATMUL: Overlap.NETWORK_AT_MATMUL,
 }
-"""What a move may hide behind at an op that stands alone between loops, for what it may elsewhere."""
+"""Overlap that is left at an op that stands alone between loops."""
 
 _EARLY = {
     "all-gather": ("gather_overlap",),
@@ -49,16 +49,21 @@ _EARLY = {
     "all-reduce": ("reduction_overlap",),
     "reduce-scatter": ("reduction_overlap",),
 }
-"""What hides a collective within a slice that waits for parameters only: gathers have a figure of their own, permutes
-are asynchronous everywhere, and others where sums are."""
+"""Calibration figure that hides a collective within a slice that waits for parameters only.
+
+Gathers have a figure of their own, permutes are asynchronous everywhere, and other kinds are hidden as sums are.
+"""
 
 
 def columns_beside(op: Op, side: int, states: States, axes: Sequence[int]) -> NDArray[np.float64]:
-    """Multiply-adds that a dot does in one device for each element of one of its tensors, in each state of the op.
+    """Return the multiply-adds of a local dot for each element of one of its tensors, [states].
 
-    `side` counts operands and then results, as `Op.sides` does; `axes` are sizes of mesh axes. Of an operand these are
-    the columns of the other one; of the result it is the length of the sums. XLA decides by it whether a collective
-    of that tensor is worth a loop beside the matmul.
+    For an operand this is the number of columns of the other operand; for the result it is the contracted size. XLA
+    uses this number to decide if a loop that overlaps a collective of the tensor with the matmul is worthwhile.
+
+    - `side`: position among operands and then results, as in `Op.sides`.
+    - `states`: factor that each mesh axis splits, [states, axes].
+    - `axes`: sizes of the mesh axes.
     """
     assert op.rule is not None
     sides = [{factor for dim in dims for factor in dim} for _, dims in op.sides]
@@ -69,14 +74,14 @@ def columns_beside(op: Op, side: int, states: States, axes: Sequence[int]) -> ND
 
 
 def hidden_share(collectives: Collectives, overlap: Overlap, kind: str, axes: Sequence[str], size: float) -> float:
-    """Share of a collective of `size` bytes over mesh axes that runs beside compute."""
+    """Return the share of a collective of `size` bytes over mesh axes that overlaps with compute."""
     shares = hiding_shares(collectives.calibration, hiding_figures(collectives, overlap, kind, axes))
     seconds, least = (collectives.time(kind, tuple(axes), what) for what in (size, 0.0))  # type: ignore[arg-type]
     return float(hidden_seconds(shares, seconds, least) / seconds) if seconds else shares[0]
 
 
 def hiding_figures(collectives: Collectives, overlap: Overlap, kind: str, axes: Sequence[str]) -> tuple[str, ...]:
-    """Figures of the calibration that say so (see `Charge.hides`); none where all of it is waited for."""
+    """Return the names of the calibration figures that hide a collective (`Charge.hides`); none if it is exposed."""
     if not collectives.can_overlap or overlap is Overlap.NONE:
         return ()
     mesh = collectives.mesh
@@ -85,16 +90,20 @@ def hiding_figures(collectives: Collectives, overlap: Overlap, kind: str, axes: 
         return ("network_overlap",)
     if overlap is Overlap.PARAMETERS:
         return _EARLY[kind]
-    found = ("reduction_overlap",) if overlap in (Overlap.GRADIENTS, Overlap.GRADIENTS_AT_MATMUL) else ()
+    figures = ("reduction_overlap",) if overlap in (Overlap.GRADIENTS, Overlap.GRADIENTS_AT_MATMUL) else ()
+    # A collective matmul: XLA turns the gather or scatter into a loop of permutes and partial matmuls.
     if overlap in AT_NARROW and kind in ("all-gather", "reduce-scatter") and "network" not in kinds:
         group = math.prod(mesh.axes[axis] for axis in axes)
         if group <= collectives.calibration.pipelined_max_group and _is_looped(mesh, axes):
-            found = (*found, PIPELINED)
-    return found
+            figures = (*figures, PIPELINED)
+    return figures
 
 
 def _is_looped(mesh: Mesh, axes: Sequence[str]) -> bool:
-    """Whether a TPU compiler walks a group in a loop of permutes: not a pair, and not a square of two by two chips."""
+    """Return True if a TPU compiler walks a group in a loop of permutes.
+
+    A pair, and a square of two by two chips, is not looped.
+    """
     if not mesh.topology.traits.compiles_ahead:
         return True
     lengths: dict[str, int] = {}
@@ -112,33 +121,40 @@ def lanes(
     size: float,
     block: int,
 ) -> dict[Channel, float]:
-    """What a collective of `size` bytes competes with: channel -> share of its seconds there.
+    """Return the channels that a collective of `size` bytes occupies, with the share of its seconds in each.
 
     An axis of one device has no links.
+
+    - `link_of`: name of the links by mesh axis.
+    - `overlap`: how the collective may be hidden.
+    - `kind`, `axes`: kind of collective and mesh axes of its group.
+    - `block`: the loop in which it runs, -1 for the top level.
     """
     hidden = hidden_share(collectives, overlap, kind, axes, size)
-    found: dict[Channel, float] = {(block, link_of[axis]): hidden for axis in axes if axis in link_of and hidden}
+    shares: dict[Channel, float] = {(block, link_of[axis]): hidden for axis in axes if axis in link_of and hidden}
     if hidden < 1.0:
-        found[EXPOSED] = 1.0 - hidden
-    return found
+        shares[EXPOSED] = 1.0 - hidden
+    return shares
 
 
 def alone_between_loops(graph: OpGraph, structure: Structure, read: Set[int], written: Set[int]) -> frozenset[int]:
-    """Ops of blocks that hold loops of matmuls, where matmuls between two such loops have at most one weight.
+    """Return the ops that stand alone between loops of matmuls and so have no other weights' work to overlap with.
 
-    Not those behind the last loop, unless there is a matmul among them: they update weights, one beside another.
+    Between two such loops of a block, the matmuls read at most one weight and write at most one. Ops after the last
+    loop count only if there is a matmul among them: else they update weights, and the updates overlap with each other.
 
-    `read` and `written` are clusters of weights as they are stored, and as the step leaves them.
+    - `read`: clusters of weights as they are stored.
+    - `written`: clusters of weights as the step leaves them.
     """
     ends = defaultdict(list)
-    works = [0] * len(graph.loops)
+    has_work = [0] * len(graph.loops)
     for op in graph.ops:
         loop = op.loop if op.flops else -1
-        while loop >= 0 and not works[loop]:
-            works[loop] = 1
+        while loop >= 0 and not has_work[loop]:
+            has_work[loop] = 1
             loop = graph.loops[loop].parent
     for loop, record in enumerate(graph.loops):
-        if works[loop] and not record.branches:
+        if has_work[loop] and not record.branches:
             ends[record.parent].append(record.stop)
     for stops in ends.values():
         stops.sort()
@@ -146,13 +162,13 @@ def alone_between_loops(graph: OpGraph, structure: Structure, read: Set[int], wr
     for op in graph.ops:
         if op.loop in ends:
             parts[op.loop, bisect.bisect_right(ends[op.loop], op.id)].append(op.id)
-    found: list[int] = []
+    alone: list[int] = []
     for (block, part), ops in parts.items():
-        busy = [graph.ops[op] for op in ops if graph.ops[op].flops]
-        if not busy and part == len(ends[block]):
-            continue  # the updates of all weights, which run beside what the others send
-        reads = {structure.cluster_of[t] for op in busy for t in op.operands} & read
-        writes = {structure.cluster_of[t] for op in busy for t in op.results} & written
+        matmuls = [graph.ops[op] for op in ops if graph.ops[op].flops]
+        if not matmuls and part == len(ends[block]):
+            continue  # weight updates, which overlap with the collectives of other weights
+        reads = {structure.cluster_of[t] for op in matmuls for t in op.operands} & read
+        writes = {structure.cluster_of[t] for op in matmuls for t in op.results} & written
         if len(reads) <= 1 and len(writes) <= 1:
-            found += ops
-    return frozenset(found)
+            alone += ops
+    return frozenset(alone)

@@ -1,4 +1,4 @@
-"""Options of a plan that is to be made, and the options of a source that the planner may choose."""
+"""Options of a plan, and the options of a program source that the planner may choose."""
 
 import dataclasses
 import numbers
@@ -15,7 +15,7 @@ from autoshard.program import GPU_AUTO, HOSTS, LOSSLESS, Choices
 
 
 class PlanOptions(TypedDict, total=False):
-    """The options of `autoshard.plan`, by the names that users write; `refine` and `sweep` take them too."""
+    """Options of `autoshard.plan` under the names that users write; `refine` and `sweep` accept them too."""
 
     mesh: str | Mapping[str, int] | None
     memory_limit: float | None
@@ -37,36 +37,36 @@ class PlanOptions(TypedDict, total=False):
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
-    """All that decides a plan beside its program. An option that is added here reaches whatever makes plans."""
+    """All inputs of a plan in addition to its program; every maker of plans receives this record."""
 
     topology: str
     """Chips and their shape, such as `v5p:4x8x8` or `cpu:8`."""
     mesh: str | Mapping[str, int] | None = None
-    """Axes and sizes; None asks `XLA_AUTO_SPMD_MESH`, then the program, and `auto` looks for the best."""
+    """Axes and sizes; None reads `XLA_AUTO_SPMD_MESH`, then the program; `auto` searches for the best mesh."""
     memory_limit: int | None = None
-    """Bytes of one device; None is the chip's usable memory."""
+    """Bytes of one device; None stands for the chip's usable memory."""
     time_limit: float = 60.0
-    """Seconds of processor for each solve; the work of a solve is bounded apart from it."""
+    """Processor seconds of each solve; the work of a solve is bounded separately."""
     seed: int = 0
-    """Where the solver's local searches begin."""
+    """Seed of the solver's local searches."""
     asked: Asked = dataclasses.field(default_factory=Asked)
-    """Pins and other demands, see `read_asked`."""
+    """Pins and other demands of the user, see `read_asked`."""
     refine_axes: bool = True
-    """Whether an axis may be cut where a dim is divided by a part of it only."""
+    """True if an axis may be cut where only a part of it divides a dim."""
     calibration: bool | Fit = True
-    """Whether prices are those learned of the topology, or a fit made before."""
+    """True for the calibration learned on the topology, False for none, or a fit made earlier."""
     ignore_constraints: bool = False
-    """Whether what the program itself asks for is lifted before it is planned."""
+    """True if the program's own sharding constraints are lifted before planning."""
     xla_flags: str | Iterable[str] | None = None
     """Compiler flags that the step will run with."""
     form: str | None = None
-    """An export's form that must be able to hold the plan; None for any plan."""
+    """Export form that must be able to express the plan; None for any plan."""
     candidates: int = 1
-    """Plans to offer at most, the chosen one first."""
+    """Largest number of plans to offer, the chosen plan first."""
 
 
 def read_options(topology: str, said: PlanOptions) -> Options:
-    """The record of what a user wrote, with the defaults of what was left out.
+    """Convert the options that a user wrote into a record, with defaults for absent ones.
 
     Raises `UserError` for demands that cannot be read, and `TypeError` for an option that does not exist.
     """
@@ -87,13 +87,13 @@ def read_options(topology: str, said: PlanOptions) -> Options:
         raise TypeError("`asked` has all demands: leave out pins, replicate, forbid, axis_only and pin_from beside it")
     read = Options(topology=topology, asked=asked, **options)
     _check_kinds(read)
-    # Bytes are counted in whole numbers, and numbers of numpy would not go into a plan's file.
+    # Bytes are whole numbers, and a plan's file cannot store numpy scalars.
     limit = None if read.memory_limit is None else int(read.memory_limit)
     return dataclasses.replace(read, memory_limit=limit, seed=int(read.seed), candidates=int(read.candidates))
 
 
 def _check_kinds(options: Options) -> None:
-    """Refuse values that are no numbers, or none that can be meant."""
+    """Refuse values of a wrong type or out of range."""
     limit, seconds = options.memory_limit, options.time_limit
     if limit is not None and (not _is_number(limit, numbers.Real) or not 1 <= limit < 2**63):
         raise UserError(f"memory_limit is {limit!r}, expected the bytes of one device, a number from 1 up.")
@@ -113,91 +113,91 @@ def _is_number(value: Any, kind: type) -> bool:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Limits:
-    """What one search may spend."""
+    """Resources that one search may use."""
 
     memory_bytes: int
-    """The peak of one device that no choice may pass."""
+    """Peak bytes of one device that no choice may exceed."""
     seconds: float
-    """Seconds of processor for all solves together."""
+    """Processor seconds for all solves together."""
     seed: int
-    """Where the solver's local searches begin."""
+    """Seed of the solver's local searches."""
 
     def share(self, part: float) -> "Limits":
-        """The same with a part of the time."""
+        """Return the limits with a part of the time."""
         return dataclasses.replace(self, seconds=part * self.seconds)
 
 
 REMATS = ("none", "dots", "full")
-"""What may be computed again in the backward pass, what computes least first."""
+"""Remat policies to choose from, least recomputation first."""
 
 MICROBATCHES = (1, 2, 4, 8)
-"""In how many parts a batch may be computed, where that is left to the planner."""
+"""Numbers of microbatches to choose from."""
 
 BATCHES = (1, 2, 4, 8, 16, 32)
-"""Examples for each device, where the batch is left to the planner; halves of one are tried if one does not fit."""
+"""Examples per device to choose from; halves of a single example per device are tried if none fits."""
 
 FULL = "full"
-"""What computes everything again."""
+"""Remat policy that recomputes everything."""
 
 RINGS = ("auto", "ring")
-"""How queries meet keys and values, where that is left to the planner: as the solver chooses, or around a ring."""
+"""Attention exchanges to choose from: as the solver decides, or around a ring."""
 
 SCHEDULES = ("gpipe", "circular:2", "circular:3", "circular:4")
-"""How microbatches go through stages, where that is left to the planner."""
+"""Pipeline schedules to choose from."""
 
 MOST_STAGES = 64
-"""Stages of a pipeline, where their number is left to the planner."""
+"""Largest number of pipeline stages that the planner chooses."""
 
 PARTS = ("stages", "schedule", "microbatches")
-"""What says how a step is computed in parts, one after the other or by stages."""
+"""Options that decide how a step is computed in parts, one after the other or by stages."""
 
 _MADE_FOR = {"splash": ("splash", "TPUs"), "cached": ("splash", "TPUs"), "cudnn": ("cudnn", "NVIDIA's GPUs")}
-"""A kernel of attention -> that which chips it is for have (`Traits.attention`), and what these are called."""
+"""Attention kernel -> (kernel family, as in `Traits.attention`; name of the chips that have this family)."""
 
 AUTO = "auto"
-"""The value of an option that leaves the choice to the planner."""
+"""Value of an option that leaves the choice to the planner."""
 
 
 def source_choices(options: Mapping[str, Any], topology: str) -> Choices:
-    """The values of those options of a source that are left to the planner (`auto`).
+    """Return the values to choose from for each source option that is `auto`.
 
-    Raises `UserError` where a batch that is not known would have to be divided.
+    Raises `UserError` if `auto` contradicts another option.
     """
-    found: dict[str, tuple[Any, ...]] = {}
+    choices: dict[str, tuple[Any, ...]] = {}
     if options.get("remat") == AUTO:
-        found["remat"] = REMATS
+        choices["remat"] = REMATS
     if options.get("host") == AUTO:
-        found["host"] = HOSTS[:1] if Topology.parse(topology).traits.shares_machine else HOSTS
+        choices["host"] = HOSTS[:1] if Topology.parse(topology).traits.shares_machine else HOSTS
     if options.get("experts") == AUTO:
         if options.get("capacity_factor") is not None:
             raise UserError(
                 "--experts auto chooses among forms that drop no token, and --capacity-factor says how many may be "
                 "sent; give --experts slots or sorted:8 with it, or leave it out."
             )
-        found["experts"] = LOSSLESS
+        choices["experts"] = LOSSLESS
     if options.get("batch") == AUTO:
         devices = Topology.parse(topology).num_devices
         halves = [devices >> n for n in range(1, devices.bit_length()) if devices % (1 << n) == 0]
-        found["batch"] = (*(devices * each for each in BATCHES), *halves)
+        choices["batch"] = (*(devices * each for each in BATCHES), *halves)
     if options.get("exchange") == AUTO:
-        found["exchange"] = RINGS
+        choices["exchange"] = RINGS
     parts = _part_choices(options, topology)
     if parts:
-        found |= parts
+        choices |= parts
     open_groups = options.get("gradient_groups") is None and AUTO in (options.get(name) for name in PARTS)
     if open_groups or options.get("gradient_groups") == AUTO:
-        found["gradient_groups"] = (None,)  # how many there may be is known once there is a plan
+        choices["gradient_groups"] = (None,)  # the possible numbers are known only after planning
     if not parts and options.get("microbatches") == AUTO:
         batch = options.get("batch")
-        found["microbatches"] = tuple(n for n in MICROBATCHES if not isinstance(batch, int) or batch % n == 0)
-    return found
+        choices["microbatches"] = tuple(n for n in MICROBATCHES if not isinstance(batch, int) or batch % n == 0)
+    return choices
 
 
 def _part_choices(options: Mapping[str, Any], topology: str) -> dict[str, tuple[Any, ...]]:
-    """Values of all `PARTS` where one of them is left to the planner and there are stages; nothing otherwise.
+    """Return the values of all `PARTS` if one of them is `auto` and there are stages, else nothing.
 
-    Stages are as many as a part of the devices; each has 1, 2, 4 or 8 microbatches, or the pipeline has as many as
-    are given. No stages are stages too: one, by no schedule.
+    The number of stages is a divisor of the number of devices. Each stage has 1, 2, 4 or 8 microbatches, unless their
+    number is given. One stage without a schedule stands for no pipeline.
     """
     stages, schedule, count, batch = (options.get(name) for name in (*PARTS, "batch"))
     if schedule == AUTO and stages is None:
@@ -222,10 +222,10 @@ def _part_choices(options: Mapping[str, Any], topology: str) -> dict[str, tuple[
 
 
 def settled_options(options: Mapping[str, Any], topology: str) -> dict[str, Any]:
-    """Options of a source for `open_source`, and what the topology decides: which kernel attention has.
+    """Return the options for `open_source`, with the attention kernel that the topology decides.
 
-    TPUs prefer theirs; GPUs take one where `auto` asks for it. Raises `UserError` for a kernel of other hardware; on
-    CPUs, where all of them are only imitated, any may be tried.
+    TPUs prefer their own kernel; GPUs use one if it is `auto`. On CPUs, which only imitate kernels, any kernel is
+    allowed. Raises `UserError` for a kernel of other hardware.
     """
     own, asked = Topology.parse(topology).traits.attention, options.get("attention")
     needs, chips = _MADE_FOR.get(str(asked), (own, ""))

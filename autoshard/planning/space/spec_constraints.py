@@ -1,4 +1,4 @@
-"""Constraints on specs that the program or the user states, and regions that the program splits by hand."""
+"""Constraints on specs that the program or the user states, and regions that the program shards manually."""
 
 import dataclasses
 import math
@@ -18,45 +18,46 @@ from autoshard.planning.xla.partitioner_rules import Inner
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Demand:
-    """What the spec of one tensor must be. Axes are numbers of mesh axes; one of size 1 asks for nothing."""
+    """Required spec of one tensor; axes are numbers of mesh axes, and axes of size 1 demand nothing."""
 
     tensor: int
     dims: tuple[tuple[int, ...], ...]
     """Axes that must split each dim."""
     open: tuple[bool, ...]
-    """Dims that other axes may split too."""
+    """True for each dim that further axes may split."""
     never: tuple[int, ...]
     """Axes that may split no dim."""
     why: str
-    """Who asks, for a person."""
+    """Origin of the demand, in words for the user."""
 
 
 def allowed_states(structure: Structure, states: States, demand: Demand) -> NDArray[np.bool_]:
-    """Which states of the tensor's cluster (mesh axes over the cluster's factors) keep a demand."""
+    """Return a mask of the states of the tensor's cluster that satisfy a demand, [states]."""
     factors = structure.dims_of[demand.tensor]
-    kept = np.ones(len(states), dtype=bool)
+    allowed = np.ones(len(states), dtype=bool)
     for factor, axes, is_open in zip(factors, demand.dims, demand.open, strict=True):
         for axis in range(states.shape[1]):
             if axis in axes:
-                kept &= states[:, axis] == (factor if factor >= 0 else WHOLE - 1)
+                # No state has the value `WHOLE - 1`: a dim without a factor cannot be split.
+                allowed &= states[:, axis] == (factor if factor >= 0 else WHOLE - 1)
             elif not is_open and factor >= 0:
-                kept &= states[:, axis] != factor
+                allowed &= states[:, axis] != factor
     own = [f for f in factors if f >= 0]
     for axis in demand.never:
-        kept &= ~np.isin(states[:, axis], own)
-    return kept
+        allowed &= ~np.isin(states[:, axis], own)
+    return allowed
 
 
 def free_of(states: States, axes: Iterable[int]) -> NDArray[np.bool_]:
-    """Which states use none of these axes."""
+    """Return a mask of the states that use none of these axes, [states]."""
     return (states[:, list(axes)] == WHOLE).all(axis=1)
 
 
 def program_demands(graph: OpGraph, structure: Structure, mesh: Mesh) -> list[Demand]:
-    """What the program's own constraints ask for on a mesh.
+    """Return the demands of the program's own constraints on a mesh.
 
-    Raises `UserError` if one names an axis that the mesh lacks, a part of an axis, or splits a dim that does not
-    divide.
+    Raises `UserError` if a constraint names an axis that the mesh lacks, or a part of an axis. Raises it also if a
+    constraint splits a dim that does not divide.
     """
     return [
         _demand(graph, constraint, mesh)
@@ -66,6 +67,7 @@ def program_demands(graph: OpGraph, structure: Structure, mesh: Mesh) -> list[De
 
 
 def _demand(graph: OpGraph, constraint: Constraint, mesh: Mesh) -> Demand:
+    """Return the demand of one constraint."""
     sharding, shape = constraint.sharding, graph.tensors[constraint.tensor].shape
     uses = [*sharding.dims, sharding.whole, sharding.unreduced]
     for use in (use for dim in uses for use in dim):
@@ -84,17 +86,18 @@ def _demand(graph: OpGraph, constraint: Constraint, mesh: Mesh) -> Demand:
 
 
 def broken_demands(graph: OpGraph, structure: Structure, mesh: Mesh, state: Callable[[int], States]) -> list[Demand]:
-    """The program's demands that a choice does not keep; `state` gives the chosen row of a tensor's cluster."""
+    """Return the program's demands that a choice violates; `state` returns the chosen row of a tensor's cluster."""
     demands = program_demands(graph, structure, mesh)
     return [d for d in demands if not allowed_states(structure, state(d.tensor), d)[0]]
 
 
 def axis_numbers(mesh: Mesh, names: Iterable[str]) -> tuple[int, ...]:
-    """Mesh axes by number."""
+    """Convert names of mesh axes to numbers."""
     return tuple(mesh.names.index(name) for name in names)
 
 
 def _check_axis(use: AxisUse, where: str, mesh: Mesh) -> None:
+    """Refuse an axis that the mesh lacks, and a part of an axis."""
     if use.name not in mesh.names:
         raise UserError(
             f"{where} names the axis `{use.name}`, but the mesh has {mesh_text(mesh)}: "
@@ -110,9 +113,13 @@ def _check_axis(use: AxisUse, where: str, mesh: Mesh) -> None:
 def checked_dims(
     why: str, shape: Sequence[int], dims: Sequence[Sequence[int]], mesh: Mesh
 ) -> tuple[tuple[int, ...], ...]:
-    """The axes of each dim that split it: those larger than 1.
+    """Return the axes of size above 1 that split each dim.
 
-    Refuses axes that do not divide their dim, stand twice, or stand in another order than the mesh's.
+    Raises `UserError` for axes that do not divide their dim, occur twice, or are not in the order of the mesh.
+
+    - `why`: origin of the demand, in words.
+    - `shape`: dims of the tensor.
+    - `dims`: axes, by number, that split each dim.
     """
     seen: set[int] = set()
     for dim, axes in enumerate(dims):
@@ -131,36 +138,39 @@ def checked_dims(
     for dim, axes in enumerate(wide):
         if list(axes) != sorted(axes):
             names = [mesh.names[a] for a in axes]
-            right = ",".join(f"{mesh.names[a]}={mesh.sizes[a]}" for a in _order(wide, len(mesh.names)))
+            reordered = ",".join(f"{mesh.names[a]}={mesh.sizes[a]}" for a in _order(wide, len(mesh.names)))
             raise UserError(
                 f"{why} splits dim {dim} over {', '.join(names)} in this order, but the mesh is {mesh_text(mesh)}: "
-                f"axes that split one dim must stand in the mesh's order, so plan with --mesh {right}."
+                f"axes that split one dim must stand in the mesh's order, so plan with --mesh {reordered}."
             )
     return wide
 
 
 def _order(dims: Sequence[Sequence[int]], count: int) -> list[int]:
-    """All axes, those of the first disordered dim in its order."""
+    """Return all axes in the mesh's order, with the axes of the first disordered dim in its order."""
     wrong = next(list(axes) for axes in dims if list(axes) != sorted(axes))
     places = iter(wrong)
     return [next(places) if a in wrong else a for a in range(count)]
 
 
 def mesh_text(mesh: Mesh | Mapping[str, int]) -> str:
-    """A mesh as `--mesh` takes it: `data=4,model=2`."""
+    """Format a mesh as `--mesh` accepts it, such as `data=4,model=2`."""
     axes = mesh.axes if isinstance(mesh, Mesh) else mesh
     return ",".join(f"{name}={size}" for name, size in axes.items())
 
 
 def program_mesh(graph: OpGraph, devices: int) -> dict[str, int] | None:
-    """The mesh that the program itself names, if it names one that has as many devices."""
+    """Return the mesh that the program itself names for this number of devices, None if there is none."""
     named = [region.mesh for region in graph.regions] + [c.sharding.mesh for c in graph.constraints]
     fitting = [mesh for mesh in named if mesh and math.prod(size for _, size in mesh) == devices]
     return dict(max(fitting, key=len)) if fitting else None
 
 
 def check_regions(graph: OpGraph, mesh: Mesh) -> None:
-    """Refuse a mesh other than the one that the program's regions by hand are written for."""
+    """Refuse a mesh that differs from the one that the program's manual regions are written for.
+
+    Raises `UserError` then.
+    """
     for region in graph.regions:
         missing = next((axis for axis in region.axes if axis not in mesh.names), None)
         wanted = ",".join(f"{name}={size}" for name, size in region.mesh)
@@ -177,24 +187,26 @@ def check_regions(graph: OpGraph, mesh: Mesh) -> None:
 
 
 def said_by_program(graph: OpGraph) -> list[str]:
-    """One line for each spec that the program fixes, in order; equal ones once."""
+    """Return one line for each spec that the program fixes, in order and without duplicates."""
     lines = [f"{c.where}: {_spec(graph, c)}" for c in graph.constraints]
     lines += [f"{r.where}: by hand over {', '.join(r.axes)}" for r in graph.regions]
     return list(dict.fromkeys(lines))
 
 
 def _spec(graph: OpGraph, constraint: Constraint) -> str:
+    """Format the spec of a constraint."""
     dims = tuple(tuple(use.name for use in dim) for dim in constraint.sharding.dims)
     text = constraint.sharding.tiles or spec_text(Spec(dims), graph.tensors[constraint.tensor].shape)
     return f"{text}, more allowed on dims {_open(constraint)}" if any(constraint.sharding.open) else text
 
 
 def _open(constraint: Constraint) -> str:
+    """List the dims of a constraint that further axes may split."""
     return ", ".join(str(d) for d, is_open in enumerate(constraint.sharding.open) if is_open)
 
 
 def group_axes(groups: Collection[Sequence[int]], sizes: Sequence[int]) -> tuple[int, ...]:
-    """The mesh axes along which the members of device groups, or the ends of (source, target) pairs, differ."""
+    """Return the mesh axes along which members of device groups, or ends of (source, target) pairs, differ."""
     varies: set[int] = set()
     for group in groups:
         coords = np.array(np.unravel_index(np.array(group), tuple(sizes)))
@@ -213,23 +225,27 @@ _KINDS: dict[str, Kind] = {
 
 
 def by_hand(op: Op, states: States, axes: Mapping[str, int]) -> NDArray[np.bool_]:
-    """Which strategies of an op leave the axes that the program has split it over where the program has them.
+    """Return a mask of an op's strategies that respect the manual sharding of the program, [states].
 
-    `axes` are the mesh's, with their sizes; one of size 1 splits nothing.
+    The program's manual axes split exactly the factors that the program splits over them. `axes` has the sizes of the
+    mesh axes; an axis of size 1 splits nothing.
     """
-    kept = np.ones(len(states), dtype=bool)
-    where = {axis: factor for factor, axes in op.fixed for axis in axes}
-    taken = [factor for factor, _ in op.fixed]
+    allowed = np.ones(len(states), dtype=bool)
+    factor_of = {axis: factor for factor, axes in op.fixed for axis in axes}
+    fixed_factors = [factor for factor, _ in op.fixed]
     for number, (name, size) in enumerate(axes.items()):
-        if size > 1 and (name in where or name in op.manual):
-            kept &= states[:, number] == where.get(name, WHOLE)
-        elif taken:
-            kept &= ~np.isin(states[:, number], taken)
-    return kept
+        if size > 1 and (name in factor_of or name in op.manual):
+            allowed &= states[:, number] == factor_of.get(name, WHOLE)
+        elif fixed_factors:
+            allowed &= ~np.isin(states[:, number], fixed_factors)
+    return allowed
 
 
 def own_collectives(graph: OpGraph, op: Op, states: States, collectives: Collectives) -> tuple[Inner, ...]:
-    """The collective that an op of a region by hand is, on the axes that its groups of devices span."""
+    """Return the collective that an op in a manual region is, over the axes that its device groups span.
+
+    The result is empty for other ops.
+    """
     kind = _KINDS.get(op.kind)
     if kind is None or op.rule is None:
         return ()
@@ -244,7 +260,7 @@ def own_collectives(graph: OpGraph, op: Op, states: States, collectives: Collect
         itemsize = record.itemsize
         if kind in ("all-reduce", "reduce-scatter") and collectives.widen_dtype(record.dtype) != record.dtype:
             itemsize = 4
-        inside = [n if any(f in dim for dim in own) else 1 for f, n in enumerate(op.rule.sizes)]
+        sizes = [n if any(f in dim for dim in own) else 1 for f, n in enumerate(op.rule.sizes)]
         masked = np.where(np.isin(states, [f for dim in own for f in dim]), states, WHOLE)
-        size = size + local_elements(masked, inside, mesh.sizes) * itemsize
+        size = size + local_elements(masked, sizes, mesh.sizes) * itemsize
     return (Inner(kind, axes, size),)

@@ -1,7 +1,7 @@
-"""What whoever plans asks for: specs by name or pattern, axes kept from tensors, axes kept to dim groups.
+"""Demands of the user: specs by name or pattern, axes barred from tensors, and axes restricted to dim groups.
 
-A pattern is the name that reports print, with shell wildcards (`*`, `?`, `[a-z]`), whole or from any dot on. The dims
-of a pin are counted from the right: a stack of layers has one more dim in front, which stays whole and is not written.
+A pattern is a name as reports print it, with shell wildcards (`*`, `?`, `[a-z]`), whole or from any dot on. The dims of
+a pin are counted from the right. A stack of layers has one more dim in front, which stays whole and is not written.
 """
 
 import dataclasses
@@ -25,29 +25,29 @@ from autoshard.program import Role
 
 
 FREE = "?"
-"""A dim that a pin leaves to the solver."""
+"""Entry of a pin for a dim that the solver decides."""
 REST = "..."
-"""The last entry of a pin after which all dims are whole, as they are after the last entry of a `PartitionSpec`."""
+"""Last entry of a pin after which all dims are whole, as after the last entry of a `PartitionSpec`."""
 
 _NOTHING = ("", "-", "none")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Pinned:
-    """One pin: dims counted from the right; None leaves a dim free."""
+    """Pin of one pattern; `dims` are counted from the right, and None leaves a dim free."""
 
     pattern: str
     dims: tuple[tuple[str, ...] | None, ...]
     said: str
     sizes: tuple[int | None, ...] | None = None
-    """Sizes of the dims where they were written too, None for one that was not."""
+    """Sizes of the dims if the pin states them; None for a dim whose size is not stated."""
     more: bool = False
-    """True if the tensor may have more dims behind these, which stay whole."""
+    """True if the tensor may have further dims after these, which stay whole."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Asked:
-    """Everything that is asked for, in order."""
+    """All demands of the user, in order."""
 
     pins: tuple[Pinned, ...] = ()
     replicate: tuple[str, ...] = ()
@@ -59,7 +59,7 @@ class Asked:
 
     @property
     def lines(self) -> list[str]:
-        """As the command would take it."""
+        """Demands as options of the command line."""
         lines = [pin.said for pin in self.pins]
         lines += [f"--replicate {pattern}" for pattern in self.replicate]
         lines += [f"--forbid {pattern}={','.join(axes)}" for pattern, axes in self.forbid]
@@ -68,14 +68,15 @@ class Asked:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Required:
-    """What was asked for, on one model."""
+    """Demands of the user, applied to one model."""
 
     allowed: dict[int, NDArray[np.bool_]]
-    """Node -> alternatives that keep all of it."""
+    """Mask of the alternatives that satisfy all demands, by node."""
     pinned: dict[str, str]
-    """Name of every argument and result that is fixed in some way -> who asked for it."""
+    """Origin of the demand for every argument and result that is fixed in some way, by name."""
 
     def holds(self, choices: NDArray[np.int64]) -> bool:
+        """Return True if a choice satisfies all demands."""
         return all(bool(mask[int(choices[node])]) for node, mask in self.allowed.items())
 
 
@@ -86,14 +87,20 @@ def read_asked(
     axis_only: Mapping[str, Any] | None = None,
     pin_from: Mapping[str, Spec] | None = None,
 ) -> Asked:
-    """The record, from what users write: text, `Spec`, `PartitionSpec`, or a sequence with an entry for each dim.
+    """Read the demands of a user: texts, `Spec`, `PartitionSpec`, or sequences with an entry for each dim.
 
-    `pin_from` are specs of another plan, by exact name. Raises `UserError` for what cannot be read.
+    Raises `UserError` for unreadable input.
+
+    - `pins`: spec by pattern.
+    - `replicate`: patterns of tensors that stay whole.
+    - `forbid`: axes that may not split the tensors of a pattern.
+    - `axis_only`: dim groups that an axis may split, by axis.
+    - `pin_from`: specs of another plan by exact name.
     """
-    found = [_pinned(pattern, spec) for pattern, spec in _pairs_of("pins", pins, "'*.weight': 'model,None'")]
-    found += [_pinned(name, spec) for name, spec in (pin_from or {}).items()]
+    pinned = [_pinned(pattern, spec) for pattern, spec in _pairs_of("pins", pins, "'*.weight': 'model,None'")]
+    pinned += [_pinned(name, spec) for name, spec in (pin_from or {}).items()]
     return Asked(
-        tuple(found),
+        tuple(pinned),
         () if replicate is None else _names("replicate", replicate, "names of tensors", whole=True),
         tuple(
             (pattern, _names(f"forbid of `{pattern}`", axes, "axes"))
@@ -116,9 +123,9 @@ def _pairs_of(option: str, value: Any, example: str) -> list[tuple[str, Any]]:
 
 
 def _names(where: str, value: Any, what: str, whole: bool = False) -> tuple[str, ...]:
-    """Return the names in a text, where they have commas between them unless it is `whole` one name, or in a sequence.
+    """Return the names in a text or in a sequence. Raises `UserError` for anything else.
 
-    Raises `UserError` for anything else.
+    Commas separate the names in a text, unless it is one `whole` name.
     """
     parts = ([value] if whole else value.split(",")) if isinstance(value, str) else value
     if isinstance(parts, bytes) or not isinstance(parts, Iterable):
@@ -132,6 +139,7 @@ def _names(where: str, value: Any, what: str, whole: bool = False) -> tuple[str,
 
 
 def _pinned(pattern: str, spec: Any) -> Pinned:
+    """Read one pin from any of its forms."""
     sized = parse_spec_text(spec) if isinstance(spec, str) else None
     if sized is not None:
         axes, sizes = tuple(axes for _, axes in sized), tuple(size for size, _ in sized)
@@ -142,7 +150,7 @@ def _pinned(pattern: str, spec: Any) -> Pinned:
     if not isinstance(entries, Iterable) or isinstance(entries, bytes | Mapping):
         raise _unreadable(pattern, spec)
     entries = [entry.strip() if isinstance(entry, str) else entry for entry in entries]
-    # JAX names no dims behind the last one that is split. Its class is called `P` in newer versions.
+    # A JAX `PartitionSpec` may omit dims after the last split one. Newer versions name the class `P`.
     more = hasattr(type(spec), "UNCONSTRAINED")
     if entries and (entries[-1] is ... or entries[-1] == REST):
         more = bool(entries.pop())
@@ -152,6 +160,7 @@ def _pinned(pattern: str, spec: Any) -> Pinned:
 
 
 def _entry(pattern: str, spec: Any, entry: Any) -> tuple[str, ...] | None:
+    """Read the axes of one dim of a pin; None for a free dim."""
     if entry is None:
         return ()
     if isinstance(entry, str):
@@ -166,6 +175,7 @@ def _entry(pattern: str, spec: Any, entry: Any) -> tuple[str, ...] | None:
 
 
 def _unreadable(pattern: str, spec: Any) -> UserError:
+    """Return the error for a pin of an unknown form."""
     return UserError(
         f"the pin of `{pattern}` is {spec!r}; write it as reports do ('4096/data x 14336'), or an entry for each "
         "dim, such as 'model,None', with `+` between axes that split one dim, `?` for a dim that is left free, and "
@@ -174,7 +184,7 @@ def _unreadable(pattern: str, spec: Any) -> UserError:
 
 
 def parse_lines(lines: Iterable[str]) -> Asked:
-    """What `Asked.lines` wrote."""
+    """Parse the output of `Asked.lines`. Raises `UserError` for unreadable lines."""
     flags: dict[str, list[str]] = {}
     for line in lines:
         flag, _, rest = line.partition(" ")
@@ -186,41 +196,44 @@ def parse_lines(lines: Iterable[str]) -> Asked:
 _PAIRS = ("--pin", "--forbid", "--axis-only")
 
 
-# On a model
+# Application to a model
 
 
 def require(model: Model, groups: Groups, asked: Asked) -> Required:
-    """The alternatives that keep everything asked for.
+    """Return the alternatives of a model that satisfy all demands.
 
-    Raises `UserError` for a name that matches nothing, an axis or a dim group that does not exist, and a spec that
-    cannot hold, alone or beside another.
+    Raises `UserError` in these cases:
+
+    - a name matches nothing;
+    - an axis or a dim group does not exist;
+    - a spec is impossible, alone or in combination with another.
     """
-    made = _Requirements(model, groups)
+    all_demands = _Requirements(model, groups)
     for pin in asked.pins:
-        for name, tensor in made.matching(pin.pattern, pin.said):
-            made.add(name, made.pin(pin, name, tensor))
+        for name, tensor in all_demands.matching(pin.pattern, pin.said):
+            all_demands.add(name, all_demands.pin(pin, name, tensor))
     for pattern in asked.replicate:
-        said = f"--replicate {pattern}"
-        for name, tensor in made.matching(pattern, said):
+        option = f"--replicate {pattern}"
+        for name, tensor in all_demands.matching(pattern, option):
             rank = len(model.graph.tensors[tensor].shape)
-            made.add(name, Demand(tensor, ((),) * rank, (False,) * rank, (), said))
+            all_demands.add(name, Demand(tensor, ((),) * rank, (False,) * rank, (), option))
     for pattern, axes in asked.forbid:
-        said = f"--forbid {pattern}={','.join(axes)}"
-        for name, tensor in made.matching(pattern, said):
+        option = f"--forbid {pattern}={','.join(axes)}"
+        for name, tensor in all_demands.matching(pattern, option):
             rank = len(model.graph.tensors[tensor].shape)
-            made.add(name, Demand(tensor, ((),) * rank, (True,) * rank, made.axes(axes, said), said))
+            all_demands.add(name, Demand(tensor, ((),) * rank, (True,) * rank, all_demands.axes(axes, option), option))
     for axis, names in asked.axis_only:
-        made.keep_axis(axis, names)
-    return Required(made.allowed, made.pinned)
+        all_demands.keep_axis(axis, names)
+    return Required(all_demands.allowed, all_demands.pinned)
 
 
 def require_lines(model: Model, groups: Groups, lines: Iterable[str]) -> Required:
-    """The same from the lines that a plan keeps."""
+    """Return `require` for the demands that a plan stores as lines. Raises `UserError` as `require` does."""
     return require(model, groups, parse_lines(lines))
 
 
 def check_axes(asked: Asked, mesh: Mesh) -> None:
-    """Refuse an axis that the mesh does not have, before there is a model."""
+    """Refuse an axis that the mesh does not have, before there is a model. Raises `UserError` then."""
     for pin in asked.pins:
         _known_axes([axis for axes in pin.dims for axis in axes or ()], pin.said, mesh)
     for pattern, axes in asked.forbid:
@@ -230,7 +243,7 @@ def check_axes(asked: Asked, mesh: Mesh) -> None:
 
 
 def _known_axes(names: Iterable[str], said: str, mesh: Mesh) -> tuple[int, ...]:
-    """Axes by number. Raises `UserError` for one that the mesh does not have."""
+    """Convert names of axes to numbers. Raises `UserError` for an axis that the mesh does not have."""
     for name in names:
         if name not in mesh.names:
             raise UserError(
@@ -241,6 +254,8 @@ def _known_axes(names: Iterable[str], said: str, mesh: Mesh) -> tuple[int, ...]:
 
 
 class _Requirements:
+    """Demands of the user in the course of their application to a model."""
+
     def __init__(self, model: Model, groups: Groups) -> None:
         self.model, self.groups = model, groups
         self.allowed: dict[int, NDArray[np.bool_]] = {}
@@ -254,20 +269,25 @@ class _Requirements:
         self.shapes = {value.name: value.shape for value in (*program.results, *program.arguments)}
 
     def matching(self, pattern: str, said: str) -> list[tuple[str, int]]:
-        """Named tensors that a pattern means; a part of a name does not mean the optimizer state of a parameter."""
-        found = [pattern] if pattern in self.tensors else []  # the name of a stack has a `*` of its own
-        found = found or [name for name in self.tensors if fnmatch.fnmatchcase(name, pattern)]
-        if not found:
-            found = [n for n in self.tensors if fnmatch.fnmatchcase(n, f"*.{pattern}")]
-            found = [n for n in found if n not in self.state] or found
-        if not found:
+        """Return the names and tensors that a pattern matches.
+
+        A part of a name does not match the optimizer state of a parameter if it matches the parameter.
+        """
+        matches = [pattern] if pattern in self.tensors else []  # the name of a stack contains a `*`
+        matches = matches or [name for name in self.tensors if fnmatch.fnmatchcase(name, pattern)]
+        if not matches:
+            matches = [n for n in self.tensors if fnmatch.fnmatchcase(n, f"*.{pattern}")]
+            matches = [n for n in matches if n not in self.state] or matches
+        if not matches:
             raise UserError(f"{said} matches no argument or result of the program; {near_names(pattern, self.tensors)}")
-        return [(name, self.tensors[name]) for name in found]
+        return [(name, self.tensors[name]) for name in matches]
 
     def axes(self, names: Iterable[str], said: str) -> tuple[int, ...]:
+        """Convert names of axes to numbers."""
         return _known_axes(names, said, self.model.mesh)
 
     def pin(self, pin: Pinned, name: str, tensor: int) -> Demand:
+        """Return the demand of a pin on one tensor. Raises `UserError` if the dims or their sizes do not match."""
         shape = self.shapes[name]
         stacked = min(self.stacked(name, tensor), len(shape))
         rest = max(0, len(shape) - stacked - len(pin.dims)) if pin.more else 0
@@ -293,7 +313,7 @@ class _Requirements:
         return Demand(tensor, (*dims, *((),) * words), (*is_open, *(False,) * words), (), pin.said)
 
     def stacked(self, name: str, tensor: int) -> int:
-        """How many leading dims are stacks of layers, which no axis splits."""
+        """Return the number of leading dims that stack layers, which no axis splits."""
         structure = self.model.structure
         cluster, factors = structure.cluster_of[tensor], structure.dims_of[tensor]
         if cluster < 0:
@@ -305,6 +325,7 @@ class _Requirements:
         return count
 
     def add(self, name: str, demand: Demand) -> None:
+        """Restrict the tensor's cluster to a demand. Raises `UserError` if no state satisfies all demands so far."""
         structure = self.model.structure
         self.pinned[name] = demand.why if name not in self.pinned else f"{self.pinned[name]} {demand.why}"
         cluster = structure.cluster_of[demand.tensor]
@@ -317,19 +338,19 @@ class _Requirements:
         mask = allowed_states(structure, states, demand)
         if not mask.any():
             raise UserError(f"{demand.why} cannot hold for {name}: {self.obstacle(cluster, demand)}.")
-        together = mask & self.allowed.get(node, np.ones(len(states), dtype=bool))
-        if not together.any():
+        combined = mask & self.allowed.get(node, np.ones(len(states), dtype=bool))
+        if not combined.any():
             other, earlier = next(
                 ((n, d) for n, d in self.made[node] if not (mask & allowed_states(structure, states, d)).any()),
                 self.made[node][0],
             )
-            same = "" if other == name else f", since {name} and {other} share one spec"
-            raise UserError(f"{demand.why} contradicts {earlier.why}{same}: leave one of them out.")
+            shared_spec = "" if other == name else f", since {name} and {other} share one spec"
+            raise UserError(f"{demand.why} contradicts {earlier.why}{shared_spec}: leave one of them out.")
         self.made.setdefault(node, []).append((name, demand))
-        self.allowed[node] = together
+        self.allowed[node] = combined
 
     def obstacle(self, cluster: int, demand: Demand) -> str:
-        """Why no alternative of a cluster keeps a demand."""
+        """Explain why no alternative of a cluster satisfies a demand."""
         structure, graph = self.model.structure, self.model.graph
         whole = structure.clusters[cluster].blocked
         for dim, (factor, axes) in enumerate(zip(structure.dims_of[demand.tensor], demand.dims, strict=True)):
@@ -341,53 +362,54 @@ class _Requirements:
         return "a tensor that shares its spec cannot be split so"
 
     def keep_axis(self, axis: str, names: Sequence[str]) -> None:
-        """Only dims of the named groups may be split by an axis, in every decision."""
-        said = f"--axis-only {axis}={','.join(names)}"
-        (number,) = self.axes([axis], said)
+        """Restrict an axis to dims of the named groups, in every decision."""
+        option = f"--axis-only {axis}={','.join(names)}"
+        (number,) = self.axes([axis], option)
         known = {name for name in self.groups.names.values() if name}
         for name in names:
             if name not in known:
-                raise UserError(f"{said} names no dim group of the program; {near_names(name, sorted(known))}")
+                raise UserError(f"{option} names no dim group of the program; {near_names(name, sorted(known))}")
         wanted = {group for group, name in self.groups.names.items() if name in names}
         for position, node in enumerate(self.model.nodes):
             if node.kind == "cluster":
-                of = [self.groups.of_factor.get((node.ref, f)) for f in range(_width(node.states))]
+                group_of = [self.groups.of_factor.get((node.ref, f)) for f in range(_width(node.states))]
             elif node.kind == "copy":
-                of = tensor_groups(self.model.structure, self.groups.of_factor, node.ref)
+                group_of = tensor_groups(self.model.structure, self.groups.of_factor, node.ref)
             else:
-                of = self.op_groups(node.ref, _width(node.states))
-            kept = [f for f, group in enumerate(of) if group in wanted]
-            mask = np.isin(node.states[:, number], [WHOLE, *kept])
+                group_of = self.op_groups(node.ref, _width(node.states))
+            allowed_factors = [f for f, group in enumerate(group_of) if group in wanted]
+            mask = np.isin(node.states[:, number], [WHOLE, *allowed_factors])
             mask &= self.allowed.get(position, mask)
             if not mask.any():
                 earlier = self.made.get(position)
                 why = f"contradicts {earlier[0][1].why}" if earlier else f"cannot hold for {node.name}"
-                raise UserError(f"{said} {why}: leave one of them out.")
+                raise UserError(f"{option} {why}: leave one of them out.")
             self.allowed[position] = mask
 
     def op_groups(self, op_id: int, width: int) -> list[int | None]:
-        """The dim group of each factor of an op, by the tensors whose dims it is."""
+        """Return the dim group of each factor of an op, as its tensors have it."""
         op, structure = self.model.graph.ops[op_id], self.model.structure
-        found: list[int | None] = [None] * width
+        group_of: list[int | None] = [None] * width
         if op.rule is None:
-            return found
+            return group_of
         for tensors, sides in ((op.operands, op.rule.operands), (op.results, op.rule.results)):
             for tensor, dims in zip(tensors, sides, strict=True):
                 if structure.cluster_of[tensor] < 0:
                     continue
-                of = tensor_groups(structure, self.groups.of_factor, tensor)
-                for group, factors in zip(of, dims, strict=True):
+                dim_groups = tensor_groups(structure, self.groups.of_factor, tensor)
+                for group, factors in zip(dim_groups, dims, strict=True):
                     if factors and factors[0] < width and group is not None:
-                        found[factors[0]] = group
-        return found
+                        group_of[factors[0]] = group
+        return group_of
 
 
 def _width(states: NDArray[np.int64]) -> int:
+    """Return one more than the largest factor that any state splits."""
     return int(states.max(initial=-1)) + 1
 
 
 def near_names(text: str, names: Iterable[str]) -> str:
-    """`did you mean a, b?`, or what there is."""
+    """Return `did you mean a, b?` for similar names, else a list of the existing names."""
     listed = list(names)
     bare = text.replace("*", "").replace("?", "")
     near = difflib.get_close_matches(text, listed, n=3, cutoff=0.5) or difflib.get_close_matches(bare, listed, n=3)

@@ -1,1 +1,1 @@
-"""Plans in pipeline stages: cuts, prices of segments, and a program for each stage."""
+"""Pipeline stages that are separate programs: cuts, prices of segments, and a program for each stage."""

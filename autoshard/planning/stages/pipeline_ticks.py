@@ -1,4 +1,6 @@
-"""Where in a step the ticks of a pipeline are: what a stage takes in each, and what lies before, between and after."""
+"""Position of a pipeline's ticks in a step: time of a stage in each tick, and time before, between and after the
+passes.
+"""
 
 from autoshard.graph import OpGraph
 from autoshard.planning.record.plan_parts import Span, Timeline
@@ -7,14 +9,16 @@ from autoshard.program import Program
 
 
 def pipeline_of_ticks(program: Program, graph: OpGraph, timeline: Timeline) -> PlannedPipeline | None:
-    """The stages of a program whose layers are a pipeline; None of one without, or if its loops are not found.
+    """Return the stages of a program whose layers are a pipeline; None without a pipeline or if its loops are not
+    found.
 
-    A pass over the ticks is a loop with as many trips. Of a training step there are two, the longest ones.
+    A pass over the ticks is a loop with as many trips as ticks. A training step has two such passes: the two longest
+    loops.
     """
-    said = program.pipeline
-    if said is None:
+    options = program.pipeline
+    if options is None:
         return None
-    stages, count, rounds = said["stages"], said["microbatches"], said["rounds"]
+    stages, count, rounds = options["stages"], options["microbatches"], options["rounds"]
     ticks = count * rounds + stages - 1
     passes = []
     for loop in graph.loops:
@@ -22,19 +26,19 @@ def pipeline_of_ticks(program: Program, graph: OpGraph, timeline: Timeline) -> P
             spans = [span for span in timeline.spans if _is_within(graph, span, loop.id)]
             if spans:
                 passes.append((spans[0].start_s, spans[-1].start_s + spans[-1].seconds))
-    wanted = 2 if program.training else 1
-    longest = sorted(sorted(passes, key=lambda each: each[0] - each[1])[:wanted])
-    if len(longest) < wanted:
+    passes_per_step = 2 if program.training else 1
+    longest = sorted(sorted(passes, key=lambda each: each[0] - each[1])[:passes_per_step])
+    if len(longest) < passes_per_step:
         return None
     (start, middle), (after, end) = longest[0], longest[-1]
     backward = (end - after) / ticks if program.training else None
     return PlannedPipeline(
-        schedule=said["schedule"] if rounds == 1 else f"circular:{rounds}",
+        schedule=options["schedule"] if rounds == 1 else f"circular:{rounds}",
         stages=stages,
         microbatches=count,
         rounds=rounds,
         together=True,
-        layers=said["layers"],
+        layers=options["layers"],
         chunks=(PlannedChunk((middle - start) / ticks, backward),) * (stages * rounds),
         before_s=start,
         between_s=after - middle if program.training else 0.0,
@@ -43,7 +47,7 @@ def pipeline_of_ticks(program: Program, graph: OpGraph, timeline: Timeline) -> P
 
 
 def _is_within(graph: OpGraph, span: Span, loop: int) -> bool:
-    """Whether a span holds up compute in the loop, or in one within it."""
+    """Return True if a span of compute or exposed communication belongs to a loop, or to a loop inside it."""
     block = span.block
     while span.lane in ("compute", "exposed") and block >= 0:
         if block == loop:

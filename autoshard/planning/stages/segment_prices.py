@@ -1,8 +1,8 @@
-"""What each segment of a torch module takes under a plan of its step: forward, backward, and once a step.
+"""Prices of each segment of a torch module under a plan of its step: forward, backward, and once a step.
 
-Every second of the plan's price is given to one op, and by it to a segment and a part of the step. Of a cluster of
-elementwise ops it is given by the bytes of what these make. Ops with no segment of their own (casts of parameters, the
-optimizer) have that of what uses them or of what they use.
+Every second of the plan's price is assigned to one op, and through the op to a segment and a part of the step. The time
+of a cluster of elementwise ops is divided among its ops in proportion to the bytes that they write. Ops without a
+segment of their own, such as casts of parameters and the optimizer, get the segment of their users or operands.
 """
 
 import dataclasses
@@ -29,32 +29,37 @@ class Part(enum.IntEnum):
     FORWARD = 0
     BACKWARD = 1
     UPDATE = 2
-    """What is done once, whatever the number of microbatches: gradients are summed over devices, and used."""
+    """Work done once a step for any number of microbatches: sums of gradients over devices, and the optimizer."""
 
 
 Place = tuple[Part, int]
-"""A part of the step, and a segment."""
+"""A part of the step and a segment."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class SegmentPrices:
-    """What segments take, and how much of it is communication that nothing hides; of K segments."""
+    """Prices of K segments, with their exposed communication."""
 
     costs: SegmentCosts
     exposed_s: NDArray[np.float64]
     """Exposed communication in seconds [3, K]: forward, backward, update."""
     handed_bytes: NDArray[np.float64]
-    """Bytes of one device that go from segments up to k to later ones, of one microbatch [K - 1]."""
+    """Bytes that one device sends from segments up to k to later ones, for one microbatch [K - 1]."""
     kinds: dict[str, NDArray[np.float64]]
-    """The parts of the fixed bytes by kind, each [K]."""
+    """Parts of the fixed bytes by kind, each [K]."""
 
 
 def segment_prices(
     model: Model, choices: NDArray[np.int64], may_cut: Sequence[bool], axis: str, microbatches: int
 ) -> SegmentPrices:
-    """Of a step of one microbatch whose segments are `may_cut`; stages stand along `axis` of the mesh.
+    """Price the segments of a step of one microbatch.
 
-    Nothing of the step may be split over that axis. A parameter that several segments use keeps them in one stage.
+    - `model`, `choices`: the priced plan of the step. No tensor may be split over `axis`.
+    - `may_cut`: True for each segment that may begin a stage, K in all.
+    - `axis`: mesh axis along which the stages are laid out.
+    - `microbatches`: number of microbatches whose batch arguments a device stores.
+
+    A parameter used by several segments forces these segments into one stage.
     """
     count = len(may_cut)
     places = _SegmentPlaces(model.graph, model.program.training, count)
@@ -67,24 +72,24 @@ def segment_prices(
     owners, tied = _owners(model, places)
     kinds = _fixed(model, sizes, owners, count, microbatches)
     handed = _handed(model, places, sizes, count)
-    hand = (
+    hand_over_s = (
         model.collectives.time("collective-permute", (axis,), handed)
         if dict(model.mesh.axes).get(axis, 1) > 1
         else np.zeros(count - 1)
     )
-    free = np.array(may_cut, dtype=bool)
+    cuttable = np.array(may_cut, dtype=bool)
     uses = _uses(model, places)
     for first, last in (*tied, *((use[0], use[-1]) for use, goes in uses if not goes)):
-        free[first + 1 : last + 1] = False
+        cuttable[first + 1 : last + 1] = False
     costs = SegmentCosts(
         forward_s=seconds[Part.FORWARD],
         backward_s=seconds[Part.BACKWARD],
         update_s=seconds[Part.UPDATE],
-        hand_over_s=np.where(handed > 0, np.asarray(hand, dtype=np.float64), 0.0),
+        hand_over_s=np.where(handed > 0, np.asarray(hand_over_s, dtype=np.float64), 0.0),
         fixed_bytes=sum(kinds.values(), np.zeros(count)),
         working_bytes=_working(model, places, sizes, count),
         kept_bytes=_kept(model, places, sizes, count),
-        may_cut=free,
+        may_cut=cuttable,
         trains=model.program.training,
         forbidden=_forbidden([use for use, _ in uses], count),
     )
@@ -92,7 +97,7 @@ def segment_prices(
 
 
 class _SegmentPlaces:
-    """The part of the step and the segment of every op and of what makes every tensor."""
+    """The part of the step and the segment of every op, and of the producer of every tensor."""
 
     def __init__(self, graph: OpGraph, trains: bool, count: int) -> None:
         self.graph, self.last = graph, count - 1
@@ -109,6 +114,7 @@ class _SegmentPlaces:
         self._downwards(final=True)
 
     def _named(self, op: Op) -> Place | None:
+        """Return the place that an op's name gives in a training step; None if it names no segment."""
         segment = segment_of(op.name)
         back = "transpose(" in op.name or "rematted" in op.name
         if segment is None:
@@ -116,42 +122,47 @@ class _SegmentPlaces:
         return (Part.BACKWARD if back else Part.FORWARD), min(segment, self.last)
 
     def _forward(self, op: Op) -> Place | None:
+        """Return the place that an op's name gives in a forward pass; None if it names no segment."""
         segment = segment_of(op.name)
         return None if segment is None else (Part.FORWARD, min(segment, self.last))
 
     def _loops(self) -> None:
-        """What a loop gives is made where most of its ops are."""
+        """Assign the results of each loop to the place of most of its ops."""
         for loop in self.graph.loops:
             inside = [self.of[op.id] for op in self.graph.ops[loop.start : loop.stop]]
             placed = [place for place in inside if place is not None]
             if placed:
-                most = max(set(placed), key=lambda place: (placed.count(place), -place[1]))
+                main_place = max(set(placed), key=lambda place: (placed.count(place), -place[1]))
                 for carry in loop.carries:
-                    self.maker[carry.result] = self.maker[carry.body] = most
+                    self.maker[carry.result] = self.maker[carry.body] = main_place
                     if loop.start < len(self.graph.ops):
                         self.users[carry.init].append(loop.start)
 
     def _downwards(self, final: bool = False) -> None:
-        """What uses gradients, and has no segment, is the update; in the end everything that is left is."""
+        """Assign ops without a segment to the place of their operands.
+
+        Ops that use gradients belong to the update. With `final`, all ops that are left belong to it.
+        """
         for op in self.graph.ops:
-            found = self.of[op.id]
-            if found is None and op.op_class is not OpClass.FREE:
-                made = sorted((self.graph.tensors[t].bytes, self.maker[t]) for t in op.operands if t in self.maker)
-                late = [each for each in made if each[1][0] is not Part.FORWARD]
-                if made and "jvp(" in op.name:  # a loss beside the module, or the gradient of a cast
-                    back = "transpose(" in op.name
-                    found = (Part.BACKWARD if back else Part.FORWARD), made[-1][1][1]
-                    self.of[op.id] = found
-                elif late or final:
-                    # The largest operand is of its own segment; a norm over all gradients scales those of every one.
-                    found = Part.UPDATE, (late or made)[-1][1][1] if made else 0
-                    self.of[op.id] = found
-            if found is not None and op.op_class is not OpClass.FREE:
+            place = self.of[op.id]
+            if place is None and op.op_class is not OpClass.FREE:
+                operands = sorted((self.graph.tensors[t].bytes, self.maker[t]) for t in op.operands if t in self.maker)
+                gradients = [each for each in operands if each[1][0] is not Part.FORWARD]
+                if operands and "jvp(" in op.name:  # a loss outside the module, or a gradient of a cast
+                    is_backward = "transpose(" in op.name
+                    place = (Part.BACKWARD if is_backward else Part.FORWARD), operands[-1][1][1]
+                    self.of[op.id] = place
+                elif gradients or final:
+                    # The largest operand names the segment, since a norm over all gradients is an operand in every
+                    # segment.
+                    place = Part.UPDATE, (gradients or operands)[-1][1][1] if operands else 0
+                    self.of[op.id] = place
+            if place is not None and op.op_class is not OpClass.FREE:
                 for tensor in op.results:
-                    self.maker[tensor] = found
+                    self.maker[tensor] = place
 
     def _upwards(self) -> None:
-        """What is made of arguments alone belongs to what uses it first."""
+        """Assign values computed from arguments alone to the segment that uses them first."""
         for op in reversed(self.graph.ops):
             if self.of[op.id] is None and op.op_class is not OpClass.FREE:
                 using = [place for t in op.results for user in self.users[t] if (place := self.of[user])]
@@ -162,39 +173,44 @@ class _SegmentPlaces:
                         self.maker[tensor] = min(using)
 
     def place(self, op: int) -> Place:
-        """Where the time of an op goes."""
+        """Return the place to which the time of an op is assigned."""
         return self.of[op] or (Part.UPDATE, 0)
 
     def summed_once(self) -> set[int]:
-        """Ops of the backward pass whose results only the update uses: their sums over devices wait for all of it."""
-        found: set[int] = set()
+        """Return the ops of the backward pass whose results only the update uses.
+
+        Their sums over devices run once, after all microbatches.
+        """
+        ops: set[int] = set()
         for op in reversed(self.graph.ops):
             place = self.of[op.id]
             if place is None or place[0] is not Part.BACKWARD:
                 continue
             using = [user for t in op.results for user in self.users[t]]
-            if using and all(user in found or self.place(user)[0] is Part.UPDATE for user in using):
-                found.add(op.id)
-        return found
+            if using and all(user in ops or self.place(user)[0] is Part.UPDATE for user in using):
+                ops.add(op.id)
+        return ops
 
 
 class _Sizes:
-    """Bytes of one device of tensors."""
+    """Sizes of tensors in bytes of one device."""
 
     def __init__(self, model: Model, choices: NDArray[np.int64]) -> None:
         self.model, self.choices, self.axes = model, choices, dict(model.mesh.axes)
 
     def of(self, tensor: int, itemsize: int | None = None) -> float:
+        """Return the bytes of a tensor's shard, with another item size if given."""
         record = self.model.graph.tensors[tensor]
         local = tensor_spec(self.model, self.choices, tensor).local_shape(record.shape, self.axes)
         return float(math.prod(local) * (record.itemsize if itemsize is None else itemsize))
 
 
 def _spent(model: Model, choices: NDArray[np.int64], places: _SegmentPlaces) -> Iterator[tuple[Place, float, bool]]:
-    """Seconds of one step by place, and whether they are communication."""
+    """Yield the seconds of one step by place, each with True for communication."""
     once = places.summed_once()
 
     def summed(op: int) -> Place:
+        """Return the place of an op's communication; sums that run once belong to the update."""
         part, segment = places.place(op)
         return (Part.UPDATE if op in once else part), segment
 
@@ -211,15 +227,15 @@ def _spent(model: Model, choices: NDArray[np.int64], places: _SegmentPlaces) -> 
                     yield place, spent * share, what == EXPOSED[1]
     link_of = link_names(model.mesh)
     for reshard in model.reshards:
-        made = places.maker.get(reshard.tensor, (Part.UPDATE, 0))
-        place = places.place(reshard.op) if reshard.op >= 0 else made
+        producer_place = places.maker.get(reshard.tensor, (Part.UPDATE, 0))
+        place = places.place(reshard.op) if reshard.op >= 0 else producer_place
         if place[0] is Part.UPDATE:
-            place = Part.UPDATE, made[1]
+            place = Part.UPDATE, producer_place[1]
         producer = model.graph.tensors[reshard.tensor].producer
         if producer in once:
-            place = Part.UPDATE, made[1]
-        if again := relayout_seconds(model, reshard, choices):
-            yield place, again, False
+            place = Part.UPDATE, producer_place[1]
+        if relayout_s := relayout_seconds(model, reshard, choices):
+            yield place, relayout_s, False
         overlap = reshard_overlap(model, reshard, choices)
         for kind, axes, size, seconds in reshard_steps(model, reshard, choices):
             shares = lanes(model.collectives, link_of, overlap, kind, axes, size, reshard.block)
@@ -229,30 +245,33 @@ def _spent(model: Model, choices: NDArray[np.int64], places: _SegmentPlaces) -> 
 
 
 def _shares(model: Model, node: Node, places: _SegmentPlaces) -> list[tuple[Place, float]]:
-    """Where the time of a cluster goes: by the bytes of what its ops make, of what reaches memory if anything does."""
+    """Return the places of a cluster's time, with their shares.
+
+    The shares follow the bytes that its ops materialise, or all bytes that they compute if none is materialised.
+    """
     tensors = model.structure.clusters[node.ref].tensors if node.kind == "cluster" else (node.ref,)
     weights: dict[Place, float] = defaultdict(float)
-    written = [tensor for tensor in tensors if tensor in model.liveness.materialised] or tensors
-    for tensor in written:
+    materialised = [tensor for tensor in tensors if tensor in model.liveness.materialised] or tensors
+    for tensor in materialised:
         if tensor in places.maker:
             record = model.graph.tensors[tensor]
             weights[places.maker[tensor]] += record.bytes * model.graph.trips(record.loop)
-    if not weights:  # of an argument: read where it is used
+    if not weights:  # an argument is read where it is used
         users = [places.place(user) for tensor in tensors for user in places.users[tensor]]
         weights[min(users, default=(Part.UPDATE, 0))] = 1.0
-    whole = sum(weights.values()) or 1.0
-    return [(place, weight / whole) for place, weight in sorted(weights.items())]
+    total = sum(weights.values()) or 1.0
+    return [(place, weight / total) for place, weight in sorted(weights.items())]
 
 
 def _owners(model: Model, places: _SegmentPlaces) -> tuple[list[int], list[tuple[int, int]]]:
-    """The segment that holds each argument, and the (first, last) segments that share a parameter."""
+    """Return the segment that stores each argument, and the (first, last) segments that share a parameter."""
     owners, tied = [], []
     for argument, tensor in zip(model.program.arguments, model.graph.arguments, strict=True):
-        found = _using(places, tensor, Part.FORWARD)
+        using = _using(places, tensor, Part.FORWARD)
         for user in places.users[tensor]:
-            if user in places.lifted:  # a cast, made once for all that use it
-                found |= {s for cast in model.graph.ops[user].results for s in _using(places, cast, Part.FORWARD)}
-        segments = sorted(found)
+            if user in places.lifted:  # a cast, computed once for all its users
+                using |= {s for cast in model.graph.ops[user].results for s in _using(places, cast, Part.FORWARD)}
+        segments = sorted(using)
         if not segments:
             segments = sorted(_using(places, tensor, Part.UPDATE) or _using(places, tensor, Part.BACKWARD))
         owners.append(segments[0] if segments else 0)
@@ -262,19 +281,24 @@ def _owners(model: Model, places: _SegmentPlaces) -> tuple[list[int], list[tuple
 
 
 def _using(places: _SegmentPlaces, tensor: int, part: Part) -> set[int]:
+    """Return the segments that use a tensor in one part of the step."""
     return {place[1] for user in places.users[tensor] if (place := places.place(user))[0] is part}
 
 
 def _fixed(
     model: Model, sizes: _Sizes, owners: Sequence[int], count: int, microbatches: int
 ) -> dict[str, NDArray[np.float64]]:
+    """Return the bytes that each segment stores for the whole step, by kind, each [K].
+
+    Batch arguments are stored for all microbatches. Arguments in the hosts' memory are left out.
+    """
     kinds = {kind: np.zeros(count) for kind in ("parameters", "gradients", "optimizer_state", "batch")}
-    named = {Role.PARAMETER: "parameters", Role.OPTIMIZER_STATE: "optimizer_state", Role.BATCH: "batch"}
+    kind_of = {Role.PARAMETER: "parameters", Role.OPTIMIZER_STATE: "optimizer_state", Role.BATCH: "batch"}
     for argument, tensor, owner in zip(model.program.arguments, model.graph.arguments, owners, strict=True):
         if tensor in model.liveness.hosted:
             continue
         size = sizes.of(tensor)
-        kinds[named.get(argument.role, "parameters")][owner] += size * (
+        kinds[kind_of.get(argument.role, "parameters")][owner] += size * (
             microbatches if argument.role is Role.BATCH else 1
         )
         if argument.role is Role.PARAMETER and model.program.training:
@@ -283,28 +307,29 @@ def _fixed(
 
 
 def _handed(model: Model, places: _SegmentPlaces, sizes: _Sizes, count: int) -> NDArray[np.float64]:
-    """Bytes of what forward work up to segment k makes and later forward work uses, for each k but the last."""
+    """Return the bytes that forward work up to segment k computes and later forward work uses [K - 1]."""
     handed = np.zeros(count - 1)
     for tensor, users in places.users.items():
-        made = places.maker.get(tensor)
-        if made is None or made[0] is not Part.FORWARD:
+        producer_place = places.maker.get(tensor)
+        if producer_place is None or producer_place[0] is not Part.FORWARD:
             continue
-        later = [p[1] for user in users if (p := places.of[user]) and p[0] is Part.FORWARD and p[1] > made[1]]
+        later = [p[1] for user in users if (p := places.of[user]) and p[0] is Part.FORWARD and p[1] > producer_place[1]]
         if later:
-            handed[made[1] : max(later)] += sizes.of(tensor)
+            handed[producer_place[1] : max(later)] += sizes.of(tensor)
     return handed
 
 
 def _uses(model: Model, places: _SegmentPlaces) -> list[tuple[tuple[int, ...], bool]]:
-    """The segment that makes a value of the forward pass and those after it that use it; whether it may be handed on.
+    """Return the segments of each value of the forward pass, its producer first, with True if stages may hand the value
+    on.
 
-    What runs the stages hands on values that have gradients, and the batch goes to the first stage alone. A value has
-    a gradient if parameters are in it.
+    The pipeline runtime hands on values that have gradients, and gives the batch to the first stage alone. A value has
+    a gradient if it depends on parameters.
     """
     graph = model.graph
     arguments = dict(zip(graph.arguments, model.program.arguments, strict=True))
     derived = {tensor for tensor, argument in arguments.items() if argument.role is Role.PARAMETER}
-    found: dict[tuple[tuple[int, ...], bool], None] = {}
+    uses: dict[tuple[tuple[int, ...], bool], None] = {}
     for loop in graph.loops:
         derived |= {t for carry in loop.carries for t in (carry.body, carry.result)}
     for op in graph.ops:
@@ -316,39 +341,40 @@ def _uses(model: Model, places: _SegmentPlaces) -> list[tuple[tuple[int, ...], b
         for tensor in op.results:
             later = _later(places, tensor, place[1])
             if later and graph.tensors[tensor].shape:
-                found[(place[1], *later), tensor in derived] = None
+                uses[(place[1], *later), tensor in derived] = None
     for tensor, argument in arguments.items():
         if argument.role is Role.BATCH and not argument.name.startswith(_TARGETS):
             later = _later(places, tensor, 0)
             if later:
-                found[(0, *later), False] = None
-    return list(found)
+                uses[(0, *later), False] = None
+    return list(uses)
 
 
 _TARGETS = ("batch.targets", "batch.labels")
-"""How the arguments begin that only the loss takes, which the last stage has of its own."""
+"""Beginnings of the arguments that only the loss uses; the last stage receives these arguments itself."""
 
 
 def _later(places: _SegmentPlaces, tensor: int, after: int) -> list[int]:
-    """Segments after one whose forward work uses a value."""
+    """Return the segments after a given one whose forward work uses a value."""
     return sorted(segment for segment in _using(places, tensor, Part.FORWARD) if segment > after)
 
 
 def _forbidden(uses: Sequence[tuple[int, ...]], count: int) -> NDArray[np.bool_]:
-    """Runs i to j - 1 that a value would have to go past, made before i and used from j on [K, K + 1].
+    """Return True for runs of segments i to j - 1 that a value would have to bypass [K, K + 1].
 
-    torch.distributed.pipelining hands values on to the next stage: it takes gradients back from one stage alone, and
-    sends nothing from one chunk to another one of the same stage.
+    A value bypasses a run if it is computed before i and used from j on. torch.distributed.pipelining hands values on
+    to the next stage only. It accepts gradients from one stage alone, and sends nothing between two chunks of one
+    stage.
     """
     begins, ends = np.arange(count)[:, None], np.arange(count + 1)[None, :]
-    found = np.zeros((count, count + 1), dtype=bool)
+    bypassed = np.zeros((count, count + 1), dtype=bool)
     for use in uses:
-        found |= (use[0] < begins) & (begins < ends) & (ends <= use[-1])
-    return found
+        bypassed |= (use[0] < begins) & (begins < ends) & (ends <= use[-1])
+    return bypassed
 
 
 def _working(model: Model, places: _SegmentPlaces, sizes: _Sizes, count: int) -> NDArray[np.float64]:
-    """Bytes of all that the largest op of each segment takes and gives."""
+    """Return the bytes of all operands and results of the largest op in each segment [K]."""
     working = np.zeros(count)
     for op in model.graph.ops:
         place = places.of[op.id]
@@ -359,11 +385,14 @@ def _working(model: Model, places: _SegmentPlaces, sizes: _Sizes, count: int) ->
 
 
 def _kept(model: Model, places: _SegmentPlaces, sizes: _Sizes, count: int) -> NDArray[np.float64]:
-    """Bytes that segments i to j - 1 keep between the passes [K, K + 1]: each value once, however many use it."""
-    kept = np.zeros((count, count + 1))
+    """Return the bytes that segments i to j - 1 save between the passes [K, K + 1].
+
+    Each value counts once for all its users.
+    """
+    saved_bytes = np.zeros((count, count + 1))
     backward = [op.id for op in model.graph.ops if (p := places.of[op.id]) and p[0] is Part.BACKWARD]
     if not backward:
-        return kept
+        return saved_bytes
     between = min(backward)
     arguments = set(model.graph.arguments)
     groups: dict[tuple[int, ...], float] = defaultdict(float)
@@ -371,12 +400,12 @@ def _kept(model: Model, places: _SegmentPlaces, sizes: _Sizes, count: int) -> ND
         if not start < between < stop or tensor in arguments:
             continue
         using = _using(places, tensor, Part.BACKWARD)
-        made = places.maker.get(tensor)
-        segments = using or ({made[1]} if made else set())
+        producer_place = places.maker.get(tensor)
+        segments = using or ({producer_place[1]} if producer_place else set())
         if segments:
             itemsize = model.liveness.itemsize(model.graph, (tensor, start, stop))
             groups[tuple(sorted(segments))] += sizes.of(tensor, itemsize)
     for segments, size in groups.items():
         sums = np.concatenate([[0], np.cumsum(np.isin(np.arange(count), segments))])
-        kept += size * (sums[None, :] > sums[:-1, None])
-    return kept
+        saved_bytes += size * (sums[None, :] > sums[:-1, None])
+    return saved_bytes

@@ -1,16 +1,18 @@
-"""A program cut into the stages of a pipeline: between which of its segments, so that a step takes least time.
+"""Cut of a program's segments into pipeline stages with the least step time.
 
-Segments follow one another; a stage holds a run of them (with several rounds, as many runs as there are rounds). What a
-cut takes is its timetable, exactly. Which one takes least is found by a best-first search over cuts from the first
-segment on. The bound of a cut that is begun is what its finished stages take at least and, by dynamic programming,
-what the best rest takes at least; so where the search comes to its end no other cut is faster, and where it is cut off
-the least bound that is left says by how much one could be.
+Segments follow one another. A stage computes one run of segments, or with several rounds as many runs as rounds. The
+time of a complete cut is exactly that of its timetable. A best-first search over cuts, from the first segment on, finds
+the fastest cut. A partial cut is bounded by its finished stages and, through dynamic programming, by the best
+completion. If the search completes, no other cut is faster; if it is stopped, the least open bound tells how much
+faster one could be.
 
-What stage s of segments [i, j) takes at least, of M microbatches, f and b being its seconds of each, F and B those of
-all segments before it: nothing reaches it before F, and B is left when it is done. 1F1B and interleaved: F + M (f + b)
-+ max(B, its update), and what it idles until its first microbatch has come back, as it begins no more than n of them
-before. GPipe: all segments once, and (M - 1) (f + b), as neither pass is faster than this stage. With several rounds
-the same as 1F1B without the idling, f and b those of all chunks so far.
+Bounds of a stage s with segments [i, j) use these symbols: M microbatches; f and b, the stage's forward and backward
+seconds; F and B, those of all segments before it. No work reaches the stage before F, and B is left when it is done.
+
+- 1F1B and interleaved: F + M (f + b) + max(B, its update), and its idle time until its first microbatch returns. The
+  stage begins at most n microbatches before that one returns.
+- GPipe: all segments once, and (M - 1) (f + b), as neither pass is faster than this stage.
+- Several rounds: the 1F1B bound without idle time, where f and b are the sums over the stage's chunks so far.
 """
 
 import dataclasses
@@ -26,44 +28,44 @@ from autoshard.cost import Schedule, Timetable, timetable
 
 
 LEAVES = 3000
-"""Cuts of which the timetable is made, at most."""
+"""Most cuts for which the search computes a timetable."""
 NODES = 200_000
-"""Cuts that are begun, at most."""
+"""Most partial cuts that the search expands."""
 
 Floats = NDArray[np.float64]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class SegmentCosts:
-    """What runs of segments cost; of K segments. Sizes are bytes of one device, times those of one microbatch."""
+    """Costs of K segments. Sizes are bytes of one device, times are seconds of one microbatch."""
 
     forward_s: Floats
     """Seconds of the forward pass [K]."""
     backward_s: Floats
-    """Seconds of the backward pass [K]; zeros where there is none."""
+    """Seconds of the backward pass [K]; zeros if there is none."""
     update_s: Floats
-    """Seconds of what is done once a step [K]."""
+    """Seconds of the work done once a step [K]."""
     hand_over_s: Floats
-    """Seconds from the end of segment k to the begin of segment k + 1 on another stage [K - 1]."""
+    """Seconds from the end of segment k to the beginning of segment k + 1 on another stage [K - 1]."""
     fixed_bytes: Floats
-    """Bytes of parameters, gradients and optimizer state [K]."""
+    """Bytes of parameters, gradients, optimizer state and batch [K]."""
     working_bytes: Floats
-    """Bytes that the largest op needs beside all that is kept [K]."""
+    """Bytes of the largest op's operands and results, in addition to all stored values [K]."""
     kept_bytes: Floats
-    """Bytes that segments i to j - 1 keep of one microbatch for the backward pass [K, K + 1]."""
+    """Bytes that segments i to j - 1 save of one microbatch for the backward pass [K, K + 1]."""
     may_cut: NDArray[np.bool_]
-    """Whether a stage may begin with segment k [K]."""
+    """True if a stage may begin with segment k [K]."""
     trains: bool = True
-    """Whether there is a backward pass."""
+    """True if there is a backward pass."""
     forbidden: NDArray[np.bool_] | None = None
-    """Runs of segments i to j - 1 that may not be a chunk [K, K + 1], whatever they cost; None if all may be."""
+    """True for runs of segments i to j - 1 that may not be a chunk [K, K + 1]; None if every run may."""
 
     def may_be(self, first: int, last: int) -> bool:
-        """Whether segments [first, last) may be a chunk."""
+        """Return True if segments [first, last) may be a chunk."""
         return self.forbidden is None or not self.forbidden[first, last]
 
     def memory(self, first: int, last: int, held: float) -> float:
-        """Bytes of a stage of segments [first, last) that holds so many microbatches."""
+        """Return the bytes of a stage of segments [first, last) that stores values of `held` microbatches."""
         return (
             self.fixed_bytes[first:last].sum()
             + self.working_bytes[first:last].max(initial=0)
@@ -73,33 +75,33 @@ class SegmentCosts:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Cut:
-    """The best cut that was found."""
+    """The best cut that the search found."""
 
     begins: tuple[int, ...]
-    """The first segment of every chunk, in the order of the segments."""
+    """First segment of every chunk, in the order of the segments."""
     step_time_s: float
     bound_s: float
-    """No cut between these segments takes less."""
+    """Lower bound in seconds of every cut between these segments."""
     memory_bytes: tuple[float, ...]
     """Bytes of one device for each stage."""
     tried: int
-    """Cuts whose timetables were made."""
+    """Number of cuts whose timetables were computed."""
 
 
 def best_cut(costs: SegmentCosts, schedule: Schedule, memory_limit: float = math.inf, leaves: int = LEAVES) -> Cut:
-    """The fastest cut for a schedule within `memory_limit` bytes of one device.
+    """Return the fastest cut for a schedule within `memory_limit` bytes of one device.
 
-    Raises `NoCutError` if there is none.
+    `leaves` is the most timetables to compute. Raises `NoCutError` if no cut fits.
     """
     return _Search(costs, schedule, memory_limit, leaves).run()
 
 
 class NoCutError(Exception):
-    """No cut into so many stages keeps within the memory limit, or there are fewer places to cut."""
+    """Error that no cut into so many stages fits the memory limit, or that there are fewer places to cut."""
 
 
 def cut_timetable(costs: SegmentCosts, schedule: Schedule, begins: Sequence[int]) -> Timetable:
-    """What each stage does when, in a cut."""
+    """Return the timetable of a cut: the work of each stage with its times."""
     ends = [*begins[1:], len(costs.forward_s)]
     forward, backward = (
         [float(of[i:j].sum()) for i, j in zip(begins, ends, strict=True)] for of in (costs.forward_s, costs.backward_s)
@@ -109,31 +111,36 @@ def cut_timetable(costs: SegmentCosts, schedule: Schedule, begins: Sequence[int]
 
 
 def cut_seconds(costs: SegmentCosts, schedule: Schedule, begins: Sequence[int], made: Timetable | None = None) -> float:
-    """The step of a cut: a stage updates its parameters as soon as it has done its last work."""
+    """Return the step time of a cut in seconds.
+
+    A stage updates its parameters right after its last work.
+    """
     made = made or cut_timetable(costs, schedule, begins)
     ends, updates = [*begins[1:], len(costs.forward_s)], [0.0] * schedule.stages
     for chunk, (i, j) in enumerate(zip(begins, ends, strict=True)):
         updates[chunk % schedule.stages] += float(costs.update_s[i:j].sum())
-    return max(row[-1].end_s + more for row, more in zip(made.rows, updates, strict=True))
+    return max(row[-1].end_s + update_s for row, update_s in zip(made.rows, updates, strict=True))
 
 
 def cut_memory(
     costs: SegmentCosts, schedule: Schedule, begins: Sequence[int], made: Timetable | None = None
 ) -> tuple[float, ...]:
-    """Bytes of one device for each stage of a cut."""
+    """Return the bytes of one device for each stage of a cut."""
     made = made or cut_timetable(costs, schedule, begins)
     runs = list(zip(begins, [*begins[1:], len(costs.forward_s)], strict=True))
-    held = made.held([float(costs.kept_bytes[i, j]) for i, j in runs])
-    found = []
+    saved_bytes = made.held([float(costs.kept_bytes[i, j]) for i, j in runs])
+    stage_bytes = []
     for stage in range(schedule.stages):
         own = runs[stage :: schedule.stages]
         fixed = sum(float(costs.fixed_bytes[i:j].sum()) for i, j in own)
-        found.append(fixed + max(float(costs.working_bytes[i:j].max(initial=0)) for i, j in own) + held[stage])
-    return tuple(found)
+        stage_bytes.append(
+            fixed + max(float(costs.working_bytes[i:j].max(initial=0)) for i, j in own) + saved_bytes[stage]
+        )
+    return tuple(stage_bytes)
 
 
 class _Search:
-    """One search, from the first segment on."""
+    """One best-first search over cuts, from the first segment on."""
 
     def __init__(self, costs: SegmentCosts, schedule: Schedule, limit: float, leaves: int) -> None:
         self.costs, self.schedule, self.limit, self.leaves = costs, schedule, limit, leaves
@@ -153,6 +160,7 @@ class _Search:
         self.rest = self._rest()
 
     def run(self) -> Cut:
+        """Return the best cut; raise `NoCutError` if there is none."""
         chunks, ticket = self.schedule.chunks, itertools.count()
         if len(self.places) + 1 < chunks:
             raise NoCutError(f"there are {len(self.places) + 1} places where a chunk may begin")
@@ -171,38 +179,38 @@ class _Search:
                 self._leaf(begins)
                 continue
             for end in self._ends(begins):
-                more = max(self._taken(begins, end), float(self.rest[len(begins)][end]), least)
-                if more < self.best[0] and math.isfinite(more):
-                    heapq.heappush(heap, (more, -len(begins), next(ticket), (*begins, end)))
+                child_bound = max(self._taken(begins, end), float(self.rest[len(begins)][end]), least)
+                if child_bound < self.best[0] and math.isfinite(child_bound):
+                    heapq.heappush(heap, (child_bound, -len(begins), next(ticket), (*begins, end)))
         step, begins = self.best
         if not begins:
             raise NoCutError("no cut keeps within the memory limit, or none may be")
         return Cut(begins, step, min(bound, step), self.memory, self.tried)
 
     def _ends(self, begins: tuple[int, ...]) -> list[int]:
-        """Where the chunk that is last begun may end, so that every chunk after it may have a segment."""
-        left = self.schedule.chunks - len(begins)
+        """Return the places where the last begun chunk may end, such that every later chunk can have a segment."""
+        later_chunks = self.schedule.chunks - len(begins)
         after = [k for k in self.places if k > begins[-1]]
-        return after[: len(after) - left + 1]
+        return after[: len(after) - later_chunks + 1]
 
     def _leaf(self, begins: tuple[int, ...]) -> None:
-        """A whole cut, and what it becomes if its bounds are moved one by one as long as that is faster."""
+        """Evaluate a complete cut, then move its boundaries one by one as long as that is faster."""
         if not self._try(begins):
             return
-        better = True
-        while better and self.tried < self.leaves:
-            better = False
-            for which in range(1, len(begins)):
-                for way in (-1, 1):
-                    place = self.places.index(begins[which]) + way
+        improved = True
+        while improved and self.tried < self.leaves:
+            improved = False
+            for boundary in range(1, len(begins)):
+                for step in (-1, 1):
+                    place = self.places.index(begins[boundary]) + step
                     if not 0 <= place < len(self.places):
                         continue
-                    moved = (*begins[:which], self.places[place], *begins[which + 1 :])
+                    moved = (*begins[:boundary], self.places[place], *begins[boundary + 1 :])
                     if all(a < b for a, b in itertools.pairwise(moved)) and self._try(moved):
-                        begins, better = moved, True
+                        begins, improved = moved, True
 
     def _try(self, begins: tuple[int, ...]) -> bool:
-        """Whether a cut is the best yet; it is then kept."""
+        """Evaluate a cut; store it and return True if it is the best so far."""
         if begins in self.seen:
             return False
         self.seen.add(begins)
@@ -220,7 +228,7 @@ class _Search:
         return True
 
     def _taken(self, begins: tuple[int, ...], end: int) -> float:
-        """What the step takes at least for its last finished chunk, [begins[-1], end)."""
+        """Return a lower bound of the step in seconds from its last finished chunk, [begins[-1], end)."""
         chunk = len(begins) - 1
         if self.schedule.rounds == 1:
             return float(self._stage(chunk, begins[-1], np.array([end]))[0])
@@ -238,37 +246,44 @@ class _Search:
         )
 
     def _stage(self, stage: int, first: int, ends: NDArray[np.int64]) -> Floats:
-        """What a step takes at least for a stage of segments [first, end), for each end; infinite if it does not fit.
+        """Return a lower bound of the step in seconds from a stage of segments [first, end), for each end.
 
-        With several rounds a chunk says nothing alone but this: as one stage of that many chunks it could be."""
+        The bound is infinite if the stage does not fit or may not be a chunk. It holds for schedules of one round only.
+        """
         schedule, count = self.schedule, self.schedule.microbatches
         f = self.forward[ends] - self.forward[first]
         b = self.backward[ends] - self.backward[first]
         update = self.update[ends] - self.update[first]
         if schedule.name == "gpipe":
+            # The first microbatch passes through all stages; this stage then repeats its work for the others.
             hands = (schedule.stages - 1) * self.hand * (2 if self.costs.trains else 1)
-            taken = self.forward[-1] + self.backward[-1] + hands + (count - 1) * (f + b)
+            bound_s = self.forward[-1] + self.backward[-1] + hands + (count - 1) * (f + b)
         else:
+            # The stage begins this many microbatches before the first one returns. It idles for the passes of the later
+            # stages, less its own forward work on the other begun microbatches.
             begun = min(schedule.stages - stage, count)
             later = self.forward[-1] - self.forward[ends] + self.backward[-1] - self.backward[ends]
             later = later + 2 * (schedule.stages - 1 - stage) * self.hand
             idle = np.maximum(0.0, later - (begun - 1) * f) if self.costs.trains else 0.0
             before, after = self.forward[first] + stage * self.hand, self.backward[first] + stage * self.hand
-            taken = before + count * (f + b) + idle + np.maximum(after if self.costs.trains else 0.0, update)
+            bound_s = before + count * (f + b) + idle + np.maximum(after if self.costs.trains else 0.0, update)
         if math.isfinite(self.limit):
-            held = schedule.in_flight(stage) if self.costs.trains else 1
-            taken[[self.costs.memory(first, int(end), held) > self.limit for end in ends]] = math.inf
+            microbatches_stored = schedule.in_flight(stage) if self.costs.trains else 1
+            bound_s[[self.costs.memory(first, int(end), microbatches_stored) > self.limit for end in ends]] = math.inf
         if self.costs.forbidden is not None:
-            taken[self.costs.forbidden[first, ends]] = math.inf
-        return taken
+            bound_s[self.costs.forbidden[first, ends]] = math.inf
+        return bound_s
 
     def _rest(self) -> list[Floats]:
-        """For each chunk and each segment it may begin with: what a step takes at least for it and all after it."""
+        """Return, for each chunk and each segment with which it may begin, a lower bound from it and all later chunks.
+
+        The bounds are in seconds of a step, one array [K + 1] for each chunk.
+        """
         chunks, count = self.schedule.chunks, self.count
         if self.schedule.rounds > 1:
-            # All stages together have all work to do, and one of them has a part that is no smaller than the mean.
-            whole = self.forward[-1] + self.backward[-1]
-            least = self.schedule.microbatches * whole / self.schedule.stages
+            # All stages together do all work, so one of them does at least the mean.
+            all_s = self.forward[-1] + self.backward[-1]
+            least = self.schedule.microbatches * all_s / self.schedule.stages
             return [np.full(count + 1, least) for _ in range(chunks + 1)]
         rest = [np.full(count + 1, math.inf) for _ in range(chunks + 1)]
         rest[chunks][count] = 0.0

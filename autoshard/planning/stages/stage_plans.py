@@ -1,4 +1,4 @@
-"""A cut of a torch module into stages, written down: its chunks, what the whole step takes, and what to know of it."""
+"""Plan of a torch module cut into stages: its chunks, the prediction of the whole step, and notes for the user."""
 
 from collections.abc import Iterator
 
@@ -16,11 +16,11 @@ from autoshard.program import Segments
 
 
 AXIS = "stage"
-"""The axis of the mesh along which stages stand."""
+"""Mesh axis along which the stages are laid out."""
 
 
 def planned_stages(cut: Cut, schedule: Schedule, prices: SegmentPrices, names: list[str]) -> PlannedPipeline:
-    """A cut as a plan holds it: seconds, bytes and names of every chunk."""
+    """Return the pipeline record of a cut: seconds, bytes and module names of every chunk."""
     costs = prices.costs
     runs = list(zip(cut.begins, [*cut.begins[1:], len(costs.forward_s)], strict=True))
     limits = [j - 1 for _, j in runs]
@@ -37,7 +37,7 @@ def planned_stages(cut: Cut, schedule: Schedule, prices: SegmentPrices, names: l
         )
         for (i, j), last in zip(runs, limits, strict=True)
     )
-    drawn = cut_timetable(costs, schedule, cut.begins)
+    table = cut_timetable(costs, schedule, cut.begins)
     return PlannedPipeline(
         schedule=str(schedule),
         stages=schedule.stages,
@@ -45,14 +45,14 @@ def planned_stages(cut: Cut, schedule: Schedule, prices: SegmentPrices, names: l
         rounds=schedule.rounds,
         together=False,
         chunks=chunks,
-        after_s=cut.step_time_s - drawn.step_time_s,
+        after_s=cut.step_time_s - table.step_time_s,
         memory_bytes=tuple(round(size) for size in cut.memory_bytes),
         bound_s=cut.bound_s,
     )
 
 
 def stages_notes(training: bool, schedule: Schedule, prices: SegmentPrices, segments: Segments) -> Iterator[str]:
-    """What is to be known of a module that is computed in microbatches."""
+    """Yield notes for the user on a module that is computed in microbatches."""
     import torch
 
     if training and any(
@@ -62,10 +62,10 @@ def stages_notes(training: bool, schedule: Schedule, prices: SegmentPrices, segm
             f"Batch norms take the statistics of a microbatch, {1 / schedule.microbatches:.1%} of the batch: the "
             "loss is not that of the module on the whole batch."
         )
-    both = prices.costs.forward_s + prices.costs.backward_s
-    slowest, mean = float(both.max()), float(both.sum()) / schedule.stages
+    segment_s = prices.costs.forward_s + prices.costs.backward_s
+    slowest, mean = float(segment_s.max()), float(segment_s.sum()) / schedule.stages
     if slowest > mean:
-        number = int(np.argmax(both))
+        number = int(np.argmax(segment_s))
         yield (
             f"A stage cannot be smaller than `{segments.names[number]}` up to the next module, which takes "
             f"{format_seconds(slowest)} of a microbatch where the mean of a stage is {format_seconds(mean)}."
@@ -75,7 +75,13 @@ def stages_notes(training: bool, schedule: Schedule, prices: SegmentPrices, segm
 def stages_prediction(
     model: Model, cut: Cut, schedule: Schedule, prices: SegmentPrices, pipeline: PlannedPipeline
 ) -> Prediction:
-    """What the whole step takes; the bubble, and what is waited for between stages, counts as compute."""
+    """Return the prediction of the whole step; bubbles and waits between stages count as compute.
+
+    - `model`: the priced step of one microbatch.
+    - `cut`, `schedule`: the stages and their order of work.
+    - `prices`: prices of the segments.
+    - `pipeline`: the record of the cut.
+    """
     costs, count = prices.costs, schedule.microbatches
     runs = list(zip(cut.begins, [*cut.begins[1:], len(costs.forward_s)], strict=True))
     stages = range(schedule.stages)
@@ -91,33 +97,33 @@ def stages_prediction(
     memory = {kind: round(sum(float(sizes[i:j].sum()) for i, j in own)) for kind, sizes in prices.kinds.items()}
     memory["temporaries"] = round(max(float(costs.working_bytes[i:j].max(initial=0)) for i, j in own))
     memory["activations"] = round(cut.memory_bytes[fullest]) - sum(memory.values())
-    whole = cut.step_time_s
-    exposed = min(max(waits), whole)
-    times = 2 if costs.trains else 1
-    handed = [round(chunk.handed_bytes * count * times) for chunk in pipeline.chunks[:-1]]
+    step_s = cut.step_time_s
+    exposed = min(max(waits), step_s)
+    passes = 2 if costs.trains else 1
+    sent_bytes = [round(chunk.handed_bytes * count * passes) for chunk in pipeline.chunks[:-1]]
     permutes = tuple(
         Collective(
             "collective-permute",
             (AXIS,),
-            count * times,
+            count * passes,
             size,
-            chunk.hand_over_s * count * times,
+            chunk.hand_over_s * count * passes,
             True,
             f"from {chunk.modules[-1]} to {after.modules[0]}",
             "",
             0.0,
         )
-        for size, chunk, after in zip(handed, pipeline.chunks, pipeline.chunks[1:], strict=False)
+        for size, chunk, after in zip(sent_bytes, pipeline.chunks, pipeline.chunks[1:], strict=False)
     )
     return Prediction(
-        step_time_s=whole,
-        compute_s=whole - exposed,
+        step_time_s=step_s,
+        compute_s=step_s - exposed,
         hidden_comm_s=0.0,
         exposed_comm_s=exposed,
-        mfu=mfu(model, whole / count),
+        mfu=mfu(model, step_s / count),
         peak_bytes=round(max(cut.memory_bytes)),
         memory={kind: size for kind, size in memory.items() if size},
         fits=True,
-        wire_bytes={AXIS: max(handed, default=0)},
+        wire_bytes={AXIS: max(sent_bytes, default=0)},
         collectives=permutes,
     )

@@ -1,4 +1,4 @@
-"""Plans of torch modules as a program for each stage: cut between modules, for runtimes that run stages apart."""
+"""Plans of torch modules as a program for each stage: cut between modules, for runtimes that run stages separately."""
 
 import dataclasses
 import math
@@ -20,34 +20,40 @@ from autoshard.program import NotDividedError, Program, Segments, in_segments
 
 
 FORM = "torch-pipelining"
-"""The form of an export that has a program for each stage."""
+"""Export form with a program for each stage."""
 COUNTS = (1, 2, 4, 8)
-"""Microbatches for each stage, where their number is left to the planner."""
+"""Microbatches per stage that the planner tries if their number is open."""
 SCHEDULES = ("1f1b", "gpipe", "interleaved:2", "interleaved:3")
-"""Schedules, where that is left to the planner."""
+"""Schedules that the planner tries if the schedule is open."""
 AUTO = "auto"
 
 
 def is_by_stage(options: Mapping[str, Any], form: str | None) -> bool:
-    """Whether a program for each stage is asked for: by the form that holds one, or by a schedule that only it has."""
+    """Return True if the options ask for a program for each stage.
+
+    They do so by the form of such an export, or by a schedule that only separate programs have.
+    """
     name = str(options.get("schedule") or "").partition(":")[0]
     return form == FORM or name in ("1f1b", "interleaved")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class StagesAsked:
-    """What is said of the stages of a program for each."""
+    """The user's options on the stages of a plan with a program for each."""
 
     stages: int | None
-    """Their number; None leaves it to the planner."""
+    """Number of stages; None leaves it to the planner."""
     microbatches: int | None
-    """The parts of the batch; None leaves their number to the planner."""
+    """Number of microbatches; None leaves it to the planner."""
     schedule: str | None
-    """The schedule as `make_schedule` reads it; None leaves it to the planner."""
+    """Schedule as `make_schedule` reads it; None leaves it to the planner."""
 
 
 def read_stages(options: Mapping[str, Any], topology: str) -> StagesAsked:
-    """What options say of stages. Raises `UserError`, one sentence, for numbers and schedules that cannot be."""
+    """Return the user's options on stages.
+
+    Raises `UserError`, one sentence, for impossible numbers and schedules.
+    """
     stages, count, schedule = (options.get(name) for name in ("stages", "microbatches", "schedule"))
     if stages is None:
         raise UserError(f"a program for each stage needs stages: add --stages 2 or more, or --stages {AUTO}.")
@@ -65,26 +71,26 @@ def read_stages(options: Mapping[str, Any], topology: str) -> StagesAsked:
         raise UserError(f"--host {options['host']} is for one program; leave it out with a program for each stage.")
     if options.get("gradient_groups") not in (None, 1):
         raise UserError("--gradient-groups is for one program: a program for each stage sums gradients once as it is.")
-    said = None if schedule == AUTO else str(schedule or "1f1b")
-    if said is not None and said.partition(":")[0] == "circular":
+    text = None if schedule == AUTO else str(schedule or "1f1b")
+    if text is not None and text.partition(":")[0] == "circular":
         raise UserError(
-            f"schedule `{said}` is that of one program; a program for each stage has gpipe, 1f1b or interleaved:2."
+            f"schedule `{text}` is that of one program; a program for each stage has gpipe, 1f1b or interleaved:2."
         )
-    if said is not None:
-        make_schedule(said, 2, 2)
+    if text is not None:
+        make_schedule(text, 2, 2)
     return StagesAsked(
-        None if stages == AUTO else int(stages), None if count in (None, AUTO) else int(count), said
+        None if stages == AUTO else int(stages), None if count in (None, AUTO) else int(count), text
     )  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Found:
-    """A cut, and what it was found under."""
+    """A cut with the plan and the prices under which it was found."""
 
     cut: Cut
     schedule: Schedule
     plan: Plan
-    """The plan of one microbatch on the devices of one stage."""
+    """Plan of one microbatch on the devices of one stage."""
     model: Model
     prices: SegmentPrices
     segments: Segments
@@ -97,7 +103,7 @@ _NOT_HANDED_ON = (
 
 
 def _may_be_cut(costs: SegmentCosts, schedule: Schedule) -> bool:
-    """Whether there is any cut, if memory is no matter."""
+    """Return True if any cut exists without a memory limit."""
     try:
         best_cut(costs, schedule, leaves=1)
     except NoCutError:
@@ -106,11 +112,10 @@ def _may_be_cut(costs: SegmentCosts, schedule: Schedule) -> bool:
 
 
 class StageSearch:
-    """All counts of stages, microbatches and schedules that are open, the best cut of each.
+    """Search over all open numbers of stages, microbatches and schedules, with the best cut of each.
 
-    `make(**more)` opens the program with the options in `said` but those of stages, and with `more` of them;
-    `sharded(program, options)` plans one. Every count of microbatches is planned as a step of one microbatch on the
-    devices of a stage; under its prices the cut is found by `best_cut`.
+    Every number of microbatches is planned as a step of one microbatch on the devices of one stage. `best_cut` finds
+    the cut under the prices of that plan.
     """
 
     def __init__(
@@ -121,7 +126,16 @@ class StageSearch:
         options: Options,
         progress: Callable[[str], None],
     ) -> None:
-        """Raises `UserError` for stages that cannot be."""
+        """Create a search.
+
+        - `make`: `make(**more)` opens the program with the options in `said`, except those of stages, and with `more`.
+        - `sharded`: `sharded(program, options)` plans one program.
+        - `said`: the user's options of the source.
+        - `options`: options of planning.
+        - `progress`: receives lines of progress.
+
+        Raises `UserError` for impossible stages, and for several candidates.
+        """
         self.asked, topology = read_stages(said, options.topology), Topology.parse(options.topology)
         if options.candidates > 1:
             raise UserError(
@@ -136,14 +150,14 @@ class StageSearch:
         self.meshes: dict[int, dict[str, int]] = {}
 
     def run(self) -> Plan:
-        """The fastest plan.
+        """Return the fastest plan.
 
-        Raises `UserError` for what is no torch module or cannot be cut so, `InfeasibleError` if no cut keeps within
-        the memory limit.
+        Raises `UserError` for a program that is no torch module or cannot be cut this way. Raises `InfeasibleError` if
+        no cut fits the memory limit.
         """
         devices = self.topology.num_devices
-        every = [n for n in range(2, min(devices, 64) + 1) if devices % n == 0]
-        for stages in [self.asked.stages] if self.asked.stages is not None else every:
+        divisors = [n for n in range(2, min(devices, 64) + 1) if devices % n == 0]
+        for stages in [self.asked.stages] if self.asked.stages is not None else divisors:
             counts = [self.asked.microbatches] if self.asked.microbatches else [stages * n for n in COUNTS]
             for count in counts:
                 try:
@@ -153,8 +167,8 @@ class StageSearch:
                         raise
         if self.best is None:
             if self.refused:
-                said = self.refused[-1]
-                raise UserError(said) if said.endswith(_NOT_HANDED_ON) else InfeasibleError(said)
+                reason = self.refused[-1]
+                raise UserError(reason) if reason.endswith(_NOT_HANDED_ON) else InfeasibleError(reason)
             raise UserError(
                 "no number of microbatches that is 1, 2, 4 or 8 for each stage divides the batch; say --microbatches, "
                 "or use another batch."
@@ -162,6 +176,7 @@ class StageSearch:
         return self._plan(self.best)
 
     def _schedules(self, stages: int, count: int) -> Iterator[Schedule]:
+        """Yield the schedules that suit the numbers of stages and microbatches."""
         for text in [self.asked.schedule] if self.asked.schedule else SCHEDULES:
             try:
                 yield make_schedule(text, stages, count)
@@ -170,7 +185,11 @@ class StageSearch:
                     raise
 
     def _planned(self, stages: int, count: int) -> None:
-        """The best cut of one count of stages and microbatches, for each schedule."""
+        """Find the best cut of one number of stages and microbatches, for each schedule.
+
+        The step is planned with the memory of all stages on each device first. Schedules without a cut that fits are
+        tried again with half of that memory, down to that of one device.
+        """
         self.progress(f"Tracing one of {count} microbatches")
         with in_segments(count) as segments:
             program = self._opened(count)
@@ -192,7 +211,7 @@ class StageSearch:
         while schedules:
             try:
                 plan = self._sharded(program, stages, share)
-            except InfeasibleError:  # all stages together do not fit into so much, so no cut does
+            except InfeasibleError:  # if all stages together do not fit, no cut does
                 break
             model, choices = price_again(plan, program, reading)
             prices = segment_prices(model, choices, segments.may_cut, AXIS, count)
@@ -220,13 +239,15 @@ class StageSearch:
             )
 
     def _refuse(self, schedule: Schedule, why: str) -> None:
-        """Notes that there is no cut for a schedule."""
+        """Record that a schedule has no cut."""
         parts = f"{schedule.stages} stages with {schedule.microbatches} microbatches by {schedule}"
         self.refused.append(f"no cut into {parts} {why}")
         self.tried.append(self._row(schedule, None))
 
     def _opened(self, count: int) -> Program:
-        """The program with one microbatch of its batch."""
+        """Return the program with one microbatch of its batch; raise `NotDividedError` if the number does not divide
+        it.
+        """
         batch = self.said.get("batch")
         if not isinstance(batch, int):
             return self.make()
@@ -235,20 +256,23 @@ class StageSearch:
         return self.make(batch=batch // count)
 
     def _sharded(self, program: Program, stages: int, share: int) -> Plan:
-        """A plan of one microbatch on the devices of one stage, with memory for `share` of a device's."""
+        """Return a plan of one microbatch on the devices of one stage, with `share` times the memory of a device."""
         asked = dataclasses.replace(self.options.asked, axis_only=(*self.options.asked.axis_only, (AXIS, ())))
-        found: list[Plan] = []
+        plans: list[Plan] = []
         for mesh in [self.meshes[stages]] if stages in self.meshes else self._meshes(stages):
             inner = dataclasses.replace(
                 self.options, mesh=mesh, asked=asked, form=None, memory_limit=share * self.limit, refine_axes=False
             )
-            found.append(self.sharded(program, inner))
-        best = min(found, key=lambda plan: plan.prediction.step_time_s)
+            plans.append(self.sharded(program, inner))
+        best = min(plans, key=lambda plan: plan.prediction.step_time_s)
         self.meshes[stages] = dict(best.mesh)
         return best
 
     def _meshes(self, stages: int) -> list[dict[str, int]]:
-        """The stages' axis, and what the devices of one stage are: as it was said, or one axis or two."""
+        """Return the candidate meshes: the axis of stages, and the axes of one stage's devices.
+
+        The axes of one stage are the user's, or else one axis and two axes.
+        """
         own, given = self.topology.num_devices // stages, self.options.mesh
         if given is not None and given != AUTO:
             axes = dict(parse_mesh(given)) if isinstance(given, str) else dict(given)
@@ -267,11 +291,14 @@ class StageSearch:
         return [{AXIS: stages, "data": own}, *square]
 
     def _keep(self, found: _Found) -> None:
+        """Record a cut; store it if it is the best so far."""
         self.tried.append(self._row(found.schedule, found.cut))
+        # Equal times, up to rounding, leave the earlier cut.
         if self.best is None or found.cut.step_time_s < self.best.cut.step_time_s * (1 - 1e-9):
             self.best = found
 
     def _row(self, schedule: Schedule, cut: Cut | None) -> dict[str, Any]:
+        """Return the figures of a cut for the plan file; None for each if there is no cut."""
         return {
             "stages": schedule.stages,
             "schedule": str(schedule),
@@ -282,19 +309,19 @@ class StageSearch:
         }
 
     def _plan(self, found: _Found) -> Plan:
-        """The plan of one microbatch, told as that of the whole step."""
+        """Return the plan of one microbatch rewritten as the plan of the whole step."""
         plan, pipeline = found.plan, planned_stages(found.cut, found.schedule, found.prices, found.segments.names)
         prediction = stages_prediction(found.model, found.cut, found.schedule, found.prices, pipeline)
-        step = prediction.step_time_s
-        said = {key: value for key, value in plan.provenance.items() if key not in ("asked", "pinned", "flag_sets")}
+        step_s = prediction.step_time_s
+        origin = {key: value for key, value in plan.provenance.items() if key not in ("asked", "pinned", "flag_sets")}
         if self.options.asked:
-            said["asked"] = self.options.asked.lines
-        source = said.get("source")
+            origin["asked"] = self.options.asked.lines
+        source = origin.get("source")
         if source is not None:
             stages, count = found.schedule.stages, found.schedule.microbatches
             parts = {"stages": stages, "microbatches": count, "schedule": str(found.schedule)}
             batch = {"batch": self.said["batch"]} if isinstance(self.said.get("batch"), int) else {}
-            said["source"] = source | {"options": {**source["options"], **batch, **parts}}
+            origin["source"] = source | {"options": {**source["options"], **batch, **parts}}
         others = sorted(self.tried, key=lambda row: (row["step_time_s"] is None, row["step_time_s"] or 0.0))
         words = [line for line in plan.words if AXIS not in line]
         warnings = [line for line in plan.warnings if f"along {AXIS}" not in line and not line.startswith("memory is")]
@@ -308,14 +335,14 @@ class StageSearch:
             calls=(),
             prediction=prediction,
             baselines={},
-            objective=round(step * 1e12),
+            objective=round(step_s * 1e12),
             lower_bound=round(found.cut.bound_s * 1e12),
             solver_gap=0.0,
-            plan_gap=max(0.0, 1 - found.cut.bound_s / step),
+            plan_gap=max(0.0, 1 - found.cut.bound_s / step_s),
             words=(f"modules in {found.schedule.stages} stages over {AXIS}", *words),
             warnings=(*warnings, *notes),
-            provenance=said | {"for": FORM, "stages": others},
-            timeline=Timeline(step, (), (), {}),
+            provenance=origin | {"for": FORM, "stages": others},
+            timeline=Timeline(step_s, (), (), {}),
             unruled=(),
             choices="",
             meshes=(),

@@ -1,1 +1,1 @@
-"""What XLA's partitioner makes of a spec: states, reshards, pins, halos, tables."""
+"""Behaviour of XLA's partitioner on a sharded program: states, reshards, pins, halos, tables."""

@@ -1,4 +1,4 @@
-"""Memory that compilers take beyond elements: padding of tiles, scratch of sorts, and tables in another layout."""
+"""Memory of compilers beyond the elements: padding of tiles, scratch of sorts, and tables in another layout."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -11,7 +11,7 @@ from autoshard.planning.xla.axis_assignments import WHOLE, Seconds, States, loca
 
 
 class Padding:
-    """What tiles add to the tensors of a program, by how each is split."""
+    """Padding that tiles add to a program's tensors, by how each tensor is split."""
 
     def __init__(self, graph: OpGraph, backend: str) -> None:
         self.graph, self.tiled = graph, BACKENDS[backend].tiled
@@ -21,7 +21,7 @@ class Padding:
         self._held: dict[object, int] = {}
 
     def ratio(self, tensor: int, states: States, axes: Sequence[int]) -> Seconds:
-        """Bytes with padding over bytes without, of one device's part in every state over the dims of the tensor."""
+        """Return the padded over the unpadded bytes of a tensor's shard, [states]; states are over its dims."""
         record = self.graph.tensors[tensor]
         if not self.tiled or len(record.shape) < 2:
             return np.ones(len(states))
@@ -33,7 +33,11 @@ class Padding:
         return self._known[key]
 
     def held(self, tensor: int, local: Sequence[int], itemsize: int) -> int:
-        """Bytes of one device's part of a tensor, which has `local` dims there and elements of so many bytes."""
+        """Return the padded bytes of a tensor's shard.
+
+        - `local`: dims of the shard.
+        - `itemsize`: bytes of an element of the shard.
+        """
         outer, in_order = self.lies(tensor)
         key = (*local, itemsize, self._itemsize(tensor), outer, in_order)
         if key not in self._held:
@@ -45,7 +49,7 @@ class Padding:
         return self._held[key]
 
     def lies(self, tensor: int) -> tuple[tuple[int, ...], bool]:
-        """Dims that are in no tile, and whether the tensor's matrices keep their order."""
+        """Return the tensor's dims outside tiles, and True if its matrices retain the order of their dims."""
         return self.outer.get(tensor, ()), tensor in self.in_order
 
     def _itemsize(self, tensor: int) -> int:
@@ -54,64 +58,64 @@ class Padding:
 
 
 def _outer_dims(graph: OpGraph) -> Mapping[int, tuple[int, ...]]:
-    """Dims that are in no tile: that of a stack's slices, and the batch dims of matmuls."""
-    found: dict[int, set[int]] = {}
+    """Return the dims of each tensor that are outside tiles: the dim of a stack's slices, and batch dims of matmuls."""
+    outer: dict[int, set[int]] = {}
     for op in graph.ops:
         if op.op_class is OpClass.LAYER and op.loop >= 0:
             stacks = (op.operands[0], *op.results) if op.kind == "dynamic_update_slice" else op.operands[:1]
             for tensor in stacks:
-                found.setdefault(tensor, set()).add(0)
+                outer.setdefault(tensor, set()).add(0)
         elif is_batched(op) and _multiplies_matrices(op):
             assert op.rule is not None
             left, right = op.rule.operands
             batch = {f for dim in left for f in dim} & {f for dim in right for f in dim}
             batch &= {f for dim in op.rule.results[0] for f in dim}
             for tensor, dims in op.sides:
-                among = {d for d, factors in enumerate(dims) if factors and batch.issuperset(factors)}
-                found.setdefault(tensor, set()).update(among)
+                batch_dims = {d for d, factors in enumerate(dims) if factors and batch.issuperset(factors)}
+                outer.setdefault(tensor, set()).update(batch_dims)
     for loop in graph.loops:
         for carry in loop.carries:
-            dims = found.get(carry.body, set()) | found.get(carry.result, set())
+            dims = outer.get(carry.body, set()) | outer.get(carry.result, set())
             if dims:
                 for tensor in (carry.init, carry.body, carry.update, carry.result):
-                    found.setdefault(tensor, set()).update(dims)
-    return {tensor: tuple(sorted(dims)) for tensor, dims in found.items() if dims}
+                    outer.setdefault(tensor, set()).update(dims)
+    return {tensor: tuple(sorted(dims)) for tensor, dims in outer.items() if dims}
 
 
 def _in_order(graph: OpGraph) -> frozenset[int]:
-    """Stacks of matrices that kernels take or make; parameters are laid out by themselves."""
+    """Return the stacks of matrices that grouped kernels consume or compute; parameters have layouts of their own."""
     makers = {tensor: op for op in graph.ops for tensor in op.results}
     users: dict[int, list[Op]] = {}
     for op in graph.ops:
         for tensor in op.operands:
             users.setdefault(tensor, []).append(op)
-    found: set[int] = set()
+    stacks: set[int] = set()
     for op in graph.ops:
         if op.kind == GROUPED:
             maker = makers.get(op.operands[1])
             while maker is not None and maker.kind in _ALONG:
                 maker = makers.get(maker.operands[0])
             if maker is not None and maker.op_class is OpClass.LAYER:
-                found.add(maker.operands[0])
+                stacks.add(maker.operands[0])
         elif op.kind == GROUPED_GRADIENT:
             last = users.get(op.results[0], [])
             while len(last) == 1 and last[0].kind in _ALONG:
                 last = users.get(last[0].results[0], [])
-            found |= {t for user in last if user.op_class is OpClass.LAYER for t in (user.operands[0], *user.results)}
+            stacks |= {t for user in last if user.op_class is OpClass.LAYER for t in (user.operands[0], *user.results)}
     for loop in graph.loops:
         for carry in loop.carries:
             parts = {carry.init, carry.body, carry.update, carry.result}
-            if parts & found:
-                found |= parts
-    return frozenset(found - set(graph.arguments))
+            if parts & stacks:
+                stacks |= parts
+    return frozenset(stacks - set(graph.arguments))
 
 
 _ALONG = frozenset({"convert", "reshape", "broadcast_in_dim", "sharding_constraint"})
-"""What a matrix of a stack passes without another order of its dims."""
+"""Ops between a stack and a kernel that leave the order of a matrix's dims unchanged."""
 
 
 def _multiplies_matrices(op: Op) -> bool:
-    """True if both sides have free dims and something is summed: else it is done element by element."""
+    """Return True if both sides of a dot have free dims and a dim is contracted; otherwise the dot is elementwise."""
     assert op.rule is not None
     left, right, out = (
         {f for dim in dims for f in dim if op.rule.sizes[f] > 1} for dims in (*op.rule.operands, op.rule.results[0])
@@ -120,13 +124,13 @@ def _multiplies_matrices(op: Op) -> bool:
 
 
 SORTS = frozenset({"sort", "top_k"})
-"""Both order a whole dim: compilers make a top-k of a sort or of as many steps of it."""
+"""Ops that order a whole dim; compilers emit a top-k as a sort or as steps of one."""
 _INDEX = 4
 """Bytes of an index."""
 
 
 def scratch_itemsize(graph: OpGraph, op: Op, backend: str) -> int:
-    """Return the bytes that an op takes beside its operands and results for each element of the first operand."""
+    """Return an op's scratch bytes, beyond operands and results, for each element of the first operand."""
     tiled = BACKENDS[backend].tiled
     if op.kind in SORTS and (tiled or BACKENDS[backend].gpu_kernels):
         indexed = op.kind == "top_k" or (tiled and len(op.operands) == 1)
@@ -136,10 +140,10 @@ def scratch_itemsize(graph: OpGraph, op: Op, backend: str) -> int:
 
 
 def cumulative_copies(graph: OpGraph, op: Op, backend: str) -> int:
-    """Return how many copies a cumulative op on a TPU goes through; 0 for other ops."""
+    """Return the number of copies of a cumulative op on a TPU; 0 for other ops."""
     if op.kind != "reduce_window" or op.rule is None or not BACKENDS[backend].tiled:
         return 0
-    first, made = graph.tensors[op.operands[0]], graph.tensors[op.results[0]]
+    first, result = graph.tensors[op.operands[0]], graph.tensors[op.results[0]]
     halos = {halo.factor for halo in op.halos}
     along = [
         dim
@@ -147,17 +151,17 @@ def cumulative_copies(graph: OpGraph, op: Op, backend: str) -> int:
         for factor in factors
         if op.rule.kinds[factor] is FactorKind.PERMUTATION and factor not in halos
     ]
-    if first.shape != made.shape or len(along) != 1 or first.shape[along[0]] <= LANES:
+    if first.shape != result.shape or len(along) != 1 or first.shape[along[0]] <= LANES:
         return 0
     return 2 if along[0] == len(first.shape) - 1 else 1
 
 
 AS_IT_IS = 32
-"""Most columns of a table that is gathered from as it is stored: 32 were seen to be, 64 not."""
+"""Largest number of columns of a table that a gather reads in its stored layout: 32 was observed, 64 was not."""
 
 
 def table_of(graph: OpGraph, op: Op, backend: str) -> int | None:
-    """The matrix whose rows a gather takes or a scatter adds to; None if that is not what the op does, or no TPU."""
+    """Return the matrix whose rows a gather reads or a scatter updates; None for other ops and off TPUs."""
     if not BACKENDS[backend].tiled or op.rule is None or op.kind not in ("gather", "scatter"):
         return None
     table = op.operands[0]
@@ -165,19 +169,23 @@ def table_of(graph: OpGraph, op: Op, backend: str) -> int | None:
         return None
     rows = op.rule.results[0] if op.kind == "gather" else op.rule.operands[2]
     columns = op.rule.operands[0][1]
-    taken = {factor for dim in rows for factor in dim}
-    return table if len(columns) == 1 and columns[0] in taken else None
+    row_factors = {factor for dim in rows for factor in dim}
+    return table if len(columns) == 1 and columns[0] in row_factors else None
 
 
 def padded_bytes(kind: str, shape: Sequence[int], itemsize: int) -> int:
-    """Bytes of the padded copy of one device's part of a table in a `gather` or `scatter`; 0 where there is none."""
+    """Return the bytes of the padded copy of a table's shard in a `gather` or `scatter`; 0 if there is no copy."""
     if shape[1] % LANES == 0 or (kind == "gather" and shape[1] <= AS_IT_IS):
         return 0
     return shard_bytes(shape, itemsize, tiled=True)
 
 
 def padded_tables(graph: OpGraph, op: Op, states: States, axes: Sequence[int], backend: str) -> Seconds:
-    """`padded_bytes` of the table of an op in every state; 0 for an op without one."""
+    """Return the `padded_bytes` of an op's table in every state; 0 for an op without a table.
+
+    - `states`: factor that each mesh axis splits, [states, axes].
+    - `axes`: sizes of the mesh axes.
+    """
     table = table_of(graph, op, backend)
     if table is None:
         return np.zeros(len(states))
@@ -190,9 +198,12 @@ def padded_tables(graph: OpGraph, op: Op, states: States, axes: Sequence[int], b
 
 
 def padded_rows(graph: OpGraph, op: Op, states: States, axes: Sequence[int], backend: str) -> Seconds:
-    """Return the bytes that padding adds to the rows that a scatter adds, in every state; 0 for an op without such.
+    """Return the bytes that padding adds to a scatter's updates in every state; 0 for other ops.
 
-    What the program makes is written padded at once; of an argument a padded copy is made.
+    Updates that the program computes are written padded. Updates that are an argument are copied.
+
+    - `states`: factor that each mesh axis splits, [states, axes].
+    - `axes`: sizes of the mesh axes.
     """
     table = table_of(graph, op, backend)
     if table is None or op.kind != "scatter":
@@ -203,14 +214,23 @@ def padded_rows(graph: OpGraph, op: Op, states: States, axes: Sequence[int], bac
 
 
 def padded_row_bytes(rows: Tensor, elements: Seconds, columns: Seconds) -> Seconds:
-    """Return the bytes that padding adds to so many elements of the rows; 0 where rows fill whole registers."""
+    """Return the bytes that padding adds to `elements` of a scatter's updates; 0 if rows fill whole registers.
+
+    - `rows`: the tensor of the updates.
+    - `columns`: local columns of the table.
+    """
     copied = elements if rows.producer >= 0 else 0.0
     padded = elements / np.maximum(columns, 1.0) * (np.ceil(columns / LANES) * LANES)
     return np.where(columns % LANES > 0, (padded - copied) * rows.itemsize, 0.0)
 
 
 def local_dims(graph: OpGraph, op: Op, operand: int, states: States, axes: Sequence[int]) -> list[Seconds]:
-    """Return the dims of one device's part of an operand, by its number, in every state of the op."""
+    """Return the dims of an operand's shard in every state of the op, one array [states] for each dim.
+
+    - `operand`: position of the operand.
+    - `states`: factor that each mesh axis splits, [states, axes].
+    - `axes`: sizes of the mesh axes.
+    """
     assert op.rule is not None
     shape, dims = graph.tensors[op.operands[operand]].shape, op.rule.operands[operand]
     parts = []
@@ -221,9 +241,12 @@ def local_dims(graph: OpGraph, op: Op, operand: int, states: States, axes: Seque
 
 
 def relaid_bytes(graph: OpGraph, op: Op, states: States, axes: Sequence[int], backend: str) -> Seconds:
-    """Return what padded copies of a table, and of rows, add to an op's memory traffic in every state.
+    """Return the memory traffic of padded copies of an op's table and updates, [states].
 
-    A scatter fills and reads both; a gather reads the table and writes its copy.
+    A scatter fills and reads both copies; a gather reads the table and writes its copy.
+
+    - `states`: factor that each mesh axis splits, [states, axes].
+    - `axes`: sizes of the mesh axes.
     """
     padded = padded_tables(graph, op, states, axes, backend)
     if op.kind == "scatter":

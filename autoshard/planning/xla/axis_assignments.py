@@ -1,8 +1,8 @@
-"""Where each mesh axis goes: the alternatives of a decision, and what it takes to get from one to another.
+"""States of mesh axes, the alternatives of a decision, and the collectives between two states.
 
-A state says for every mesh axis which dim it splits: an int array [number of states, number of axes] whose values
-are a dim (or factor) index, `WHOLE` for an axis that splits nothing, or `PARTIAL - f` for an axis over which values
-still have to be summed because it splits factor `f` of the op that made them.
+A state assigns each mesh axis to a dim: an int array [states, axes]. A value is the index of a dim (or factor), `WHOLE`
+for an axis that splits nothing, or `PARTIAL - f`. The latter is an axis over which partial sums remain, since the axis
+splits factor `f` of the op that computed the tensor.
 """
 
 import dataclasses
@@ -22,36 +22,42 @@ WHOLE = -1
 PARTIAL = -2
 
 MAX_PADDING = 1.5
-"""An uneven split may make the padded dim at most this much larger; more is wasted work."""
+"""Largest padded size of an unevenly split dim over its size; more padding is wasted work."""
 
 States = NDArray[np.int64]
 Seconds = NDArray[np.float64]
 Bits = NDArray[np.int32]
-"""Sets of mesh axes, the first axis as 1."""
+"""Sets of mesh axes as bits; the first axis is 1."""
 
 
 def enumerate_states(
     sizes: Sequence[int], axes: Sequence[int], blocked: Collection[int] = (), even: bool = False
 ) -> States:
-    """Every way to give each mesh axis (sizes `axes`) one dim (sizes `sizes`) or none, whole first.
+    """Return every assignment of the mesh axes to one dim each or to none, the whole state first.
 
-    An axis of size 1 splits nothing. `even` keeps only splits without padding; otherwise a dim may be padded by at
-    most `MAX_PADDING`.
+    An axis of size 1 splits nothing.
+
+    - `sizes`: sizes of the dims.
+    - `axes`: sizes of the mesh axes.
+    - `blocked`: dims that no axis may split.
+    - `even`: if True, only splits without padding; otherwise a dim may be padded by at most `MAX_PADDING`.
     """
     return _enumerated(tuple(sizes), tuple(axes), frozenset(blocked), even).copy()
 
 
 @functools.lru_cache(maxsize=4096)
 def _enumerated(sizes: tuple[int, ...], axes: tuple[int, ...], blocked: frozenset[int], even: bool) -> States:
+    """Return the states of `enumerate_states`, cached."""
     choices = [WHOLE, *(d for d, size in enumerate(sizes) if d not in blocked and size > 1)]
-    kept = []
+    fitting = []
     for state in itertools.product(*(choices if axis > 1 else [WHOLE] for axis in axes)):
         if _fits(state, sizes, axes, even):
-            kept.append(state)
-    return np.array(kept, dtype=np.int64).reshape(len(kept), len(axes))
+            fitting.append(state)
+    return np.array(fitting, dtype=np.int64).reshape(len(fitting), len(axes))
 
 
 def _fits(state: tuple[int, ...], sizes: Sequence[int], axes: Sequence[int], even: bool) -> bool:
+    """Return True if every dim divides by its axes, or needs no more padding than allowed."""
     for dim in set(state) - {WHOLE}:
         parts = math.prod(n for d, n in zip(state, axes, strict=True) if d == dim)
         if sizes[dim] % parts and (
@@ -62,12 +68,13 @@ def _fits(state: tuple[int, ...], sizes: Sequence[int], axes: Sequence[int], eve
 
 
 def distinct(rows: States) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """First index of every distinct row, and for each row which of them it is.
+    """Return the first index of every distinct row, and for each row the number of its distinct row.
 
-    In the order of `numpy.unique` over rows, which compares them as records and takes several times as long.
+    The order is that of `numpy.unique` over rows, which compares rows as records and is several times slower.
     """
     low = int(rows.min(initial=0))
     base = int(rows.max(initial=0)) - low + 1
+    # Rows are encoded as digits of one int64, unless they have too many digits.
     if base ** rows.shape[1] >= 1 << 63:
         _, first, place = np.unique(rows, axis=0, return_index=True, return_inverse=True)
         return first, place.ravel()
@@ -79,19 +86,19 @@ def distinct(rows: States) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
 
 
 def local_elements(states: States, sizes: Sequence[int], axes: Sequence[int]) -> NDArray[np.float64]:
-    """Elements of one device's shard in every state, padding included."""
+    """Return the elements of one device's shard in every state, padding included, [states]."""
     return local_sizes(states, sizes, axes).prod(axis=1)
 
 
 def local_sizes(states: States, sizes: Sequence[int], axes: Sequence[int]) -> NDArray[np.float64]:
-    """[state, dim] the dims of one device's shard in every state, padding included."""
+    """Return the dims of one device's shard in every state, padding included, [states, dims]."""
     dims = np.arange(len(sizes))[None, :, None]
     parts = np.where(states[:, None, :] == dims, np.asarray(axes, dtype=np.float64), 1.0).prod(axis=2)
     return np.ceil(np.asarray(sizes, dtype=np.float64) / parts)
 
 
 def relabel(states: States, mapping: Sequence[int]) -> States:
-    """The same states with value v >= 0 replaced by `mapping[v]`; negative values stay."""
+    """Return the states with every value v >= 0 replaced by `mapping[v]`; negative values are unchanged."""
     table = np.array([*mapping, WHOLE], dtype=np.int64)
     return np.where(states >= 0, table[np.maximum(states, WHOLE)], states)
 
@@ -103,37 +110,39 @@ class Step:
     kind: Kind
     axes: tuple[int, ...]
     size: NDArray[np.float64]
-    """[from, to] bytes as `Collectives.time` counts them; 0 where the pair does not need it."""
+    """Bytes as `Collectives.time` counts them, [from, to]; 0 for pairs that do not need the collective."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Wave:
-    """Collectives of one kind, at most one for each pair of states, over axes that differ from pair to pair."""
+    """Collectives of one kind, at most one for each pair of states, over axes that differ between pairs."""
 
     kind: Kind
     groups: Bits
-    """[from, to] the mesh axes of the pair's collective as bits (axis 0 is 1); 0 for none."""
+    """Mesh axes of the pair's collective as bits (axis 0 is 1), [from, to]; 0 for no collective."""
     size: NDArray[np.float64]
-    """[from, to] bytes as `Collectives.time` counts them, where there is one."""
+    """Bytes as `Collectives.time` counts them, [from, to], for pairs with a collective."""
 
 
 class Emitted(enum.Enum):
-    """What a sum over a group that ends split becomes."""
+    """Collective that XLA emits for a sum whose result is split over the group."""
 
     SCATTER = enum.auto()
     """One reduce-scatter."""
     STAGED = enum.auto()
-    """One for each axis, because the plan pins the axes one after the other."""
+    """One reduce-scatter for each axis, because the plan pins the axes one after the other."""
     SUM = enum.auto()
-    """An all-reduce of everything and a slice."""
+    """An all-reduce of the whole tensor and a slice."""
 
 
 def emitted(collectives: Collectives, axes: Sequence[int]) -> Emitted:
-    """How the backend's compiler ends a sum over these mesh axes (by number) that ends split.
+    """Return the form in which the backend's compiler emits a sum whose result is split over these mesh axes (numbers).
 
-    TPU compilers turn a reduce-scatter over all devices of a slice into an all-reduce; asked for one axis at a time
-    they emit real ones (seen on every generation, v5e:4x4 as 4x4 to v4:4x4x4 as 16x4). Not so between slices: the
-    slice axis, major in the spec, would have to come first, at the full size.
+    TPU compilers turn a reduce-scatter over all devices of a slice into an all-reduce. For one axis at a time they emit
+    real reduce-scatters. Between slices staging does not help: the slice axis is major in the spec and would be first,
+    at the full size.
+
+    Evidence: docs/compiler_behaviour.md, "Reduce-scatter over a whole slice".
     """
     names = tuple(collectives.mesh.names[a] for a in axes)
     if collectives.partial_to_split_kind(names) == "reduce-scatter":
@@ -144,13 +153,14 @@ def emitted(collectives: Collectives, axes: Sequence[int]) -> Emitted:
 
 
 def emitted_gather(collectives: Collectives, axes: Sequence[int]) -> Emitted:
-    """The same of an all-gather: `SUM` is an all-reduce of the gathered tensor."""
+    """Return the form of an all-gather in the same way; `SUM` is an all-reduce of the gathered tensor."""
     if collectives.gather_kind(tuple(collectives.mesh.names[a] for a in axes)) == "all-gather":
         return Emitted.SCATTER
     return _in_turn(collectives, axes)
 
 
 def _in_turn(collectives: Collectives, axes: Sequence[int]) -> Emitted:
+    """Return `STAGED` if the backend stages collectives and several axes are larger than 1, else `SUM`."""
     large = [a for a in axes if collectives.mesh.sizes[a] > 1]
     return Emitted.STAGED if collectives.mesh.topology.traits.stages and len(large) > 1 else Emitted.SUM
 
@@ -163,19 +173,26 @@ def transition(
     reduce_itemsize: int,
     collectives: Collectives,
 ) -> list[Step]:
-    """The collectives of `waves`, one entry for every kind and group."""
-    found = waves(source, target, sizes, itemsize, reduce_itemsize, collectives)
-    return [step for wave in found for step in split(wave)]
+    """Return the collectives of `waves` with one entry for every kind and group.
+
+    - `source`, `target`: states at both ends, [states, axes].
+    - `sizes`: dims of the tensor.
+    - `itemsize`: bytes of an element.
+    - `reduce_itemsize`: bytes of an element where partial sums are reduced.
+    - `collectives`: prices of the collectives on the mesh.
+    """
+    emitted_waves = waves(source, target, sizes, itemsize, reduce_itemsize, collectives)
+    return [step for wave in emitted_waves for step in split(wave)]
 
 
 def split(wave: Wave) -> list[Step]:
-    """A wave as one entry for every group."""
+    """Split a wave into one entry for every group."""
     groups = np.flatnonzero(np.bincount(wave.groups.ravel())).tolist()
     return [Step(wave.kind, members(g), np.where(wave.groups == g, wave.size, 0.0)) for g in groups if g]
 
 
 def members(bits: int) -> tuple[int, ...]:
-    """The axes that the bits stand for."""
+    """Return the axes that a set of bits contains."""
     return tuple(a for a in range(bits.bit_length()) if bits >> a & 1)
 
 
@@ -187,15 +204,27 @@ def waves(
     reduce_itemsize: int,
     collectives: Collectives,
 ) -> list[Wave]:
-    """Collectives that bring a tensor from each source state to each target state, as XLA's partitioner does it.
+    """Return the collectives of XLA's partitioner that reshard a tensor from each source to each target state.
 
-    In its order (each pair of states of a 3-dim tensor on two axes was compiled alone and read): sums first, as a
-    reduce-scatter where an axis ends split and the backend has one for that group, else as one all-reduce;
-    then slices (free; after the gathers if there are any), gathers, and moves between dims, one all-to-all for each
-    axis. A move of one of several axes of a dim together with another change gathers the whole tensor instead
-    (XLA's "involuntary full rematerialization"). An axis that changes on a dim whose minor axes stay costs a
-    collective-permute of the shard. TPU compilers have no reduce-scatter that leaves an odd number of whole vector
-    registers of the last dim (`LANES`): they sum everything and take a slice.
+    They are in the partitioner's order:
+
+    1. Sums: a reduce-scatter if the result is split and the backend has one for that group, else one all-reduce.
+    2. Slices, which are free; they follow the gathers if there are any.
+    3. Gathers.
+    4. Moves between dims, one all-to-all for each axis.
+
+    Three cases differ. If one of several axes of a dim moves together with another change, the whole tensor is gathered
+    (XLA's "involuntary full rematerialization"). If an axis changes on a dim whose minor axes stay, the shard is sent
+    by a collective-permute. TPU compilers have no reduce-scatter that leaves an odd number of whole vector registers of
+    the last dim (`LANES`): they reduce everything and slice.
+
+    Evidence: docs/compiler_behaviour.md, "Collectives of a reshard".
+
+    - `source`, `target`: states at both ends, [states, axes].
+    - `sizes`: dims of the tensor.
+    - `itemsize`: bytes of an element.
+    - `reduce_itemsize`: bytes of an element where partial sums are reduced.
+    - `collectives`: prices of the collectives on the mesh.
     """
     axis_sizes = collectives.mesh.sizes
     count = len(axis_sizes)
@@ -203,11 +232,11 @@ def waves(
     pairs = (len(source), len(target))
     local = np.broadcast_to(local_elements(source, sizes, axis_sizes)[:, None], pairs)
     f, t = source[:, None, :], target[None, :, :]
-    every = [members(bits) for bits in range(1 << count)]
-    parts = np.array([math.prod(axis_sizes[a] for a in axes) for axes in every], dtype=np.float64)
-    scattering = [emitted(collectives, axes) for axes in every]
-    gathering = [emitted_gather(collectives, axes) for axes in every]
-    found: list[Wave] = []
+    group_axes = [members(bits) for bits in range(1 << count)]
+    parts = np.array([math.prod(axis_sizes[a] for a in axes) for axes in group_axes], dtype=np.float64)
+    scattering = [emitted(collectives, axes) for axes in group_axes]
+    gathering = [emitted_gather(collectives, axes) for axes in group_axes]
+    emitted_waves: list[Wave] = []
 
     def mask(condition: NDArray[np.bool_]) -> Bits:
         bits = np.zeros(pairs, dtype=np.int32)
@@ -220,14 +249,14 @@ def waves(
 
     def add(kind: Kind, groups: Bits, item: int) -> None:
         if groups.any():
-            found.append(Wave(kind, groups, local * item))
+            emitted_waves.append(Wave(kind, groups, local * item))
 
     last = len(sizes) - 1
     minor = np.broadcast_to(extents(source, sizes, axis_sizes)[:, None], pairs)
     summed = np.zeros(pairs, dtype=np.int32)
     totals: list[Bits] = []
     for axis in range(count):
-        # Axes that split one factor are summed together, those of different factors one factor after the other.
+        # Axes that split one factor are reduced together, and factors are reduced one after the other.
         first = (f[..., axis] <= PARTIAL) & ~(f[..., :axis] == f[..., axis : axis + 1]).any(axis=2)
         if not first.any():
             continue
@@ -246,7 +275,7 @@ def waves(
         else:
             add("all-reduce", total | sliced, reduce_itemsize)
         summed |= sliced
-    if totals:  # after every reduce-scatter, and in one
+    if totals:  # one all-reduce after all reduce-scatters
         add("all-reduce", functools.reduce(np.bitwise_or, totals), reduce_itemsize)
     local = local / parts[summed]
 
@@ -257,7 +286,8 @@ def waves(
     add("collective-permute", np.where((swaps > 0) & ~whole, swaps | 1 << (count - 1), 0), itemsize)
     everything = np.where(whole, mask(np.broadcast_to(f >= 0, (*pairs, count))), gather)
     staged = only(everything, gathering, Emitted.STAGED)
-    # One gather for each dim, the last dim first, unless pinned axis by axis; TPU compilers make one of them.
+    # One gather for each dim, the last dim first, unless axes are pinned one by one. TPU compilers emit a single
+    # gather.
     together = everything ^ staged
     by_dim = [together] if tpu else [together & mask(f == dim) for dim in reversed(range(len(sizes)))]
     for groups in (*by_dim, *(staged & 1 << a for a in reversed(range(count)))):
@@ -268,11 +298,11 @@ def waves(
     add("all-to-all", np.where(joint, reshards, 0), itemsize)
     for axis in range(count):
         add("all-to-all", np.where(joint, 0, reshards & 1 << axis), itemsize)
-    return found
+    return emitted_waves
 
 
 def extents(states: States, sizes: Sequence[int], axis_sizes: Sequence[int]) -> NDArray[np.float64]:
-    """Each state's elements of the last dim on one device."""
+    """Return the elements of the last dim on one device in each state, [states]."""
     parts = np.where(states == len(sizes) - 1, np.array(axis_sizes), 1).prod(axis=1)
     return (sizes[-1] if sizes else 1) / parts
 
@@ -280,39 +310,48 @@ def extents(states: States, sizes: Sequence[int], axis_sizes: Sequence[int]) -> 
 def _tangled(
     f: States, t: States, moved: NDArray[np.bool_], gathered: NDArray[np.bool_]
 ) -> tuple[NDArray[np.bool_], NDArray[np.bool_], Bits]:
-    """Pairs that gather everything, pairs whose moves are one, and axes (as bits) that need a permute."""
+    """Return the pairs that gather everything, the pairs whose moves are one, and the axes that need a permute.
+
+    The first two are masks [from, to], the axes are bits. `f` and `t` are the states at both ends, `moved` and
+    `gathered` are masks [from, to, axes].
+    """
     pairs, count = moved.shape[:2], moved.shape[2]
-    shares = np.zeros(pairs, dtype=bool)
+    leaves_shared = np.zeros(pairs, dtype=bool)
     together = np.ones(pairs, dtype=bool)
     swaps = np.zeros(pairs, dtype=np.int32)
     for a in range(count):
         for b in range(count):
             if a == b:
                 continue
-            crowd = ((f[..., a] == f[..., b]) & (f[..., b] >= 0)) | ((t[..., a] == t[..., b]) & (t[..., b] >= 0))
-            shares |= moved[..., a] & crowd
+            shared_dim = ((f[..., a] == f[..., b]) & (f[..., b] >= 0)) | ((t[..., a] == t[..., b]) & (t[..., b] >= 0))
+            leaves_shared |= moved[..., a] & shared_dim
             both = moved[..., a] & moved[..., b]
             together &= ~both | ((f[..., a] == f[..., b]) & (t[..., a] == t[..., b]))
             if b > a:
                 stays = (f[..., b] >= 0) & (f[..., b] == t[..., b])
                 changes = moved[..., a] | gathered[..., a] | ((f[..., a] <= WHOLE) & (t[..., a] >= 0))
-                near = stays & changes & ((f[..., a] == f[..., b]) | (t[..., a] == t[..., b]))
-                # What moves to a dim that is sliced over a minor axis first would end inside of that.
+                next_to_staying = stays & changes & ((f[..., a] == f[..., b]) | (t[..., a] == t[..., b]))
+                # An axis that moves to a dim which is first sliced over a minor axis would end inside that slice.
                 below = moved[..., a] & (f[..., b] == WHOLE) & (t[..., b] == t[..., a])
-                swaps |= (near | below).astype(np.int32) << a
+                swaps |= (next_to_staying | below).astype(np.int32) << a
     several = (moved | gathered).sum(axis=2) > 1
     joint = together & (moved.sum(axis=2) > 1) & ~gathered.any(axis=2)
-    return shares & several & ~joint, joint, swaps
+    return leaves_shared & several & ~joint, joint, swaps
 
 
 def decompose(
     states: States, dims: Sequence[Sequence[int]], factors: Sequence[int], axes: Sequence[int]
 ) -> tuple[States, States]:
-    """States over dims as states over the factors that make up each dim (major first).
+    """Convert states over dims to states over the factors that make up each dim (major first).
 
-    Axes fill the factors of a dim from the major one on; an axis fits a factor only if it divides what is left
-    of it, and a later factor takes axes only once the earlier ones are split to single elements. An axis that does
-    not fit is dropped. Gives the states over factors, and the given states without the dropped axes.
+    Axes fill a dim's factors from the major factor on. An axis fits a factor only if it divides the factor's local
+    size. A later factor is split only once the earlier factors have local size 1. An axis that does not fit is dropped.
+    The result is the states over factors, and the given states without the dropped axes.
+
+    - `states`: dim that each mesh axis splits, [states, axes].
+    - `dims`: factors of each dim.
+    - `factors`: sizes of the factors.
+    - `axes`: sizes of the mesh axes.
     """
     result = np.full_like(states, WHOLE)
     result[states <= PARTIAL] = states[states <= PARTIAL]
@@ -322,14 +361,14 @@ def decompose(
             result[states == dim] = parts[0]
             continue
         for row in np.flatnonzero((states == dim).any(axis=1)):
-            left = [factors[p] for p in parts]
+            local_factors = [factors[p] for p in parts]
             position = 0
             for axis in np.flatnonzero(states[row] == dim).tolist():
-                while position < len(parts) - 1 and left[position] == 1:
+                while position < len(parts) - 1 and local_factors[position] == 1:
                     position += 1
-                if not parts or left[position] % axes[axis]:
+                if not parts or local_factors[position] % axes[axis]:
                     kept[row, axis] = WHOLE
                     continue
-                left[position] //= axes[axis]
+                local_factors[position] //= axes[axis]
                 result[row, axis] = parts[position]
     return result, kept

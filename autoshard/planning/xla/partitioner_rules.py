@@ -1,9 +1,9 @@
-"""What XLA's partitioner really does with an op whose factor a mesh axis splits.
+"""Treatment of an op by XLA's partitioner when a mesh axis splits one of the op's factors.
 
-Shardy's rules say which factors may be split, not what that costs. By default a parallel factor is computed in place,
-a reduction leaves sums to be done, and a factor that needs replication or is a permutation is gathered first. `TABLE`
-lists where the partitioner does otherwise; every row was read from the op compiled alone for eight CPU devices
-(`tests/plan/xla/test_handling.py` compiles them again).
+Shardy's rules state which factors may be split, but not the cost. By default a parallel factor is computed locally and
+a reduction leaves partial sums. A factor that needs replication, or is a permutation, is gathered first. `TABLE` lists
+the exceptions. Every row was read from the op compiled alone for eight CPU devices, which
+`tests/plan/xla/test_handling.py` repeats.
 """
 
 import dataclasses
@@ -19,22 +19,22 @@ from autoshard.planning.xla.spatial_splits import Inner, halo_exchanges, shifts
 
 
 class Handling(enum.StrEnum):
-    """What becomes of a factor that mesh axes split."""
+    """Treatment of a factor that mesh axes split."""
 
     LOCAL = "local"
-    """Every device computes on its shard; nothing moves."""
+    """Every device computes on its shard, without communication."""
     SUM = "sum"
-    """Every device has a part of a sum; the parts are added afterwards."""
+    """Every device computes a partial sum; the partial sums are reduced afterwards."""
     COLLECT = "collect"
-    """Every device has a partial result; all of them are gathered and combined (reductions of several values)."""
+    """Every device computes a partial result; all are gathered and combined (reductions of several operands)."""
     HALO = "halo"
-    """Shards borrow what their windows reach into from their neighbours; done by a manual region, not by XLA."""
+    """Shards fetch the elements that their windows reach into from their neighbours, in a manual region of the plan."""
     SHIFT = "shift"
-    """A slice or pad moves the elements at the edges of shards to the next one: XLA's own exchange of halos."""
+    """Elements at the edges of shards move to the next shard, by XLA's own halo exchange for slices and pads."""
     SWAP = "swap"
     """Shards change places in one collective-permute."""
     WHOLE = "whole"
-    """Gathered, or moved to another dim, before the op: no strategy splits it."""
+    """Factor that no strategy splits: it is gathered, or its axes move to another dim, before the op."""
 
 
 DEFAULT = {
@@ -45,15 +45,16 @@ DEFAULT = {
 }
 
 Condition = Callable[[OpGraph, Op, int], bool]
-"""Whether a row holds for a factor (by number) of an op."""
+"""Test if a row applies to a factor (by number) of an op."""
 
 
 def _always(graph: OpGraph, op: Op, factor: int) -> bool:
+    """Return True."""
     return True
 
 
 def _writes_a_part(graph: OpGraph, op: Op, factor: int) -> bool:
-    """True if an update of more than one element is put somewhere along the factor."""
+    """Return True if the op writes an update of several elements at an offset along the factor."""
     if op.rule is None:
         return False
     whole, part = op.rule.operands[:2]
@@ -62,14 +63,15 @@ def _writes_a_part(graph: OpGraph, op: Op, factor: int) -> bool:
 
 
 def _of_several(graph: OpGraph, op: Op, factor: int) -> bool:
+    """Return True if the op has several results."""
     return len(op.results) > 1
 
 
 def _on_compound_dim(graph: OpGraph, op: Op, factor: int) -> bool:
-    """True for a factor that shares a dim with others: its split is left to the reshapes around the op.
+    """Return True for a factor that shares a dim with other factors; the reshapes around the op decide its split.
 
-    Not in a call that is run on shards: the last factor says how large a block must stay whole, and `heavy_strategies`
-    splits those between only where those before them are split to single elements.
+    The result is False for calls that run on shards. Their last factor is the block that must stay whole, and
+    `heavy_strategies` splits it only if the factors before it have local size 1.
     """
     if op.rule is None or (op.opaque is not None and op.opaque.on_shards):
         return False
@@ -77,31 +79,32 @@ def _on_compound_dim(graph: OpGraph, op: Op, factor: int) -> bool:
 
 
 def _region_by_hand(graph: OpGraph, op: Op, factor: int) -> bool:
-    """Return True for an op that needs a region, in one that the program itself has split: no region fits in there."""
+    """Return True for an op that needs a manual region but is inside a region of the program, where no other fits."""
     return bool(op.manual) and (op.grouped or op.kind == "fft")
 
 
 def _called_by_hand(graph: OpGraph, op: Op, factor: int) -> bool:
-    """True for an opaque call inside a region that the program itself has split: it gets shards as they are."""
+    """Return True for an opaque call inside a manual region of the program, whose operands are shards already."""
     return bool(op.manual) and op.opaque is not None and op.opaque.on_shards
 
 
 def _reshards_by_little(graph: OpGraph, op: Op, factor: int) -> bool:
+    """Return True if the op shifts elements along the factor by a known offset."""
     return factor in dict(op.offsets)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class HandlingRow:
-    """One exception; the first row that fits a factor decides."""
+    """Exception from the defaults; the first row that applies to a factor decides."""
 
     op: str
-    """The op's kind, or `*` for every op."""
+    """Kind of the op, or `*` for every op."""
     factor: FactorKind | None
-    """Kind of the factor; None for any."""
+    """Kind of the factor; None for any kind."""
     handling: Handling
     when: Condition = _always
     backend: str | None = None
-    """The backend that does so; None for all of them."""
+    """Backend that the row applies to; None for all backends."""
 
 
 _ROWS = (
@@ -124,7 +127,7 @@ TABLE: dict[str, tuple[HandlingRow, ...]] = {
 
 
 def handling(graph: OpGraph, op: Op, factor: int, backend: str) -> Handling:
-    """What becomes of one factor of an op with a rule on a backend (`cpu`, `tpu`, `gpu`)."""
+    """Return the treatment of one factor of an op on a backend (`cpu`, `tpu`, `gpu`)."""
     if op.rule is None:
         return Handling.WHOLE
     kind = op.rule.kinds[factor]
@@ -137,31 +140,36 @@ def handling(graph: OpGraph, op: Op, factor: int, backend: str) -> Handling:
 
 
 def whole_factors(graph: OpGraph, op: Op, backend: str) -> frozenset[int]:
-    """Factors that no strategy splits."""
+    """Return the factors that no strategy splits."""
     count = len(op.rule.sizes) if op.rule else 0
     return frozenset(f for f in range(count) if handling(graph, op, f, backend) is Handling.WHOLE)
 
 
 def inner_collectives(graph: OpGraph, op: Op, states: States, axes: Sequence[int], backend: str) -> list[Inner]:
-    """Collectives that run as part of an op: neither moves of its operands nor of its results."""
+    """Return the collectives that run as part of an op, as opposed to reshards of its operands and results.
+
+    - `states`: factor that each mesh axis splits, [states, axes].
+    - `axes`: sizes of the mesh axes.
+    - `backend`: `cpu`, `tpu` or `gpu`.
+    """
     if op.rule is None:
         return []
-    found: list[Inner] = []
+    collectives: list[Inner] = []
     for factor in range(len(op.rule.sizes)):
         if handling(graph, op, factor, backend) is Handling.SWAP:
-            found += _swaps(graph, op, factor, states, axes)
-    return found + halo_exchanges(graph, op, states, axes) + shifts(graph, op, states, axes)
+            collectives += _swaps(graph, op, factor, states, axes)
+    return collectives + halo_exchanges(graph, op, states, axes) + shifts(graph, op, states, axes)
 
 
 def _swaps(graph: OpGraph, op: Op, factor: int, states: States, axes: Sequence[int]) -> list[Inner]:
-    """One permute of the operand's shard over all axes of the factor."""
+    """Return one permute of the operand's shard over all axes of the factor, for each set of axes."""
     record = graph.tensors[op.operands[0]]
     assert op.rule is not None
     present = [f for dim in op.rule.operands[0] for f in dim]
     sizes = [size if f in present else 1 for f, size in enumerate(op.rule.sizes)]
     local = local_elements(states, sizes, axes) * record.itemsize
     on_factor = states == factor
-    found = []
+    permutes = []
     for row in np.unique(on_factor, axis=0):
         if row.any():
             same = (on_factor == row).all(axis=1)
@@ -169,15 +177,17 @@ def _swaps(graph: OpGraph, op: Op, factor: int, states: States, axes: Sequence[i
             size = np.where(same, local, 0.0)
             if op.kind == "rotate":
                 size = size * _crossing(op, op.rule.sizes[factor], math.prod(axes[a] for a in split))
-            found.append(Inner("collective-permute", split, size))
-    return found
+            permutes.append(Inner("collective-permute", split, size))
+    return permutes
 
 
 def _crossing(op: Op, size: int, parts: int) -> float:
-    """The share of a shard that a roll of a dim of `size` in so many parts hands to another device.
+    """Return the share of a shard that a roll along a dim of `size` in `parts` shards sends to another device.
 
-    The same holds of a roll's gradient, a sum of two padded slices, whose two permutes have no device in common; with
-    several rows in a shard XLA was seen to add an all-reduce of what crosses (4 parts of 8 on a mesh of 4x2).
+    The roll's gradient, a sum of two padded slices, sends as much: its two permutes have no device in common.
+
+    Evidence: docs/compiler_behaviour.md, "Gradient of a roll".
     """
     rows = -(-size // parts)
+    # A roll by `shift` is one by `size - shift` in the other direction, and a shard sends at most all of its rows.
     return min(op.shift, size - op.shift, rows) / rows

@@ -1,4 +1,4 @@
-"""Ops split in space: which strategies there are, the halos that shards exchange, and what copying them costs."""
+"""Ops split in space: their strategies, the halos that shards exchange, and the cost of copying the halos."""
 
 import dataclasses
 import math
@@ -14,23 +14,23 @@ from autoshard.planning.xla.axis_assignments import Seconds, States, local_eleme
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Inner:
-    """One collective inside an op, for every state of the op at once."""
+    """Collective inside an op, for every state of the op at once."""
 
     kind: Kind
     axes: tuple[int, ...]
     size: Seconds
-    """Bytes as `Collectives.time` counts them; 0 in states that do not need it."""
+    """Bytes as `Collectives.time` counts them, [states]; 0 in states that do not need the collective."""
     senders: float = 1.0
-    """Share of the devices that send: the last shard of a row has nobody to send its halo to."""
+    """Share of the devices that send; the last shard of a row has no neighbour to send its halo to."""
     count: int = 1
-    """How often it runs in one execution of the op."""
+    """Number of executions in one execution of the op."""
     hidden: Seconds | None = None
-    """Share of it that runs beside the op's own compute; None: all of it is waited for."""
+    """Share that overlaps with the op's own compute, [states]; None if all of it is exposed."""
     as_kind: Kind | None = None
-    """The kind that takes as long, where shards do not go to their neighbours."""
+    """Kind of collective with the same duration, if shards are not sent to neighbours."""
 
     def times(self, collectives: Collectives, state: int | None = None) -> tuple[Seconds, Seconds]:
-        """Seconds in one execution of the op, and those of them that are waited for: in every state, or in one."""
+        """Return the seconds in one execution of the op, and the exposed part of them, in every state or in one."""
         at = slice(None) if state is None else slice(state, state + 1)
         names, size = tuple(collectives.mesh.names[a] for a in self.axes), self.size[at]
         each = np.where(size > 0, collectives.time(self.as_kind or self.kind, names, size), 0.0) * self.count
@@ -38,7 +38,10 @@ class Inner:
 
 
 def even_halos(op: Op, states: States, axes: Sequence[int]) -> NDArray[np.bool_]:
-    """States outside of regions, and those in which all is split evenly and no halo reaches past the next shard."""
+    """Return a mask of the allowed states, [states].
+
+    A state is allowed outside of regions. Inside, all splits must be even, and no halo may reach past the next shard.
+    """
     assert op.rule is not None
     uneven = np.zeros(len(states), dtype=bool)
     for factor, size in enumerate(op.rule.sizes):
@@ -50,48 +53,50 @@ def even_halos(op: Op, states: States, axes: Sequence[int]) -> NDArray[np.bool_]
 
 
 def in_region(op: Op, states: States) -> NDArray[np.bool_]:
-    """Return the states in which the op runs in a region of the plan's own: split in space, or some kinds split at all.
+    """Return a mask of the states in which the op runs in a manual region of the plan.
 
-    Left to XLA's partitioner, the kernel's gradient of a grouped convolution comes out a multiple of what it is
-    where its batch or space is split and another mesh axis is idle, and some splits abort the compiler. An fft is
-    gathered on CPUs and GPUs, whatever is split.
+    This is any split of a grouped op or fft, and a split in space of other ops. XLA's partitioner gives wrong results,
+    or aborts, for some splits of the kernel's gradient of a grouped convolution. It gathers an fft on CPUs and GPUs for
+    any split.
+
+    Evidence: docs/compiler_behaviour.md, "Gradient of a grouped convolution".
     """
     split: NDArray[np.bool_] = np.any(states >= 0, axis=1)
     return split if op.grouped or op.kind == "fft" else split_in_space(op, states)
 
 
 def split_in_space(op: Op, states: States) -> NDArray[np.bool_]:
-    """States in which an axis splits a windowed dim."""
-    found: NDArray[np.bool_] = np.zeros(len(states), dtype=bool)
+    """Return a mask of the states in which an axis splits a windowed dim."""
+    split: NDArray[np.bool_] = np.zeros(len(states), dtype=bool)
     for halo in op.halos:
-        found |= np.any(states == halo.factor, axis=1)
-    return found
+        split |= np.any(states == halo.factor, axis=1)
+    return split
 
 
 def extended_elements(graph: OpGraph, op: Op, states: States, axes: Sequence[int]) -> NDArray[np.float64]:
-    """Elements of the first operand's shard with its halos, where it has any; 0 where it is computed as it is."""
-    size, found = _extended(graph, op, states, axes)
-    return np.where(found, size, 0.0)
+    """Return the elements of the first operand's shard with its halos, [states]; 0 in states without halos."""
+    size, has_halo = _extended(graph, op, states, axes)
+    return np.where(has_halo, size, 0.0)
 
 
 def _extended(
     graph: OpGraph, op: Op, states: States, axes: Sequence[int], dims: int | None = None
 ) -> tuple[NDArray[np.float64], NDArray[np.bool_]]:
-    """Elements with the halos of the first `dims` windowed dims, and whether there are any."""
+    """Return the elements with the halos of the first `dims` windowed dims, and a mask of the states with halos."""
     assert op.rule is not None
     size = local_elements(states, _sizes(graph, op), axes)
-    found = np.zeros(len(states), dtype=bool)
+    has_halo = np.zeros(len(states), dtype=bool)
     for halo in op.halos[:dims]:
         shards = _shards(states, halo.factor, axes)
-        own, reach = halo.dim.length / shards, halo.dim.before + halo.dim.after
+        local_length, reach = halo.dim.length / shards, halo.dim.before + halo.dim.after
         split = (shards > 1) & (reach > 0)
-        size = np.where(split, size * (own + reach) / own, size)
-        found |= split
-    return size, found
+        size = np.where(split, size * (local_length + reach) / local_length, size)
+        has_halo |= split
+    return size, has_halo
 
 
 def _sizes(graph: OpGraph, op: Op) -> list[int]:
-    """The first operand's dims by factor of the op; 1 for factors that it lacks."""
+    """Return the first operand's dims by factor of the op; 1 for factors that the operand lacks."""
     assert op.rule is not None
     sizes = [1] * len(op.rule.sizes)
     for size, dim in zip(graph.tensors[op.operands[0]].shape, op.rule.operands[0], strict=True):
@@ -101,18 +106,22 @@ def _sizes(graph: OpGraph, op: Op) -> list[int]:
 
 
 def _shards(states: States, factor: int, axes: Sequence[int]) -> NDArray[np.float64]:
+    """Return the number of shards along a factor, [states]."""
     return np.prod(np.where(states == factor, np.asarray(axes, dtype=np.float64), 1.0), axis=1)
 
 
 def halo_exchanges(graph: OpGraph, op: Op, states: States, axes: Sequence[int]) -> list[Inner]:
-    """The permutes of an op split in space: rows before and after a shard, for each windowed dim in turn.
+    """Return the permutes of an op split in space: rows before and after a shard, for each windowed dim in turn.
 
-    Later dims are exchanged with the halos of earlier ones, so that corners come along. What windows scatter into
-    halos goes back to where it belongs by as many permutes.
+    Later dims are exchanged together with the halos of earlier dims, so that corners are included. Elements that
+    windows scatter into halos return to their shard by as many permutes.
+
+    - `states`: factor that each mesh axis splits, [states, axes].
+    - `axes`: sizes of the mesh axes.
     """
-    found: list[Inner] = []
+    permutes: list[Inner] = []
     if op.rule is None or not op.halos:
-        return found
+        return permutes
     record = graph.tensors[op.operands[0]]
     item = record.itemsize
     times = {"reduce_window": len(op.results), "select_and_scatter": 2}.get(op.kind, 1)
@@ -129,12 +138,12 @@ def halo_exchanges(graph: OpGraph, op: Op, states: States, axes: Sequence[int]) 
             for reach in (halo.dim.before, halo.dim.after):
                 if reach:
                     step = Inner("collective-permute", group, np.where(same, rows * reach, 0.0), (shards - 1) / shards)
-                    found += [step] * times
-    return found
+                    permutes += [step] * times
+    return permutes
 
 
 def near_shifts(graph: OpGraph, op: Op, states: States, axes: Sequence[int]) -> NDArray[np.bool_]:
-    """States in which no shard of a slice's or pad's result reaches past the next shards of its operand."""
+    """Return a mask of the states in which a slice's or pad's result shards need only neighbouring operand shards."""
     near = np.ones(len(states), dtype=bool)
     for factor, places in op.offsets:
         before, after = _lengths(graph, op, factor)
@@ -145,10 +154,14 @@ def near_shifts(graph: OpGraph, op: Op, states: States, axes: Sequence[int]) -> 
 
 
 def shifts(graph: OpGraph, op: Op, states: States, axes: Sequence[int]) -> list[Inner]:
-    """The permutes of a slice or pad of dims that are split: what lies past the edges of the shards, for each dim."""
-    found: list[Inner] = []
+    """Return the permutes of a slice or pad along split dims: the elements past the edges of the shards, for each dim.
+
+    - `states`: factor that each mesh axis splits, [states, axes].
+    - `axes`: sizes of the mesh axes.
+    """
+    permutes: list[Inner] = []
     if not op.offsets:
-        return found
+        return permutes
     record = graph.tensors[op.operands[0]]
     size = local_elements(states, _sizes(graph, op), axes) * record.itemsize
     for factor, places in op.offsets:
@@ -161,24 +174,27 @@ def shifts(graph: OpGraph, op: Op, states: States, axes: Sequence[int]) -> list[
             for reach in _reaches(before, after, places, parts):
                 if reach:
                     crossing = np.where((on_factor == used).all(axis=1), rows * reach, 0.0)
-                    found.append(Inner("collective-permute", group, crossing, (parts - 1) / parts))
-    return found
+                    permutes.append(Inner("collective-permute", group, crossing, (parts - 1) / parts))
+    return permutes
 
 
 def _reaches(before: int, after: int, places: int, parts: int) -> tuple[int, int]:
-    """Elements that a shard wants of the shards before it and after it, at most.
+    """Return the largest number of elements that a shard needs from the shards before it and after it.
 
-    Of `before` elements, those from number `places` on (before the first if negative) become `after`, both in `parts`
-    shards of equal length, the last ones shorter. XLA exchanges as many with every shard.
+    XLA exchanges as many with every shard. Shards have equal lengths except for shorter last ones.
+
+    - `before`, `after`: elements of the dim in the operand and in the result.
+    - `places`: first operand element in the result; negative if the result begins before the operand.
+    - `parts`: number of shards of each.
     """
-    own, new = -(-before // parts), -(-after // parts)
-    left = max((k * (own - new) - places for k in range(1, parts)), default=0)
-    right = max((k * (new - own) + places for k in range(1, parts)), default=0)
+    operand_shard, result_shard = -(-before // parts), -(-after // parts)
+    left = max((k * (operand_shard - result_shard) - places for k in range(1, parts)), default=0)
+    right = max((k * (result_shard - operand_shard) + places for k in range(1, parts)), default=0)
     return max(0, left), max(0, right)
 
 
 def _lengths(graph: OpGraph, op: Op, factor: int) -> tuple[int, int]:
-    """Elements of a factor's dim in the first operand and in the result."""
+    """Return the elements of a factor's dim in the first operand and in the result."""
     assert op.rule is not None
     sides = (op.operands[0], op.rule.operands[0]), (op.results[0], op.rule.results[0])
     before, after = (graph.tensors[tensor].shape[dims.index((factor,))] for tensor, dims in sides)

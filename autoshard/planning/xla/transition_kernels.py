@@ -1,7 +1,7 @@
-"""Compiled pricing of transitions: what `waves` and `relayouts` say, for many pairs of states at once.
+"""Compiled pricing of transitions: the results of `waves` and `relayouts` for many pairs of states at once.
 
-`waves` (numpy) is the rule book, with its reasons, and serves single pairs; these kernels follow it pair by pair and
-give the same floats bit for bit, which a test compares. They bring numba, so only large tables come here.
+`waves` (numpy) is the reference, with the reasons, and prices single pairs. These kernels repeat it pair by pair and
+return bitwise equal floats, which a test compares. They import numba, so only large tables use them.
 """
 
 import math
@@ -19,64 +19,64 @@ Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 
 GATHER, SCATTER, REDUCE, EXCHANGE, PERMUTE = range(5)
-"""Places of the kinds in `cost.KINDS`."""
+"""Positions of the kinds in `cost.KINDS`."""
 AS_ONE, STAGED, AS_SUM = range(3)
-"""Places of the members of `Emitted`."""
+"""Positions of the members of `Emitted`."""
 
 
 class Rules(NamedTuple):
-    """How collectives are emitted and priced on one mesh; groups of mesh axes are bits, the first axis is 1."""
+    """Emission and prices of collectives on one mesh; a group of mesh axes is a set of bits, the first axis is 1."""
 
     parts: Floats
-    """[groups] devices in a group."""
+    """Devices in a group, [groups]."""
     scattering: Ints
-    """[groups] what a sum that ends split becomes."""
+    """Form (`Emitted`) of a sum whose result is split, [groups]."""
     gathering: Ints
-    """[groups] what an all-gather becomes."""
+    """Form (`Emitted`) of an all-gather, [groups]."""
     tpu: bool
     odd: float
-    """A reduce-scatter on a TPU may not leave this many elements of the last dim, modulo twice as many."""
+    """Elements of the last dim that a TPU's reduce-scatter may not leave, modulo twice as many."""
     launch: Floats
-    """[kinds, groups] seconds."""
+    """Launch seconds, [kinds, groups]."""
     latency: Floats
-    """[kinds, levels, groups] least seconds on a kind of links."""
+    """Least seconds on a kind of links, [kinds, levels, groups]."""
     per_byte: Floats
-    """[kinds, levels, groups] seconds per byte there."""
+    """Seconds per byte on a kind of links, [kinds, levels, groups]."""
     phases: Floats
-    """[kinds] times that all of it happens."""
+    """Number of repetitions of the whole transfer, [kinds]."""
     curves: Floats
-    """[kinds, groups, points] seconds at `2 ** POWERS` bytes of chips that were measured; no points for others."""
+    """Measured seconds at `2 ** POWERS` bytes, [kinds, groups, points]; no points for chips that were not measured."""
 
 
 class Ends(NamedTuple):
-    """States that a value goes from and to, and its size in the former."""
+    """States at both ends of a reshard, and the tensor's size at the source."""
 
     source: Ints
-    """[from, axes] what each mesh axis splits."""
+    """Dim that each mesh axis splits, [from, axes]."""
     target: Ints
-    """[to, axes]"""
+    """Dim that each mesh axis splits, [to, axes]."""
     local: Floats
-    """[from] elements on one device."""
+    """Elements on one device, [from]."""
     minor: Floats
-    """[from] elements of the last dim on one device."""
+    """Elements of the last dim on one device, [from]."""
     dims: int
 
 
 class Sizes(NamedTuple):
-    """Bytes of an element, and whether sums are collected."""
+    """Bytes of an element, and the treatment of sums."""
 
     item: int
     reduced: int
-    """Where values are summed."""
+    """Bytes of an element where partial sums are reduced."""
     collected: bool
-    """Sums are gathers of their parts, which every device then combines."""
+    """True if a sum is a gather of partial results, which every device then combines."""
 
 
 class Steps(NamedTuple):
     """Collectives of one pair, in order."""
 
     place: Ints
-    """Where a collective stands among all that any pair can have."""
+    """Position of a collective among all that any pair can have."""
     kind: Ints
     group: Ints
     size: Floats
@@ -85,13 +85,14 @@ class Steps(NamedTuple):
 
 @njit(cache=True, nogil=True)
 def places(axes, dims):
-    """How many places `Steps.place` counts."""
+    """Return the number of positions that `Steps.place` can have."""
     return axes * (2 * (axes + 1) + 1) + 2 + 2 * (dims + axes) + 1 + axes
 
 
-# What every pair goes through is put in line: handing over the records costs as much as the work.
+# The functions that run for every pair are inlined, since passing the records costs as much as the work.
 @njit(cache=True, nogil=True, inline="always")
 def _add(steps, count, place, kind, group, size):
+    """Append a collective unless its group is empty; return the new number of collectives."""
     if group == 0:
         return count
     steps.place[count] = place
@@ -103,7 +104,7 @@ def _add(steps, count, place, kind, group, size):
 
 @njit(cache=True, nogil=True, inline="always")
 def _sum(rules, f, t, last, minor, local, item, steps):
-    """Fills in the sums of a pair; returns how many there are and the elements left on a device."""
+    """Fill in the reductions of a pair; return their number and the elements left on a device."""
     axes = len(f)
     count, summed, totals, ends_last = 0, 0, 0, 0
     for axis in range(axes):
@@ -124,7 +125,7 @@ def _sum(rules, f, t, last, minor, local, item, steps):
                 else:
                     total |= 1 << other
         how = rules.scattering[scatter]
-        # All at once is turn 0, axis by axis the turns after it.
+        # Turn 0 reduces all axes at once; each later turn reduces one axis.
         begin = 1 if how == STAGED else 0
         end = axes + 1 if how == STAGED else 1 if how == AS_ONE else 0
         for turn in range(begin, end):
@@ -148,7 +149,10 @@ def _sum(rules, f, t, last, minor, local, item, steps):
 
 @njit(cache=True, nogil=True, inline="always")
 def _tangled(f, t, moved, gathered):
-    """Whether a pair gathers everything, whether its moves are one, and axes (as bits) that need a permute."""
+    """Return True if the pair gathers everything, True if its moves are one, and the axes that need a permute.
+
+    The axes are a set of bits.
+    """
     axes = len(f)
     shares, together, swaps, reshards, several = False, True, 0, 0, 0
     for a in range(axes):
@@ -174,9 +178,9 @@ def _tangled(f, t, moved, gathered):
 
 @njit(cache=True, nogil=True, inline="always")
 def _steps(rules, f, t, summed, shared, dims, minor, local, sizes, steps):
-    """Fills in the collectives of one pair as `waves` has them; returns how many there are.
+    """Fill in the collectives of one pair as `waves` has them; return their number.
 
-    `summed`: whether there are partial sums; `shared`: whether axes share a dim at either end.
+    `summed` is True if there are partial sums, `shared` if axes share a dim at either end.
     """
     axes, count = len(f), 0
     if summed:
@@ -195,7 +199,7 @@ def _steps(rules, f, t, summed, shared, dims, minor, local, sizes, steps):
         elif f[axis] == WHOLE and t[axis] >= 0:
             sliced |= 1 << axis
     whole, joint, swaps = False, False, 0
-    if changed and shared:  # else no move touches another
+    if changed and shared:  # otherwise no two moves interact
         whole, joint, swaps = _tangled(f, t, moved, gathered)
     if gathered == 0 and not whole:
         local /= rules.parts[sliced]
@@ -204,7 +208,7 @@ def _steps(rules, f, t, summed, shared, dims, minor, local, sizes, steps):
     place += 1
     everything = split if whole else gathered
     together = 0 if rules.gathering[everything] == STAGED else everything
-    # Gathers are all together or all staged, and on a TPU those together are one: other turns have none.
+    # Gathers are all joined or all staged, and a TPU emits joined gathers as one. Other turns are empty.
     begin = 0 if together else dims
     end = dims + axes if together == 0 else 1 if rules.tpu else dims
     for turn in range(begin, end if everything else begin):
@@ -231,7 +235,7 @@ def _steps(rules, f, t, summed, shared, dims, minor, local, sizes, steps):
 
 @njit(cache=True, nogil=True, inline="always")
 def _seconds(rules, kind, group, size):
-    """As `Collectives.time_of_groups` has it."""
+    """Return the seconds of one collective, as `Collectives.time_of_groups` does."""
     points = rules.curves.shape[2]
     if points > 0:
         size = max(size, 2.0**FIRST_POWER)
@@ -246,9 +250,13 @@ def _seconds(rules, kind, group, size):
 
 @njit(cache=True, nogil=True, inline="always")
 def _charge(rules, shares, links, least_of, steps, count, before, rank, spent, first):
-    """Adds the seconds of a pair's collectives to `spent` [links, exposed last]; notes in `first` who was first.
+    """Add the seconds of a pair's collectives to `spent`, [links], whose last entry is the exposed channel.
 
-    `least_of` [kinds, groups] are seconds of collectives without bytes.
+    - `shares`: hidden shares, [2, kinds, groups]: of a collective's whole time, and of the time for its bytes only.
+    - `links`: mesh axes of each link as bits.
+    - `least_of`: seconds of collectives without bytes, [kinds, groups].
+    - `before`, `rank`: position of this pair's collectives in the order of all charges.
+    - `first`: lowest position of a charge to each link; updated.
     """
     for step in range(count):
         kind, group = steps.kind[step], steps.group[step]
@@ -265,7 +273,7 @@ def _charge(rules, shares, links, least_of, steps, count, before, rank, spent, f
 
 @njit(cache=True, nogil=True)
 def _shares_dim(state):
-    """Whether two axes split one dim."""
+    """Return True if two axes split one dim."""
     for a in range(len(state)):
         for b in range(a):
             if state[a] >= 0 and state[a] == state[b]:
@@ -275,7 +283,7 @@ def _shares_dim(state):
 
 @njit(cache=True, nogil=True)
 def _has_sums(state):
-    """Whether a value is a partial sum over some axis."""
+    """Return True if the tensor is a partial sum over some axis."""
     for entry in state:
         if entry <= PARTIAL:
             return True
@@ -284,11 +292,14 @@ def _has_sums(state):
 
 @njit(cache=True, nogil=True)
 def charge_pairs(rules, shares, links, early, ends, sizes, turns, tables, first):
-    """Fills `tables` [links, exposed last][from, to] with seconds; `early` are gathers that come first, row by row.
+    """Fill `tables`, [links, from, to], with the seconds of all pairs; the last link is the exposed channel.
 
-    `links` has the mesh axes of each link as bits, `shares` [2, kinds, groups] what of a collective is hidden: of all
-    of it, and of what its bytes take. `first` [tables] tells in which order tables get their first entry, each row in
-    its turn of `turns` [from], collective by collective; it is left as it is for tables without any.
+    - `shares`: hidden shares, [2, kinds, groups]: of a collective's whole time, and of the time for its bytes only.
+    - `links`: mesh axes of each link as bits.
+    - `early`: ends of the gathers that run first, one for each row.
+    - `turns`: turn of each row, [from].
+    - `first`: filled with the order in which tables receive their first entry: by turn, then by collective. Entries of
+      empty tables are unchanged.
     """
     axes = ends.source.shape[1]
     most = places(axes, max(ends.dims, early.dims))
@@ -329,7 +340,7 @@ def charge_pairs(rules, shares, links, early, ends, sizes, turns, tables, first)
 
 @njit(cache=True, nogil=True)
 def count_fusions(source, target, last, found):
-    """Fills `found` [from, to] with the fusions that `relayouts` counts."""
+    """Fill `found`, [from, to], with the fusions that `relayouts` counts."""
     for i in range(len(source)):
         for j in range(len(target)):
             for way in range(2):

@@ -1,4 +1,4 @@
-"""What models are given beside ids and media: masks of all that is there, sizes, and what only some of them ask for."""
+"""Inputs of models other than ids and media: masks that hide nothing, sizes, and inputs of a few models."""
 
 import dataclasses
 import math
@@ -9,44 +9,43 @@ from autoshard.program.hf.media_inputs import Media
 
 
 CLASSES, WORDS = 4, 16
-"""Texts of classes for each image, and tokens of each, of models that look for what texts name."""
+"""Texts of classes for each image, and tokens of each text, for models that detect the classes named in texts."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class MediaForm:
-    """One way in which processors hand over the same images and sounds; models differ in which they take."""
+    """One form in which processors pass the same images and sounds; models differ in the form that they accept."""
 
     masks: bool = False
-    """Whether masks and sizes say that all of the media are there."""
+    """True if masks and sizes that hide nothing are passed too."""
     images: int = 0
-    """Dims before the channels of images, beside that of the batch: images of an example, and tiles of an image."""
+    """Number of dims between the batch and the channels: images of an example, and tiles of an image."""
     bare: bool = False
-    """Whether the sizes of images are left out: some towers are asked for more than they have where sizes are given."""
+    """True if the sizes of images are omitted, because with sizes some models request more from a tower than it has."""
     patches: bool = False
-    """Whether images come as patches [B, patches, P P C]."""
+    """True if images are passed as patches [B, patches, P P C]."""
     breaks: bool = False
-    """Whether each row of an image's places in the text ends with one more."""
+    """True if each row of an image's tokens in the text ends with one more token."""
     pixels: str = ""
-    """What dims patches of all images in one dim have beside it: one (``), `CPP` or `PPC` of patches that are merged
-    into one."""
+    """Further dims of the patches of all images: one (empty), or `CPP`, or `PPC` for merged patches."""
 
 
 def forms_of(names: set[str], media: Media) -> tuple[MediaForm, ...]:
-    """The forms of a model's media, the plainest first; `names` are the arguments of its code."""
+    """Return the forms of a model's media, the plainest first; `names` are the arguments of its code."""
     masks = bool(names & MASKS.keys())
     pixels = media.shapes.get("pixel_values", ())
     dims = (0, 1, 2) if len(pixels) == 4 else (0,)
-    if not media.shapes:  # of a text alone
+    if not media.shapes:  # text only
         return (MediaForm(), MediaForm(masks=True)) if "attention_mask" in names else (MediaForm(),)
-    found = [MediaForm(masked, images) for images in dims for masked in ((False, True) if masks else (False,))]
-    found += [MediaForm(bare=True)] if "image_sizes" in media.fixed else []
+    forms = [MediaForm(masked, images) for images in dims for masked in ((False, True) if masks else (False,))]
+    forms += [MediaForm(bare=True)] if "image_sizes" in media.fixed else []
     if "image_grid_thw" in media.fixed:
-        found += [MediaForm(masks, pixels=each) for each in ("CPP", "PPC")] + [MediaForm(masks, breaks=True)]
-    return (*found, *([MediaForm(patches=True)] if len(pixels) == 4 else []))
+        forms += [MediaForm(masks, pixels=each) for each in ("CPP", "PPC")] + [MediaForm(masks, breaks=True)]
+    return (*forms, *([MediaForm(patches=True)] if len(pixels) == 4 else []))
 
 
 def in_form(media: Media, form: MediaForm, names: set[str], config: Any) -> Media:
-    """The media as the form has them, with what the model takes beside them."""
+    """Return the media in the form, with the model's further inputs for them."""
     import numpy as np
 
     shapes = dict(media.shapes)
@@ -62,15 +61,15 @@ def in_form(media: Media, form: MediaForm, names: set[str], config: Any) -> Medi
             fixed["image_position_ids"] = _places(pixels[0], rows, columns)
     if pixels is not None and form.pixels and isinstance(patch, int):
         shapes["pixel_values"], fixed["image_grid_thw"] = _apart(config, form.pixels, pixels, patch, fixed)
-    if "classes_structure" in names:  # texts of the classes that are looked for, and of the task
+    if "classes_structure" in names:  # texts of the classes to detect, and of the task
         batch = next(iter(shapes.values()))[0]
         for name, rows in (("classes", batch * CLASSES), ("tasks", batch)):
             fixed[f"{name}_attention_mask"] = np.ones((rows, WORDS), np.int64)
         fixed["classes_structure"] = np.full(batch, CLASSES, np.int64)
     for name in sorted(names & MASKS.keys()) if form.masks else ():
-        made = MASKS[name](shapes, config)
-        if made is not None and name not in fixed:
-            fixed[name] = made
+        mask = MASKS[name](shapes, config)
+        if mask is not None and name not in fixed:
+            fixed[name] = mask
     tokens = media.tokens
     if form.breaks and tokens is not None:
         tokens += math.isqrt(tokens)
@@ -80,7 +79,13 @@ def in_form(media: Media, form: MediaForm, names: set[str], config: Any) -> Medi
 def _apart(
     config: Any, form: str, pixels: tuple[int, ...], patch: int, fixed: dict[str, Any]
 ) -> tuple[tuple[int, ...], Any]:
-    """Patches [patches, C T P P] with channels and sides in dims of their own, and how many each image has."""
+    """Return the shape of patches [patches, C T P P] with separate dims for channels and sides, and each image's grid.
+
+    - `form`: `CPP`, or `PPC` for patches merged into one.
+    - `pixels`: shape of the patches.
+    - `patch`: side of a patch in pixels.
+    - `fixed`: inputs that follow from sizes, with the grid.
+    """
     grid, channels = fixed["image_grid_thw"], pixels[1] // patch**2
     if form == "CPP":
         return (pixels[0], channels, patch, patch), grid
@@ -89,7 +94,7 @@ def _apart(
 
 
 def _places(batch: int, rows: int, columns: int) -> Any:
-    """Column and row of each patch [B, patches, 2]."""
+    """Return the column and row of each patch [B, patches, 2]."""
     import numpy as np
 
     across, down = np.meshgrid(np.arange(columns), np.arange(rows))
@@ -97,7 +102,10 @@ def _places(batch: int, rows: int, columns: int) -> Any:
 
 
 def _counts(config: Any, dims: int) -> tuple[int, ...]:
-    """One image for each example, or two where a model matches them; and as many tiles as it can have at most."""
+    """Return the number of images of an example, and the largest number of tiles; `dims` selects the first of the two.
+
+    An example has one image, or two if the model matches them.
+    """
     from transformers.models.auto import modeling_auto
 
     images = 2 if config.model_type in modeling_auto.MODEL_FOR_KEYPOINT_MATCHING_MAPPING_NAMES else 1
@@ -106,7 +114,7 @@ def _counts(config: Any, dims: int) -> tuple[int, ...]:
 
 
 def _pixels(shapes: dict[str, tuple[int, ...]], config: Any) -> Any:
-    """[B, images] of images in a dim of their own, or [B, H, W]."""
+    """Return ones [B, images] if images have a dim of their own, else [B, H, W]; None without images."""
     import numpy as np
 
     shape = shapes.get("pixel_values")
@@ -116,7 +124,7 @@ def _pixels(shapes: dict[str, tuple[int, ...]], config: Any) -> Any:
 
 
 def _tiles(shapes: dict[str, tuple[int, ...]], config: Any) -> Any:
-    """[B, images, tiles]."""
+    """Return ones [B, images, tiles]; None if images have no tiles."""
     import numpy as np
 
     shape = shapes.get("pixel_values", ())
@@ -124,7 +132,7 @@ def _tiles(shapes: dict[str, tuple[int, ...]], config: Any) -> Any:
 
 
 def _ratios(shapes: dict[str, tuple[int, ...]], config: Any) -> Any:
-    """The first ratio of height to width that there is for each image [B, images]."""
+    """Return the number of the first aspect ratio for each image [B, images]; None if images have no tiles."""
     import numpy as np
 
     shape = shapes.get("pixel_values", ())
@@ -132,7 +140,7 @@ def _ratios(shapes: dict[str, tuple[int, ...]], config: Any) -> Any:
 
 
 def _grid(shapes: dict[str, tuple[int, ...]], config: Any) -> Any:
-    """Patches of each image, by height and width [B, 2]."""
+    """Return the patches of each image by height and width [B, 2]; None without images or a patch size."""
     import numpy as np
 
     shape = shapes.get("pixel_values")
@@ -143,7 +151,7 @@ def _grid(shapes: dict[str, tuple[int, ...]], config: Any) -> Any:
 
 
 def _size(shapes: dict[str, tuple[int, ...]], config: Any) -> Any:
-    """Height and width of each image [B, 2]."""
+    """Return height and width of each image [B, 2]; None without images."""
     import numpy as np
 
     shape = shapes.get("pixel_values")
@@ -151,7 +159,7 @@ def _size(shapes: dict[str, tuple[int, ...]], config: Any) -> Any:
 
 
 def _frames(shapes: dict[str, tuple[int, ...]], config: Any) -> Any:
-    """[B, frames] of spectra."""
+    """Return ones [B, frames] for spectra; None without these."""
     import numpy as np
 
     shape = shapes.get("input_features")
@@ -162,7 +170,7 @@ def _frames(shapes: dict[str, tuple[int, ...]], config: Any) -> Any:
 
 
 def _samples(shapes: dict[str, tuple[int, ...]], config: Any) -> Any:
-    """[B, T] of samples."""
+    """Return ones [B, T] for samples of sound; None without these."""
     import numpy as np
 
     shape = shapes.get("input_values")
@@ -180,13 +188,13 @@ MASKS: dict[str, Callable[[dict[str, tuple[int, ...]], Any], Any]] = {
     "feature_attention_mask": _frames,
     "padding_mask": _samples,
 }
-"""What says that all of the media are there, from their shapes and the configuration; None where it says nothing."""
+"""Argument -> function of the media's shapes and the configuration that returns masks or sizes; None for no value."""
 
 
 def beside_data(
     names: set[str], config: Any, batch: int, seq: int | None
 ) -> tuple[dict[str, tuple[int, ...]], dict[str, tuple[int, ...]]]:
-    """Shapes of other data that a model takes: ids, and floats; `seq` tokens of a text, if it reads one."""
+    """Return the shapes of a model's further inputs: ids, and floats; `seq` is None without a text."""
     ids: dict[str, tuple[int, ...]] = {}
     if seq is not None and "qformer_input_ids" in names:
         ids["qformer_input_ids"] = (batch, seq)
@@ -198,18 +206,20 @@ def beside_data(
     if "high_res_pixel_values" in names:
         side = int(config.high_res_vision_config.image_size)
         floats["high_res_pixel_values"] = (batch, 3, side, side)
-    if {"visual_feats", "visual_pos"} <= names:  # of so many objects that were found in an image
+    if {"visual_feats", "visual_pos"} <= names:  # features of 36 objects detected in an image
         floats["visual_feats"] = (batch, 36, int(config.visual_feat_dim))
         floats["visual_pos"] = (batch, 36, int(config.visual_pos_dim))
-    if {"state", "actions"} <= names:  # where what acts is, what it did, and the noise on it
+    if {"state", "actions"} <= names:  # a robot's state, its actions, and noise on them
         moves = (batch, int(config.chunk_size), int(config.max_action_dim))
         floats |= {"state": (batch, int(config.max_state_dim)), "actions": moves, "noise": moves, "timestep": (batch,)}
     return ids, floats
 
 
 def beside_text(names: set[str], config: Any, size: tuple[int, int], masks: bool) -> dict[str, Any]:
-    """What a model of text wants to know of its sequences of `size` [B, S], as numpy arrays; `masks`: that all of
-    their tokens are there."""
+    """Return a text model's further inputs for sequences of `size` [B, S], as numpy arrays.
+
+    With `masks` they include masks that hide no token.
+    """
     import numpy as np
 
     batch, seq = size
@@ -217,7 +227,7 @@ def beside_text(names: set[str], config: Any, size: tuple[int, int], masks: bool
     for name in ("attention_mask", "decoder_attention_mask") if masks else ():
         if name in names:
             fixed[name] = np.ones(size, np.int64)
-    if masks and "bbox" in names:  # where each token stands on its page
+    if masks and "bbox" in names:  # boxes of the tokens on their page
         fixed["bbox"] = np.zeros((batch, seq, 4), np.float32)
     if "question_positions" in names:
         fixed["question_positions"] = np.zeros((batch, 1), np.int64)
@@ -235,13 +245,13 @@ def beside_text(names: set[str], config: Any, size: tuple[int, int], masks: bool
 
 
 def text_shape(config: Any, batch: int, seq: int) -> tuple[int, ...]:
-    """The shape of ids: where several codes of sound go with each token of a text, all of them lie in a last dim."""
+    """Return the shape of ids; if a text's token has several codes of sound, all of them lie along a last dim."""
     books = getattr(config, "num_codebooks", None) if hasattr(config, "codebook_vocab_size") else None
     return (batch, seq, books + 1) if isinstance(books, int) else (batch, seq)
 
 
 def decoder_shape(config: Any, batch: int, seq: int) -> tuple[int, ...]:
-    """The shape of a decoder's ids: of one that writes several codes at once they lie in the batch or in a last dim."""
+    """Return the shape of a decoder's ids; several codes written at once lie along the batch or a last dim."""
     decoder = getattr(config, "decoder", None) or getattr(config, "decoder_config", None)
     books, channels = getattr(decoder, "num_codebooks", None), getattr(decoder, "num_channels", None)
     if isinstance(books, int):

@@ -1,8 +1,8 @@
-"""The attention and the masks that modules of transformers call, as attention that can be split.
+"""Attention and masks for modules of transformers, in a form that can be sharded.
 
-Modules that ask `ALL_ATTENTION_FUNCTIONS` how to attend get ours; masks that are causal, windows or none at all become
-comparisons inside of it, and any other mask is made as transformers makes it. Modules with attention of their own keep
-it, with masks to add as they expect them.
+Modules that look up `ALL_ATTENTION_FUNCTIONS` get this attention. Causal masks, windows and empty masks become
+comparisons inside of it; any other mask is computed as transformers does. Modules with their own attention use that,
+with additive masks as they expect.
 """
 
 import functools
@@ -16,7 +16,7 @@ from autoshard.program.torch_ops.torchax_environment import environment
 
 
 NAME = "autoshard"
-"""What the implementation is called in a configuration."""
+"""Name of the implementation in a configuration."""
 
 _PLAIN = {"is_causal", "scaling", "sliding_window", "softcap", "position_bias", "s_aux", "sinks"}
 """Options of attention that `hf_attention` computes."""
@@ -24,35 +24,35 @@ _PLAIN = {"is_causal", "scaling", "sliding_window", "softcap", "position_bias", 
 _IDLE = {"dropout", "attention_mask", "query", "key", "value", "output_attentions", "position_ids", "deterministic"} | {
     f"{part}_{of}" for part in ("cu_seq_lens", "max_length") for of in "qk"
 }
-"""Options that change nothing of what is computed here: modules run without dropout, and give whole sequences."""
+"""Options without an effect here, since modules run without dropout and on whole sequences."""
 
 _OTHERWISE_IDLE = {"indices"}
-"""Options for kernels alone, which a mask says as well."""
+"""Options for kernels only, which a mask expresses as well."""
 
 
 def hf_attention(
     module: Any, query: Any, key: Any, value: Any, attention_mask: Any = None, **options: Any
 ) -> tuple[Any, None]:
-    """The attention function that HF modules call; torch tensors in, `([B, S, H, E], None)` out."""
+    """Compute attention for HF modules: torch tensors in, `([B, S, H, E], None)` out."""
     causal = options.get("is_causal")
     if causal is None:
         causal = bool(getattr(module, "is_causal", True))
     env = environment()
     position = query_position()
-    said = _attention_options(type(module).__module__) - _PLAIN - _IDLE - _OTHERWISE_IDLE
-    other = any(options.get(key) is not None for key in said)
+    own_options = _attention_options(type(module).__module__) - _PLAIN - _IDLE - _OTHERWISE_IDLE
+    other = any(options.get(key) is not None for key in own_options)
     own = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
     if other and own is not None:
         if attention_mask is None and causal and query.shape[2] > 1:
             attention_mask = _added_mask(query, key)
         return own(module, query, key, value, attention_mask, **options)
-    held = held_by(key)
+    cached_keys = held_by(key)
     q, k, v, mask, bias = env.t2j_iso((query, key, value, attention_mask, options.get("position_bias")))
     sinks = options.get("s_aux") if options.get("s_aux") is not None else options.get("sinks")
     padding, window = None, options.get("sliding_window")
     if mask is not None and mask.ndim == 2:
         padding, mask = mask, None
-    if mask is not None:  # it says all there is to say of who sees whom
+    if mask is not None:  # the mask alone decides which keys a query sees
         causal, window = False, None
     if mask is not None and bias is not None:
         bias = _added(mask, bias) + bias
@@ -67,21 +67,21 @@ def hf_attention(
         softcap=options.get("softcap"),
         padding=padding,
         bias=mask if bias is None else bias,
-        held=held if causal else None,
+        held=cached_keys if causal else None,
         sinks=None if sinks is None else env.t2j_iso(sinks),
     )
     return env.j2t_iso(result), None
 
 
 def _added(mask: Any, like: Any) -> Any:
-    """A mask as what is added to scores."""
+    """Return a mask as an additive term for scores."""
     import jax.numpy as jnp
 
     return jnp.where(mask, 0.0, jnp.finfo(jnp.float32).min).astype(like.dtype) if mask.dtype == jnp.bool_ else mask
 
 
 def _added_mask(query: Any, key: Any) -> Any:
-    """What hides later keys [1, 1, S, T] from queries, to be added to scores."""
+    """Return an additive mask [1, 1, S, T] that hides later keys from queries."""
     import torch
 
     rows = torch.arange(query.shape[2])[:, None] + (key.shape[2] - query.shape[2])
@@ -90,10 +90,10 @@ def _added_mask(query: Any, key: Any) -> Any:
 
 
 def hf_mask(*, attention_mask: Any = None, mask_function: Any = None, config: Any = None, **options: Any) -> Any:
-    """The mask that HF modules build before their layers.
+    """Return the mask that HF modules build before their layers.
 
-    Nothing but padding [B, T] is left of a causal mask, of windows and of none at all, where attention makes them from
-    iotas; else a boolean mask [B or 1, 1, S, T].
+    Causal masks, windows and empty masks are reduced to the padding [B, T], since attention computes them from iotas.
+    Any other mask is a boolean [B or 1, 1, S, T].
     """
     from transformers import masking_utils
 
@@ -102,13 +102,17 @@ def hf_mask(*, attention_mask: Any = None, mask_function: Any = None, config: An
     if mask_function is None:
         return attention_mask
     causal = "bidirectional" not in _names(mask_function)
-    kept = options.get("allow_is_causal_skip" if causal else "allow_is_bidirectional_skip") is False
-    kept = kept or attention_mask is not None and _cuts_masks(config)
+    materialised = options.get("allow_is_causal_skip" if causal else "allow_is_bidirectional_skip") is False
+    materialised = materialised or attention_mask is not None and _cuts_masks(config)
     plain = (masking_utils.causal_mask_function, masking_utils.bidirectional_mask_function)
-    if mask_function in plain and not kept:
+    if mask_function in plain and not materialised:
         return attention_mask
     window = _window(mask_function)
-    if window and not kept and (window >= options["kv_length"] and query_position() is None or _passes_window(config)):
+    if (
+        window
+        and not materialised
+        and (window >= options["kv_length"] and query_position() is None or _passes_window(config))
+    ):
         return attention_mask
     rest = {"use_vmap": False, "allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
     batch = options.pop("batch_size")
@@ -120,7 +124,7 @@ def hf_mask(*, attention_mask: Any = None, mask_function: Any = None, config: An
 
 
 def _all_there(mask: Any) -> bool:
-    """Whether a mask of padding is known to hide nothing, as one that code makes itself where it is given none."""
+    """Return True if a padding mask is known to hide nothing, as one that a module creates by default."""
     import jax
     from jax import core
 
@@ -132,7 +136,7 @@ def _all_there(mask: Any) -> bool:
 
 
 def _window(function: Any) -> int | None:
-    """The window of a causal or two-sided sliding mask; None of any other mask."""
+    """Return the window of a causal or two-sided sliding mask; None for any other mask."""
     parts = _parts(function)
     names = {each.__qualname__.partition(".")[0] for each in parts}
     if len(parts) != 2 or not names <= {
@@ -148,36 +152,36 @@ def _window(function: Any) -> int | None:
 
 
 def _parts(function: Any) -> tuple[Any, ...]:
-    """What `and_masks` was given."""
+    """Return the functions that `and_masks` combines."""
     if not function.__qualname__.startswith("and_masks."):
         return (function,)
     return tuple(function.__closure__[0].cell_contents)
 
 
 def _names(function: Any) -> str:
-    """Names of a mask's function and of those that it holds."""
-    found = [function.__qualname__]
+    """Return the names of a mask's function and of the functions in its closure."""
+    names = [function.__qualname__]
     for cell in function.__closure__ or ():
-        held = cell.cell_contents
-        found += [_names(each) for each in (held if isinstance(held, tuple) else (held,)) if callable(each)]
-    return " ".join(found)
+        content = cell.cell_contents
+        names += [_names(each) for each in (content if isinstance(content, tuple) else (content,)) if callable(each)]
+    return " ".join(names)
 
 
 def _passes_window(config: Any) -> bool:
-    """Whether modules of this configuration tell their attention what window it has."""
+    """Return True if modules of this configuration pass the window to their attention function."""
     name = type(config).__module__.replace(".configuration_", ".modeling_")
     return "sliding_window" in _attention_options(name)
 
 
 def _cuts_masks(config: Any) -> bool:
-    """Whether modules of this configuration cut a mask [B, 1, S, T] to the keys that there are."""
+    """Return True if modules of this configuration slice a mask [B, 1, S, T] to the existing keys."""
     name = type(config).__module__.replace(".configuration_", ".modeling_")
     return re.search(r"mask\[:, :, :, ?: ?key_states", source_of(name)) is not None
 
 
 @functools.cache
 def _attention_options(module: str) -> frozenset[str]:
-    """Names of the options that code of transformers gives to attention functions."""
+    """Return the names of the options that a module of transformers passes to attention functions."""
     text = source_of(module)
     calls = re.findall(r"= attention_interface\((.*?)\n\s*\)\n", text, re.S)
     return frozenset(name for call in calls for name in re.findall(r"^\s+(\w+)=", call, re.M))
@@ -185,7 +189,7 @@ def _attention_options(module: str) -> frozenset[str]:
 
 @functools.cache
 def source_of(module: str) -> str:
-    """The text of a module of transformers; nothing if there is none."""
+    """Return the source text of a module of transformers; empty if there is none."""
     path = getattr(sys.modules.get(module), "__file__", None)
     if path is None:
         return ""
@@ -194,7 +198,7 @@ def source_of(module: str) -> str:
 
 
 def register_attention() -> None:
-    """Make `autoshard` an attention implementation of transformers."""
+    """Register `autoshard` as an attention implementation of transformers."""
     from transformers.masking_utils import AttentionMaskInterface
     from transformers.modeling_utils import AttentionInterface
 
@@ -203,9 +207,9 @@ def register_attention() -> None:
 
 
 def choose_attention(model: Any) -> None:
-    """Let those modules attend by ours that ask how to; `model` was built for eager attention.
+    """Select this attention for the modules that look up their implementation; `model` was built for eager attention.
 
-    A configuration is shared by modules of one kind, and some code has both kinds of attention: then none is ours.
+    Modules of one kind share a configuration. If some of their code has its own attention, none of them is changed.
     """
     files: dict[int, tuple[Any, set[str]]] = {}
     for module in model.modules():

@@ -14,9 +14,11 @@ from autoshard.program.torch.eager_twin import EagerCall, EagerTwin, first_tenso
 
 
 _SMALL = 20_000_000
-"""Parameters of the largest model that is compared as it is."""
+"""Most parameters of a model that is compared in its full size."""
 
 _LAYERS = re.compile(r"^(num_(hidden_)?layers|n_layers?|(encoder|decoder|text|vision)_layers|num_decoder_layers)$")
+"""Names of fields that count layers."""
+# Largest values of the fields in a reduced configuration.
 _WIDTHS = {"hidden_size": 128, "d_model": 128, "n_embd": 128, "intermediate_size": 256, "d_ff": 256, "ffn_dim": 256}
 _WIDTHS |= {"encoder_ffn_dim": 256, "decoder_ffn_dim": 256, "n_inner": 256, "moe_intermediate_size": 64}
 _WIDTHS |= {"num_attention_heads": 4, "n_head": 4, "num_heads": 4, "encoder_attention_heads": 4}
@@ -25,26 +27,29 @@ _WIDTHS |= {"num_local_experts": 4, "num_experts": 4, "n_routed_experts": 8, "n_
 _WIDTHS |= {"q_lora_rank": 32, "kv_lora_rank": 32, "qk_rope_head_dim": 16, "qk_nope_head_dim": 16, "v_head_dim": 16}
 _WIDTHS |= {"vocab_size": 512, "num_experts_per_tok": 2, "query_pre_attn_scalar": 32, "embedding_size": 128}
 _LAYER_COUNT = 4
+"""Most layers of a reduced model."""
 
 
 def hf_eager(
     model: Any, task: HfTask, training: bool, prepare: Callable[[Any], Any], retrace: Callable[[int], EagerTwin]
 ) -> EagerCall:
-    """Describe how transformers runs `model`, on the meta device here, with random weights on the host.
+    """Return the functions with which transformers runs `model` with random weights on the host.
 
-    `prepare` puts a model into the mode in which it is traced; `retrace` traces a form of at most so many parameters,
-    which is compared instead of a large model.
+    - `model`: the module on the meta device.
+    - `training`: True to return the loss.
+    - `prepare`: puts a model into the mode in which it is traced.
+    - `retrace`: traces a reduced model with at most this many parameters, which is compared instead of a large one.
     """
     import numpy as np
     import torch
 
     def rebuild(seed: int) -> Any:
-        made = materialised(model, seed)
-        for child in made.modules():
+        module = materialised(model, seed)
+        for child in module.modules():
             config = getattr(child, "config", None)
             if config is not None:
                 config._attn_implementation = config._experts_implementation = "eager"
-        return made
+        return module
 
     def call(module: Any, batch: Mapping[str, Any]) -> Any:
         given = {key: host_tensor(value, torch.int64) for key, value in batch.items()}
@@ -74,31 +79,31 @@ def _loss(module: Any, out: Any, labels: Any) -> Any:
 
 
 def reduced_fields(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Cut layers, widths, heads, experts and the vocabulary of a configuration, and of those within."""
-    made = copy.deepcopy(dict(fields))
+    """Reduce layers, widths, heads, experts and the vocabulary of a configuration, and of nested ones."""
+    reduced = copy.deepcopy(dict(fields))
     for key, value in fields.items():
         if isinstance(value, Mapping):
-            made[key] = reduced_fields(value)
+            reduced[key] = reduced_fields(value)
         elif isinstance(value, list) and key in ("layer_types", "mlp_layer_types"):
-            made[key] = value[:_LAYER_COUNT]
+            reduced[key] = value[:_LAYER_COUNT]
         elif isinstance(value, int) and not isinstance(value, bool):
             if _LAYERS.match(key):
-                made[key] = min(value, _LAYER_COUNT)
+                reduced[key] = min(value, _LAYER_COUNT)
             elif key in _WIDTHS:
-                made[key] = min(value, _WIDTHS[key])
-    heads, few = made.get("num_attention_heads"), made.get("num_key_value_heads")
+                reduced[key] = min(value, _WIDTHS[key])
+    heads, few = reduced.get("num_attention_heads"), reduced.get("num_key_value_heads")
     if heads and few and fields.get("num_attention_heads") == fields.get("num_key_value_heads"):
-        made["num_key_value_heads"] = heads
-    if made.get("first_k_dense_replace"):
-        made["first_k_dense_replace"] = 1
+        reduced["num_key_value_heads"] = heads
+    if reduced.get("first_k_dense_replace"):
+        reduced["first_k_dense_replace"] = 1
     for key in ("pad_token_id", "bos_token_id", "eos_token_id", "decoder_start_token_id", "image_token_id"):
-        if isinstance(made.get(key), int) and isinstance(made.get("vocab_size"), int):
-            made[key] = min(made[key], made["vocab_size"] - 1)
-    return made
+        if isinstance(reduced.get(key), int) and isinstance(reduced.get("vocab_size"), int):
+            reduced[key] = min(reduced[key], reduced["vocab_size"] - 1)
+    return reduced
 
 
 def form_words(model: Any) -> str:
-    """Say what a reduced model is like: its layers, width and dtype."""
+    """Describe a reduced model by its layers, width and dtype."""
     config = model.config
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
     layers = [getattr(text, key) for key in ("num_hidden_layers", "num_layers", "n_layer") if hasattr(text, key)]
@@ -108,7 +113,7 @@ def form_words(model: Any) -> str:
 
 
 def reduced_twin(program: Any, parameters: int) -> EagerTwin:
-    """Return the twin of a reduced program. Raises `UserError` if it has more than so many parameters."""
+    """Return the twin of a reduced program. Raises `UserError` if it has more than `parameters` parameters."""
     twin = program.eager
     if twin.parameters > parameters:
         raise UserError("no smaller form of its configuration is known")
@@ -117,35 +122,35 @@ def reduced_twin(program: Any, parameters: int) -> EagerTwin:
 
 
 class OtherLabels(UserError):
-    """A model wants labels of another shape than it was offered, or none."""
+    """Signal that a model needs labels of another shape, or none."""
 
     def __init__(self, shape: tuple[int, ...] | None) -> None:
-        """`shape` is that of the labels; None if there are none."""
+        """Store the shape of the labels; None if the model needs none."""
         super().__init__("the labels of this model have another shape.")
         self.shape = shape
 
 
 class Objective:
-    """The loss of a model, found from the shapes of its outputs.
+    """The loss of a model, chosen by the shapes of its outputs.
 
-    `logits` [..., classes] are compared with labels; a model that compares its inputs with one another has its own
-    loss; of a model with another head the mean of squares of its first output is minimised, and a note says so.
+    Outputs `logits` [..., classes] are compared with labels. A model that compares its inputs with one another has its
+    own loss. For any other head the mean of squares of the first output is minimised, and a note says so.
     """
 
     def __init__(self, architecture: str, name: str, notes: list[str], headed: bool) -> None:
-        """`architecture` is the class's name; `headed`: it is one for a task; `notes` are added to."""
+        """Store the names of class and model, the list of notes to extend, and whether the class is for a task."""
         self.architecture, self.name, self.notes, self.headed = architecture, name, notes, headed
         self.classes: int | None = None
-        """Labels stay below it."""
+        """Upper bound, exclusive, of the labels."""
 
     def of(self, out: Any, labels: Any) -> Any:
-        """The scalar loss. Raises `OtherLabels`, and `UserError` for a model without a head."""
+        """Return the scalar loss. Raises `OtherLabels`, and `UserError` for a model without a head."""
         import jax
         import jax.numpy as jnp
 
-        found = out if isinstance(out, Mapping) else {}
-        if "logits" in found and hasattr(found["logits"], "ndim"):
-            logits = found["logits"]
+        outputs = out if isinstance(out, Mapping) else {}
+        if "logits" in outputs and hasattr(outputs["logits"], "ndim"):
+            logits = outputs["logits"]
             if "Segmentation" in self.architecture and logits.ndim == 4:
                 logits = jnp.moveaxis(logits, 1, -1)
             if labels is None or logits.shape[:-1] == labels.shape:
@@ -154,10 +159,10 @@ class Objective:
                     return train_step.token_loss(logits, labels)
             elif logits.shape != labels.shape and logits.ndim > 1:
                 raise OtherLabels(tuple(logits.shape[:-1]))
-        elif found.get("loss") is not None and found["loss"].ndim == 0:
+        elif outputs.get("loss") is not None and outputs["loss"].ndim == 0:
             if labels is not None:
                 raise OtherLabels(None)
-            return found["loss"].astype(jnp.float32)
+            return outputs["loss"].astype(jnp.float32)
         elif not self.headed:
             raise UserError(
                 f"`{self.name}` has no `logits` to train on; name an architecture with a head in the configuration."

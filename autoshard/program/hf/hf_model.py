@@ -1,4 +1,4 @@
-"""The module of any architecture of the installed transformers, from the fields of its configuration."""
+"""Construction of the module of any architecture in the installed transformers from its configuration."""
 
 import importlib
 import logging
@@ -50,7 +50,7 @@ _HEADS = (
 
 
 def build_model(name: str, fields: dict[str, Any], dtype: str) -> Any:
-    """The torch module of a configuration, weights on the meta device, in evaluation mode.
+    """Return the torch module of a configuration, with weights on the meta device, in evaluation mode.
 
     Raises `UserError` for a model type or an architecture that transformers lacks, and for fields that it cannot use.
     """
@@ -73,7 +73,7 @@ def build_model(name: str, fields: dict[str, Any], dtype: str) -> Any:
         _widen_statistics(model)
     except UserError:
         raise
-    except Exception as error:  # whatever a hand-written configuration makes the model's own code raise
+    except Exception as error:  # a hand-written configuration may make the model's code raise anything
         raise UserError(f"`{name}` cannot be built: {type(error).__name__}: {reason_of(error, 3)}.") from error
     finally:
         torch.set_default_dtype(before)
@@ -81,7 +81,7 @@ def build_model(name: str, fields: dict[str, Any], dtype: str) -> Any:
 
 
 def config_fields(config_class: Any, fields: dict[str, Any]) -> dict[str, Any]:
-    """What a configuration class takes, of the fields of a saved configuration."""
+    """Return the fields of a saved configuration that its configuration class takes."""
     known = {key: value for key, value in fields.items() if not key.startswith("_") and key not in _NOT_FIELDS}
     decode = getattr(
         config_class, "_decode_special_floats", None
@@ -90,27 +90,27 @@ def config_fields(config_class: Any, fields: dict[str, Any]) -> dict[str, Any]:
 
 
 def _config_class(name: str, kind: str) -> Any:
-    """The configuration class of a model type, which may be named within another model's code."""
+    """Return the configuration class of a model type, which may be defined in another model's code."""
     auto = import_model_code("transformers.models.auto.configuration_auto")
-    found = auto.CONFIG_MAPPING_NAMES.get(kind) or auto.CONFIG_MAPPING_NAMES.get(kind.replace("-", "_"))
-    if found is None:
+    class_name = auto.CONFIG_MAPPING_NAMES.get(kind) or auto.CONFIG_MAPPING_NAMES.get(kind.replace("-", "_"))
+    if class_name is None:
         raise UserError(
             f"`{name}`: the installed transformers has no model type `{kind}`; "
             f"check `model_type` in the configuration{_near(kind, auto.CONFIG_MAPPING_NAMES)}."
         )
     folder = f"transformers.models.{auto.model_type_to_module_name(kind)}"
     for module in _modules(folder, "configuration_"):
-        if hasattr(module, found):
-            return getattr(module, found)
-    if (shared := _shared(found)) is not None:
+        if hasattr(module, class_name):
+            return getattr(module, class_name)
+    if (shared := _shared(class_name)) is not None:
         return shared
-    raise UserError(f"`{name}`: transformers' code of `{kind}` has no `{found}`; install a release that has it.")
+    raise UserError(f"`{name}`: transformers' code of `{kind}` has no `{class_name}`; install a release that has it.")
 
 
 def _model_class(name: str, kind: str, config_class: Any, architecture: str | None) -> Any:
-    """The class that is called `architecture`, or else the likeliest with a head of a configuration's.
+    """Return the class called `architecture`, or else the likeliest class with a head for the configuration.
 
-    One that takes the whole configuration comes before one that takes the part of its text.
+    A class that takes the whole configuration precedes one that takes its text part.
     """
     folder = config_class.__module__.rpartition(".")[0]
     auto = import_model_code("transformers.models.auto.modeling_auto")
@@ -119,10 +119,10 @@ def _model_class(name: str, kind: str, config_class: Any, architecture: str | No
     usual = [text if isinstance(text, str) else text[0] for text in named]
     texts = [architecture] if architecture is not None else usual
     architecture = texts[0] if texts else None
-    found = [each for text in texts if (each := _offered(folder, text, usual)) is not None]
-    whole = [each for each in found if _takes(each, config_class)]
-    if whole or found:
-        return (whole or found)[0]
+    candidates = [each for text in texts if (each := _offered(folder, text, usual)) is not None]
+    matching = [each for each in candidates if _takes(each, config_class)]
+    if matching or candidates:
+        return (matching or candidates)[0]
     offers = sorted(
         {
             each
@@ -131,13 +131,13 @@ def _model_class(name: str, kind: str, config_class: Any, architecture: str | No
             if "PreTrained" not in each
         }
     )
-    said = f"transformers offers no `{architecture}` for" if architecture else "transformers has no class for"
+    problem = f"transformers offers no `{architecture}` for" if architecture else "transformers has no class for"
     more = f"; `architectures` may name {', '.join(offers)}" if offers else ""
-    raise UserError(f"`{name}`: {said} model type `{kind}`{more}.")
+    raise UserError(f"`{name}`: {problem} model type `{kind}`{more}.")
 
 
 def has_head(architecture: str) -> bool:
-    """Whether a class is one for a task, by transformers' automatic classes or its own name."""
+    """Return True if a class is for a task, by transformers' automatic classes or its own name."""
     auto = import_model_code("transformers.models.auto.modeling_auto")
     if not architecture.endswith("Model") or "LMHead" in architecture:
         return True
@@ -146,29 +146,30 @@ def has_head(architecture: str) -> bool:
 
 
 def _offered(folder: str, text: str | None, shared: Collection[str]) -> Any:
-    """The class of models that is called `text`: a model's own, or one that it is said to share; else None."""
+    """Return the model class called `text` from the model's own code, or a shared one; None if there is neither."""
     for module in _modules(folder, "modeling_") if text else ():
-        found = getattr(module, str(text), None)
-        if _is_model(found):
-            return found
+        candidate = getattr(module, str(text), None)
+        if _is_model(candidate):
+            return candidate
     return _shared(text) if text in shared else None
 
 
 def _shared(text: Any) -> Any:
-    """What transformers calls so, in whichever model's code it is."""
+    """Return the class that transformers exports under this name, from any model's code; None if there is none."""
     import transformers
 
-    found = getattr(transformers, str(text), None)
-    return found if isinstance(found, type) else None
+    exported = getattr(transformers, str(text), None)
+    return exported if isinstance(exported, type) else None
 
 
 def _takes(model_class: Any, config_class: Any) -> bool:
+    """Return True if a model class takes configurations of this class."""
     wanted = getattr(model_class, "config_class", None)
     return wanted is None or issubclass(config_class, wanted)
 
 
 def _part_for(model_class: Any, config: Any) -> Any:
-    """The configuration itself, or the nested one that a class of models takes, as that of a decoder alone does."""
+    """Return the configuration, or the nested one that a model class takes, as a class of a decoder alone does."""
     if _takes(model_class, type(config)):
         return config
     parts = [getattr(config, key, None) for key in getattr(config, "sub_configs", {})]
@@ -176,8 +177,7 @@ def _part_for(model_class: Any, config: Any) -> Any:
 
 
 def acting(model: Any) -> tuple[Any, tuple[str, ...]]:
-    """The module itself, or, of one whose parts take turns and that computes nothing as a whole, the first that does,
-    with what is to be said of that."""
+    """Return the module, or its first part with a forward pass if the module itself has none, and notes."""
     import torch
 
     def acts(module: Any) -> bool:
@@ -195,14 +195,14 @@ def acting(model: Any) -> tuple[Any, tuple[str, ...]]:
 
 
 def _is_model(offered: Any) -> bool:
-    """Whether it is a class of models: a configuration may not have just anything called that is in the module."""
+    """Return True for a model class, since a configuration may name any other object of the module."""
     import torch
 
     return isinstance(offered, type) and issubclass(offered, torch.nn.Module) and hasattr(offered, "from_pretrained")
 
 
 def _modules(folder: str, prefix: str) -> Iterator[Any]:
-    """Modules of a model's folder whose names begin so, the one called as the folder first."""
+    """Yield the modules of a model's folder whose names begin with `prefix`, the one named like the folder first."""
     import pkgutil
 
     package = importlib.import_module(folder)
@@ -220,7 +220,7 @@ def _near(kind: str, known: Any) -> str:
 
 
 def _widen_statistics(model: Any) -> None:
-    """Keep statistics (running means, routing biases) in fp32 whatever the compute dtype is."""
+    """Store statistics (running means, routing biases) in fp32 for any compute dtype."""
     for module in model.modules():
         for key, buffer in module._buffers.items():
             if buffer is not None and buffer.is_floating_point() and key not in module._non_persistent_buffers_set:
@@ -228,5 +228,5 @@ def _widen_statistics(model: Any) -> None:
 
 
 def _quiet() -> None:
-    """transformers logs advice about kernels and weights that does not apply to a model without weights."""
+    """Suppress transformers' advice on kernels and weights, which does not apply to a model without weights."""
     logging.getLogger("transformers").setLevel(logging.ERROR)

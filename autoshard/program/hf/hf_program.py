@@ -1,4 +1,4 @@
-"""`hf:CONFIG`: a Hugging Face architecture from its configuration alone, without weights and without the network."""
+"""`hf:CONFIG`: the program of a Hugging Face configuration, without weights and without the network."""
 
 import functools
 from collections.abc import Callable, Mapping
@@ -27,7 +27,7 @@ _DTYPES = {"bf16": "bfloat16", "fp32": "float32", "fp16": "float16", "f32": "flo
 
 
 _COMPARED_TOKENS = 64
-"""Longest sequence of a reduced form that is compared with eager torch."""
+"""Longest sequence of a reduced model that is compared with eager torch."""
 
 
 def from_config(
@@ -56,24 +56,30 @@ def from_config(
     schedule: str | None = None,
     gradient_groups: int | None = None,
 ) -> Program:
-    """One training step, or one forward pass, of the model that `config` names, or whose fields it has.
+    """Return one training step, or one forward pass, of the model that `config` names or whose fields it has.
 
-    `batch` examples (8): sequences of `seq` tokens (the model's context, at most 1024 if not given), or images of
-    `image` pixels a side. `dtype` is the compute dtype (bfloat16). Training stores parameters and optimizer moments in
-    float32 unless `param_dtype` or `state_dtype` say otherwise; inference stores parameters in `dtype`. `remat`:
-    `none`, `dots` or `full`, with values that are kept or sent to the host (`full,keep=q_proj,offload=input`), or one
-    for the first layers and one for the others (`full:20+none`). `optimizer`: `adamw` or `sgd`. `experts`: how tokens
-    reach the experts of a mixture, by einsums into `slots` (`slots:all`: for every token), or `sorted` (`sorted:8`: in
-    8 groups of experts); `capacity_factor`: slots of an expert, or rows of a group, over the mean number of its tokens
-    (1.25 of slots; all that may be needed of groups); `imbalance`: the busiest device has so many times the mean number
-    of tokens for its experts, in prices alone. `serve`: `prefill` (of `seq` tokens) or `decode` (one token after up to
-    `seq`) with a key-value cache of `cache` tokens (`seq`) as donated state. `attention`: `plain` (scores in memory),
-    `splash` (jax's kernel for TPUs), `cached` (a kernel for steps of decoding), `cudnn` (for GPUs) or `auto` (one of
-    the former two wherever it can be and gains something). `exchange`: how queries meet keys and values where a plan
-    splits the sequence, of `EXCHANGES`. `microbatches` parts of the batch are computed one after the other when
-    training. With `stages` the layers that repeat are those of a pipeline, through which microbatches go by the
-    `schedule`, as `autoshard.stack` has it. So many `gradient_groups` of examples have gradients of their own until all
-    microbatches are done, and only then are these averaged.
+    - `batch`: number of examples, by default 8.
+    - `seq`: tokens of a sequence, by default the model's context up to 1024. `image`: pixels of an image's side.
+    - `dtype`: compute dtype, by default bfloat16.
+    - `param_dtype`, `state_dtype`: dtypes of stored parameters and of optimizer moments, by default float32 in
+      training. Inference stores parameters in `dtype`.
+    - `remat`: `none`, `dots` or `full`. It may list saved and offloaded values (`full,keep=q_proj,offload=input`), or
+      have one policy for the first layers and one for the others (`full:20+none`).
+    - `optimizer`: `adamw` or `sgd`.
+    - `experts`: dispatch of tokens to experts, by einsums into `slots` (`slots:all`: for every token) or `sorted`
+      (`sorted:8`: in 8 groups of experts).
+    - `capacity_factor`: slots of an expert, or rows of a group, relative to the mean number of its tokens. The default
+      is 1.25 for slots, and for groups the most that can be needed.
+    - `imbalance`: tokens of the busiest device's experts relative to the mean, for prices only.
+    - `serve`: `prefill` (of `seq` tokens) or `decode` (one token after up to `seq`), with the key-value cache as
+      donated state. `cache` is its number of tokens, by default `seq`.
+    - `scan`: False to unroll repeated layers.
+    - `attention`: `plain` (materialised scores), `splash` (jax's kernel for TPUs), `cached` (a kernel for decoding),
+      `cudnn` (for GPUs) or `auto`. With `auto`, `splash` or `cached` is used if it is possible and beneficial.
+    - `exchange`: exchange of attention if a plan splits the sequence, one of `EXCHANGES`.
+    - `microbatches`: number of parts of the batch that are computed in sequence in training.
+    - `stages`, `schedule`: pipeline of the repeated layers, as in `autoshard.stack`.
+    - `gradient_groups`: number of groups of examples with separate gradients until all microbatches are done.
 
     Raises `UserError` for a configuration or an option that cannot be used.
     """
@@ -100,7 +106,7 @@ def from_config(
     if pipeline is not None and serve is not None:
         raise UserError("--stages is for training steps and forward passes; leave it out, or --serve.")
     require_torch("transformers")
-    model, said = acting(build_model(name, fields, compute))
+    model, model_notes = acting(build_model(name, fields, compute))
     form = check_experts(experts, capacity_factor, model, name, imbalance)
     size = 8 if batch is None else batch
     tasks = tasks_of(model, name, batch=size, seq=seq, image=image, train=training, dtype=compute)
@@ -145,16 +151,16 @@ def from_config(
         )  # fmt: skip
         return reduced_twin(small, parameters)
 
-    refused: UserError | None = None
+    first_error: UserError | None = None
     for task in tasks:
-        function, notes = made(), [*said, *task.notes]
+        function, notes = made(), [*model_notes, *task.notes]
         try:
             run, batch_of, objective = _settled(function, task, name, notes, training)
             break
         except UserError as error:
-            refused = refused or error
+            first_error = first_error or error
             if "could not be lowered" not in str(error) or task is tasks[-1]:
-                raise refused from None
+                raise first_error from None
     else:
         raise AssertionError("there is a task")
     return torch_program(
@@ -182,9 +188,12 @@ def from_config(
 def _settled(
     function: TorchFunction, task: HfTask, name: str, notes: list[str], training: bool
 ) -> tuple[Callable[..., Any], dict[str, Any], Objective]:
-    """What is traced of a task once the layers that are scanned are known, the shapes of its batch, and its objective.
+    """Return the function to trace once its scanned layers are known, the shapes of its batch, and its objective.
 
-    Raises `UserError` if the module does not run on what the task gives it.
+    - `name`: name of the model in errors.
+    - `notes`: receives notes about the objective.
+
+    Raises `UserError` if the module does not run on the task's inputs.
     """
     import jax
     import numpy as np
@@ -204,7 +213,7 @@ def _settled(
     batch_of = dict(task.batch)
     try:
         function.settle(run, batch_of, name)
-    except OtherLabels as error:  # the model has said by now what it is trained on
+    except OtherLabels as error:  # the trace has shown the shape of the labels
         batch_of.pop("labels", None)
         if error.shape is not None:
             batch_of["labels"] = jax.ShapeDtypeStruct(error.shape, np.int32)

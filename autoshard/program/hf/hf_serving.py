@@ -15,12 +15,15 @@ from autoshard.program.torch.torch_function import TorchFunction
 
 
 _CACHES = ("past_key_values", "cache")
-"""What models call the cache that they are given: transformers up to 5.23, and from 5.24 on."""
+"""Names of the cache argument: that of transformers up to 5.23, and that from 5.24 on."""
 
 
 _DISTANCES = ("mpt",)
-"""Model types that take the number of cached tokens for nothing but the part of a table of distances that they add to
-the scores of all keys: any part of as many keys does, since it differs by what the softmax takes out."""
+"""Model types that use the number of cached tokens only to slice a table of distances.
+
+The slice is added to the scores of all keys. A slice at any offset is equivalent, since it differs by a term that the
+softmax cancels.
+"""
 
 
 def serving_program(
@@ -34,11 +37,19 @@ def serving_program(
     dtype: str,
     vocabulary: int,
 ) -> Program:
-    """`step(params, cache, batch) -> (cache, logits)` with the cache donated.
+    """Return `step(params, cache, batch) -> (cache, logits)` with the cache donated.
 
-    `prefill`: `batch.input_ids` [B, S] fill the first S places of the cache; logits [B, V] are those of the last token.
-    `decode`: `batch.input_ids` [B, 1] go to `batch.position`; they attend to everything up to there. The cache is laid
-    out like the layers: `cache.model.layers.*.key` [layers, B, heads, length, head size].
+    The cache is stacked like the layers: `cache.model.layers.*.key` [layers, B, heads, length, head size].
+
+    - `kind`: `prefill` or `decode`. `prefill` writes `batch.input_ids` [B, S] to the first S positions of the cache,
+      and the logits [B, V] are those of the last token. `decode` writes `batch.input_ids` [B, 1] at `batch.position`,
+      and they attend to all tokens up to there.
+    - `batch`, `seq`: number of sequences, and of tokens in each.
+    - `cache_length`: number of positions in the cache.
+    - `dtype`: dtype of keys and values.
+    - `vocabulary`: bound of the ids.
+
+    Raises `UserError` for another `kind`, a cache shorter than `seq`, and a model that is no decoder with a cache.
     """
     import jax
     import numpy as np
@@ -46,12 +57,12 @@ def serving_program(
     if kind not in ("prefill", "decode"):
         raise UserError(f"--serve `{kind}` does not exist; use `prefill` or `decode`.")
     flops = [0.0]
-    masked = [bool(getattr(function.module.config, "alibi", False))]  # it counts all keys
-    taken = inspect.signature(function.module.forward).parameters
-    placed = "position_ids" in taken
+    masked = [bool(getattr(function.module.config, "alibi", False))]  # ALiBi counts all keys
+    parameters = inspect.signature(function.module.forward).parameters
+    placed = "position_ids" in parameters
     counted = not placed and function.module.config.model_type not in _DISTANCES
-    held = next((each for each in _CACHES if each in taken), None)
-    if function.module.config.is_encoder_decoder or "input_ids" not in taken or held is None:
+    cache_argument = next((each for each in _CACHES if each in parameters), None)
+    if function.module.config.is_encoder_decoder or "input_ids" not in parameters or cache_argument is None:
         raise UserError(
             f"--serve is for decoders; `{name}` is none that takes a cache. Leave it out to plan inference."
         )
@@ -70,10 +81,10 @@ def serving_program(
         places = (jax.lax.broadcasted_iota(jnp.int32, (1, length), 1) + first).astype(jnp.int32)
         function.cache = cache
         inputs = {"input_ids": given["input_ids"]} | ({"position_ids": places} if placed else {})
-        if masked[0] and "attention_mask" in taken:
+        if masked[0] and "attention_mask" in parameters:
             inputs["attention_mask"] = jnp.ones((batch, cache.get_mask_sizes(length)[0]), jnp.int32)
-        options = {held: cache, "use_cache": True, "logits_to_keep": 1}
-        options = {key: value for key, value in options.items() if key in taken}
+        options = {cache_argument: cache, "use_cache": True, "logits_to_keep": 1}
+        options = {key: value for key, value in options.items() if key in parameters}
         with cache.active():
             out = function(weights, (), inputs | options, buffers[0] if buffers else None)
         return cache, out["logits"][:, -1]
@@ -96,9 +107,9 @@ def serving_program(
     try:
         function.settle(shapes, data, name)
     except UserError:
-        if masked[0] or placed or kind != "decode" or "attention_mask" not in taken:
+        if masked[0] or placed or kind != "decode" or "attention_mask" not in parameters:
             raise
-        masked[0] = True  # a module that makes a mask of all keys from their number, which is not known
+        masked[0] = True  # the module builds a mask of all keys, whose number is unknown
         function.settle(shapes, data, name)
     params = function.params
     entries = _entries(function, seen, cache_length, dtype)
@@ -131,19 +142,24 @@ def serving_program(
 
 
 def _entries(function: TorchFunction, seen: dict[int, Any], length: int, dtype: str) -> dict[str, Any]:
-    """Shapes of the cache: one stack for each offset of a scanned block, one entry for each other layer."""
+    """Return the shapes of the cache: one stack for each offset of a scanned block, one entry for each other layer.
+
+    - `seen`: shapes of the parts of each layer's cache, for the traced tokens.
+    - `length`: number of positions in the cache.
+    - `dtype`: dtype of keys and values.
+    """
     import jax
 
     def full(part: str, value: Any, repeats: int | None) -> Any:
         lead = () if repeats is None else (repeats,)
         if part == "indexer":
             return jax.ShapeDtypeStruct((*lead, value.shape[0], length, *value.shape[2:]), jax.numpy.dtype(dtype))
-        if part not in ("keys", "values"):  # a state, which is as large after any number of tokens
+        if part not in ("keys", "values"):  # a recurrent state, of constant size
             return jax.ShapeDtypeStruct((*lead, *value.shape), value.dtype)
         return jax.ShapeDtypeStruct((*lead, *value.shape[:2], length, *value.shape[3:]), jax.numpy.dtype(dtype))
 
     places = {block.start + offset: (block, offset) for block in function.blocks for offset in range(block.period)}
-    # Layers of later groups are seen where they are compared with the first.
+    # Layers of later groups are traced only to compare them with the first group.
     later = {k for block in function.blocks for k in range(block.start + block.period, block.stop)}
     entries: dict[str, Any] = {}
     for index, parts in sorted(seen.items()):

@@ -1,4 +1,4 @@
-"""What models are given beside ids: images, videos, sound and series, in the shapes that their configurations say."""
+"""Media inputs of models: images, videos, sound and series, in the shapes that their configurations give."""
 
 import dataclasses
 import math
@@ -8,42 +8,46 @@ from autoshard.errors import UserError
 
 
 SECOND = 16_000
-"""Samples of a second of sound, as speech models take it."""
+"""Samples in a second of sound for speech models."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Media:
-    """Inputs of one batch by name."""
+    """Media inputs of one batch by name."""
 
     shapes: dict[str, tuple[int, ...]]
-    """Shapes of the inputs that are data, of floats."""
+    """Shapes of the float inputs that are data."""
     fixed: dict[str, Any] = dataclasses.field(default_factory=dict)
-    """The inputs that follow from sizes alone, as numpy arrays."""
+    """Inputs that follow from sizes alone, as numpy arrays."""
     tokens: int | None = None
-    """Places of a text that an image takes, where the text has a token for them."""
+    """Number of tokens that an image has in a text, if the text has a token for images."""
 
 
 def media_of(
     config: Any, names: set[str], name: str, *, batch: int, image: int | None, room: int | None
 ) -> Media | None:
-    """Of the inputs `names` that a model can take: what carries its images, sound or series; None if it has none.
+    """Return the images, sound or series among a model's inputs `names`; None if it has none.
 
-    `room`: the places of a text that an image may take, where it takes as many as it has patches.
+    - `config`: the model's configuration.
+    - `name`: name of the model in errors.
+    - `batch`: number of examples.
+    - `image`: pixels of an image's side; None for the configuration's.
+    - `room`: most tokens of a text for an image that has one for each patch; None without a text.
 
     Raises `UserError` for a size of images that its positions do not fit.
     """
     import numpy as np
 
     if {"pixel_values", "image_grid_thw"} <= names:
-        found = _patches(config, batch, image, room)
+        media = _patches(config, batch, image, room)
         if "image_merge_sizes" in names:
-            found.fixed["image_merge_sizes"] = np.full(batch, _merge(config), np.int64)
-        return found
+            media.fixed["image_merge_sizes"] = np.full(batch, _merge(config), np.int64)
+        return media
     if {"input_ids", "pixel_values", "target_sizes"} <= names:
         return _packed_row(config, batch, image, room)
     if {"pixel_values", "spatial_shapes"} <= names:
         return _shaped_patches(config, batch, image)
-    for key, made in (
+    for key, build in (
         ("flattened_patches", _flattened),
         ("pixel_values", _images),
         ("pixel_values_videos", _videos),
@@ -53,12 +57,12 @@ def media_of(
     ):
         samples = "input_values" in names and hasattr(getattr(config, "encoder", None), "conv_dim")
         if key in names and not (key == "input_features" and samples):
-            return made(config, names, name, batch, image, room)
+            return build(config, names, name, batch, image, room)
     return None
 
 
 def _first(config: Any, *fields: str, default: Any = None) -> Any:
-    """The first of the fields that the configuration or the one of its vision or sound tower has."""
+    """Return the first of the fields that the configuration, or that of its vision or sound tower, has."""
     for part in _parts(config):
         for field in fields:
             value = getattr(part, field, None)
@@ -68,19 +72,21 @@ def _first(config: Any, *fields: str, default: Any = None) -> Any:
 
 
 def _parts(config: Any) -> list[Any]:
+    """Return the configuration and the nested ones of its towers."""
     towers = ("vision_config", "image_encoder", "backbone_config", "encoder_config", "audio_config", "speech_config")
-    found = [config] + [part for key in towers if (part := getattr(config, key, None)) is not None]
+    configs = [config] + [part for key in towers if (part := getattr(config, key, None)) is not None]
     encoder = getattr(config, "encoder", None)
-    found += [encoder] if hasattr(encoder, "model_type") else []
-    within = [part for each in found[1:] for part in getattr(each, "__dict__", {}).values()]
+    configs += [encoder] if hasattr(encoder, "model_type") else []
+    within = [part for each in configs[1:] for part in getattr(each, "__dict__", {}).values()]
     within = [part for part in within if hasattr(part, "model_type")]
-    prompt = getattr(config, "prompt_encoder_config", None)  # of a model that is pointed at places of its images
-    return [*found, *within, *([] if prompt is None else [prompt])]
+    prompt = getattr(config, "prompt_encoder_config", None)  # for models that are prompted with points of an image
+    return [*configs, *within, *([] if prompt is None else [prompt])]
 
 
 def _size(config: Any, name: str, image: int | None) -> tuple[int, int]:
+    """Return height and width of images. Raises `UserError` if `image` differs from a fixed size."""
     fixed = _first(config, "image_size", "crop_size")
-    ratios = getattr(config, "scaled_images_ratios", None)  # of smaller copies, of which patches are images
+    ratios = getattr(config, "scaled_images_ratios", None)  # smaller copies, whose patches are images
     if ratios and isinstance(getattr(config, "patch_size", None), int):
         fixed = int(config.patch_size / min(ratios))
     if isinstance(fixed, (list, tuple)):
@@ -100,14 +106,14 @@ def _channels(config: Any) -> int:
 
 
 def _images(config: Any, names: set[str], name: str, batch: int, image: int | None, room: int | None) -> Media:
-    """[B, C, H, W], with frames or tiles before C where the configuration has a number of them."""
+    """Return images [B, C, H, W], with frames or tiles before C if the configuration has a number of them."""
     import numpy as np
 
     size, channels = _size(config, name, image), _channels(config)
     frames = getattr(config, "num_frames", None) if "input_ids" not in names else None
     fixed: dict[str, Any] = {}
     pinpoints = _first(config, "image_grid_pinpoints")
-    if "image_sizes" in names and pinpoints and not frames:  # tiles of a larger image, and all of it made small
+    if "image_sizes" in names and pinpoints and not frames:  # tiles of a larger image, and a small copy of it
         high, wide = (int(each) for each in pinpoints[0])
         frames = (high // size[0]) * (wide // size[1]) + 1
         fixed["image_sizes"] = np.array([[high, wide]] * batch, np.int64)
@@ -122,7 +128,7 @@ def _images(config: Any, names: set[str], name: str, batch: int, image: int | No
 
 
 def _patches(config: Any, batch: int, image: int | None, room: int | None) -> Media:
-    """Patches of all images in one dim [B patches, C T P P], and how many each has, of time, height and width."""
+    """Return patches of all images in one dim [B patches, C T P P], and each image's time, height and width."""
     import numpy as np
 
     patch = int(_first(config, "patch_size", default=14))
@@ -140,16 +146,17 @@ def _patches(config: Any, batch: int, image: int | None, room: int | None) -> Me
 
 
 def _merge(config: Any) -> int:
+    """Return the number of patches along a side that are merged into one token."""
     return int(_first(config, "spatial_merge_size", "merge_size", default=2))
 
 
 def _packed_row(config: Any, batch: int, image: int | None, room: int | None) -> Media:
-    """Patches of all images side by side in one image [1, C, P, patches P], and how many rows and columns each has."""
+    """Return patches of all images in one image [1, C, P, patches P], and each image's rows and columns."""
     import numpy as np
 
     patch = int(_first(config, "patch_size", default=14))
     most = min((image or 224) // patch, int(_first(config, "image_size", default=224)) // patch)
-    side = max(1, min(most // 4, math.isqrt(room or 16))) * 4  # which are merged twice, two by two
+    side = max(1, min(most // 4, math.isqrt(room or 16))) * 4  # patches are merged twice, two by two
     return Media(
         {"pixel_values": (1, _channels(config), patch, batch * side * side * patch)},
         {"target_sizes": np.array([[side, side]] * batch, np.int64)},
@@ -158,7 +165,7 @@ def _packed_row(config: Any, batch: int, image: int | None, room: int | None) ->
 
 
 def _shaped_patches(config: Any, batch: int, image: int | None) -> Media:
-    """Patches of each image [B, patches, C P P], all of them there, and how many it has of height and width."""
+    """Return patches of each image [B, patches, C P P], a mask that hides none, and each image's rows and columns."""
     import numpy as np
 
     patch = int(_first(config, "patch_size", default=16))
@@ -174,7 +181,7 @@ def _shaped_patches(config: Any, batch: int, image: int | None) -> Media:
 
 
 def _flattened(config: Any, names: set[str], name: str, batch: int, image: int | None, room: int | None) -> Media:
-    """Patches of each image with their row and column [B, patches, 2 + P P C]."""
+    """Return patches of each image with their row and column [B, patches, 2 + P P C]."""
     vision = getattr(config, "vision_config", config)
     patches = int(getattr(vision, "seq_len", None) or getattr(vision, "max_num_patches", None) or 256)
     return Media({"flattened_patches": (batch, patches, 2 + int(vision.patch_embed_hidden_size))})
@@ -186,7 +193,7 @@ def _videos(config: Any, names: set[str], name: str, batch: int, image: int | No
 
 
 def _features(config: Any, names: set[str], name: str, batch: int, image: int | None, room: int | None) -> Media:
-    """Spectra: [B, bins, frames] where positions are counted in frames, else [B, frames, bins]."""
+    """Return spectra: [B, bins, frames] if positions are counted in frames, else [B, frames, bins]."""
     bins = _first(
         config,
         "num_mel_bins",
@@ -197,17 +204,17 @@ def _features(config: Any, names: set[str], name: str, batch: int, image: int | 
         default=80,
     )
     kind = str(config.model_type)
-    stacked = 4 if kind.startswith("granite_speech5") else 1  # with their differences, and two frames in one
+    stacked = 4 if kind.startswith("granite_speech5") else 1  # differences of frames too, and two frames in one
     bins = int(bins) * int(_first(config, "num_stacked_frames", default=stacked))
     places = _first(config, "max_source_positions", "max_position_embeddings")
     each = getattr(config, "audio_length_per_tok", None)
-    if room and each:  # a token for so many frames
+    if room and each:  # each token stands for this many frames
         return Media({"input_features": (batch, int(bins), 2 * room * int(each))})
     for part in _parts(config):
         if hasattr(part, "num_mel_bins") and (hasattr(part, "max_source_positions") or hasattr(part, "n_window")):
             frames = 2 * int(getattr(part, "max_source_positions", 500))
-            whole = 2 * int(getattr(part, "n_window", None) or 1)  # frames of a window, where there are windows
-            return Media({"input_features": (batch, int(bins), max(1, frames // whole) * whole)})
+            window = 2 * int(getattr(part, "n_window", None) or 1)  # frames of a window, if there are any
+            return Media({"input_features": (batch, int(bins), max(1, frames // window) * window)})
     if kind.startswith("clap"):
         audio = getattr(config, "audio_config", config)
         return Media({"input_features": (batch, 1, int(audio.spec_size) * 4, int(audio.num_mel_bins))})
@@ -216,7 +223,7 @@ def _features(config: Any, names: set[str], name: str, batch: int, image: int | 
 
 
 def _sound(config: Any, names: set[str], name: str, batch: int, image: int | None, room: int | None) -> Media:
-    """Samples [B, T]; spectra where the configuration has bins, and channels where codecs do."""
+    """Return samples [B, T]; spectra if the configuration has bins, and channels as for codecs."""
     bins = getattr(config, "num_mel_bins", None)
     if bins and getattr(config, "max_length", None):
         return Media({"input_values": (batch, int(config.max_length), int(bins))})
@@ -228,7 +235,7 @@ def _sound(config: Any, names: set[str], name: str, batch: int, image: int | Non
 
 
 def _series(config: Any, names: set[str], name: str, batch: int, image: int | None, room: int | None) -> Media:
-    """Values of the past [B, T, C], or [B, T] of one column where there are no channels, and what is known of them."""
+    """Return past values [B, T, C], or [B, T] of one column without channels, and their known features."""
     lags = max(getattr(config, "lags_sequence", None) or [0])
     length = int(_first(config, "context_length", "prediction_length", default=64)) + lags
     columns = int(getattr(config, "num_input_channels", None) or getattr(config, "input_size", None) or 1)

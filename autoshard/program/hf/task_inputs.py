@@ -1,4 +1,4 @@
-"""What a Hugging Face model is called with, for each kind of task."""
+"""Call arguments of a Hugging Face model for each kind of task."""
 
 import dataclasses
 import inspect
@@ -12,30 +12,37 @@ from autoshard.program.hf.media_inputs import Media, media_of
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class HfTask:
-    """How a model is called: the shapes of its batch, and the call."""
+    """The shapes of a model's batch, and the way to call the model with it."""
 
     batch: dict[str, Any]
     """Name -> `jax.ShapeDtypeStruct`, with `labels` when training."""
     call: Callable[[Mapping[str, Any]], dict[str, Any]]
-    """Makes the keyword arguments of the module from a batch."""
+    """Function from a batch to the keyword arguments of the module."""
     seq: int | None
     """The number of tokens in one sequence."""
     tokens: int | None
-    """Tokens of a step; None where a model has none (images)."""
+    """Number of tokens in a step; None for a model without tokens (images)."""
     id_limit: int
-    """Ids and labels stay below it."""
+    """Upper bound, exclusive, of ids and labels."""
     notes: tuple[str, ...] = ()
 
 
 def tasks_of(
     model: Any, name: str, *, batch: int, seq: int | None, image: int | None, train: bool, dtype: str
 ) -> tuple[HfTask, ...]:
-    """The tasks of `model`, the likeliest first: token ids (with a decoder or not), images, sound or series.
+    """Return the tasks of `model`, the likeliest first: token ids (with a decoder or not), images, sound or series.
 
-    There are several where models differ in the form of what they are given; those that follow the first are for
-    where the first does not run.
+    There are several because models differ in the form of their inputs; the later ones are for models on which the
+    first does not run.
 
-    Raises `UserError` for sizes that the model cannot take.
+    - `name`: name of the model in errors.
+    - `batch`: number of examples.
+    - `seq`: tokens of a sequence; None for the model's own length, at most 1024.
+    - `image`: pixels of an image's side; None for the configuration's.
+    - `train`: True to add labels.
+    - `dtype`: dtype of float inputs.
+
+    Raises `UserError` for sizes that the model does not accept.
     """
     import jax
 
@@ -54,8 +61,8 @@ def tasks_of(
         _positive("image", image)
     limit = _positions(config)
     length = min(limit or 1024, 1024) if seq is None else seq
-    asked = names - ({"past_values"} if text else set())
-    media = media_of(config, asked, name, batch=batch, image=image, room=length // 2 if text else None)
+    arguments = names - ({"past_values"} if text else set())
+    media = media_of(config, arguments, name, batch=batch, image=image, room=length // 2 if text else None)
     media = media or Media({})
     if not text and not media.shapes:
         raise UserError(f"`{name}` takes `{kind}`, which is not supported; give the module through a Python file.")
@@ -86,8 +93,19 @@ def _task(
     train: bool,
     floats: Any,
 ) -> HfTask:
-    """`given`: whether ids are read, the tokens that were asked for, those that are taken, its positions, and whether
-    masks say that all tokens are there."""
+    """Return one task.
+
+    `given` has five entries:
+
+    - True if the model reads ids.
+    - The requested number of tokens, or None.
+    - The number of tokens to use.
+    - The number of positions of the model, or None.
+    - True to pass masks that hide no token.
+
+    `name` is the model's name in errors, `media` are its images, sound or series, and `floats` is the dtype of float
+    inputs. `train` adds labels.
+    """
     import jax
     import numpy as np
 
@@ -139,13 +157,13 @@ def _task(
         plain["mm_token_type_ids"] = kinds
 
     def call(given: Mapping[str, Any]) -> dict[str, Any]:
-        made = {key: given[key] for key in keys} | media.fixed | plain
+        arguments = {key: given[key] for key in keys} | media.fixed | plain
         if places:
-            made["input_ids"] = _with_image(made["input_ids"], places, token)
-        return made
+            arguments["input_ids"] = _with_image(arguments["input_ids"], places, token)
+        return arguments
 
     codes = getattr(config, "codebook_vocab_size", None)
-    if codes is not None and len(texts.get("input_ids", ())) == 3:  # codes of sound beside tokens
+    if codes is not None and len(texts.get("input_ids", ())) == 3:  # codes of sound next to tokens
         vocabulary = min(int(vocabulary or codes), int(codes))
     sequences = 2 if len(texts) > 1 else 1
     return HfTask(data, call, seq, batch * seq * sequences, int(vocabulary or 2), tuple(notes))
@@ -160,39 +178,39 @@ _TAKES = {
 
 
 def _main(model: Any, names: set[str]) -> str:
-    """The main input by the class's own word, or the first that is known, if it says none."""
+    """Return the main input that the class declares, or else the first known one."""
     known = ("input_ids", "pixel_values", "input_features", "input_values", "flattened_patches", "past_values")
-    said = model.main_input_name
-    said = said[0] if isinstance(said, (list, tuple)) else said
-    if said in names and (said in known or said in _TAKES or not names & set(known)):
-        return str(said)
+    declared = model.main_input_name
+    declared = declared[0] if isinstance(declared, (list, tuple)) else declared
+    if declared in names and (declared in known or declared in _TAKES or not names & set(known)):
+        return str(declared)
     return next((each for each in known if each in names), next(iter(sorted(names)), "nothing"))
 
 
 def _required(model: Any) -> set[str]:
-    """Arguments of a model that have no default."""
+    """Return the arguments of a model that have no default."""
     given = inspect.signature(model.forward).parameters.values()
     return {each.name for each in given if each.default is each.empty and each.kind is each.POSITIONAL_OR_KEYWORD}
 
 
 def _always(names: set[str], config: Any, seq: int | None, train: bool) -> dict[str, Any]:
-    """Arguments that are the same for every batch; a model that compares its inputs gives its own loss if asked."""
+    """Return the arguments that are equal for every batch; contrastive models return their own loss."""
     caches = hasattr(config, "use_cache") or hasattr(_text(config), "use_cache") and "kwargs" in names
-    found = {"use_cache": False} if "use_cache" in names or caches and seq else {}
-    return found | ({"return_loss": True} if train and "return_loss" in names else {})
+    arguments = {"use_cache": False} if "use_cache" in names or caches and seq else {}
+    return arguments | ({"return_loss": True} if train and "return_loss" in names else {})
 
 
 def _text(config: Any, decoder: bool | None = None) -> Any:
-    """The configuration of the text; of several, as where one tower reads and one writes, the one that writes."""
+    """Return the configuration of the text; of several, as for an encoder and a decoder tower, that of the decoder."""
     try:
         return config.get_text_config(decoder=decoder)
     except ValueError:
-        found = [getattr(config, key, None) for key in ("decoder", "text_encoder", "text_config")]
-        return next((part for part in found if part is not None), config)
+        candidates = [getattr(config, key, None) for key in ("decoder", "text_encoder", "text_config")]
+        return next((part for part in candidates if part is not None), config)
 
 
 def _has_towers(config: Any) -> bool:
-    """Whether a model sees or hears beside what it reads."""
+    """Return True if a model has a vision or audio tower in addition to its text model."""
     parts = [config, getattr(config, "vlm_config", None)]
     towers = ("vision_config", "audio_config")
     there = any(hasattr(part, key) for part in parts for key in towers)
@@ -216,7 +234,7 @@ def _image_token(config: Any) -> int | None:
 
 
 def _with_image(ids: Any, places: int, token: int | None) -> Any:
-    """Ids [B, S] whose first places are those of an image."""
+    """Return ids [B, S] with the image token at the first `places` positions."""
     import jax
     import jax.numpy as jnp
 
@@ -230,6 +248,7 @@ def _positive(flag: str, value: Any) -> None:
 
 
 def _positions(config: Any) -> int | None:
+    """Return the largest number of positions of the text model; None if the configuration gives none."""
     text = _text(config)
     for field in ("max_target_positions", "max_position_embeddings", "n_positions", "max_seq_len"):
         value = getattr(text, field, None)
@@ -239,6 +258,6 @@ def _positions(config: Any) -> int | None:
 
 
 def _has_position_table(model: Any) -> bool:
-    """True if positions are looked up in a learned table rather than computed."""
+    """Return True if positions are looked up in a learned table rather than computed."""
     tables = ("wpe", "position_embedding", "position_embeddings", "embed_positions")
     return any(name.rsplit(".", 1)[-1] in tables for name, _ in model.named_modules())

@@ -1,6 +1,6 @@
-"""A training step of a decoder from its dims alone: layers scanned, rematerialised as named, attention as one kernel.
+"""A training step of a decoder from its dims alone: scanned layers, a named remat policy, attention kernels.
 
-For checks against published runs, which name a model by its dims and say what they saved for the backward pass.
+It serves comparisons with published runs, which give a model's dims and the values saved for the backward pass.
 """
 
 import dataclasses
@@ -39,17 +39,18 @@ SAVED: Mapping[str, tuple[str, ...]] = {
     "custom": _PROJECTIONS,
     "custom offload": _PROJECTIONS,
 }
-"""Rematerialisation by MaxText's names -> values that a layer keeps beside its input (`MaxText/layers/decoders.py`).
+"""Remat policies by MaxText's names -> values that a layer saves in addition to its input.
 
-Where they are kept, on the device or on its host, changes no matmul. `none` keeps everything.
+The names are those of `MaxText/layers/decoders.py`. Storing the values on the device or on its host changes no matmul.
+`none` saves everything.
 """
 
 
 SAVABLE = (*_PROJECTIONS, "context", "gate", "up", "down")
-"""Values of a layer that rematerialisation may keep."""
+"""Values of a layer that a remat policy may save."""
 
 _WEIGHTS = "weights"
-"""Name of a layer's weights as its matmuls take them."""
+"""Name of a layer's weights in the form that its matmuls consume."""
 
 ATTENTIONS = ("flash", "splash", "plain")
 ROUTINGS = ("dropless", "capacity", "kernels")
@@ -84,31 +85,44 @@ def decoder_program(
     whole_on: Any = None,
     pipeline: Pipeline | None = None,
 ) -> Program:
-    """One training step of `batch` sequences of `seq` tokens: by default bf16 compute on f32 parameters and moments.
+    """Return one training step of `batch` sequences of `seq` tokens; by default bf16 compute, f32 state.
 
-    `compute_dtype` is what layers compute in, `weights` the dtype of parameters, `moments` that of the optimizer's, or
-    those of its first and its second ones, `gradients` that in which the optimizer gets them.
+    - `remat`: `none` or a key of `SAVED`. `saves` replaces the values of that key that a layer saves in addition to its
+      input.
+    - `offloads`: values that a layer stores in its host's memory, from `SAVABLE` or `input`.
+    - `attention`: `flash`, `splash` (jax's kernel for TPUs), or `plain`, which materialises all scores. `flash` can be
+      planned and priced but neither run nor compiled (`flash_attention`).
+    - `exchange`: exchange of attention if a plan splits the sequence, one of `EXCHANGES`.
+    - `balanced`: True if tokens are in zig-zag order, so that all parts of a sequence have equal work. The `flash`
+      kernel is priced accordingly.
+    - `blocks`: block sizes of the attention kernels.
+    - `routing`: exchange of the experts' tokens, see below; `capacity_factor` and `expert_kernels` belong to it.
+    - `accumulation`: number of microbatches, computed in sequence. Their gradients are summed.
+    - `compute_dtype`: dtype in which layers compute.
+    - `weights`: dtype of the parameters.
+    - `moments`: dtype of the optimizer's moments, or a pair for the first and second ones.
+    - `gradients`: dtype to which gradients are rounded for the optimizer; None to leave them unchanged.
+    - `stack_axis`: dim of stacked parameters that counts layers.
+    - `scanned`: False to unroll the layers, each with its own parameters.
+    - `gathered_on`: a `jax.sharding.AbstractMesh` on which a layer's weights are gathered once, in `compute_dtype`. The
+      gathered weights are saved for the backward pass. On a mesh with an axis `model` they may stay split over that
+      axis.
+    - `gradient_groups`: number of parts of a microbatch with separate gradients until all microbatches are done.
+    - `whole_on`: abstract mesh on which every device then has the sums whole.
+    - `pipeline`: stages made from the layers, except the first dense ones of a model with experts. Each of the
+      `accumulation` microbatches passes through the stages in parts.
 
-    `attention` is `flash`, one kernel that can be planned and priced but neither run nor compiled (`flash_attention`);
-    `splash`, jax's kernel for TPUs; or `plain`, scores in full. `remat` is `none` or a key of `SAVED`, of which `saves`
-    may say otherwise what a layer keeps beside its input; `blocks` are those of the kernels. `exchange` is how
-    queries meet keys and values where a plan splits the sequence, of `EXCHANGES`; `balanced`: tokens come in an order
-    in which all parts of a sequence see as many (zig-zag), as a `flash` kernel is then priced. `offloads` are values
-    that a layer keeps in its host's memory: of `SAVABLE`, or `input`. `accumulation` microbatches are computed one
-    after the other, and their gradients summed. `stack_axis` is the dim of stacked parameters that counts layers.
-    Layers that are not `scanned` stand one after the other, each with parameters of its own.
-    With a `jax.sharding.AbstractMesh` in `gathered_on`, the weights of a layer are gathered once, in `compute_dtype`,
-    and kept whole for the backward pass; on a mesh with an axis `model` they may stay split over that. Each of
-    `gradient_groups` parts of a microbatch has gradients of its own until all microbatches are done; on an abstract
-    mesh in `whole_on` their sums are whole on every device. With a `pipeline` the layers (but for the first dense ones
-    of a model of experts) are its stages, through which each of the `accumulation` microbatches goes in parts.
+    Routings of experts:
 
-    `routing` of experts is `dropless`, all tokens sorted and multiplied by group (`jax.lax.ragged_dot`); `kernels`,
-    each sequence's tokens sorted, and grouped matmuls by `expert_kernels` that can be planned and priced only; or
-    `capacity`: each expert has slots in every sequence for `capacity_factor` times the mean number of its tokens, and
-    further ones are dropped. With a factor of 1 it has the matmuls of a dropless run whose devices sort their own.
-    With `sorted` the tokens of each sequence are sorted, with `sorted:8` into 8 groups of experts; none is dropped.
-    Raises: UserError for an unknown `remat`, value to save, `attention` or `routing`, or sizes that do not divide.
+    - `dropless`: all tokens are sorted and multiplied by group (`jax.lax.ragged_dot`).
+    - `kernels`: the tokens of each sequence are sorted. Grouped matmuls by `expert_kernels` can be planned and priced
+      only.
+    - `capacity`: each expert has `capacity_factor` times its mean number of tokens as slots in every sequence. Further
+      tokens are dropped. With a factor of 1 the matmuls are those of a dropless run whose devices sort their own
+      tokens.
+    - `sorted`: the tokens of each sequence are sorted, in `sorted:8` into 8 groups of experts; none is dropped.
+
+    Raises `UserError` for an unknown `remat`, value to save, `attention` or `routing`, or for sizes that do not divide.
     """
     import jax
 
@@ -194,7 +208,7 @@ def decoder_program(
 
 
 def _check_groups(routing: str, experts: int) -> None:
-    """Raises `UserError` for a routing that is none, or whose groups do not divide the experts."""
+    """Raise `UserError` for an unknown routing, or one whose groups do not divide the experts."""
     known = routing.startswith(("sorted", "ragged"))
     form = parse_experts(routing) if known else None
     if form is None:
@@ -207,10 +221,12 @@ def _check_groups(routing: str, experts: int) -> None:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _How:
-    """How a layer computes: what it keeps on the device and on the host, its kernels, its routing."""
+    """The way a layer computes: the values that it saves and offloads, its kernels and its routing."""
 
     kept: tuple[str, ...] | None
+    """Values that a layer saves in addition to its input; None for all values."""
     away: tuple[str, ...]
+    """Values that a layer offloads to its host."""
     attention: str
     exchange: str
     balanced: bool
@@ -224,10 +240,11 @@ class _How:
 
 
 _AHEAD = 0.1
-"""Weight of the losses of tokens after the next one beside that of the next."""
+"""Weight of the losses of tokens after the next one, relative to that of the next token."""
 
 
 def _loss(dims: DecoderDims, params: Mapping[str, Any], given: Mapping[str, Any], how: _How) -> Any:
+    """Return the loss of the next tokens, plus the weighted losses of layers that look further ahead."""
     import jax.numpy as jnp
 
     hidden, labels = _hidden(dims, params, given["input_ids"], how), given["labels"]
@@ -240,9 +257,9 @@ def _loss(dims: DecoderDims, params: Mapping[str, Any], given: Mapping[str, Any]
 
 
 def _joined(dims: DecoderDims, hidden: Any, ids: Any, params: Mapping[str, Any], prefix: str, how: _How) -> Any:
-    """Hidden states of a layer that looks ahead, from those before it and the tokens that they are to predict.
+    """Return hidden states of a layer that looks ahead, from the previous ones and the tokens that they predict.
 
-    As MaxText has it, nothing of such a layer is computed again.
+    As in MaxText, nothing of such a layer is recomputed.
     """
     import jax.numpy as jnp
 
@@ -259,6 +276,7 @@ def _logits(dims: DecoderDims, params: Mapping[str, Any], hidden: Any) -> Any:
 
 
 def _hidden(dims: DecoderDims, params: Mapping[str, Any], ids: Any, how: _How) -> Any:
+    """Return the hidden states after all layers: the dense ones first, then the others."""
     import jax.numpy as jnp
 
     hidden = jnp.take(params["embed_tokens.weight"].astype(how.compute_dtype), ids, axis=0)
@@ -271,10 +289,10 @@ def _hidden(dims: DecoderDims, params: Mapping[str, Any], ids: Any, how: _How) -
 
 
 def _layers(dims: DecoderDims, hidden: Any, params: Mapping[str, Any], prefixes: Sequence[str], how: _How) -> Any:
-    """Groups of layers, one after the other: the layers of a group have each a prefix of their parameters' names."""
+    """Apply groups of layers in sequence; each layer of a group has its own prefix of parameter names."""
     import jax.numpy as jnp
 
-    # The last layer of a group is the one that sees everything.
+    # The last layer of a group attends to all tokens.
     windows = [None if k == len(prefixes) - 1 else dims.window for k in range(len(prefixes))]
 
     def group(carried: Any, own: Sequence[Mapping[str, Any]]) -> tuple[Any, None]:
@@ -301,20 +319,22 @@ def _layers(dims: DecoderDims, hidden: Any, params: Mapping[str, Any], prefixes:
 
 
 def _own(params: Mapping[str, Any], prefix: str) -> dict[str, Any]:
+    """Return the parameters whose names start with `prefix`, without it."""
     return {key.removeprefix(prefix): value for key, value in params.items() if key.startswith(prefix)}
 
 
 def _kept(layer: Callable[..., Any], how: _How) -> Callable[..., Any]:
+    """Return `layer` under `jax.checkpoint` with its policy; unchanged if the layer saves everything."""
     import jax
 
     if how.kept is None:
         return layer
     policies = jax.checkpoint_policies
-    kept = (*how.kept, _WEIGHTS) if how.gathered_on is not None else how.kept
+    saved = (*how.kept, _WEIGHTS) if how.gathered_on is not None else how.kept
     if not how.away:
-        return jax.checkpoint(layer, policy=policies.save_only_these_names(*kept))
+        return jax.checkpoint(layer, policy=policies.save_only_these_names(*saved))
     policy = policies.save_and_offload_only_these_names(
-        names_which_can_be_saved=list(kept),
+        names_which_can_be_saved=list(saved),
         names_which_can_be_offloaded=list(how.away),
         offload_src="device",
         offload_dst="pinned_host",
@@ -323,6 +343,7 @@ def _kept(layer: Callable[..., Any], how: _How) -> Callable[..., Any]:
 
 
 def _layer(dims: DecoderDims, hidden: Any, weights: Mapping[str, Any], *, window: int | None, how: _How) -> Any:
+    """Apply one layer: attention, then an MLP or experts, each added to the hidden states."""
     import jax
     from jax.ad_checkpoint import checkpoint_name
 
@@ -344,7 +365,7 @@ def _layer(dims: DecoderDims, hidden: Any, weights: Mapping[str, Any], *, window
 
 
 def _gathered(weight: Any, how: _How) -> Any:
-    """A weight in the compute dtype, whole on every device; its gradient may be split as the parameter is."""
+    """Return a weight in the compute dtype, whole on every device; its gradient may be split like the parameter."""
     import jax
     from jax.ad_checkpoint import checkpoint_name
     from jax.sharding import NamedSharding, PartitionSpec
@@ -361,6 +382,7 @@ def _gathered(weight: Any, how: _How) -> Any:
 
 
 def _attended(dims: DecoderDims, hidden: Any, weights: Mapping[str, Any], window: int | None, how: _How) -> Any:
+    """Return the attention of normed hidden states, projected to the model's width."""
     from jax.ad_checkpoint import checkpoint_name
 
     normed = _norm(hidden, weights["input_norm.weight"])
@@ -379,7 +401,11 @@ def _attended(dims: DecoderDims, hidden: Any, weights: Mapping[str, Any], window
 
 
 def _mixed(query: Any, key: Any, value: Any, weights: Mapping[str, Any], window: int | None, how: _How) -> Any:
-    """Attention of heads [B, K, G, S, H], [B, K, S, H], [B, K, S, E], and its projection to [B, S, D]."""
+    """Return attention of heads [B, K, G, S, H], [B, K, S, H], [B, K, S, E], projected to [B, S, D].
+
+    - `weights`: parameters of the layer by name.
+    - `window`: number of last tokens that a token attends to; None for all.
+    """
     from jax.ad_checkpoint import checkpoint_name
 
     ring, blocks = how.exchange == "ring" and window is None, how.blocks or KernelBlocks()
@@ -396,12 +422,13 @@ def _mixed(query: Any, key: Any, value: Any, weights: Mapping[str, Any], window:
         merged = query.reshape(shape[0], shape[1] * shape[2], *shape[3:])
         plain = attend(merged, key, value, causal=True, window=window)
         mixed = plain.reshape(shape[0], shape[3], shape[1], shape[2], value.shape[3]).transpose(0, 2, 3, 1, 4)
-    if how.attention != "splash":  # which marks what it makes, and the sums that its backward pass takes too
+    if how.attention != "splash":  # splash marks its own results, also the sums that its backward pass reads
         mixed = checkpoint_name(mixed, "context")
     return product("bkgsh,kghd->bsd", mixed, weights["attn.o_proj.weight"])
 
 
 def _norm(x: Any, weight: Any) -> Any:
+    """Return the RMS norm of `x`, computed in f32."""
     import jax
     import jax.numpy as jnp
 
@@ -411,7 +438,7 @@ def _norm(x: Any, weight: Any) -> Any:
 
 
 def _rotated(x: Any) -> Any:
-    """Rotary position embedding of [..., S, H]: pairs (k, k + H/2) turned by an angle that grows with s."""
+    """Return the rotary position embedding of [..., S, H]: pairs (k, k + H/2) are rotated, more at larger s."""
     import jax
     import jax.numpy as jnp
 
@@ -421,5 +448,5 @@ def _rotated(x: Any) -> Any:
     angle = place * jnp.exp(pair * (-jnp.log(10000.0) / half))
     first, second = x[..., :half].astype(jnp.float32), x[..., half:].astype(jnp.float32)
     cos, sin = jnp.cos(angle), jnp.sin(angle)
-    turned = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
-    return turned.astype(x.dtype)
+    rotated = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
+    return rotated.astype(x.dtype)

@@ -1,4 +1,4 @@
-"""Dims of a decoder, the shapes of its parameters, and the dim of each weight."""
+"""Dims of a decoder, the shapes of its parameters, and the meaning of each dim of its weights."""
 
 import dataclasses
 import enum
@@ -11,11 +11,11 @@ from autoshard.program.moe.decoder_experts import expert_shapes
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class DecoderDims:
-    """What the model is: layers, width, MLP width, query heads, key/value heads, head size, vocabulary.
+    """Sizes of a decoder: layers, width, MLP width, query heads, key/value heads, head size, vocabulary.
 
-    `gated` MLPs have three matrices, others two; `tied` models use one matrix for embedding and head. One layer in
-    `global_every` attends to everything, the others to the last `window` tokens (None: all to everything).
-    `autoshard.serving.Decoder` counts what such a model computes and holds.
+    `gated` MLPs have three matrices, others two. `tied` models use one matrix for embedding and head. One layer in
+    `global_every` attends to all tokens, the others to the last `window` tokens (None: all attend to all).
+    `autoshard.serving.Decoder` counts the FLOPs and bytes of such a model.
     """
 
     layers: int
@@ -30,21 +30,24 @@ class DecoderDims:
     window: int | None = None
     global_every: int = 1
     experts: int = 1
-    """Where it is more than one, a layer has that many MLPs and a router, of which `active_experts` see a token."""
+    """Number of experts; above one, a layer has as many MLPs and a router, and `active_experts` of them see a token."""
     active_experts: int = 1
     expert_width: int | None = None
     """Width of an expert's MLP; None: `mlp_width`."""
     shared_experts: int = 0
-    """Experts that see every token: one more MLP of that many times an expert's width."""
+    """Number of experts that see every token, as one further MLP of that many times an expert's width."""
     dense_layers: int = 0
-    """First layers, of `layers`, whose MLP is one of `mlp_width`, without experts."""
+    """Number of first layers, counted in `layers`, that have one MLP of `mlp_width` and no experts."""
     qk_norm: bool = False
-    """Queries and keys are normed by head."""
+    """True if queries and keys are normed by head."""
     ahead: int = 0
-    """Further layers, each of which predicts the token after those before it from their hidden states and the next
-    token's embedding (multi-token prediction): a projection of both, a layer as the last ones are, the head again."""
+    """Number of further layers for multi-token prediction.
+
+    Each predicts the token after those of the layers before it, from their hidden states and the next token's
+    embedding. It has a projection of both, a layer like the last ones, and the head again.
+    """
     latent: LatentDims | None = None
-    """Sizes of latent attention, which has as many key-value heads as query heads; None: plain attention."""
+    """Sizes of latent attention, which has equal numbers of key-value and query heads; None for plain attention."""
 
     @property
     def expert_inner(self) -> int:
@@ -53,23 +56,25 @@ class DecoderDims:
 
 
 def layer_groups(dims: DecoderDims, prefix: str) -> int:
-    """How many groups of layers have parameters whose names start with `prefix`."""
+    """Return the number of groups of layers whose parameters' names start with `prefix`."""
     return dims.dense_layers if prefix == "dense_layers" else (dims.layers - dims.dense_layers) // dims.global_every
 
 
 def stacks_of(prefix: str, count: int, outside: int = 0) -> dict[str, int]:
-    """What names of stacked parameters start with, and how many groups of layers are in such a stack; the first
-    `outside` are a stack by themselves."""
+    """Return prefix of the stacked parameters' names -> number of layer groups in the stack.
+
+    The first `outside` groups are a stack of their own.
+    """
     if not outside:
         return {f"{prefix}.*.": count}
     return {f"{prefix}.[0:{outside}].": outside, f"{prefix}.[{outside}:].": count - outside}
 
 
 def parameters_of(dims: DecoderDims, dtype: str, axis: int, scanned: bool = True, outside: int = 0) -> dict[str, Any]:
-    """Parameters by name; those of a layer are stacked along `axis`, one entry for each group of layers.
+    """Return parameters by name; those of a layer are stacked along `axis`, with one entry for each group of layers.
 
-    Of layers that are not `scanned` each has its own, under its number. The first `outside` groups (after those that
-    are dense) have stacks of their own.
+    If the layers are not `scanned`, each has its own parameters under its number. The first `outside` groups (after the
+    dense ones) have their own stacks.
     """
     import jax
 
@@ -125,7 +130,7 @@ def _mlp_shapes(dims: DecoderDims) -> dict[str, tuple[int, ...]]:
 
 
 class WeightDim(enum.Enum):
-    """What a dim of a weight counts."""
+    """The meaning of a weight's dim."""
 
     KV = "heads of keys and values"
     HEADS = "heads"
@@ -140,15 +145,15 @@ Kinds = tuple[WeightDim, ...]
 
 
 def decoder_weights(fields: Mapping[str, Any], dims: DecoderDims) -> dict[str, Kinds]:
-    """The kind of each dim of each weight of the decoder that `config_dims` read from these fields."""
+    """Return the kind of each dim of each weight of the decoder; `dims` are the `config_dims` of `fields`."""
     if fields["model_type"] == "gpt2":
         return _gpt2_weights()
-    found: dict[str, Kinds] = {
+    weights: dict[str, Kinds] = {
         "model.embed_tokens.weight": (WeightDim.VOCABULARY, WeightDim.OTHER),
         "model.norm.weight": (WeightDim.OTHER,),
     }
     if not dims.tied:
-        found["lm_head.weight"] = (WeightDim.VOCABULARY, WeightDim.OTHER)
+        weights["lm_head.weight"] = (WeightDim.VOCABULARY, WeightDim.OTHER)
     layer = _attention(fields, dims)
     norms = ["input_layernorm", "post_attention_layernorm"]
     if fields["model_type"] == "gemma2":
@@ -166,15 +171,16 @@ def decoder_weights(fields: Mapping[str, Any], dims: DecoderDims) -> dict[str, K
         layer |= _mlp("mlp.shared_experts", WeightDim.INNER)
     if dims.latent is not None:
         layer["mlp.gate.e_score_correction_bias"] = (WeightDim.OTHER,)
-    return found | {f"model.layers.*.{name}": kinds for name, kinds in layer.items()}
+    return weights | {f"model.layers.*.{name}": kinds for name, kinds in layer.items()}
 
 
 def _mlp(name: str, inner: WeightDim) -> dict[str, Kinds]:
-    made = {f"{name}.{part}_proj.weight": (inner, WeightDim.OTHER) for part in ("gate", "up")}
-    return made | {f"{name}.down_proj.weight": (WeightDim.OTHER, inner)}
+    weights = {f"{name}.{part}_proj.weight": (inner, WeightDim.OTHER) for part in ("gate", "up")}
+    return weights | {f"{name}.down_proj.weight": (WeightDim.OTHER, inner)}
 
 
 def _attention(fields: Mapping[str, Any], dims: DecoderDims) -> dict[str, Kinds]:
+    """Return the kinds of the dims of the attention weights of a layer."""
     if dims.latent is not None:
         queries: dict[str, Kinds] = {"q_proj.weight": (WeightDim.HEADS, WeightDim.OTHER)}
         if dims.latent.query_rank:
@@ -201,7 +207,7 @@ def _attention(fields: Mapping[str, Any], dims: DecoderDims) -> dict[str, Kinds]
 
 
 def _gpt2_weights() -> dict[str, Kinds]:
-    """Its matrices are turned around, and those of queries, keys and values are one."""
+    """Return the kinds of GPT-2's weights: its matrices are transposed, and query, key and value are one."""
     layer: dict[str, Kinds] = {
         "attn.c_attn.weight": (WeightDim.OTHER, WeightDim.HEADS),
         "attn.c_attn.bias": (WeightDim.HEADS,),
@@ -213,9 +219,9 @@ def _gpt2_weights() -> dict[str, Kinds]:
         "mlp.c_proj.bias": (WeightDim.OTHER,),
     }
     layer |= {f"{name}.{part}": (WeightDim.OTHER,) for name in ("ln_1", "ln_2") for part in ("weight", "bias")}
-    found: dict[str, Kinds] = {
+    weights: dict[str, Kinds] = {
         "transformer.wte.weight": (WeightDim.VOCABULARY, WeightDim.OTHER),
         "transformer.wpe.weight": (WeightDim.OTHER, WeightDim.OTHER),
     }
-    found |= {f"transformer.ln_f.{part}": (WeightDim.OTHER,) for part in ("weight", "bias")}
-    return found | {f"transformer.h.*.{name}": kinds for name, kinds in layer.items()}
+    weights |= {f"transformer.ln_f.{part}": (WeightDim.OTHER,) for part in ("weight", "bias")}
+    return weights | {f"transformer.h.*.{name}": kinds for name, kinds in layer.items()}

@@ -1,7 +1,7 @@
-"""Reductions of a batch in a loss: losses of parts give that of the whole by a mean, a sum, or a quotient of sums.
+"""Reductions of a batch in a loss: the way from losses of parts to that of the whole (mean, sum, quotient of sums).
 
-Read from two traces of the loss, of the whole batch and of a part: a dim or a constant that differs grows with the
-batch.
+They are read from two traces of the loss, one of the whole batch and one of a part. A dim or a constant that differs
+between them grows with the batch.
 """
 
 import dataclasses
@@ -14,13 +14,13 @@ from autoshard.program.batch_dims import ExampleDim, place_of, summed
 
 
 class Reduction(enum.Enum):
-    """The way from values of the parts of a batch to that of the whole."""
+    """The relation between values of the parts of a batch and that of the whole."""
 
     CONST = "const"
     MEAN = "mean"
     SUM = "sum"
     QUOTIENT = "quotient"
-    """A sum over a sum that no parameter changes."""
+    """A sum divided by a sum that depends on no parameter."""
     COUNT = "count"
     """A constant that grows with the batch."""
     SHARE = "share"
@@ -46,63 +46,65 @@ _CALLS = ("jaxpr", "call_jaxpr", "fun_jaxpr")
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Value:
+    """The relation of one value of the trace to the batch."""
+
     kind: Reduction
     trained: bool = False
-    """True if it depends on parameters."""
+    """True if the value depends on parameters."""
     why: str = ""
-    """The operation that makes it `OTHER`."""
+    """The operation that causes the kind `OTHER`."""
     place: ExampleDim | None = None
-    """The place of examples in a value of kind `EACH`."""
+    """The position of examples in a value of kind `EACH`."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Reduced:
-    """The reduction of the batch in a loss, as far as steps in parts need to know it."""
+    """The reduction of the batch in a loss, as steps that compute it in parts need it."""
 
     kind: Reduction = Reduction.MEAN
     """`MEAN`, `SUM`, `QUOTIENT` or `OTHER`."""
     why: str = ""
     """The reason for `OTHER`, in words."""
     division: int = -1
-    """The number of the operation of its trace that divides, for a quotient."""
+    """The number of the dividing operation in the loss's trace, for a quotient; -1 otherwise."""
 
     @classmethod
     def unread(cls) -> "Reduced":
-        """Return what is known of a loss that is computed in 64 bits."""
+        """Return the reduction of a loss that is computed in 64 bits, which is not analysed."""
         return cls(Reduction.OTHER, "numbers of 64 bits, in which no reduction is looked for")
 
 
 def reduction_of(loss: Callable[..., Any], args: Sequence[Any], batch: int, parts: int) -> Reduced:
-    """Read how `loss(*args)` reduces `args[batch]`, which is cut into `parts`; the first of `args` are parameters."""
+    """Return the reduction of `args[batch]`, cut into `parts`, in `loss(*args)`; `args[0]` are the parameters."""
     import jax
 
     part = jax.tree.map(lambda x: jax.ShapeDtypeStruct((x.shape[0] // parts, *x.shape[1:]), x.dtype), args[batch])
     try:
-        whole = jax.make_jaxpr(loss)(*args)
-        less = jax.make_jaxpr(loss)(*args[:batch], part, *args[batch + 1 :])
-    except Exception:  # the trace of the step raises it again, in words of the user's code
+        whole_trace = jax.make_jaxpr(loss)(*args)
+        part_trace = jax.make_jaxpr(loss)(*args[:batch], part, *args[batch + 1 :])
+    except Exception:  # the trace of the step raises it again as an error of the user's code
         return Reduced()
     trained = len(jax.tree.leaves(args[0]))
     before = sum(len(jax.tree.leaves(each)) for each in args[:batch])
     examples = range(before, before + len(jax.tree.leaves(part)))
     given = [
         _Value(Reduction.EACH, place=ExampleDim(0)) if number in examples else _Value(Reduction.CONST, number < trained)
-        for number in range(len(whole.jaxpr.invars))
+        for number in range(len(whole_trace.jaxpr.invars))
     ]
     known: dict[Any, _Value] = {}
-    (value,) = _TwoTraces(parts).read(whole, less, given, known)
+    (value,) = _TwoTraces(parts).read(whole_trace, part_trace, given, known)
     if value.kind in (Reduction.MEAN, Reduction.CONST):
         return Reduced()
     if value.kind is Reduction.SUM:
         return Reduced(Reduction.SUM)
-    division = _division(whole.jaxpr, known) if value.kind is Reduction.QUOTIENT else -1
+    division = _division(whole_trace.jaxpr, known) if value.kind is Reduction.QUOTIENT else -1
     if division >= 0:
         return Reduced(Reduction.QUOTIENT, division=division)
     return Reduced(Reduction.OTHER, value.why or (_DIVISOR if value.kind is Reduction.QUOTIENT else "no sum over them"))
 
 
 def _division(jaxpr: Any, known: dict[Any, _Value]) -> int:
-    """Return the number of the operation that makes a quotient, -1 if it stands in a called function."""
+    """Return the number of the operation that divides; -1 if it is inside a called function."""
     maker = {var: number for number, eqn in enumerate(jaxpr.eqns) for var in eqn.outvars}
     number = maker[jaxpr.outvars[0]]
     while True:
@@ -120,13 +122,18 @@ _DIVISOR = "a divisor that is computed from the batch"
 
 
 class _TwoTraces:
-    """Follows two traces of one function side by side."""
+    """An analysis of two traces of one function, equation by equation."""
 
     def __init__(self, parts: int) -> None:
         self.parts = parts
 
     def read(self, whole: Any, less: Any, given: Sequence[_Value], known: dict[Any, _Value]) -> list[_Value]:
-        """Return the results of two closed jaxprs, whose operands are `given`; all values are put into `known`."""
+        """Return the values of the results of two closed jaxprs, and add every value to `known`.
+
+        - `whole`, `less`: the traces of the whole batch and of a part.
+        - `given`: values of the operands.
+        - `known`: values by variable of `whole`.
+        """
         first, second = whole.jaxpr, less.jaxpr
         known.update(zip(first.invars, given, strict=True))
         for mine, theirs in zip(first.constvars, second.constvars, strict=False):
@@ -142,11 +149,12 @@ class _TwoTraces:
         return [self._operand(a, b, known) for a, b in zip(first.outvars, second.outvars, strict=True)]
 
     def _operand(self, mine: Any, theirs: Any, known: dict[Any, _Value]) -> _Value:
+        """Return the value of an operand; a literal that differs by the factor of the parts counts examples."""
         if not hasattr(mine, "val"):
             return known.get(mine, _Value(Reduction.CONST))
         if mine.aval.shape or not hasattr(theirs, "val"):
             return _Value(Reduction.CONST)
-        if mine.val == theirs.val or mine.val != mine.val:  # NaN is not itself
+        if mine.val == theirs.val or mine.val != mine.val:  # NaN differs from itself
             return _Value(Reduction.CONST)
         if isinstance(mine.val, complex):
             return _Value(Reduction.OTHER, False, _CONSTANT)
@@ -158,6 +166,7 @@ class _TwoTraces:
         return _Value(Reduction.OTHER, False, _CONSTANT)
 
     def _results(self, mine: Any, theirs: Any, operands: list[_Value]) -> list[_Value]:
+        """Return the values of the results of one equation, and analyse the body of a call."""
         inner = [(mine.params[key], theirs.params[key]) for key in _CALLS if key in mine.params]
         if len(inner) == 1 and mine.primitive.name not in ("scan", "while"):
             calls = [_closed(each) for each in inner[0]]
@@ -174,11 +183,17 @@ class _TwoTraces:
         return values
 
     def _each(self, eqn: Any, operands: Sequence[_Value], number: int, smaller: Any, trained: bool) -> _Value:
-        """Return a result that grows with the batch."""
+        """Return the value of a result that grows with the batch.
+
+        - `operands`: values of the operands of `eqn`.
+        - `number`: number of the result.
+        - `smaller`: shape of the result for a part of the batch.
+        - `trained`: True if the result depends on parameters.
+        """
         import jax.numpy as jnp
 
         result = eqn.outvars[number].aval
-        # Numbers of rows in integers are those by which indices are wrapped.
+        # Row counts in integers only wrap negative indices.
         exact = {Reduction.COUNT} if not jnp.issubdtype(result.dtype, jnp.inexact) else set()
         apart = {value.kind for value in operands} <= {Reduction.CONST, Reduction.EACH} | exact
         grown = [dim for dim, (m, n) in enumerate(zip(result.shape, smaller.shape, strict=True)) if m != n]
@@ -191,7 +206,7 @@ class _TwoTraces:
         return _Value(Reduction.OTHER, trained, known or f"`{eqn.primitive.name}`, which mixes examples")
 
     def _reduced(self, eqn: Any, operands: Sequence[_Value], result: Any) -> tuple[Reduction, str]:
-        """Return the kind of a result that has no dim of examples, and the reason for `OTHER`."""
+        """Return the kind of a result without a dim of examples, and the reason for `OTHER`."""
         import jax.numpy as jnp
 
         name = eqn.primitive.name
@@ -203,31 +218,31 @@ class _TwoTraces:
             return Reduction.OTHER, _DIVISOR if name == "div" and not operands[0].why else known
         if all(kind is Reduction.CONST for kind in kinds):
             return Reduction.CONST, ""
-        found: Reduction | None = None
+        outcome: Reduction | None = None
         first, second = (*kinds, None, None)[:2]
         if name == "reduce_sum" and first is Reduction.EACH:
-            found = Reduction.SUM if summed(operands[0].place) else None
+            outcome = Reduction.SUM if summed(operands[0].place) else None
         elif name == "dot_general" and first is second is Reduction.EACH:
-            found = Reduction.SUM if summed(operands[0].place, operands[1].place) else None
+            outcome = Reduction.SUM if summed(operands[0].place, operands[1].place) else None
         elif Reduction.EACH in kinds:
-            found = None
+            outcome = None
         elif name == "reduce_sum" or (name in _LINEAR and not truncates):
-            found = first
+            outcome = first
         elif name == "mul" and second is not None:
             assert first is not None
-            found = first if second is Reduction.CONST else second if first is Reduction.CONST else None
-            found = found or _SCALED.get((first, second)) or _SCALED.get((second, first))
+            outcome = first if second is Reduction.CONST else second if first is Reduction.CONST else None
+            outcome = outcome or _SCALED.get((first, second)) or _SCALED.get((second, first))
         elif name == "div" and first is not None and second is not None:
-            found = first if second is Reduction.CONST else _DIVIDED.get((first, second))
+            outcome = first if second is Reduction.CONST else _DIVIDED.get((first, second))
             if first is second is Reduction.SUM and not operands[1].trained:
-                found = Reduction.QUOTIENT
-            if found is None:
+                outcome = Reduction.QUOTIENT
+            if outcome is None:
                 return Reduction.OTHER, _DIVISOR
         elif name in ("add", "sub", "add_any"):
-            found = first if first is second and first is not Reduction.QUOTIENT else None
+            outcome = first if first is second and first is not Reduction.QUOTIENT else None
             if {first, second} == {Reduction.MEAN, Reduction.CONST}:
-                found = Reduction.MEAN
-        return (Reduction.OTHER, f"`{name}` of what is reduced over examples") if found is None else (found, "")
+                outcome = Reduction.MEAN
+        return (Reduction.OTHER, f"`{name}` of what is reduced over examples") if outcome is None else (outcome, "")
 
 
 def _closed(jaxpr: Any) -> Any:
@@ -237,7 +252,10 @@ def _closed(jaxpr: Any) -> Any:
 
 
 def taken_apart(loss: Callable[..., Any], division: int) -> Callable[..., tuple[Any, Any]]:
-    """Return a function of the arguments of `loss` that computes the dividend and the divisor of a quotient."""
+    """Return a function of the arguments of `loss` that computes the dividend and the divisor of a quotient.
+
+    `division` is the number of the dividing operation in the trace of `loss`.
+    """
     import jax
     from jax.extend.core import jaxpr_as_fun
 
@@ -247,7 +265,7 @@ def taken_apart(loss: Callable[..., Any], division: int) -> Callable[..., tuple[
         eqn = eqns[division]
         assert eqn.primitive.name == "div"
         dividend, over = eqn.invars
-        # The operations after a division by one make of the dividend what they make of the quotient.
+        # After a division by one, the later operations apply to the dividend instead of the quotient.
         eqns[division] = eqn.replace(invars=[dividend, _one(over)])
         outs = [*closed.jaxpr.outvars, over]
         names = closed.jaxpr.debug_info._replace(result_paths=None)
@@ -259,6 +277,7 @@ def taken_apart(loss: Callable[..., Any], division: int) -> Callable[..., tuple[
 
 
 def _one(like: Any) -> Any:
+    """Return a literal one with the type of `like`."""
     import numpy as np
     from jax.extend.core import Literal
 

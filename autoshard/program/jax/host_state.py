@@ -1,4 +1,4 @@
-"""Optimizer state in the hosts' memory, fetched one layer at a time, and notes on policies that offload."""
+"""Optimizer state in the hosts' memory, fetched one layer at a time, and notes on remat policies that offload."""
 
 import dataclasses
 from collections import defaultdict
@@ -13,14 +13,13 @@ from autoshard.program.program_record import Program, Role, serialise
 
 
 HOSTS = ("none", "optimizer")
-"""What may wait in the hosts' memory between steps; what leaves most on the devices comes first."""
+"""State that may stay in the hosts' memory between steps; the option that leaves most on the devices is first."""
 
 
 def on_host(program: Program, what: str) -> Program:
-    """The same step with `what`, of `HOSTS`, in the hosts' memory: the optimizer's state of stacks of layers.
+    """Return the same step with `what`, one of `HOSTS`, in the hosts' memory: the optimizer state of stacks of layers.
 
-    Raises `UserError` for anything else, for a program without such state, and for one whose update of it is not
-    made element by element.
+    Raises `UserError` for any other text, for a program without such state, and if its update is not elementwise.
     """
     if what not in HOSTS:
         raise UserError(f"--host `{what}` does not exist; use {' or '.join(f'`{each}`' for each in HOSTS)}.")
@@ -34,17 +33,17 @@ def on_host(program: Program, what: str) -> Program:
             "with an optimizer that has moments (`--train --optimizer adamw`), or leave out `--host optimizer`."
         )
     closed, _ = _traced(program.fn, program.args, program.name)
-    held = split_updates(closed.jaxpr, ties, state).held
-    if not held:
+    hosted = split_updates(closed.jaxpr, ties, state).held
+    if not hosted:
         raise UserError(
             f"`{program.name}` has no stack of layers whose optimizer state is updated element by element, which is "
             "what can wait in the hosts' memory: run its layers by jax.lax.scan over parameters with a leading dim of "
             "layers, with an optimizer such as adamw, or leave out `--host optimizer`."
         )
-    fn = Streamed(program.fn, ties, held)
+    fn = Streamed(program.fn, ties, hosted)
     lowered = lower_function(fn, program.args, program.donate_argnums, program.name)
     module, fingerprint = serialise(lowered.ir, program.arguments)
-    stays = len(state) - len(held)
+    stays = len(state) - len(hosted)
     one = "1 tensor stays" if stays == 1 else f"{stays} tensors stay"
     more = f"; {one} on the devices, of parameters that no loop over layers takes" if stays else ""
     note = f"Optimizer state of stacks of layers waits in the hosts' memory and is updated a layer at a time{more}."
@@ -54,20 +53,20 @@ def on_host(program: Program, what: str) -> Program:
 
 
 class Streamed:
-    """A function of the same arguments whose state waits on the host, made of one that has it on the devices."""
+    """A function with its state on the host, built from one with the same arguments that has it on the devices."""
 
     def __init__(self, fn: Callable[..., Any], ties: Mapping[int, int], held: Collection[int]) -> None:
-        """`ties`: flat positions of arguments -> those of the results in their places; `held`: those on the host."""
+        """Store flat positions: `ties` maps arguments to the results that replace them, `held` are on the host."""
         self.fn, self.ties, self.held = fn, dict(ties), tuple(sorted(held))
         self.__name__ = getattr(fn, "__name__", type(fn).__name__)
 
     def __call__(self, *args: Any) -> Any:
-        """Raises `UserError` if the function does not update all of that state element by element."""
+        """Run the step. Raises `UserError` if the function does not update all of that state element by element."""
         import jax
 
         closed, tree = _traced(self.fn, args, self.__name__)
         if all(is_hosted(closed.out_avals[self.ties[number]]) for number in self.held):
-            return self.fn(*args)  # made so before
+            return self.fn(*args)  # its state is on the host already
         split = split_updates(closed.jaxpr, self.ties, self.held)
         if split.held != self.held:
             raise UserError(
@@ -78,18 +77,19 @@ class Streamed:
 
 
 def streamed(fn: Callable[..., Any], ties: Mapping[int, int], held: Collection[int]) -> Callable[..., Any]:
-    """`fn` with the arguments `held` on the host, unless it has them there already, or there are none."""
+    """Return `fn` with the arguments `held` on the host; unchanged if they are there already, or if there are none."""
     return fn if not held or isinstance(fn, Streamed) else Streamed(fn, ties, held)
 
 
 def is_hosted(aval: Any) -> bool:
+    """Return True if a value is in the hosts' memory."""
     import jax
 
     return getattr(aval, "memory_space", None) == jax.memory.Space.Host
 
 
 def _traced(fn: Callable[..., Any], args: Sequence[Any], name: str) -> tuple[Any, Any]:
-    """The function's jaxpr, and the tree of its results."""
+    """Return the function's jaxpr, and the tree of its results."""
     import jax
 
     closed, out = jax.make_jaxpr(fn, return_shape=True)(*args)
@@ -97,16 +97,16 @@ def _traced(fn: Callable[..., Any], args: Sequence[Any], name: str) -> tuple[Any
 
 
 def _run(closed: Any, split: UpdateSplit, leaves: Sequence[Any]) -> list[Any]:
-    """What the program returns: everything else is computed first, then the updates, those of as many layers at once.
+    """Return the results of the program: compute all else first, then the updates, grouped by their number of layers.
 
-    The operands of updates are values of `closed`'s arguments, of equations before, or literals.
+    The operands of updates are values of `closed`'s arguments, results of earlier equations, or literals.
     """
     import jax.extend.core as jex
 
     jaxpr = closed.jaxpr
     env = dict(zip(jaxpr.invars, leaves, strict=True))
-    made = {v for update in split.updates for v in update.outputs}
-    wanted = [v for v in split.returned if is_var(v) and v not in made]
+    outputs = {v for update in split.updates for v in update.outputs}
+    wanted = [v for v in split.returned if is_var(v) and v not in outputs]
     for update in split.updates:
         inner = {eqn.outvars[0] for eqn in update.equations}
         wanted += [v for eqn in update.equations for v in eqn.invars if is_var(v) and v not in inner]
@@ -122,9 +122,9 @@ def _run(closed: Any, split: UpdateSplit, leaves: Sequence[Any]) -> list[Any]:
 
 
 def _by_layer(updates: Sequence[StackUpdate], env: dict[Any, Any]) -> None:
-    """Updates of as many layers each, one layer after the other; their outputs are added to `env`.
+    """Run updates with equal numbers of layers, layer by layer, and add their outputs to `env`.
 
-    Each output is written in the place of what it replaces, so that no second stack of it is needed.
+    Each output is written over the argument that it replaces, so that no second stack is allocated.
     """
     import jax
     import jax.numpy as jnp
@@ -144,8 +144,8 @@ def _by_layer(updates: Sequence[StackUpdate], env: dict[Any, Any]) -> None:
             carried = {old: out for out, old in update.over.items()}
             values = {}
             for value in update.inputs:
-                whole = stacks[carried[value]] if value in carried else env[value]
-                part = dynamic_index_in_dim(whole, number, keepdims=False, allow_negative_indices=False)
+                stack_of_value = stacks[carried[value]] if value in carried else env[value]
+                part = dynamic_index_in_dim(stack_of_value, number, keepdims=False, allow_negative_indices=False)
                 values[value] = jax.device_put(part, space.Device) if value in update.away else part
             for eqn in update.equations:
                 values[eqn.outvars[0]] = _one_layer(eqn, values, env)
@@ -167,7 +167,7 @@ def _by_layer(updates: Sequence[StackUpdate], env: dict[Any, Any]) -> None:
 
 
 def _one_layer(eqn: Any, values: Mapping[Any, Any], env: Mapping[Any, Any]) -> Any:
-    """What an elementwise equation makes of one layer."""
+    """Return the result of an elementwise equation for one layer."""
     import jax.numpy as jnp
 
     given = [(values[v] if v in values else env[v]) if is_var(v) else v.val for v in eqn.invars]
@@ -178,18 +178,20 @@ def _one_layer(eqn: Any, values: Mapping[Any, Any], env: Mapping[Any, Any]) -> A
 
 
 def offload_notes(jaxpr: Any) -> tuple[str, ...]:
-    """Return a note that names values that a policy offloads and that the backward pass does not read.
+    """Return a note that names values that a policy offloads although the backward pass does not read them.
 
-    JAX keeps nothing for a name that the backward pass does not use. The carry of a scan is such a value where it is
-    named at the end of the layer: the scan saves what the next layer begins with, under no name.
+    JAX saves nothing for a name that the backward pass does not use. The carry of a scan is such a value if it is named
+    at the end of the layer. The scan saves the input of the next layer instead, under no name.
     """
-    every = list(equations(jaxpr))
-    policies = {e.params["policy"] for e in every if e.params.get("differentiated") and e.params.get("policy")}
+    all_equations = list(equations(jaxpr))
+    policies = {e.params["policy"] for e in all_equations if e.params.get("differentiated") and e.params.get("policy")}
     if not policies:
         return ()
-    named = [e for e in every if e.primitive.name == "name"]
+    named = [e for e in all_equations if e.primitive.name == "name"]
     offloaded = [e for e in named if any(_is_offloaded(policy, e) for policy in policies)]
-    hosted = {var for e in every if all(map(is_hosted, _avals(e))) for var in e.invars if not hasattr(var, "val")}
+    hosted = {
+        var for e in all_equations if all(map(is_hosted, _avals(e))) for var in e.invars if not hasattr(var, "val")
+    }
     sent = {e.params["name"] for e in offloaded if not hosted.isdisjoint(e.outvars)}
     idle = sorted({e.params["name"] for e in offloaded} - sent)
     if not idle:

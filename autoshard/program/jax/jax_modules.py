@@ -1,4 +1,4 @@
-"""Functions over Equinox and Flax NNX modules as functions over pytrees of arrays."""
+"""Conversion of functions over Equinox and Flax NNX modules to functions over pytrees of arrays."""
 
 import dataclasses
 import functools
@@ -12,35 +12,35 @@ from autoshard.program.program_record import Role
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Arrays:
-    """Arguments with nothing but arrays in them, and what was taken out."""
+    """Arguments that contain arrays only, and the parts that were removed from them."""
 
     args: tuple[Any, ...]
     key: Any
-    """Equal for arguments that differ in nothing but their arrays."""
+    """Key that is equal for arguments that differ only in their arrays."""
     objects: dict[int, Any]
-    """NNX objects by their position; the state of each is in its place."""
+    """NNX objects by position; the argument there is the object's state."""
     graphs: Any
-    """What `nnx.merge` makes those objects of again."""
+    """Structure from which `nnx.merge` rebuilds those objects."""
     full: list[Any] | None
-    """All leaves, where some of them are static leaves of Equinox modules."""
+    """All leaves, if some are static leaves of Equinox modules; else None."""
     treedef: Any
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Functional:
-    """A function whose arguments and results hold arrays only."""
+    """A function whose arguments and results contain arrays only."""
 
     fn: Callable[..., Any]
     args: tuple[Any, ...]
     roles: dict[int, list[Role | None]]
-    """For a positional argument: the roles of its leaves as far as the framework says them."""
+    """Roles of the leaves by positional argument, as far as the framework gives them."""
     changed: tuple[int, ...] = ()
-    """Positions of the NNX objects that the function changes; their states come first in its result."""
+    """Positions of the NNX objects that the function changes; its result begins with their states."""
     static: list[Any] = dataclasses.field(default_factory=list)
-    """Once the function has been traced: the static leaves of its result and its structure."""
+    """Static leaves of the result and its structure, once the function has been traced."""
 
     def finish(self, given: Sequence[Any], out: Any) -> Any:
-        """What the original function would return, of what `fn` returned; NNX objects in `given` are updated."""
+        """Return the result of the original function from that of `fn`; NNX objects in `given` are updated."""
         import jax
 
         if self.static:
@@ -58,21 +58,21 @@ class Functional:
 
 
 def functional(fn: Callable[..., Any], args: Sequence[Any]) -> Functional:
-    """`fn` and `args` made functional: NNX objects become their state, static leaves of Equinox modules go.
+    """Make `fn` and `args` functional: replace NNX objects by their state, and remove static leaves of Equinox modules.
 
-    What `fn` does to an NNX object in place becomes a leading part of its result: `(states, result)`. Its stacks are
-    computed as is asked of them now, whenever it is traced.
+    In-place changes of NNX objects become a leading part of the result: `(states, result)`. Stacks of layers are
+    computed by the pipeline that is active now, no matter when the function is traced.
     """
-    fn, taken = as_asked(fn), arrays_of(args)
-    fn, changed, roles = _without_nnx(fn, taken)
+    fn, arrays = as_asked(fn), arrays_of(args)
+    fn, changed, roles = _without_nnx(fn, arrays)
     static: list[Any] = []
-    if taken.full is not None:
-        fn = _without_static(fn, taken.full, taken.treedef, static)
-    return Functional(fn, taken.args, roles, changed, static)
+    if arrays.full is not None:
+        fn = _without_static(fn, arrays.full, arrays.treedef, static)
+    return Functional(fn, arrays.args, roles, changed, static)
 
 
 def arrays_of(args: Sequence[Any]) -> Arrays:
-    """Take NNX objects apart and static leaves out of Equinox modules."""
+    """Split NNX objects into graph and state, and remove static leaves from Equinox modules."""
     import jax
 
     args, objects, graphs, full, treedef = list(args), {}, None, None, None
@@ -84,7 +84,7 @@ def arrays_of(args: Sequence[Any]) -> Arrays:
         }
         if objects:
             graphs, states = nnx.split(tuple(objects.values()))
-            # One state for each argument, so that each keeps its name, role and donation.
+            # One state for each argument, so that its name, role and donation stay its own.
             for k, i in enumerate(objects):
                 args[i] = states[k] if k in states else nnx.State({})
     if any(_is_module(node) for node in jax.tree.leaves(args, is_leaf=_is_module)):
@@ -111,7 +111,7 @@ def _is_array(leaf: Any) -> bool:
 
 
 def _arrays(tree: Any) -> Any:
-    """`None` in place of the leaves of Equinox modules that are no arrays (activations, rates)."""
+    """Replace by `None` the leaves of Equinox modules that are no arrays (activations, rates)."""
     import jax
 
     def of(node: Any) -> Any:
@@ -121,7 +121,7 @@ def _arrays(tree: Any) -> Any:
 
 
 def _without_static(fn: Callable[..., Any], full: list[Any], treedef: Any, static: list[Any]) -> Callable[..., Any]:
-    """Hold the static leaves of the arguments fixed, and note those of the result."""
+    """Return `fn` with the static leaves of its arguments fixed; those of its result are stored in `static`."""
     import jax
 
     @functools.wraps(fn)
@@ -139,7 +139,7 @@ def _without_static(fn: Callable[..., Any], full: list[Any], treedef: Any, stati
 def _without_nnx(
     fn: Callable[..., Any], taken: Arrays
 ) -> tuple[Callable[..., Any], tuple[int, ...], dict[int, list[Role | None]]]:
-    """The function over states, the objects that it changes, and the roles of their leaves."""
+    """Return the function over states, the positions of the objects that it changes, and the roles of their leaves."""
     if not taken.objects:
         return fn, (), {}
     from flax import nnx
@@ -162,14 +162,14 @@ def _without_nnx(
     @functools.wraps(fn)
     def step(*given: Any) -> Any:
         states_after, result = run(*given)
-        kept = tuple(state for state, differs in zip(states_after, changed, strict=True) if differs)
-        return (*kept, result) if kept else result
+        changed_states = tuple(state for state, differs in zip(states_after, changed, strict=True) if differs)
+        return (*changed_states, result) if changed_states else result
 
     return step, tuple(i for i, differs in zip(places, changed, strict=True) if differs), roles
 
 
 def _changed(run: Callable[..., Any], args: tuple[Any, ...], count: int) -> list[bool]:
-    """Which of the first `count` states of the result are not just passed through."""
+    """Return for each of the first `count` states of the result whether it is not just passed through."""
     import jax
 
     closed, shape = jax.make_jaxpr(run, return_shape=True)(*args)
@@ -185,6 +185,7 @@ def _changed(run: Callable[..., Any], args: tuple[Any, ...], count: int) -> list
 
 
 def _kinds(nnx: Any, state: Any) -> list[type]:
+    """Return the type of the NNX variable of each leaf."""
     import jax
 
     nodes = jax.tree.leaves(state, is_leaf=lambda node: isinstance(node, nnx.Variable))
@@ -192,6 +193,7 @@ def _kinds(nnx: Any, state: Any) -> list[type]:
 
 
 def _role(nnx: Any, kind: type) -> Role | None:
+    """Return the role that the type of an NNX variable gives; None for other leaves."""
     if issubclass(kind, nnx.Param):
         return Role.PARAMETER
     if "opt" in kind.__name__.lower():

@@ -10,7 +10,7 @@ from typing import Any
 def computation_digest(fn: Callable[..., Any], args: Sequence[Any]) -> str:
     """Trace `fn` on abstract `args`, and return a digest of its ops, their parameters and all constants.
 
-    Values of an outer trace are told apart by identity. A function with a gradient rule of its own is traced with its
+    Values of an outer trace are distinguished by identity. A function with a custom gradient rule is traced with its
     gradients too, since such a rule is no part of the forward computation.
     """
     import jax
@@ -23,7 +23,7 @@ def computation_digest(fn: Callable[..., Any], args: Sequence[Any]) -> str:
 
 
 def equations(jaxpr: Any) -> Iterator[Any]:
-    """Iterate over the equations of a jaxpr and of all jaxprs within."""
+    """Yield the equations of a jaxpr and of all jaxprs inside it."""
     for equation in jaxpr.eqns:
         yield equation
         for value in equation.params.values():
@@ -35,7 +35,7 @@ def equations(jaxpr: Any) -> Iterator[Any]:
 
 
 def _gradients(fn: Callable[..., Any], *args: Any) -> Any:
-    """Return the gradients of all floats that `fn` is given, for ones as gradients of its results."""
+    """Return the gradients of all float arguments of `fn`, for result gradients of ones."""
     import jax
     import jax.numpy as jnp
 
@@ -59,6 +59,7 @@ def _of_closed(closed: Any) -> str:
 
 
 def _of_jaxpr(jaxpr: Any) -> str:
+    """Return the digest of a jaxpr, in which variables are numbered by first use."""
     from jax.extend.core import Literal
 
     numbers: dict[Any, int] = {}
@@ -71,13 +72,14 @@ def _of_jaxpr(jaxpr: Any) -> str:
     words = [",".join(map(var, (*jaxpr.constvars, *jaxpr.invars)))]
     for equation in jaxpr.eqns:
         params = ",".join(f"{key}={_of_parameter(value)}" for key, value in sorted(equation.params.items()))
-        given, made = (",".join(map(var, each)) for each in (equation.invars, equation.outvars))
-        words.append(f"{made}={equation.primitive.name}[{params}]({given})")
+        given, results = (",".join(map(var, each)) for each in (equation.invars, equation.outvars))
+        words.append(f"{results}={equation.primitive.name}[{params}]({given})")
     words.append(",".join(map(var, jaxpr.outvars)))
     return hashlib.sha256(";".join(words).encode()).hexdigest()
 
 
 def _of_parameter(value: Any) -> str:
+    """Return the digest of an equation's parameter, without addresses."""
     if hasattr(value, "eqns"):
         return _of_jaxpr(value)
     if hasattr(value, "jaxpr") and hasattr(value, "consts"):
@@ -104,7 +106,7 @@ def _of_constant(value: Any) -> str:
 
 
 def scan_operands(equation: Any) -> tuple[int, int]:
-    """Return how many operands of a scan are constant, and how many are carried; the others are sliced.
+    """Return the number of constant operands of a scan and that of carried ones; the others are sliced.
 
     The equation has numbers in jax 0.10, and a tree of all operands in 0.11.
     """

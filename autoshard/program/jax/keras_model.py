@@ -1,4 +1,4 @@
-"""A Keras 3 model on the JAX backend becomes the program of its own training or prediction step."""
+"""Programs of Keras 3 models on the JAX backend: the model's own training or prediction step."""
 
 import dataclasses
 import sys
@@ -18,24 +18,24 @@ from autoshard.program.program_record import Program, Role
 class KerasStep:
     """The step of a Keras model as a function of trees of arrays.
 
-    `fn(parameters, others, optimizer, metrics, batch)` returns the first four updated and the logs of the step; without
-    training `fn(parameters, others, batch)` returns the outputs.
+    `fn(parameters, others, optimizer, metrics, batch)` returns the first four updated and the logs of the step. Without
+    training, `fn(parameters, others, batch)` returns the outputs.
     """
 
     fn: Callable[..., Any]
     variables: tuple[dict[str, Any], ...]
-    """For each argument but the batch: Keras's variables in its own order, which the arguments keep, by name."""
+    """Variables by name for each argument except the batch, in Keras's own order, which the arguments preserve."""
     training: bool
     name: str
 
     def state(self, values: Callable[[Any], Any]) -> tuple[dict[str, Any], ...]:
-        """The arguments but the batch, with `values(variable)` in the place of each variable."""
+        """Return the arguments except the batch, with `values(variable)` in place of each variable."""
         return tuple(
             OrderedDict((name, values(variable)) for name, variable in group.items()) for group in self.variables
         )
 
     def state_of(self, other: "KerasStep") -> tuple[dict[str, Any], ...]:
-        """The values of the same model's variables, made another time, under the names that they have here."""
+        """Return the values of another build of the same model, under the names of this one."""
         return tuple(
             OrderedDict((name, there.value) for name, there in zip(group, others.values(), strict=True))
             for group, others in zip(self.variables, other.variables, strict=True)
@@ -51,21 +51,25 @@ def from_keras(
     train: bool | None = None,
     name: str | None = None,
 ) -> Program:
-    """The step that `Model.fit` runs, of a Keras 3 model on the JAX backend, as a program.
+    """Return the step that `Model.fit` runs for a Keras 3 model on the JAX backend, as a program.
 
-    `make` is a function that returns the model, or the model itself; a function is called where nothing is computed or
-    allocated, and so for models of any size. `x`, `y` and `sample_weight` are trees of arrays or of anything else with
-    a shape and a dtype, for one whole batch. A compiled model is planned for training with its optimizer, losses and
-    metrics, another, or any with `train=False`, for prediction. Arguments have the paths of Keras's variables
-    (`dense/kernel`); the optimizer's start with `optimizer`. Raises `UserError` if Keras computes with another backend,
-    if nothing is compiled and `train` is asked for, or if the step cannot be traced.
+    Arguments have the paths of Keras's variables (`dense/kernel`); the optimizer's start with `optimizer`.
+
+    - `make`: the model, or a function that returns it. The function is called where nothing is computed or allocated,
+      so the model may have any size.
+    - `x`, `y`, `sample_weight`: trees of one whole batch, of arrays or anything else with a shape and a dtype.
+    - `train`: False for prediction. By default a compiled model is planned for training with its optimizer, losses and
+      metrics, and any other for prediction.
+
+    Raises `UserError` if Keras uses another backend, or if the step cannot be traced. `train` for a model that is not
+    compiled raises it too.
     """
     keras = _keras()
     batch = keras_batch(x, y, sample_weight)
     with _own_names():
-        # What a model that is there already lacks is made for real: it stays in the model.
-        made = (lambda build: build()) if isinstance(make, keras.Model) else _abstract
-        step = user_code(_label(make), lambda: made(lambda: keras_step(_model(keras, make), batch, train)))
+        # Missing variables of an existing model get real values, since they stay in the model.
+        build_by = (lambda build: build()) if isinstance(make, keras.Model) else _abstract
+        step = user_code(_label(make), lambda: build_by(lambda: keras_step(_model(keras, make), batch, train)))
         shapes = step.state(_shape_of)
         program = trace(
             step.fn,
@@ -78,7 +82,7 @@ def from_keras(
 
 
 def _with_values(make: Any, step: KerasStep, batch: Any, program: Program) -> Callable[[int], tuple[Any, ...]]:
-    """`make_args`: the values that Keras gives the variables, and plausible data."""
+    """Return `make_args`, which gives variables Keras's own initial values and the batch plausible data."""
     given = [argument for argument in program.arguments if argument.role is Role.BATCH]
     limit = example_values.smallest_table([each.shape for each in program.arguments if each.role is Role.PARAMETER])
     data = example_values.fill((batch,), [each.name for each in given], [Role.BATCH] * len(given), lambda _: limit)
@@ -93,16 +97,16 @@ def _with_values(make: Any, step: KerasStep, batch: Any, program: Program) -> Ca
 
 
 def keras_step(model: Any, batch: Mapping[str, Any], train: bool | None) -> KerasStep:
-    """The step of a model, whose variables are made if they are not there, for batches of these shapes.
+    """Return the step of a model for batches of these shapes, and create any missing variables of the model.
 
-    Raises `UserError` where `train` is asked for of a model that is not compiled.
+    Raises `UserError` if `train` is set for a model that is not compiled.
     """
     data = (batch["x"], batch.get("y"), batch.get("sample_weight"))
     training = bool(model.compiled) if train is None else train
     if training and not model.compiled:
         raise UserError(f"the Keras model `{model.name}` is to be trained, but it is not compiled: call its `compile`.")
     if training:
-        model._symbolic_build(data_batch=data)  # what `fit` calls: variables of layers, metrics and optimizer
+        model._symbolic_build(data_batch=data)  # as `fit` does: creates the variables of layers, metrics and optimizer
     elif not all(layer.built for layer in model._flatten_layers()):
         sys.modules["keras"].backend.compute_output_spec(model, _symbolic(data[0]), training=False)
     parameters = _by_name((variable.path, variable) for variable in model.trainable_variables)
@@ -126,7 +130,7 @@ def keras_step(model: Any, batch: Mapping[str, Any], train: bool | None) -> Kera
 
 
 def _keras() -> Any:
-    """Keras, which must compute with JAX."""
+    """Import Keras, which must use the JAX backend."""
     try:
         import keras
     except ImportError:
@@ -156,27 +160,27 @@ def _kind(value: Any) -> str:
 
 @contextmanager
 def _own_names() -> Iterator[None]:
-    """Automatic names of layers start anew inside, and go on from where they were after it.
+    """Restart the automatic names of layers while inside, and resume the previous count afterwards.
 
-    Keras counts the layers of a process: the same model made again to be trained would have other names.
+    Keras counts the layers of a process, so a second build of the same model would have other names.
     """
     from keras.src.backend.common import global_state
 
-    kept = global_state.get_global_attribute("object_name_uids")
+    counts = global_state.get_global_attribute("object_name_uids")
     global_state.set_global_attribute("object_name_uids", None)
     try:
         yield
     finally:
-        global_state.set_global_attribute("object_name_uids", kept)
+        global_state.set_global_attribute("object_name_uids", counts)
 
 
 def _abstract(make: Callable[[], KerasStep]) -> KerasStep:
-    """What `make` makes, computing nothing: its variables have shapes and no values."""
+    """Return the result of `make` without computing anything: its variables have shapes and no values."""
     import jax
 
-    made: list[KerasStep] = []
-    jax.eval_shape(lambda: made.append(make()))
-    return made[0]
+    steps: list[KerasStep] = []
+    jax.eval_shape(lambda: steps.append(make()))
+    return steps[0]
 
 
 def _shape_of(variable: Any) -> Any:
@@ -186,7 +190,7 @@ def _shape_of(variable: Any) -> Any:
 
 
 def keras_batch(x: Any, y: Any, sample_weight: Any) -> dict[str, Any]:
-    """The shapes of a batch as the step takes it; `UserError` for leaves that are no arrays."""
+    """Return the shapes of a batch as the step takes it. Raises `UserError` for leaves that are no arrays."""
     import jax
 
     parts = {"x": x, "y": y, "sample_weight": sample_weight}
@@ -209,7 +213,7 @@ def _symbolic(tree: Any) -> Any:
 
 
 def _slot(variable: Any, parameters: Mapping[str, Any]) -> str:
-    """`momentum.dense/kernel` for what Keras calls `adam/dense_kernel_momentum`."""
+    """Return `momentum.dense/kernel` for a variable that Keras calls `adam/dense_kernel_momentum`."""
     own = variable.path.rpartition("/")[2]
     fitting = [name for name in parameters if own.startswith(f"{name.replace('/', '_')}_")]
     if not fitting:
@@ -219,13 +223,14 @@ def _slot(variable: Any, parameters: Mapping[str, Any]) -> str:
 
 
 def _by_name(pairs: Any, taken: set[str] | None = None) -> dict[str, Any]:
-    """Variables by name, each of which is used once."""
+    """Return variables by unique name."""
     pairs = list(pairs)
     names = argument_names.unique([name for name, _ in pairs], set() if taken is None else taken)
     return {name: variable for name, (_, variable) in zip(names, pairs, strict=True)}
 
 
 def _roles(shapes: Sequence[Mapping[str, Any]], batch: Any) -> Iterator[list[Role]]:
+    """Yield the roles of the leaves of each argument."""
     import jax
 
     kinds = (Role.PARAMETER, Role.OTHER, Role.OPTIMIZER_STATE, Role.OTHER)

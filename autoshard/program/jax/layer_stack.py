@@ -1,6 +1,6 @@
-"""Layers that repeat, as one call: a scan over them, or a pipeline of stages where a recipe says so.
+"""Repeated layers as one call: a scan over them, or a pipeline of stages if a recipe requests one.
 
-`pipelined` says for what is traced inside of it in how many stages, microbatches and turns every `stack` is computed.
+`pipelined` sets the stages, microbatches and rounds of every `stack` that is traced inside it.
 """
 
 import contextlib
@@ -22,36 +22,39 @@ CIRCULAR = "circular"
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Pipeline:
-    """Stages that a stack of layers is cut into, and how a batch goes through them."""
+    """The stages of a stack of layers, and the schedule of a batch through them."""
 
     stages: int
     microbatches: int
-    """Parts of the batch, which follow one another through the stages."""
+    """Number of parts of the batch that pass through the stages in sequence."""
     schedule: str = GPIPE
-    """`gpipe`: once through the stages, each of which holds layers that follow one another; `circular:R`: R times
-    round, each stage with R chunks of layers; `circular`: as often as there are layers for, one in each chunk."""
+    """`gpipe`, `circular:R` or `circular`.
+
+    With `gpipe` a microbatch passes the stages once, and each stage has consecutive layers. With `circular:R` it goes
+    round R times, and each stage has R chunks of layers. With `circular` each chunk has one layer.
+    """
 
     def rounds(self, layers: int) -> int:
-        """How often a microbatch goes round the stages."""
+        """Return how many times a microbatch goes round the stages."""
         if self.schedule == GPIPE:
             return 1
         _, _, rounds = self.schedule.partition(":")
         return int(rounds) if rounds else layers // self.stages
 
     def outside(self, layers: int) -> int:
-        """The first layers, which stand before the stages, as the others are those that divide into their chunks."""
+        """Return the number of first layers that run before the stages; the others divide evenly into chunks."""
         return layers % (self.stages * max(1, self.rounds(layers)))
 
     def ticks(self, layers: int) -> int:
-        """Times that all stages compute a chunk of their layers, of which each needs only some."""
+        """Return how many times all stages compute a chunk; each stage uses only some of the results."""
         return self.microbatches * self.rounds(layers) + self.stages - 1
 
     def bubble(self, layers: int) -> float:
-        """Share of the ticks in which a stage computes what nobody uses."""
+        """Return the share of the ticks in which a stage computes values that are not used."""
         return (self.stages - 1) / self.ticks(layers)
 
     def words(self, layers: int) -> str:
-        """As a report says it."""
+        """Describe the pipeline for a report."""
         share, outside = self.bubble(layers), self.outside(layers)
         before = f", {outside} of {layers} layers before them" if outside else ""
         return (
@@ -62,7 +65,7 @@ class Pipeline:
 
 @dataclasses.dataclass(slots=True)
 class _Asked:
-    """A pipeline for every stack, or none, and the layers of those that were found."""
+    """A pipeline for every stack, or none, and the numbers of layers of the stacks traced so far."""
 
     pipeline: Pipeline | None
     layers: list[int]
@@ -73,7 +76,7 @@ _asked: contextvars.ContextVar[_Asked | None] = contextvars.ContextVar("pipeline
 
 @functools.cache
 def _jax_context() -> Any:
-    """What JAX keeps traced functions apart by: a jitted part of a program is traced anew for each pipeline."""
+    """Return a context that is part of JAX's tracing cache key, so that jitted parts are retraced for each pipeline."""
     import jax
 
     return jax.make_user_context(None)
@@ -81,6 +84,7 @@ def _jax_context() -> Any:
 
 @contextlib.contextmanager
 def _asking(asked: _Asked | None) -> Iterator[None]:
+    """Set the pipeline of stacks while inside, for traces and for JAX's cache of traces."""
     token = _asked.set(asked)
     try:
         with contextlib.nullcontext() if asked is None or asked.pipeline is None else _jax_context()(asked.pipeline):
@@ -90,7 +94,7 @@ def _asking(asked: _Asked | None) -> Iterator[None]:
 
 
 def check_schedule(schedule: str) -> str:
-    """The schedule as it is always written. Raises `UserError` for one that there is not."""
+    """Return the schedule in its canonical spelling. Raises `UserError` for an unknown one."""
     name, colon, rounds = schedule.partition(":")
     if (
         schedule == GPIPE
@@ -104,9 +108,9 @@ def check_schedule(schedule: str) -> str:
 
 
 def read_pipeline(stages: int | None, microbatches: int | None, schedule: str | None) -> Pipeline | None:
-    """The pipeline that options say; None for none. As many microbatches as stages if nothing is said of them.
+    """Return the pipeline given by options; None if there is none. By default there are as many microbatches as stages.
 
-    Raises `UserError` for a schedule without stages, for one that is not known, and for numbers that cannot be.
+    Raises `UserError` for a schedule without stages, for an unknown schedule, and for impossible numbers.
     """
     if schedule is not None:
         check_schedule(schedule)
@@ -122,7 +126,7 @@ def read_pipeline(stages: int | None, microbatches: int | None, schedule: str | 
 
 
 def _check_groups(pipeline: Pipeline) -> None:
-    """Raises `UserError` if the schedule needs other numbers of microbatches."""
+    """Raise `UserError` if the schedule needs another number of microbatches."""
     stages, count = pipeline.stages, pipeline.microbatches
     if pipeline.schedule != GPIPE and count % stages:
         raise UserError(
@@ -133,7 +137,7 @@ def _check_groups(pipeline: Pipeline) -> None:
 
 
 def check_pipeline(pipeline: Pipeline, layers: int, what: str) -> None:
-    """Raises `UserError` if `layers` of `what` are too few to be cut so."""
+    """Raise `UserError` if `what` has too few `layers` for the pipeline."""
     stages, rounds = pipeline.stages, pipeline.rounds(layers)
     if stages > layers:
         usable = f"use {layers} or fewer, or none" if layers > 1 else "leave --stages out"
@@ -149,7 +153,7 @@ def check_pipeline(pipeline: Pipeline, layers: int, what: str) -> None:
 
 
 def check_batch(pipeline: Pipeline, batch: int, what: str) -> None:
-    """Raises `UserError` if the batch of `what` does not divide into the microbatches."""
+    """Raise `UserError` if the batch of `what` does not divide into the microbatches."""
     count = pipeline.microbatches
     if count < 1:
         raise UserError(f"{count} microbatches cannot be; 1 is the whole batch at once.")
@@ -159,32 +163,32 @@ def check_batch(pipeline: Pipeline, batch: int, what: str) -> None:
 
 @contextlib.contextmanager
 def pipelined(pipeline: Pipeline | None) -> Iterator[list[int]]:
-    """While inside, every `stack` is computed by the pipeline, if there is one; gives the layers of each stack."""
-    asked = _Asked(pipeline, [])
-    with _asking(asked):
-        yield asked.layers
+    """Compute every `stack` by the pipeline, if any, while inside; yields the list of the stacks' layer counts."""
+    active = _Asked(pipeline, [])
+    with _asking(active):
+        yield active.layers
 
 
 def in_stages(program: Program, stacks: tuple[int, ...], pipeline: Pipeline | None) -> Program:
-    """The program with what is known of its stacks of layers; a note says how a pipeline computes the largest."""
+    """Return the program with the layer counts of its stacks; a note describes the pipeline of the largest."""
     if not stacks:
         return program
     if pipeline is None:
         return dataclasses.replace(program, stacks=stacks)
-    told = f"The layers are a pipeline: {pipeline.words(max(stacks))}."
-    said = dataclasses.asdict(pipeline) | {"rounds": pipeline.rounds(max(stacks)), "layers": max(stacks)}
-    return dataclasses.replace(program, stacks=stacks, pipeline=said, notes=(*program.notes, told))
+    note = f"The layers are a pipeline: {pipeline.words(max(stacks))}."
+    fields = dataclasses.asdict(pipeline) | {"rounds": pipeline.rounds(max(stacks)), "layers": max(stacks)}
+    return dataclasses.replace(program, stacks=stacks, pipeline=fields, notes=(*program.notes, note))
 
 
 def as_asked(fn: Callable[..., Any]) -> Callable[..., Any]:
-    """A function that computes its stacks, whenever it is traced, as is asked where this is called."""
-    asked = _asked.get()
-    if asked is None or asked.pipeline is None:
+    """Return a function that computes its stacks by the pipeline active now, no matter when it is traced."""
+    active = _asked.get()
+    if active is None or active.pipeline is None:
         return fn
 
     @functools.wraps(fn)
     def run(*args: Any) -> Any:
-        with _asking(asked):
+        with _asking(active):
             return fn(*args)
 
     return run
@@ -199,43 +203,54 @@ def stack(
     microbatches: int | None = None,
     schedule: str | None = None,
 ) -> Any:
-    """`x` after all layers of a stack, one after the other: what is otherwise written as `jax.lax.scan` over them.
+    """Return `x` after all layers of a stack in sequence, otherwise written as `jax.lax.scan` over them.
 
     ::
 
         hidden = autoshard.stack(layer, params["layers"], hidden)  # layer(hidden, one) gives hidden
 
-    `stacked` is a pytree of arrays [layers, ...], one entry for each layer; `x`, an array or a pytree of them, is what
-    `layer(x, weights)` takes and gives, with the same shapes and dtypes. This is that scan, unless stages are asked
-    for: by `autoshard plan --stages N --microbatches M --schedule S`, or here. The layers are then cut into `stages` of
-    equal size, whose parameters stand side by side in one dim, `x` into `microbatches` along its first dim, the batch
-    (as many as stages if not said), and the result of a stage goes to the next one; results and gradients are those of
-    the scan. Layers that are left over, the first ones, are computed before the stages. `schedule` is `gpipe` (once
-    through all stages; the default), or `circular:R`, where every stage has R chunks of layers and microbatches go
-    round R times (`circular`: with one layer in each chunk). Layers must treat examples apart: a mean over
-    the batch inside of a layer would be one over a microbatch.
+    The call is that scan unless stages are requested, here or by the options of `autoshard plan` (`--stages`,
+    `--microbatches`, `--schedule`). The layers are then cut into `stages` of equal size, whose parameters lie along one
+    dim. `x` is cut into `microbatches` along its first dim, the batch. The result of each stage goes to the next one.
+    Results and gradients are those of the scan. Left-over layers, the first ones, run before the stages. Layers must
+    not mix examples: a mean over the batch inside a layer would be one over a microbatch.
 
-    Raises `UserError` for more stages than layers, if the microbatches do not divide the batch, if a circular schedule
-    has no multiple of its stages in microbatches, and if a layer does not keep shapes or needs the whole batch.
+    - `layer`: function of `x` and one layer's parameters that returns `x` with the same shapes and dtypes.
+    - `stacked`: pytree of arrays [layers, ...], one entry for each layer.
+    - `x`: an array or a pytree of arrays.
+    - `stages`: number of stages; None for those that the caller's context requests.
+    - `microbatches`: number of microbatches; None for as many as stages.
+    - `schedule`: `gpipe` (once through all stages; the default), `circular:R` or `circular`. With `circular:R` each
+      stage has R chunks of layers, and microbatches go round R times. With `circular` each chunk has one layer.
+
+    Raises `UserError` for more stages than layers and if the microbatches do not divide the batch. A circular schedule
+    raises it unless the microbatches are a multiple of its stages. A layer raises it if it changes shapes or needs the
+    whole batch.
     """
     import jax
 
     leaves = jax.tree.leaves(stacked)
     sizes = sorted({leaf.shape[0] if leaf.ndim else 0 for leaf in leaves})
     if len(sizes) != 1:
-        found = f"their first dims are {', '.join(map(str, sizes))}" if sizes else "there are none"
-        raise UserError(f"autoshard.stack takes parameters with one entry for each layer in front, but {found}.")
-    asked = _asked.get()
-    pipeline = read_pipeline(stages, microbatches, schedule) if stages is not None else asked and asked.pipeline
-    if asked is not None:
-        asked.layers.append(sizes[0])
+        problem = f"their first dims are {', '.join(map(str, sizes))}" if sizes else "there are none"
+        raise UserError(f"autoshard.stack takes parameters with one entry for each layer in front, but {problem}.")
+    active = _asked.get()
+    pipeline = read_pipeline(stages, microbatches, schedule) if stages is not None else active and active.pipeline
+    if active is not None:
+        active.layers.append(sizes[0])
     return run_stack(layer, stacked, x, pipeline, sizes[0], "this stack")
 
 
 def run_stack(
     layer: Callable[[Any, Any], Any], stacked: Any, x: Any, pipeline: Pipeline | None, layers: int, what: str
 ) -> Any:
-    """`x` after `layers` layers, of `what`; by the pipeline if there is one. FLOPs of all are counted."""
+    """Return `x` after the layers, by the pipeline if there is one, and count the FLOPs of all layers.
+
+    - `layer`: function of `x` and one layer's parameters.
+    - `stacked`: pytree of arrays [layers, ...].
+    - `layers`: number of layers.
+    - `what`: name of the model in errors.
+    """
     import jax
 
     if pipeline is None:
@@ -248,7 +263,7 @@ def run_stack(
         check_batch(pipeline, leaf.shape[0] if leaf.ndim else 0, what)
     outside = pipeline.outside(layers)
     if outside:
-        # Of a split, other than of two slices, the gradient is the gradients one after the other.
+        # The gradient of a split is a concatenation of gradients, unlike that of two slices.
         leaves, tree = jax.tree.flatten(stacked)
         parts = [jax.lax.split(leaf, (outside, layers - outside)) for leaf in leaves]
         first, stacked = (tree.unflatten([part[k] for part in parts]) for k in (0, 1))
@@ -259,14 +274,14 @@ def run_stack(
     one = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), stacked)
     with model_flops.counting() as scope:
         _check_layer(layer, part, one, what)
-    with model_flops.counting():  # stages compute more than is used
+    with model_flops.counting():  # stages also compute the bubble, which does not count
         result = run_pipeline(layer, stacked, x, pipeline.stages, count, pipeline.rounds(layers))
     model_flops.record_count(scope, layers * count)
     return result
 
 
 def _check_layer(layer: Callable[[Any, Any], Any], part: Any, one: Any, what: str) -> None:
-    """Raises `UserError` if a layer does not give what it takes of a microbatch."""
+    """Raise `UserError` if a layer's result for a microbatch differs from its input in structure, shape or dtype."""
     import jax
 
     batch = jax.tree.leaves(part)[0].shape[0]

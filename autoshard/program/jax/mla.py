@@ -1,7 +1,7 @@
-"""Latent attention (MLA): keys and values, and queries where that pays, are made from a narrow vector of each token.
+"""Multi-head latent attention (MLA): keys, values and optionally queries are projected from a latent vector.
 
-DeepSeek-V2, section 2.1 (arXiv 2405.04434). Trained, its heads are like others, but that values are narrower than
-queries and keys: part of a key turns with its position, and that part is one for all heads.
+DeepSeek-V2, section 2.1 (arXiv 2405.04434). In training its heads differ from plain ones in two ways. Values are
+narrower than queries and keys, and the rotary part of the key is shared by all heads.
 """
 
 import dataclasses
@@ -16,15 +16,15 @@ class LatentDims:
     """Sizes of latent attention."""
 
     key_rank: int
-    """Width of the vector that keys and values of all heads are made from."""
+    """Width of the latent vector from which keys and values of all heads are projected."""
     plain: int
-    """Part of a head's query and key that does not turn with the position (nope)."""
+    """Size of the part of a head's query and key without position embedding (nope)."""
     turned: int
-    """The part that does (rope)."""
+    """Size of the part with rotary position embedding (rope)."""
     value: int
     """Size of a head's values."""
     query_rank: int = 0
-    """Width of the vector that queries are made from; 0: they are made from the token itself."""
+    """Width of the latent vector of queries; 0 if queries are projected from the token directly."""
 
     @property
     def head_size(self) -> int:
@@ -33,7 +33,7 @@ class LatentDims:
 
 
 class LatentHeads(Protocol):
-    """What latent attention needs to know of a decoder's dims."""
+    """The dims of a decoder that latent attention needs."""
 
     @property
     def width(self) -> int: ...
@@ -42,7 +42,7 @@ class LatentHeads(Protocol):
 
 
 def latent_shapes(dims: LatentHeads, own: LatentDims) -> dict[str, tuple[int, ...]]:
-    """Parameters of a layer's latent attention by name."""
+    """Return the shapes of the parameters of a layer's latent attention, by name."""
     shapes: dict[str, tuple[int, ...]] = {
         "attn.kv_down.weight": (dims.width, own.key_rank + own.turned),
         "attn.kv_norm.weight": (own.key_rank,),
@@ -65,7 +65,12 @@ def latent_heads(
     norm: Callable[[Any, Any], Any],
     rotated: Callable[[Any], Any],
 ) -> tuple[Any, Any, Any]:
-    """Queries and keys [B, H, S, plain + turned] and values [B, H, S, value] of normed tokens `x` [B, S, D]."""
+    """Return queries and keys [B, H, S, plain + turned] and values [B, H, S, value] of normed tokens `x` [B, S, D].
+
+    - `weights`: parameters of the layer by name.
+    - `norm`: function of a value and the norm's scale.
+    - `rotated`: rotary position embedding.
+    """
     import jax.numpy as jnp
 
     if own.query_rank:
@@ -76,8 +81,8 @@ def latent_heads(
     query = jnp.concatenate([query[..., : own.plain], rotated(query[..., own.plain :])], axis=-1)
     down = product("bsd,dr->bsr", x, weights["attn.kv_down.weight"])
     latent = norm(down[..., : own.key_rank], weights["attn.kv_norm.weight"])
-    turned = rotated(down[:, None, :, own.key_rank :])
+    rotary_key = rotated(down[:, None, :, own.key_rank :])
     up = product("bsr,rkh->bksh", latent, weights["attn.kv_up.weight"])
     shape = (*up.shape[:3], own.turned)
-    key = jnp.concatenate([up[..., : own.plain], jnp.broadcast_to(turned, shape)], axis=-1)
+    key = jnp.concatenate([up[..., : own.plain], jnp.broadcast_to(rotary_key, shape)], axis=-1)
     return query, key, up[..., own.plain :]

@@ -1,16 +1,16 @@
-"""A stack of layers as a pipeline in one SPMD program: stages side by side in one dim, their results shifted by one.
+"""A stack of layers as a pipeline in one SPMD program: stages lie along one dim, and their results are rolled along it.
 
-At every tick all stages compute at once, each on its own microbatch, and hand their results on by a roll along the dim
-of the stages, which is a collective-permute where stages stand on different devices. Stage `s` works at tick `t` on
-what stage 0 began at tick `t - s`. Ticks before the first microbatch has come and after the last one has passed
-compute on values that nobody uses: that is the bubble, and so it takes its time in the program itself. Those values
-are microbatches too, never zeros, so that no layer divides by what cannot be.
+At every tick all stages compute at once, each on its own microbatch. A roll along the dim of the stages then passes the
+results on. It is a collective-permute if stages are on different devices. Stage `s` at tick `t` computes what stage 0
+began at tick `t - s`. The ticks before the first microbatch arrives, and after the last has passed, compute unused
+values. They are the bubble, so the program itself spends the time. The unused values are microbatches too, never zeros,
+so that no layer divides by an impossible value.
 
-With several rounds a stage has as many chunks of layers. Groups of as many microbatches as there are stages go round
-and round: their first one is through with the last stage just when stage 0 is free again, so nothing has to wait.
-Which chunk a stage needs depends on the tick, so the parameters of a tick are copied out of all of a stage. They are
-copied again in the backward pass, which is written out here: `jax.grad` of the loop would keep them for every tick,
-and would add gradients of all chunks where one has changed.
+With several rounds a stage has as many chunks of layers. Groups of as many microbatches as there are stages go round.
+The first of a group leaves the last stage just when stage 0 is free again, so nothing has to wait. The chunk that a
+stage needs depends on the tick, so the parameters of a tick are copied out of the stage's parameters. The backward pass
+copies them again, and is written by hand. `jax.grad` of the loop would save them for every tick, and would add
+gradients of all chunks although only one has changed.
 """
 
 import dataclasses
@@ -21,9 +21,12 @@ from typing import Any
 def run_pipeline(
     layer: Callable[[Any, Any], Any], stacked: Any, x: Any, stages: int, microbatches: int, rounds: int
 ) -> Any:
-    """`x` [B, ...] after all layers of `stacked` [L, ...], in `microbatches` that go `rounds` times round `stages`.
+    """Return `x` [B, ...] after all layers of `stacked` [L, ...].
 
-    `stages * rounds` divides L, `microbatches` divides B, and `stages` divides `microbatches` if there are rounds.
+    - `layer`: function of a microbatch and one layer's parameters.
+    - `stages`: number of stages; `stages * rounds` must divide L.
+    - `microbatches`: number of microbatches, which must divide B. With several rounds, `stages` must divide it.
+    - `rounds`: times that each microbatch goes round the stages.
     """
     import jax
 
@@ -32,7 +35,7 @@ def run_pipeline(
         return leaf.reshape(rounds, stages, own, *leaf.shape[1:]).swapaxes(1, 2)
 
     weights = jax.tree.map(by_stage, stacked)  # [rounds, layers of a chunk, stages, ...]
-    # A microbatch takes every so many-th example: a batch that is split over devices stays where it is.
+    # A microbatch has strided examples of the batch, so that a batch that is split over devices does not move.
     parts = jax.tree.map(
         lambda leaf: leaf.reshape(leaf.shape[0] // microbatches, microbatches, *leaf.shape[1:]).swapaxes(0, 1), x
     )
@@ -44,11 +47,11 @@ def run_pipeline(
 
 
 def _once(layer: Callable[[Any, Any], Any], weights: Any, parts: Any, stages: int, count: int) -> Any:
-    """Microbatches [count, ...] through all stages, whose weights are [layers of a stage, stages, ...]."""
+    """Run microbatches [count, ...] through all stages, whose weights are [layers of a stage, stages, ...]."""
     import jax
     import jax.numpy as jnp
 
-    # While the last microbatch drains, the first stage gets it again.
+    # While the last microbatch drains, the first stage receives it again.
     feed = jax.tree.map(
         lambda leaf: jnp.concatenate([leaf, jnp.broadcast_to(leaf[-1:], (stages - 1, *leaf.shape[1:]))]), parts
     )
@@ -60,24 +63,24 @@ def _once(layer: Callable[[Any, Any], Any], weights: Any, parts: Any, stages: in
         return state, state
 
     _, states = jax.lax.scan(tick, _begin(parts, stages), feed)
-    # One sum over the stages at the end: what each of them has computed stays where it is until then.
+    # One sum over the stages at the end: the results of each stay on its devices until then.
     return jax.tree.map(lambda leaf: _of_last(leaf[stages - 1 :]), states)
 
 
 def _around(layer: Callable[[Any, Any], Any], weights: Any, parts: Any, stages: int, count: int, rounds: int) -> Any:
-    """Microbatches [count, ...] round all stages, whose weights are [rounds, layers of a chunk, stages, ...]."""
+    """Run microbatches [count, ...] round all stages, whose weights are [rounds, layers of a chunk, stages, ...]."""
     import jax
     from jax import core
 
     one = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), parts)
     own = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[3:], leaf.dtype), weights)
-    closed = jax.make_jaxpr(layer)(one, own)  # what the layer has from outside of it becomes an argument
+    closed = jax.make_jaxpr(layer)(one, own)  # values that the layer closes over become arguments
     tree = jax.tree.structure(parts)
 
     def flat(outside: Sequence[Any], x: Sequence[Any], w: Sequence[Any]) -> list[Any]:
         return core.eval_jaxpr(closed.jaxpr, outside, *x, *w)
 
-    # A part of the state that no layer changes is there for the others: it has a gradient only if it is asked for one.
+    # A part of the state that no layer changes has a gradient only if the caller differentiates with respect to it.
     changed = [new is not old for new, old in zip(closed.jaxpr.outvars, closed.jaxpr.invars, strict=False)]
     run = _Rounds(flat, stages, count, rounds, changed)
     done = _differentiable(run)(jax.tree.leaves(weights), list(closed.consts), jax.tree.leaves(parts))
@@ -95,7 +98,7 @@ class _Rounds:
         self.ticks = count * rounds + stages - 1
 
     def picked(self, weights: Sequence[Any], tick: Any) -> list[Any]:
-        """What each stage computes with at a tick: [layers of a chunk, stages, ...]."""
+        """Return the weights of each stage at a tick: [layers of a chunk, stages, ...]."""
         import jax
         import jax.numpy as jnp
 
@@ -108,7 +111,9 @@ class _Rounds:
         return [of(leaf) for leaf in weights]
 
     def _chunks(self, tick: Any) -> tuple[Any, Any, Any]:
-        """The chunk of the stages that the group of microbatches has reached, that of the others, and which have it."""
+        """Return the chunk of the stages that the current group has reached, the others' chunk, and the former's
+        mask.
+        """
         import jax.numpy as jnp
 
         turn = tick // self.stages
@@ -116,28 +121,36 @@ class _Rounds:
         return turn % self.rounds, (turn - 1) % self.rounds, reached
 
     def _place(self, begun: Any) -> Any:
-        """The number of the microbatch that stage 0 began at a tick; some valid one where it began none."""
+        """Return the number of the microbatch that stage 0 began at a tick; any valid one if it began none."""
         import jax.numpy as jnp
 
         group = jnp.clip(begun // (self.rounds * self.stages), 0, self.count // self.stages - 1)
         return group * self.stages + begun % self.stages
 
     def _enters(self, tick: Any) -> Any:
+        """Return True at ticks at which stage 0 begins a new microbatch."""
         return tick % (self.rounds * self.stages) < self.stages
 
     def _leaves(self, tick: Any) -> Any:
+        """Return True at ticks at which the last stage completes a microbatch's last round."""
         begun = tick - (self.stages - 1)
         last = (begun // self.stages) % self.rounds == self.rounds - 1
         return (begun >= 0) & last
 
     def moving(self, *asked: Sequence[bool]) -> "_Moving":
-        """What has gradients, of weights, of what comes from outside and of the microbatches that are `asked` for."""
+        """Return masks of leaves with gradients from those (`asked`) of weights, outside values and microbatches."""
         weights, outside, parts = map(tuple, asked)
         state = tuple(own or new for own, new in zip(parts, self.changed, strict=True))
         return _Moving(weights, outside, parts, state)
 
     def forward(self, weights: Any, outside: Any, parts: Any, moving: "_Moving | None") -> tuple[list[Any], Any]:
-        """Results by microbatch; and for gradients of what moves, what every tick keeps for them and how to read it."""
+        """Return the results by microbatch, and each tick's residuals for gradients with their structure.
+
+        - `weights`: leaves of all stages' weights.
+        - `outside`: values that the layer closes over.
+        - `parts`: leaves of the microbatches.
+        - `moving`: leaves with gradients; None for no gradients.
+        """
         import jax
         import jax.numpy as jnp
 
@@ -153,25 +166,33 @@ class _Rounds:
             ]
             own = self.picked(weights, tick)
             if moving is not None:
-                state, kept = self._recorded(own, outside, state, moving, known)
+                state, residuals = self._recorded(own, outside, state, moving, known)
             else:
-                state, kept = self._computed(own, outside, state), None
-            # Earlier rounds write into the places of their microbatches too: the last one is what stays.
+                state, residuals = self._computed(own, outside, state), None
+            # Earlier rounds write to their microbatches' positions too; the last round overwrites them.
             place = self._place(tick - (self.stages - 1))
             out = [jax.lax.dynamic_update_index_in_dim(o, s, place, 0) for o, s in zip(out, state, strict=True)]
-            return (state, out), kept
+            return (state, out), residuals
 
         out = [jnp.zeros_like(leaf) for leaf in feed]
-        (_, out), kept = jax.lax.scan(step, (_begin(parts, self.stages), out), jnp.arange(self.ticks))
-        return [_of_last(leaf) for leaf in out], (kept, known)
+        (_, out), residuals = jax.lax.scan(step, (_begin(parts, self.stages), out), jnp.arange(self.ticks))
+        return [_of_last(leaf) for leaf in out], (residuals, known)
 
     def _computed(self, own: Any, outside: Any, state: Any) -> list[Any]:
+        """Return the state after each stage has run its chunk."""
         return _chunk(lambda x, w: self.layer(outside, x, w), own, state)
 
     def _recorded(
         self, own: Any, outside: Any, state: Any, moving: "_Moving", known: dict[str, Any]
     ) -> tuple[list[Any], list[Any]]:
-        """The state after a tick, and what its gradient needs but for the weights, which are found again."""
+        """Return the state after a tick, and the residuals of its gradient without the weights, which are read again.
+
+        - `own`: weights of the tick.
+        - `outside`: values that the layer closes over.
+        - `state`: values of all stages.
+        - `moving`: leaves with gradients.
+        - `known`: receives the tree of the residuals and the positions of weights in it.
+        """
         import jax
 
         leaves = (own, outside, state)
@@ -182,18 +203,19 @@ class _Rounds:
             return _split(self._computed(*map(_merged, masks, given, others)), masks[2])
 
         after, back, rest = jax.vjp(run, *floats, has_aux=True)
-        found, tree = jax.tree.flatten(back)
+        residuals, tree = jax.tree.flatten(back)
         ids = {id(leaf): number for number, leaf in enumerate(own)}
-        known["tree"], known["own"] = tree, [ids.get(id(leaf)) for leaf in found]
-        kept = [leaf for leaf, number in zip(found, known["own"], strict=True) if number is None]
-        return _merged(masks[2], after, rest), kept
+        known["tree"], known["own"] = tree, [ids.get(id(leaf)) for leaf in residuals]
+        saved = [leaf for leaf, number in zip(residuals, known["own"], strict=True) if number is None]
+        return _merged(masks[2], after, rest), saved
 
     def backward(
         self, weights: Any, outside: Any, parts: Any, kept: Any, above: Any, moving: "_Moving"
     ) -> tuple[Any, Any, Any]:
-        """Gradients of weights, of what comes from outside, and of the microbatches, those of what moves.
+        """Return the gradients of weights, outside values and microbatches, for the leaves that have gradients.
 
-        `above` are those of the results, for what moves of the state.
+        `kept` are the residuals of `forward`; `above` are the gradients of the results, for the leaves of the state in
+        `moving`.
         """
         import jax
         import jax.numpy as jnp
@@ -213,7 +235,7 @@ class _Rounds:
             leaves = [next(saved) if number is None else own[number] for number in known["own"]]
             of_own, more, state = known["tree"].unflatten(leaves)(state)
             enters = self._enters(tick)
-            # Ticks that carry a microbatch for a later round write too, before the one that took it in does.
+            # Ticks of later rounds write too, before the tick at which the microbatch entered overwrites them.
             of_parts = [
                 jax.lax.dynamic_update_index_in_dim(p, _where(0, s, jnp.zeros_like(s)), self._place(tick), 0)
                 for p, s in zip(of_parts, state, strict=True)
@@ -235,7 +257,7 @@ class _Rounds:
         return of_weights, of_outside, [leaf.sum(1) for leaf in of_parts]
 
     def _added(self, total: Any, new: Any, tick: Any) -> Any:
-        """Gradients of all chunks with those of one tick added where they belong."""
+        """Add the gradients of one tick to those of all chunks at the positions of the tick's chunks."""
         import jax
         import jax.numpy as jnp
 
@@ -249,17 +271,18 @@ class _Rounds:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Moving:
-    """Of which leaves gradients are computed, if they are floats."""
+    """Masks of the leaves for which gradients are computed if they are floats."""
 
     weights: tuple[bool, ...]
     outside: tuple[bool, ...]
     parts: tuple[bool, ...]
-    """Which of the microbatches are asked for."""
+    """Leaves of the microbatches that have gradients."""
     state: tuple[bool, ...]
-    """What is handed from stage to stage has gradients also where only layers make it depend on what moves."""
+    """Leaves passed from stage to stage; they also have gradients if only layers make them depend on others that do."""
 
 
 def _differentiable(run: _Rounds) -> Callable[[list[Any], list[Any], list[Any]], list[Any]]:
+    """Return the loop as a function of weights, outside values and microbatches, with the gradient of `run`."""
     import jax
     import jax.numpy as jnp
 
@@ -269,14 +292,14 @@ def _differentiable(run: _Rounds) -> Callable[[list[Any], list[Any], list[Any]],
 
     trees: dict[str, Any] = {}
 
-    # Tables of positions and masks are floats too, but nobody asks for their gradients: it would be summed over the
-    # stages at every tick.
+    # Tables of positions and masks are floats too, but need no gradients, which would be summed over stages at every
+    # tick.
     def forward(*asked: list[Any]) -> tuple[list[Any], Any]:
         moving = run.moving(*([leaf.perturbed for leaf in leaves] for leaves in asked))
         weights, outside, parts = ([leaf.value for leaf in leaves] for leaves in asked)
-        out, (kept, known) = run.forward(weights, outside, parts, moving)
+        out, (residuals, known) = run.forward(weights, outside, parts, moving)
         trees.update(known, moving=moving)
-        return out, (weights, outside, parts, kept)
+        return out, (weights, outside, parts, residuals)
 
     def backward(kept: Any, above: list[Any]) -> tuple[list[Any], list[Any], list[Any]]:
         *given, ticks = kept
@@ -287,10 +310,11 @@ def _differentiable(run: _Rounds) -> Callable[[list[Any], list[Any], list[Any]],
             for leaf, like, moves in zip(above, parts, _and_float(parts, moving.state), strict=True)
             if moves
         ]
-        found = run.backward(given[0], given[1], parts, (ticks, trees), above, moving)
+        gradients = run.backward(given[0], given[1], parts, (ticks, trees), above, moving)
         masks = map(_and_float, given, (moving.weights, moving.outside, moving.state))
         w, o, p = (
-            [next(new) if moves else None for moves in mask] for mask, new in zip(masks, map(iter, found), strict=True)
+            [next(new) if moves else None for moves in mask]
+            for mask, new in zip(masks, map(iter, gradients), strict=True)
         )
         return w, o, p
 
@@ -299,15 +323,15 @@ def _differentiable(run: _Rounds) -> Callable[[list[Any], list[Any], list[Any]],
 
 
 def _chunk(layer: Callable[[Any, Any], Any], weights: Any, state: Any) -> Any:
-    """The layers of one chunk, one after the other, of all stages at once: weights [layers, stages, ...]."""
+    """Run the layers of one chunk in sequence, for all stages at once; weights are [layers, stages, ...]."""
     import jax
 
-    # The map is inside of the loop: what the backward pass needs of the weights is then the weights themselves.
+    # The map is inside of the loop, so that the weights themselves are the backward pass's residuals of them.
     return jax.lax.scan(lambda x, w: (jax.vmap(layer)(x, w), None), state, weights)[0]
 
 
 def _begin(parts: Any, stages: int) -> Any:
-    """Before the first tick: the first microbatch in every stage."""
+    """Return the state before the first tick, with the first microbatch in every stage."""
     import jax
     import jax.numpy as jnp
 
@@ -315,12 +339,12 @@ def _begin(parts: Any, stages: int) -> Any:
 
 
 def _along(mask: Any, dim: int, rank: int) -> Any:
-    """A mask of stages for arrays of `rank` dims, of which `dim` is that of the stages."""
+    """Reshape a mask of stages for arrays of `rank` dims in which `dim` is that of the stages."""
     return mask.reshape(*[1] * dim, mask.shape[0], *[1] * (rank - dim - 1))
 
 
 def _where(stage: int, new: Any, old: Any, also: Any = None) -> Any:
-    """`new` in one stage (where `also` holds), `old` in the others: [stages, ...]."""
+    """Return `new` in one stage (where `also` is true), `old` in the others: [stages, ...]."""
     import jax.numpy as jnp
 
     mask = jnp.arange(old.shape[0]) == stage
@@ -328,7 +352,7 @@ def _where(stage: int, new: Any, old: Any, also: Any = None) -> Any:
 
 
 def _only(leaf: Any, stages: int, stage: int) -> Any:
-    """What one stage is given, with zeros for the others: [N, ...] becomes [N, stages, ...]."""
+    """Expand [N, ...] to [N, stages, ...] with the values in one stage and zeros in the others."""
     import jax.numpy as jnp
 
     mask = _along(jnp.arange(stages) == stage, 1, leaf.ndim + 1)
@@ -336,7 +360,7 @@ def _only(leaf: Any, stages: int, stage: int) -> Any:
 
 
 def _of_last(leaf: Any) -> Any:
-    """What the last stage has of [N, stages, ...]: a sum with zeros for the others, which XLA makes no gather of."""
+    """Return the last stage's values of [N, stages, ...], by a masked sum, which XLA does not turn into a gather."""
     import jax.numpy as jnp
 
     mask = _along(jnp.arange(leaf.shape[1]) == leaf.shape[1] - 1, 1, leaf.ndim)
@@ -357,17 +381,17 @@ def _is_float(leaf: Any) -> bool:
 
 
 def _and_float(leaves: Sequence[Any], moving: Sequence[bool]) -> list[bool]:
-    """Which of the leaves have gradients."""
+    """Return for each leaf whether it has a gradient."""
     return [moves and _is_float(leaf) for leaf, moves in zip(leaves, moving, strict=True)]
 
 
 def _split(leaves: Sequence[Any], mask: Sequence[bool]) -> tuple[list[Any], list[Any]]:
-    """Those of the mask, and all others."""
+    """Return the leaves in the mask, and all others."""
     some, rest = ([leaf for leaf, own in zip(leaves, mask, strict=True) if own is kind] for kind in (True, False))
     return some, rest
 
 
 def _merged(mask: Sequence[bool], some: Sequence[Any], others: Sequence[Any]) -> list[Any]:
-    """The inverse of `_split`."""
+    """Merge the two lists of `_split` into one."""
     first, rest = iter(some), iter(others)
     return [next(first) if own else next(rest) for own in mask]

@@ -1,4 +1,4 @@
-"""A JAX function and the shapes of its arguments become a `Program`."""
+"""Tracing of a JAX function, with the shapes of its arguments, into a `Program`."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -38,18 +38,25 @@ def trace(
     evidence: Evidence | None = None,
     host: str = "none",
 ) -> Program:
-    """Lower `fn(*args)` without shardings and name everything that goes in and comes out.
+    """Lower `fn(*args)` without shardings and name all its arguments and results.
 
-    `args` are pytrees of arrays or `jax.ShapeDtypeStruct`, one per positional argument; nothing is allocated for the
-    latter. A leaf is named by its path (`params.layers.w`); `arg_names` replaces the names of the positional
-    arguments, and an empty one leaves the prefix out. State that the function returns updated is tied to its result.
-    Roles are guessed (optax states, updated state, data) and overridden by `roles`: a mapping from name prefixes, or a
-    callable from a name to a role or None. `model_flops` and `tokens` are the caller's figures for one step; `ties`
-    (leaf of the arguments -> leaf of the result) replaces the search for updated state. `evidence` is what a file
-    shows about each leaf (a role or None), before its name is asked; a function of `ties` if it depends on them.
-    `host` says what waits in the hosts' memory between steps: `none`, or with `optimizer` the optimizer's state of
-    parameters that a `jax.lax.scan` runs over; their update then becomes a loop over layers (`Program.fn`), and
-    `Plan.jit` makes the same of `fn`.
+    A leaf is named by its path (`params.layers.w`). State that the function returns updated is tied to its result.
+
+    - `args`: pytrees of arrays or `jax.ShapeDtypeStruct`, one per positional argument. Nothing is allocated for the
+      latter.
+    - `roles`: a mapping from name prefixes to roles, or a callable from a name to a role or None. It overrides the
+      roles that are guessed (optax states, updated state, data).
+    - `training`: True for a training step. By default it is one if it has optimizer state or updates a parameter.
+    - `model_flops`, `tokens`: the caller's figures for one step.
+    - `make_args`: function of a seed that returns concrete arguments; by default plausible values by role.
+    - `arg_names`: names of the positional arguments, in place of the parameters' names. An empty name omits the prefix.
+    - `notes`: sentences for reports.
+    - `ties`: leaf of the arguments -> leaf of the result; replaces the search for updated state.
+    - `evidence`: for each leaf, the role that a file shows, or None. It precedes a guess by name, and may be a function
+      of `ties`.
+    - `host`: state in the hosts' memory between steps: `none`, or `optimizer` for the optimizer state of parameters
+      that a `jax.lax.scan` runs over. Their update becomes a loop over layers in `Program.fn`. `Plan.jit` changes `fn`
+      likewise.
 
     Raises `UserError` if `fn` cannot be traced, a shape is dynamic, or a leaf is not an array.
     """
@@ -66,10 +73,10 @@ def trace(
     if len(positions) != len(args):
         raise UserError(f"arg_names: {len(positions)} names were given for {len(args)} arguments of `{label}`.")
 
-    made = user_code(label, lambda: functional(fn, args))
-    fn, args = made.fn, made.args
+    functional_form = user_code(label, lambda: functional(fn, args))
+    fn, args = functional_form.fn, functional_form.args
     names: list[str] = []
-    taken: set[str] = set()
+    names_used: set[str] = set()
     treedefs: list[Any] = []
     leaves: list[Any] = []
     owner: list[int] = []
@@ -78,12 +85,14 @@ def trace(
     for position, (prefix, arg) in enumerate(zip(positions, args, strict=True)):
         flat, treedef = jax.tree_util.tree_flatten_with_path(arg)
         own = argument_names.named_dims(arg)
-        names.extend(argument_names.unique(argument_names.leaf_names(prefix, [path for path, _ in flat], own), taken))
+        names.extend(
+            argument_names.unique(argument_names.leaf_names(prefix, [path for path, _ in flat], own), names_used)
+        )
         dims.extend(own)
         treedefs.append(treedef)
         leaves.extend(leaf for _, leaf in flat)
         owner.extend([position] * len(flat))
-        known.extend(made.roles.get(position, [None] * len(flat)))
+        known.extend(functional_form.roles.get(position, [None] * len(flat)))
     leaves = [_abstract(leaf, leaf_name) for leaf, leaf_name in zip(leaves, names, strict=True)]
     abstract, start = [], 0
     for treedef in treedefs:
@@ -107,7 +116,7 @@ def trace(
     numbered = [i for i in ties if role_rules.is_numbered(names[i], positions[owner[i]]) and not in_optax[i]]
     used = role_rules.by_use(names, leaves, _uses(ir, numbered)) if numbered else {}
     chosen: list[Role] = []
-    containers = [bool(treedef.children()) for treedef in treedefs]  # of a leaf at a time it would be quadratic
+    containers = [bool(treedef.children()) for treedef in treedefs]  # per leaf this would be quadratic
     for index, leaf in enumerate(leaves):
         guessed = role_rules.guess(
             names[index],
@@ -181,7 +190,7 @@ def trace(
 
 
 def _check_figures(label: str, arg_names: Any, notes: Any, model_flops: Any, tokens: Any) -> None:
-    """Refuse what no plan could hold: names and notes that are no texts, figures that are no numbers."""
+    """Raise `UserError` for names and notes that are no texts, and for figures that are no numbers."""
     for option, texts in (("arg_names", arg_names if arg_names is not None else ()), ("notes", notes)):
         if isinstance(texts, str) or not isinstance(texts, Sequence) or not all(isinstance(t, str) for t in texts):
             raise UserError(f"{option} of `{label}` is {texts!r}; expected a list of texts.")
@@ -193,7 +202,7 @@ def _check_figures(label: str, arg_names: Any, notes: Any, model_flops: Any, tok
 
 
 def _shown(evidence: Any, count: int) -> list[Role | None]:
-    """Return the roles that a file shows, one for each leaf. Raises `UserError` if they are others."""
+    """Return the roles that a file shows, one for each leaf. Raises `UserError` for any other list."""
     if not evidence and (evidence is None or isinstance(evidence, Sequence)):
         return [None] * count
     if isinstance(evidence, str) or not isinstance(evidence, Sequence) or len(evidence) != count:
@@ -202,12 +211,13 @@ def _shown(evidence: Any, count: int) -> list[Role | None]:
 
 
 def _uses(ir: Any, leaves: Sequence[int]) -> dict[int, mlir.Use]:
-    """What the program does with some of its arguments; nothing where it has others than its leaves."""
-    found = mlir.argument_uses(ir)
-    return {leaf: found[leaf] for leaf in leaves if leaf < len(found)}
+    """Return the uses of some leaves in the program, without those that are no arguments of the module."""
+    uses = mlir.argument_uses(ir)
+    return {leaf: uses[leaf] for leaf in leaves if leaf < len(uses)}
 
 
 def _abstract(leaf: Any, name: str) -> Any:
+    """Return shape, dtype and stated sharding of a leaf. Raises `UserError` for dynamic shapes and other objects."""
     import jax
     import numpy as np
 
@@ -228,14 +238,14 @@ def _abstract(leaf: Any, name: str) -> Any:
     if not jax.numpy.issubdtype(dtype, jax.dtypes.extended):
         dtype = jax.dtypes.canonicalize_dtype(dtype)
     weak = bool(getattr(leaf, "weak_type", False))
-    said = getattr(leaf, "sharding", None)
-    said = said if isinstance(said, jax.sharding.NamedSharding) else None
-    # A spec that was written down for a shape is meant, and so is one that is part of the type of an array, as it is
-    # under an explicit mesh. Any other array just is where it was made.
-    if said is not None and not isinstance(leaf, jax.ShapeDtypeStruct):
+    stated = getattr(leaf, "sharding", None)
+    stated = stated if isinstance(stated, jax.sharding.NamedSharding) else None
+    # A sharding counts if it is stated for a shape, or if it is part of the array's type, as under an explicit mesh.
+    # The sharding of any other array only says where the array happens to be.
+    if stated is not None and not isinstance(leaf, jax.ShapeDtypeStruct):
         context = jax.sharding.get_abstract_mesh()
-        said = said if context.explicit_axes and said.mesh.abstract_mesh == context else None
-    return jax.ShapeDtypeStruct(tuple(int(size) for size in leaf.shape), dtype, weak_type=weak, sharding=said)
+        stated = stated if context.explicit_axes and stated.mesh.abstract_mesh == context else None
+    return jax.ShapeDtypeStruct(tuple(int(size) for size in leaf.shape), dtype, weak_type=weak, sharding=stated)
 
 
 def _aval(leaf: Any) -> tuple[tuple[int, ...], str]:
@@ -243,7 +253,7 @@ def _aval(leaf: Any) -> tuple[tuple[int, ...], str]:
 
 
 def _optax_marks(arg: Any) -> list[bool]:
-    """For every leaf of `arg`: whether it stands inside a state of optax."""
+    """Return for every leaf of `arg` whether it is inside an optax state."""
     import jax
 
     def state(node: Any) -> bool:

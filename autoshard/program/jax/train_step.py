@@ -13,10 +13,10 @@ _MEAN = Reduced()
 
 
 def make_optimizer(name: str, state_dtype: str | tuple[str, str] | None = None) -> Any:
-    """`adamw`, `sgd` or `momentum` (SGD whose state keeps the gradients) of optax.
+    """Return optax's `adamw`, `sgd` or `momentum` (SGD whose state accumulates the gradients).
 
-    Moments are stored in `state_dtype` (None: that of their parameters) and updated in fp32; of a pair, the first is
-    that of AdamW's first moments, and second ones are stored in the other. Raises `UserError` for another name.
+    Moments are stored in `state_dtype` (None: that of their parameters) and updated in fp32. A pair of dtypes is for
+    AdamW's first and second moments. Raises `UserError` for another name.
     """
     import optax
 
@@ -36,7 +36,7 @@ def make_optimizer(name: str, state_dtype: str | tuple[str, str] | None = None) 
 
 
 def _stored_as(inner: Any, dtype: str, apart: bool) -> Any:
-    """Return `inner` with its state stored in `dtype`; `apart`: first moments have a dtype of their own."""
+    """Return `inner` with its state stored in `dtype`; if `apart`, first moments have a dtype of their own."""
     import jax
     import jax.numpy as jnp
     import optax
@@ -45,8 +45,8 @@ def _stored_as(inner: Any, dtype: str, apart: bool) -> Any:
 
     def convert(state: Any, to: Any) -> Any:
         def cast(path: tuple[Any, ...], x: Any) -> Any:
-            kept = (apart and first_moments in path) or not jnp.issubdtype(x.dtype, jnp.floating)
-            return x if kept else x.astype(to)
+            uncast = (apart and first_moments in path) or not jnp.issubdtype(x.dtype, jnp.floating)
+            return x if uncast else x.astype(to)
 
         return jax.tree_util.tree_map_with_path(cast, state)
 
@@ -72,15 +72,17 @@ def training_step(
     wide: bool = False,
     reduction: Reduced = _MEAN,
 ) -> Callable[..., Any]:
-    """`step(params, opt_state, batch[, buffers]) -> (params, opt_state[, buffers], loss)`.
+    """Return `step(params, opt_state, batch[, buffers]) -> (params, opt_state[, buffers], loss)`.
 
-    `loss_fn(params, batch[, buffers])` gives the loss, or with `aux` the loss and the updated buffers. Without `aux`,
-    `accumulation` microbatches may be computed one after the other: their gradients and losses are averaged, or
-    reduced as `reduction` says of those of groups too: summed, or sums of dividends divided by sums of divisors.
-    With `gradient_groups` of examples, each has gradients of its own until the backward passes of all microbatches are
-    done, and only then are they averaged: devices that hold a group each send gradients once a step. On the
-    `jax.sharding.AbstractMesh` in `whole_on`, every device then has the averages whole. With `gradients`, they are
-    rounded to that dtype before the optimizer gets them. With `wide`, loss and gradients are computed in 64 bits.
+    - `loss_fn`: `loss_fn(params, batch[, buffers])` returns the loss, or with `aux` the loss and the updated buffers.
+    - `accumulation`: number of microbatches that are computed in sequence, without `aux`.
+    - `gradient_groups`: number of groups of examples with separate gradients. They are averaged only after the backward
+      passes of all microbatches, so devices with a group each send gradients once a step.
+    - `whole_on`: a `jax.sharding.AbstractMesh` on which every device then has the averages whole.
+    - `gradients`: dtype to which gradients are rounded for the optimizer.
+    - `wide`: True to compute loss and gradients in 64 bits.
+    - `reduction`: reduction of gradients and losses over microbatches and groups: by default averaged, or summed. For a
+      quotient, sums of dividends are divided by sums of divisors.
     """
     import jax
     import optax
@@ -115,13 +117,13 @@ def training_step(
 
 
 def gradient_step(loss_fn: Callable[..., Any], *, aux: bool = False, **forms: Any) -> Callable[..., Any]:
-    """`step(params, batch[, buffers]) -> ((loss, gradients), buffers)`, in the forms of `training_step`."""
+    """Return `step(params, batch[, buffers]) -> ((loss, gradients), buffers)`, with the options of `training_step`."""
     import jax
     import jax.numpy as jnp
     import optax
 
     def keep(updates: Any, state: Any, params: Any = None) -> Any:
-        """Change no parameter; the state is the gradient."""
+        """Leave the parameters unchanged and return the gradient as the state."""
         return jax.tree.map(jnp.zeros_like, updates), updates
 
     seeing = optax.GradientTransformation(lambda params: (), keep)
@@ -135,7 +137,7 @@ def gradient_step(loss_fn: Callable[..., Any], *, aux: bool = False, **forms: An
 
 
 def _by_group(gradient: Callable[..., Any], groups: int) -> Callable[..., Any]:
-    """What `gradient` gives for each of `groups` parts of the batch, which stand one after the other: a leading dim."""
+    """Return a function with the results of `gradient` for `groups` contiguous parts of the batch as a leading dim."""
     import jax
 
     def run(params: Any, batch: Any, *buffers: Any) -> Any:
@@ -146,7 +148,7 @@ def _by_group(gradient: Callable[..., Any], groups: int) -> Callable[..., Any]:
 
 
 def _divided(gradient: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the loss and the gradients of a quotient from those of its dividend, and its divisor."""
+    """Return a function with the loss and gradients of a quotient, from those of its dividend and from its divisor."""
     import jax
 
     def run(params: Any, batch: Any, *buffers: Any) -> Any:
@@ -157,23 +159,23 @@ def _divided(gradient: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _over_groups(gradient: Callable[..., Any], whole_on: Any, mean: bool) -> Callable[..., Any]:
-    """Return means, or sums, over the leading dim of the results of `gradient`."""
+    """Return a function with means, or sums, over the leading dim of the results of `gradient`."""
     import jax
     from jax.sharding import NamedSharding, PartitionSpec
 
     def run(params: Any, batch: Any, *buffers: Any) -> Any:
-        whole = jax.tree.map(lambda x: x.mean(0) if mean else x.sum(0), gradient(params, batch, *buffers))
+        reduced = jax.tree.map(lambda x: x.mean(0) if mean else x.sum(0), gradient(params, batch, *buffers))
         if whole_on is None:
-            return whole
-        return jax.lax.with_sharding_constraint(whole, NamedSharding(whole_on, PartitionSpec()))
+            return reduced
+        return jax.lax.with_sharding_constraint(reduced, NamedSharding(whole_on, PartitionSpec()))
 
     return run
 
 
 def _accumulated(gradient: Callable[..., Any], count: int, mean: bool) -> Callable[..., Any]:
-    """Return means, or sums, of the results of `gradient` for `count` microbatches, one after the other.
+    """Return a function with means, or sums, of the results of `gradient` for `count` microbatches in sequence.
 
-    A microbatch takes every `count`-th row, so that a batch split over devices stays where it is.
+    A microbatch has every `count`-th row, so that a batch that is split over devices does not move.
     """
     import jax
     import jax.numpy as jnp
@@ -193,7 +195,7 @@ def _accumulated(gradient: Callable[..., Any], count: int, mean: bool) -> Callab
 
 
 def token_loss(logits: Any, labels: Any) -> Any:
-    """Mean negative log-likelihood in fp32; `logits` [..., V], `labels` [...] (already the next tokens).
+    """Return the mean negative log-likelihood in fp32; `logits` [..., V], `labels` [...] (already the next tokens).
 
     The label's logit is the sum over an iota comparison: with a split vocabulary this needs one small all-reduce.
     """

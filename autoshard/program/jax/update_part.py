@@ -1,7 +1,7 @@
-"""Which part of a step is the elementwise update of stacks of layers, found in its jaxpr.
+"""Detection, in a step's jaxpr, of the part that updates stacks of layers element by element.
 
-An update is what follows from optimizer state elementwise, up to what the step returns, and whatever elementwise
-equations only lead there. What takes the state otherwise (a norm, a row's mean) keeps it out.
+An update is the elementwise computation from optimizer state to a result of the step. It includes the elementwise
+equations whose results only it consumes. State that any other op reads (a norm, a mean of a row) is excluded.
 """
 
 import dataclasses
@@ -17,51 +17,51 @@ _ELEMENTWISE = frozenset(
     "integer_pow is_finite le log log1p logistic lt max min mul ne neg nextafter not or pow reduce_precision rem round "
     "rsqrt select_n sign sin sqrt square stop_gradient sub tanh xor".split()
 )
-"""Primitives that make each element of their results of the same elements of their operands."""
+"""Primitives in which each element of the results depends only on the same elements of the operands."""
 
 _CALLS = frozenset({"jit", "pjit", "closed_call", "core_call"})
 _INNER = ("jaxpr", "call_jaxpr", "fun_jaxpr")
-"""What an equation calls its jaxpr whose arguments are its own, one by one."""
+"""Names of the parameter in which an equation has a jaxpr that takes its operands one by one."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class StackUpdate:
-    """What is computed elementwise of stacks of one shape, some of which wait on the host."""
+    """An elementwise computation on stacks of one shape, some of which are in the hosts' memory."""
 
     equations: tuple[Any, ...]
-    """They are in the order of the program."""
+    """Equations of the update, in the program's order."""
     inputs: tuple[Any, ...]
-    """Stacks that it takes."""
+    """Stacks that the update consumes."""
     outputs: tuple[Any, ...]
     """Stacks that the program returns."""
     over: Mapping[Any, Any]
-    """For an output the argument in whose place it is written, where there is one."""
+    """Output -> the argument that it replaces, if there is one."""
     away: frozenset[Any]
-    """Arguments that wait on the host; so do the outputs in their places."""
+    """Arguments in the hosts' memory; the outputs that replace them are stored there too."""
 
     @property
     def layers(self) -> int:
-        """The leading dim of its stacks."""
+        """The leading dim of the stacks."""
         return int(self.inputs[0].aval.shape[0])
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class UpdateSplit:
-    """A program, and the updates at its end that are made layer by layer."""
+    """A program, split into the updates at its end that run layer by layer, and all else."""
 
     before: tuple[Any, ...]
-    """Equations of everything else, which come first."""
+    """Equations outside of the updates, which run first."""
     returned: tuple[Any, ...]
-    """What the program returns: variables, and literals."""
+    """Results of the program: variables, and literals."""
     updates: tuple[StackUpdate, ...]
     held: tuple[int, ...]
-    """Positions of the arguments that wait on the host."""
+    """Positions of the arguments that are stored in the hosts' memory."""
 
 
 def split_updates(jaxpr: Any, ties: Mapping[int, int], wanted: Collection[int]) -> UpdateSplit:
-    """The updates of those arguments in `wanted` that can be made layer by layer.
+    """Split a program into the updates of the arguments `wanted` that can run layer by layer, and all else.
 
-    `ties` gives for the position of an argument that of the result in its place.
+    `ties` maps the position of an argument to that of the result that replaces it.
     """
     equations, outvars = flat_equations(jaxpr)
     returned = {v for v in outvars if is_var(v)}
@@ -69,32 +69,32 @@ def split_updates(jaxpr: Any, ties: Mapping[int, int], wanted: Collection[int]) 
     state = {jaxpr.invars[n] for n in wanted if jaxpr.invars[n] in tied}
     inside, elsewhere = _inside(equations, state, returned)
     stacks = _layered(equations, {v: frozenset((v,)) for v in jaxpr.invars})
-    taken: set[int] = set()
+    split_off: set[int] = set()
     updates = []
     for members in _components(equations, inside):
         update = _update([equations[k] for k in members], tied, state, returned)
         if update is None or stacks.isdisjoint((*update.inputs, *update.over.values())):
-            continue  # not of parameters that a scan runs over
+            continue  # no parameters that a scan runs over
         if not elsewhere.isdisjoint(_variables(update)):
             continue
         updates.append(update)
-        taken.update(members)
-    away = {v for update in updates for v in update.away}
-    before = tuple(each for k, each in enumerate(equations) if k not in taken)
-    held = tuple(n for n in sorted(wanted) if jaxpr.invars[n] in away)
-    return UpdateSplit(before, tuple(outvars), tuple(updates), held)
+        split_off.update(members)
+    hosted = {v for update in updates for v in update.away}
+    before = tuple(each for k, each in enumerate(equations) if k not in split_off)
+    hosted_positions = tuple(n for n in sorted(wanted) if jaxpr.invars[n] in hosted)
+    return UpdateSplit(before, tuple(outvars), tuple(updates), hosted_positions)
 
 
 def is_var(value: Any) -> bool:
-    """Whether an operand of an equation is a variable, and no literal."""
+    """Return True if an operand of an equation is a variable, not a literal."""
     return not hasattr(value, "val")
 
 
 def flat_equations(jaxpr: Any) -> tuple[list[Any], list[Any]]:
-    """Its equations and what it returns; in the place of a call stand the equations of what is called."""
+    """Return the equations and results of a jaxpr, with each call replaced by the equations of the called function."""
     import jax.extend.core as jex
 
-    found: list[Any] = []
+    flat: list[Any] = []
 
     def walk(eqns: Iterable[Any], named: dict[Any, Any], stack: Any) -> None:
         for eqn in eqns:
@@ -107,32 +107,32 @@ def flat_equations(jaxpr: Any) -> tuple[list[Any], list[Any]]:
                 own = dict(zip(inner.invars, invars, strict=True))
                 own |= {v: jex.Literal(c, v.aval) for v, c in zip(inner.constvars, consts, strict=True)}
                 walk(inner.eqns, own, source.name_stack.extend(f"jit({eqn.params.get('name', 'call')})"))
-                made = [own.get(v, v) if is_var(v) else v for v in inner.outvars]
-                named.update(zip(eqn.outvars, made, strict=True))
+                results = [own.get(v, v) if is_var(v) else v for v in inner.outvars]
+                named.update(zip(eqn.outvars, results, strict=True))
             elif stack is None:
-                found.append(eqn.replace(invars=invars))
+                flat.append(eqn.replace(invars=invars))
             else:
                 outvars = [v if isinstance(v, jex.DropVar) else jex.Var(v.aval) for v in eqn.outvars]
                 named.update(zip(eqn.outvars, outvars, strict=True))
-                found.append(eqn.replace(invars=invars, outvars=outvars, source_info=source))
+                flat.append(eqn.replace(invars=invars, outvars=outvars, source_info=source))
 
     names: dict[Any, Any] = {}
     walk(jaxpr.eqns, names, None)
-    return found, [names.get(v, v) if is_var(v) else v for v in jaxpr.outvars]
+    return flat, [names.get(v, v) if is_var(v) else v for v in jaxpr.outvars]
 
 
 def _is_plain(eqn: Any) -> bool:
-    """Whether a call says nothing of shardings."""
-    said = [*eqn.params.get("in_shardings", ()), *eqn.params.get("out_shardings", ())]
-    return all(type(each).__name__ == "UnspecifiedValue" for each in said)
+    """Return True if a call states no shardings."""
+    shardings = [*eqn.params.get("in_shardings", ()), *eqn.params.get("out_shardings", ())]
+    return all(type(each).__name__ == "UnspecifiedValue" for each in shardings)
 
 
 def _called(eqn: Any) -> tuple[Any, Sequence[Any]]:
-    """What an equation calls with its operands as arguments, and constants in it; None if it calls nothing so."""
-    found = next((eqn.params[key] for key in _INNER if key in eqn.params), None)
-    if found is None:
+    """Return the jaxpr that an equation calls with its operands, and its constants; None if it calls none."""
+    called = next((eqn.params[key] for key in _INNER if key in eqn.params), None)
+    if called is None:
         return None, ()
-    return (found.jaxpr, found.consts) if hasattr(found, "consts") else (found, ())
+    return (called.jaxpr, called.consts) if hasattr(called, "consts") else (called, ())
 
 
 def _shape(value: Any) -> tuple[int, ...]:
@@ -140,7 +140,7 @@ def _shape(value: Any) -> tuple[int, ...]:
 
 
 def _is_elementwise(eqn: Any) -> bool:
-    """Whether every element of its result is made of the same elements of its operands, or of scalars."""
+    """Return True if each element of the result depends only on the same elements of the operands, or on scalars."""
     if len(eqn.outvars) != 1 or eqn.effects:
         return False
     shape = _shape(eqn.outvars[0])
@@ -150,40 +150,43 @@ def _is_elementwise(eqn: Any) -> bool:
 
 
 def _inside(equations: Sequence[Any], state: Collection[Any], returned: Collection[Any]) -> tuple[set[int], set[Any]]:
-    """Equations that may belong to updates, and variables that something else makes of state, or takes."""
+    """Return the equations that may belong to updates, and the variables of other equations that depend on state.
+
+    Other equations are those that consume state, or values computed from it, but are not elementwise.
+    """
     inside: set[int] = set()
     after, elsewhere = set(state), set[Any]()
     for number, eqn in enumerate(equations):
-        taken = [v for v in eqn.invars if is_var(v)]
-        if after.isdisjoint(taken):
+        operands = [v for v in eqn.invars if is_var(v)]
+        if after.isdisjoint(operands):
             continue
         after.update(eqn.outvars)
         if _is_elementwise(eqn):
             inside.add(number)
         else:
-            elsewhere.update(taken, eqn.outvars)
+            elsewhere.update(operands, eqn.outvars)
     users: dict[Any, list[int]] = defaultdict(list)
     for number, eqn in enumerate(equations):
         for value in eqn.invars:
             if is_var(value):
                 users[value].append(number)
     for number in reversed(range(len(equations))):
-        made = equations[number].outvars
-        if number in inside or not _is_elementwise(equations[number]) or made[0] in returned:
+        results = equations[number].outvars
+        if number in inside or not _is_elementwise(equations[number]) or results[0] in returned:
             continue
-        if users[made[0]] and inside.issuperset(users[made[0]]):
+        if users[results[0]] and inside.issuperset(users[results[0]]):
             inside.add(number)
     return inside, elsewhere
 
 
 def _components(equations: Sequence[Any], inside: Collection[int]) -> list[list[int]]:
-    """Equations that arrays connect, in their order."""
+    """Return the groups of equations that arrays connect, each in the program's order."""
     import networkx
 
     graph = networkx.Graph()
     for number in inside:
         networkx.add_path(graph, [v for v in (*equations[number].invars, *equations[number].outvars) if _is_array(v)])
-    component = {v: k for k, found in enumerate(networkx.connected_components(graph)) for v in found}
+    component = {v: k for k, variables in enumerate(networkx.connected_components(graph)) for v in variables}
     members: dict[int, list[int]] = defaultdict(list)
     for number in sorted(inside):
         members[component[equations[number].outvars[0]]].append(number)
@@ -197,18 +200,26 @@ def _is_array(value: Any) -> bool:
 def _update(
     members: Sequence[Any], tied: Mapping[Any, Any], state: Collection[Any], returned: Collection[Any]
 ) -> StackUpdate | None:
-    """What connected equations make of stacks; None if no state among them is replaced, or they are no stacks."""
+    """Return the update of stacks by connected equations; None if it replaces no state, or if the values are no stacks.
+
+    - `members`: the equations.
+    - `tied`: argument -> the result that replaces it.
+    - `state`: arguments that may be stored in the hosts' memory.
+    - `returned`: results of the program.
+    """
     shape = _shape(members[0].outvars[0])
     if len(shape) < 2 or shape[0] < 2:
         return None
-    made = {eqn.outvars[0] for eqn in members}
-    taken = [v for eqn in members for v in eqn.invars if _is_array(v) and v not in made]
-    inputs = tuple(dict.fromkeys(taken))
+    results = {eqn.outvars[0] for eqn in members}
+    operands = [v for eqn in members for v in eqn.invars if _is_array(v) and v not in results]
+    inputs = tuple(dict.fromkeys(operands))
     outputs = tuple(v for v in dict.fromkeys(eqn.outvars[0] for eqn in members) if v in returned)
-    made = {out for out in outputs if _shape(out) == shape}
-    over = {out: v for v, out in tied.items() if out in made and _shape(v) == shape and v.aval.dtype == out.aval.dtype}
-    away = frozenset(v for v in over.values() if v in state)
-    return StackUpdate(tuple(members), inputs, outputs, over, away) if away else None
+    results = {out for out in outputs if _shape(out) == shape}
+    over = {
+        out: v for v, out in tied.items() if out in results and _shape(v) == shape and v.aval.dtype == out.aval.dtype
+    }
+    hosted = frozenset(v for v in over.values() if v in state)
+    return StackUpdate(tuple(members), inputs, outputs, over, hosted) if hosted else None
 
 
 def _variables(update: StackUpdate) -> set[Any]:
@@ -216,8 +227,8 @@ def _variables(update: StackUpdate) -> set[Any]:
 
 
 def _layered(equations: Iterable[Any], roots: dict[Any, frozenset[Any]]) -> set[Any]:
-    """Arguments over whose leading dim a scan runs; `roots` has the arguments that a variable stands for."""
-    found: set[Any] = set()
+    """Return the arguments over whose leading dim a scan runs; `roots` has the arguments that a variable stands for."""
+    scanned: set[Any] = set()
     for eqn in equations:
         behind = [roots.get(v, frozenset()) if is_var(v) else frozenset[Any]() for v in eqn.invars]
         if not any(behind):
@@ -225,12 +236,12 @@ def _layered(equations: Iterable[Any], roots: dict[Any, frozenset[Any]]) -> set[
         inner, _ = _called(eqn)
         if eqn.primitive.name == "scan":
             fixed, carried = scan_operands(eqn)
-            found.update(*behind[fixed + carried :])
-            found |= _layered(inner.eqns, dict(zip(inner.invars[:fixed], behind[:fixed], strict=True)))
+            scanned.update(*behind[fixed + carried :])
+            scanned |= _layered(inner.eqns, dict(zip(inner.invars[:fixed], behind[:fixed], strict=True)))
         elif inner is not None and len(inner.invars) == len(behind):
-            found |= _layered(inner.eqns, dict(zip(inner.invars, behind, strict=True)))
+            scanned |= _layered(inner.eqns, dict(zip(inner.invars, behind, strict=True)))
         elif len(eqn.invars) == len(eqn.outvars):
             for value, given, above in zip(eqn.outvars, eqn.invars, behind, strict=True):
                 if _shape(value) == _shape(given):
                     roots[value] = above
-    return found
+    return scanned

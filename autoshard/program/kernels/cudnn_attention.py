@@ -1,4 +1,4 @@
-"""cuDNN's fused attention on GPUs: scores that never reach memory."""
+"""cuDNN's fused attention on GPUs, whose scores never reach memory."""
 
 import functools
 import importlib
@@ -14,15 +14,15 @@ from autoshard.program.remat_marks import CONTEXT, mark_of
 
 
 NAME = "cudnn_attention"
-"""Beginning of the names of both calls."""
+"""Common prefix of the names of the forward and backward calls."""
 
 _HEAD = 128
-"""Widest head that cuDNN takes on all of NVIDIA's GPUs since Ampere."""
+"""Widest head that cuDNN supports on all NVIDIA GPUs since Ampere."""
 _QUERY, _KEY, _ROWS = "b k g s d", "b k t d", "b k g s"
 
 
 class _Scores(NamedTuple):
-    """Which scores there are, and what they are multiplied with."""
+    """Masks and scale of the scores."""
 
     causal: bool
     window: int | None
@@ -30,9 +30,12 @@ class _Scores(NamedTuple):
 
 
 def cudnn_refusal(query: Any, key: Any, value: Any, *, masked: str, causal: bool, more: str) -> str:
-    """Why cuDNN cannot compute attention of `query` [B, H, S, D] over `key` [B, K, T, D]; empty if it can.
+    """Return the reason why cuDNN cannot compute an attention; empty if it can.
 
-    `masked`: why masks of the model's own keep it from any kernel, or empty; `more`: what else it is asked for.
+    - `query`, `key`, `value`: [B, H, S, D], [B, K, T, D] and [B, K, T, E].
+    - `masked`: reason why masks of the model exclude every kernel, or empty.
+    - `causal`: True if the attention is causal.
+    - `more`: name of another feature that the attention needs, or empty.
     """
     size = query.shape[-1]
     if masked:
@@ -51,12 +54,16 @@ def cudnn_refusal(query: Any, key: Any, value: Any, *, masked: str, causal: bool
 def cudnn_attention(
     query: Any, key: Any, value: Any, *, causal: bool, window: int | None = None, scale: float | None = None
 ) -> Any:
-    """Softmax attention: `query` [B, K, G, S, D], `key` and `value` [B, K, T, D] give [B, K, G, S, D], with gradients.
+    """Compute softmax attention with gradients; return [B, K, G, S, D].
 
-    Each of the K key-value heads serves G query heads.
+    - `query`: [B, K, G, S, D]; each of the K key-value heads serves G query heads.
+    - `key`, `value`: [B, K, T, D].
+    - `causal`, `window`: masks of the scores.
+    - `scale`: factor of the scores; None for D ** -0.5.
     """
     size, share = query.shape[-1], seen_share(query.shape[3], key.shape[2], causal, window)
     scores = _Scores(causal, window, size**-0.5 if scale is None else scale)
+    # FLOPs of one matmul over the scores; forward has two, backward five.
     product = 2.0 * query.size * key.shape[2] * share
     model_flops.record(2.0 * product)
     return _differentiable()(query, key, value, scores, int(product), mark_of(CONTEXT))
@@ -64,12 +71,13 @@ def cudnn_attention(
 
 @functools.cache
 def _differentiable() -> Any:
+    """Return the attention as a function with a custom gradient."""
     import jax
     from jax.ad_checkpoint import checkpoint_name
 
     def forward(query: Any, key: Any, value: Any, scores: _Scores, product: int, name: str | None) -> tuple[Any, Any]:
         mixed, sums = _call("fwd", scores, 2 * product)(query, key, value)
-        if name is not None:  # with it its row sums: without these it would run again
+        if name is not None:  # row sums too, or the kernel would run again
             mixed, sums = checkpoint_name(mixed, name), checkpoint_name(sums, name)
         return mixed, (query, key, value, mixed, sums)
 
@@ -83,6 +91,7 @@ def _differentiable() -> Any:
 
 @functools.cache
 def _call(way: str, scores: _Scores, flops: int) -> RuledFunction:
+    """Return the call `fwd` or `bwd`: cuDNN on GPUs, plain JAX elsewhere, with a sharding rule."""
     ours, cudnn = {"fwd": (_forward, _cudnn_forward), "bwd": (_backward, _cudnn_backward)}[way]
 
     def fn(*given: Any) -> Any:
@@ -94,40 +103,43 @@ def _call(way: str, scores: _Scores, flops: int) -> RuledFunction:
 
     takes = f"{_QUERY}, {_KEY}, {_KEY}"
     text = f"{takes} -> {_QUERY}, {_ROWS}" if way == "fwd" else f"{takes}, {_QUERY}, {_ROWS}, {_QUERY} -> {takes}"
-    # Heads of one group share their keys, whose gradients are sums over them: they stay together.
+    # Heads of one group share their keys, whose gradients are sums over these heads, so that a group stays unsplit.
     rule = parse_call_rule(f"{NAME}_{way}", text, need_replication="g s t d")
     return RuledFunction(fn, rule, (), CallWork(flops))
 
 
 def _weights(query: Any, key: Any, scores: _Scores) -> Any:
-    """Scores in f32 [B, K, G, S, T], least where nothing is seen."""
+    """Return the scores in fp32 [B, K, G, S, T]; masked ones are the least number."""
     import jax.numpy as jnp
 
-    found = jnp.einsum("bkgsd,bktd->bkgst", query, key, preferred_element_type=jnp.float32) * scores.scale
+    products = jnp.einsum("bkgsd,bktd->bkgst", query, key, preferred_element_type=jnp.float32) * scores.scale
     length, keys = query.shape[3], key.shape[2]
     seen = visible_scores(length, keys, scores.causal, scores.window, keys - length)
-    return found if seen is None else jnp.where(seen, found, jnp.finfo(jnp.float32).min)
+    return products if seen is None else jnp.where(seen, products, jnp.finfo(jnp.float32).min)
 
 
 def _forward(query: Any, key: Any, value: Any, *, scores: _Scores) -> tuple[Any, Any]:
+    """Compute the forward call in plain JAX: results, and the logarithms of the sums of exponentials."""
     import jax
     import jax.numpy as jnp
 
-    found = _weights(query, key, scores)
-    sums = jax.nn.logsumexp(found, axis=-1)
-    weights = jnp.exp(found - sums[..., None]).astype(value.dtype)
+    logits = _weights(query, key, scores)
+    sums = jax.nn.logsumexp(logits, axis=-1)
+    weights = jnp.exp(logits - sums[..., None]).astype(value.dtype)
     return jnp.einsum("bkgst,bktd->bkgsd", weights, value), sums
 
 
 def _backward(
     query: Any, key: Any, value: Any, mixed: Any, sums: Any, gradient: Any, *, scores: _Scores
 ) -> tuple[Any, Any, Any]:
+    """Compute the gradients of query, key and value in plain JAX."""
     import jax.numpy as jnp
 
     wide = jnp.float32
     weights = jnp.exp(_weights(query, key, scores) - sums[..., None])
     of_value = jnp.einsum("bkgst,bkgsd->bktd", weights, gradient.astype(wide))
     of_weights = jnp.einsum("bkgsd,bktd->bkgst", gradient, value, preferred_element_type=wide)
+    # The softmax's gradient is weights * (d_weights - row sum of weights * d_weights); the row sum equals this one.
     rows = (gradient.astype(wide) * mixed.astype(wide)).sum(-1, keepdims=True)
     of_scores = weights * (of_weights - rows) * scores.scale
     of_query = jnp.einsum("bkgst,bktd->bkgsd", of_scores, key.astype(wide))
@@ -136,15 +148,17 @@ def _backward(
 
 
 def _cudnn_forward(query: Any, key: Any, value: Any, *, scores: _Scores) -> tuple[Any, Any]:
-    found = _fused()._dot_product_attention_fwd_impl(
+    """Compute the forward call by cuDNN."""
+    outputs = _fused()._dot_product_attention_fwd_impl(
         _merged(query), key, value, *_nothing(query), **_asked(scores), is_training=True
     )
-    return found[0].reshape(query.shape), found[1].reshape(query.shape[:4])
+    return outputs[0].reshape(query.shape), outputs[1].reshape(query.shape[:4])
 
 
 def _cudnn_backward(
     query: Any, key: Any, value: Any, mixed: Any, sums: Any, gradient: Any, *, scores: _Scores
 ) -> tuple[Any, Any, Any]:
+    """Compute the gradients by cuDNN."""
     rows = sums.reshape(query.shape[0], -1, query.shape[3])
     of_query, of_key, of_value = _fused()._dot_product_attention_bwd_impl(
         _merged(query), key, value, *_nothing(query), rows, _merged(mixed), _merged(gradient), **_asked(scores)
@@ -153,23 +167,24 @@ def _cudnn_backward(
 
 
 def _fused() -> Any:
-    """jax's own way to cuDNN, without the questions that it asks of the GPU at hand."""
+    """Return jax's module of cuDNN calls, whose inner functions do not check the present GPU."""
     return importlib.import_module("jax._src.cudnn.fused_attention_stablehlo")
 
 
 def _merged(heads: Any) -> Any:
-    """[B, K, G, S, D] as [B, N, S, D]."""
+    """Reshape [B, K, G, S, D] to [B, N, S, D]."""
     return heads.reshape(heads.shape[0], -1, *heads.shape[3:])
 
 
 def _nothing(query: Any) -> list[Any]:
-    """In place of a bias, lengths and offsets of sequences, and tables of pages: all empty."""
+    """Return empty operands in place of a bias, lengths and offsets of sequences, and page tables."""
     import jax.numpy as jnp
 
     return [*(jnp.zeros(0, query.dtype),) * 5, *(jnp.zeros(0, query.dtype),) * 2]
 
 
 def _asked(scores: _Scores) -> dict[str, Any]:
+    """Return the static arguments of jax's functions."""
     fused = _fused()
     mask = fused.MaskType.CAUSAL if scores.causal else fused.MaskType.NO_MASK
     return {
@@ -184,16 +199,20 @@ def _asked(scores: _Scores) -> dict[str, Any]:
 
 
 _PASSES = {"_dot_product_attention_fwd_impl": False, "_dot_product_attention_bwd_impl": True}
-"""Names of the functions, and True for the backward pass."""
+"""Names of jax's functions, with True for the backward pass."""
 _MASK, _LAYOUT, _WINDOW = 4, 5, 6
-"""Places of static arguments."""
+"""Positions of static arguments."""
 _CAUSAL = (2, 3)
-"""Masks that hide the positions to come."""
+"""Mask types that hide later positions."""
+# Positions of operands.
 _BIAS, _LENGTHS = 3, (4, 5)
 
 
 def cudnn_rule(name: str, static: Sequence[Any], operands: Sequence[Any], results: Sequence[Any]) -> CallRule | None:
-    """Return the rule of a call, by the name of JAX's function: batch and heads of keys are split. None for others."""
+    """Return the sharding rule of a call by the name of JAX's function, or None for other calls.
+
+    Batch and key heads may be split.
+    """
     if name not in _PASSES:
         return None
 
@@ -202,16 +221,16 @@ def cudnn_rule(name: str, static: Sequence[Any], operands: Sequence[Any], result
 
     heads = 1 if static[_LAYOUT] else 2
     shared = operands[0].shape[heads] // max(1, operands[1].shape[heads])
-    many = "(k g)" if shared > 1 else "k"
-    query, key, value = laid(many, "s", "h"), laid("k", "t", "h"), laid("k", "t", "v")
-    mixed, sums = laid(many, "s", "v"), f"b {many} s"
+    query_heads = "(k g)" if shared > 1 else "k"
+    query, key, value = laid(query_heads, "s", "h"), laid("k", "t", "h"), laid("k", "t", "v")
+    mixed, sums = laid(query_heads, "s", "v"), f"b {query_heads} s"
     takes = [query, key, value]
     for number, operand in enumerate(operands[3:10], 3):
         batched = number in _LENGTHS and operand.shape == operands[0].shape[:1]
         takes.append("b" if batched else " ".join(f"u{number}x{dim}" for dim in range(len(operand.shape))))
     if len(operands[_BIAS].shape) == 4:
         sizes = operands[_BIAS].shape
-        takes[_BIAS] = f"{'b' if sizes[0] > 1 else 'alike'} {many if sizes[1] > 1 else 'common'} s t"
+        takes[_BIAS] = f"{'b' if sizes[0] > 1 else 'alike'} {query_heads if sizes[1] > 1 else 'common'} s t"
     if _PASSES[name]:
         takes += [sums, mixed, mixed]
         gives = [query, key, value, *([takes[_BIAS]] if len(results) > 3 else [])]
@@ -219,18 +238,21 @@ def cudnn_rule(name: str, static: Sequence[Any], operands: Sequence[Any], result
         gives = [mixed, sums][: len(results)]
     text = f"{', '.join(takes)} -> {', '.join(gives)}"
     words = set(text.replace("(", " ").replace(")", " ").replace(",", " ").split()) - {"->"}
-    whole = words - {"b", "k"}
-    if len(gives) == 4:  # the bias's gradient is summed over what the bias lacks
-        whole |= {factor for factor in ("b", "k") if factor not in takes[_BIAS].replace("(", "").split()}
+    unsplit = words - {"b", "k"}
+    if len(gives) == 4:  # the bias's gradient is a sum over dims that the bias lacks
+        unsplit |= {factor for factor in ("b", "k") if factor not in takes[_BIAS].replace("(", "").split()}
     groups = " g" if shared > 1 else ""
     each = f"b k{groups} s t"
     flops = f"6 {each} h + 4 {each} v" if _PASSES[name] else f"2 {each} h + 2 {each} v"
     sizes = {"g": shared} if shared > 1 else {}
-    return parse_call_rule(name, text, need_replication=sorted(whole), sizes=sizes, flops=flops)
+    return parse_call_rule(name, text, need_replication=sorted(unsplit), sizes=sizes, flops=flops)
 
 
 def cudnn_flops(rule: CallRule, static: Sequence[Any], operands: Sequence[Any], results: Sequence[Any]) -> int:
-    """Return the FLOPs of a call: causal masks hide half of the scores, and windows all but so many of a row."""
+    """Return the FLOPs of a call.
+
+    A causal mask leaves half of the scores, and a window leaves the window's width of each row.
+    """
     flops = bind(rule, [a.shape for a in operands], [r.shape for r in results], f"of `{rule.name}`").flops
     rows = 2 if static[_LAYOUT] else 1
     keys = operands[1].shape[rows]

@@ -1,10 +1,12 @@
-"""Attention of one new token over a key-value cache as a kernel, which reads only the places that hold something.
+"""Attention of one new token over a key-value cache, as a kernel that reads only the filled places.
 
-jax's own kernels for TPUs do not fit what is cached here: `paged_attention` rounds keys and values to bfloat16 whatever
-the cache holds, and keeps the sums that parts of a cache on several devices would be combined by to itself;
-`ragged_paged_attention` wants keys and values of a position side by side. This one takes the stack of all layers as it
-lies, `[layers, B, K, T, D]`, and looks the layer up: compilers copy what they cut out of a stack for a kernel. Batch,
-key-value heads and parts of the positions are independent, so a plan may split all three.
+jax's own TPU kernels do not fit this cache. `paged_attention` rounds keys and values to bfloat16 and does not return
+the sums with which parts of a cache on several devices could be combined. `ragged_paged_attention` wants keys and
+values of a position next to each other.
+
+This kernel reads the stack of all layers `[layers, B, K, T, D]` and looks the layer up. Compilers copy a layer that is
+sliced out of a stack for a kernel. Batch, key-value heads and parts of the positions are independent, so a plan may
+split all three.
 """
 
 import dataclasses
@@ -21,29 +23,35 @@ from autoshard.program.registered_rules import RuledFunction
 
 
 NAME = "cached_attention"
-"""The call in a program, and the kernel in what is compiled from it."""
+"""Name of the call in a program, and of the kernel in the compiled program."""
 
 _BLOCK_BYTES = 4 << 20
-"""Keys and values of one step of the kernel's grid: two such blocks, one being read, fit a TPU's scoped memory."""
+"""Bytes of keys and values in one grid step; two such blocks fit a TPU's scoped memory."""
 _ROWS = 16
-"""Heads, of one sequence or several, in one block: each adds two small matmuls to the kernel's code."""
+"""Most heads, of one sequence or several, in one block; each adds two small matmuls to the kernel's code."""
 _PART = 2048
-"""Fewest positions that the plan may split off: each part of a cache adds a result for every query head."""
+"""Fewest positions in a part that a plan may split off; each part adds a result for every query head."""
 _PARTS = 32
 """Most parts of the positions."""
 _PLACES = 5
-"""Factor of the call's rule: the parts."""
+"""Number of the call rule's factor for the parts."""
 _WORTH = 0.5
-"""Share of a cache that may be filled where the kernel is taken unasked. A step of its grid costs a tenth (v5e) to half
-(tpu7x) of what reading its block does, so that a cache that is filled takes as much longer than without it."""
+"""Largest filled share of a cache at which `auto` uses the kernel.
+
+A grid step costs a tenth (v5e) to half (tpu7x) of reading its block, so that a filled cache is slower with the kernel.
+Evidence: docs/compiler_behaviour.md, "Time of the cached-attention kernel over a filled cache".
+"""
 _LOW = -1e30
-"""Below any score, and finite: differences of two of it are no NaN."""
+"""A number below any score, and finite so that the difference of two is no NaN."""
 
 
 def cached_refusal(query: tuple[int, ...], held: Held, *, masked: str, causal: bool) -> str:
-    """Why the kernel cannot compute attention of `query` [B, H, S, D] over what is `held`; empty if it can.
+    """Return the reason why the kernel cannot compute an attention over the cache; empty if it can.
 
-    `masked`: why masks of the model's own keep it from any kernel, or empty.
+    - `query`: shape [B, H, S, D].
+    - `held`: the cache.
+    - `masked`: reason why masks of the model exclude every kernel, or empty.
+    - `causal`: True if the attention is causal.
     """
     if query[2] != 1 or not causal:
         return "the kernel is for one new token a sequence, which sees what was before it"
@@ -58,7 +66,7 @@ def cached_refusal(query: tuple[int, ...], held: Held, *, masked: str, causal: b
 
 
 def no_gain(held: Held) -> str:
-    """Why the kernel is not taken unasked where it can be; empty if it is."""
+    """Return the reason why `auto` does not use the kernel although it could; empty if it does."""
     length = held.keys.shape[-2]
     if held.filled <= _WORTH * length:
         return ""
@@ -69,7 +77,7 @@ def no_gain(held: Held) -> str:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Blocks:
-    """What one step of the kernel's grid takes."""
+    """Numbers of sequences, heads and positions in one step of the kernel's grid."""
 
     batch: int
     heads: int
@@ -77,7 +85,10 @@ class _Blocks:
 
     @classmethod
     def of(cls, batch: int, heads: int, length: int, position_bytes: int) -> "_Blocks":
-        """`position_bytes`: of one position's key and value of one head."""
+        """Return the largest blocks within the limits.
+
+        `position_bytes`: bytes of key and value of one position and one head.
+        """
         of_heads = _divisor(heads, _ROWS)
         of_batch = _divisor(batch, _ROWS // of_heads)
         most = _BLOCK_BYTES // (of_heads * of_batch * position_bytes)
@@ -94,11 +105,17 @@ def cached_attention(
     window: int | None = None,
     softcap: float | None = None,
 ) -> Any:
-    """Softmax attention: `query` [B, K, G, D] over the places up to `position` of a cache [layers, B, K, T, D] give
-    [B, K, G, E] in fp32; with a `window` over the last so many of them.
+    """Compute softmax attention over the places up to `position` of a cache; return [B, K, G, E] in fp32.
 
-    It runs on TPUs and compiles for them; where JAX has started without any it is interpreted. Its price is that of
-    `held.filled` places.
+    - `query`: [B, K, G, D], one new token for each sequence.
+    - `held`: keys [layers, B, K, T, D] and values [layers, B, K, T, E]; the call's price is that of `held.filled`
+      places.
+    - `position`: position of the new token, a scalar.
+    - `scale`: factor of the scores; None for D ** -0.5.
+    - `window`: if given, only the last so many places are visible.
+    - `softcap`: bound of the scores, applied as a scaled tanh.
+
+    The kernel runs on TPUs and compiles for them. If JAX has started without a TPU, the kernel is interpreted.
     """
     import jax.numpy as jnp
 
@@ -126,6 +143,7 @@ def cached_attention(
     mixed, sums = call(query, keys, values, layer, begins, ends)
     if parts == 1:
         return mixed[:, :, :, 0]
+    # Parts are combined by their sums of exponentials, relative to the largest for stability.
     shares = jnp.exp(sums - sums.max(axis=3, keepdims=True))
     return (mixed * shares[..., None]).sum(axis=3) / shares.sum(axis=3)[..., None]
 
@@ -133,7 +151,12 @@ def cached_attention(
 def _call(
     *, seen: int, rows: int, sizes: tuple[int, ...], itemsize: int, scale: float, softcap: float | None
 ) -> RuledFunction:
-    """The call of one attention of `rows` sequences times heads; `sizes`: G, parts, positions of one, D, E."""
+    """Return the call of one attention over `rows` pairs of sequence and head.
+
+    - `seen`: places that are expected to be read.
+    - `sizes`: G, number of parts, positions of one part, D, E.
+    - `itemsize`: bytes of one element of the cache.
+    """
     groups, parts, each, size, value_size = sizes
     flops = 2 * rows * groups * seen * (size + value_size)
     read = rows * seen * (size + value_size) * itemsize
@@ -148,7 +171,7 @@ def _call(
     def fn(query: Any, keys: Any, values: Any, layer: Any, begins: Any, ends: Any) -> Any:
         return _on_shards(query, keys, values, layer, begins, ends, seen=seen, scale=scale, softcap=softcap)
 
-    # Parts of a cache that is filled to some place are filled one after the other, the first ones wholly.
+    # A cache fills from its first part on, so that the first parts are full while the last are empty.
     uneven = {_PLACES: each * parts / seen} if parts > 1 and seen < each * parts else {}
     return RuledFunction(fn, rule, (), CallWork(flops, read, steps=-(-read // _BLOCK_BYTES), uneven=uneven))
 
@@ -165,10 +188,10 @@ def _on_shards(
     scale: float,
     softcap: float | None,
 ) -> tuple[Any, Any]:
-    """Means of values [B, K, G, P, E], and logarithms of the sums of exponentials that they are over [B, K, G, P].
+    """Return the means of values [B, K, G, P, E], and the logarithms of their sums of exponentials [B, K, G, P].
 
-    The parts of one device are computed as one, and given as the first of them: the others have no sums. `seen`: places
-    that are expected to be read, in all parts.
+    All parts of one device are computed as one and returned as its first part; the other parts have empty sums. `seen`:
+    places that are expected to be read, in all parts.
     """
     import jax
     import jax.numpy as jnp
@@ -186,7 +209,7 @@ def _on_shards(
         return b, k, 0, 0
 
     def of_cache(b: Any, k: Any, t: Any, where: Any) -> tuple[Any, ...]:
-        # Outside of what is seen the block is the nearest one that was read, or will be: nothing is read again.
+        # Outside of the visible places the index stays at the nearest visible block, so that no block is read twice.
         last = jax.lax.div(jnp.maximum(where[2] - 1, 0), blocks.positions)
         first = jnp.minimum(jax.lax.div(where[1], blocks.positions), last)
         return where[0], b, k, jnp.clip(t, first, last), 0
@@ -250,7 +273,13 @@ def _kernel(
     scale: float,
     softcap: float | None,
 ) -> None:
-    """One block of positions of a few heads: a running mean of values, its scores' maximum and weight."""
+    """Compute one block of positions of a few heads: update the running sum of values, maximum score and weight.
+
+    - `where`: layer, first visible place and end of the visible places, [3] int32.
+    - `query`, `keys`, `values`: blocks of the operands.
+    - `mixed`, `sums`: blocks of the results, written at the last step.
+    - `total`, `highest`, `weight`: running sums, maxima and weights in scratch memory.
+    """
     import jax
     import jax.numpy as jnp
     from jax.experimental import pallas as pl
@@ -284,12 +313,13 @@ def _kernel(
     @pl.when(step == steps - 1)
     def _() -> None:
         for row, (b, k) in enumerate(heads):
-            held = jnp.maximum(weight[row], jnp.finfo(jnp.float32).tiny)
-            mixed[b, k] = total[row] / held
-            sums[b, k] = highest[row] + jnp.log(held)
+            positive = jnp.maximum(weight[row], jnp.finfo(jnp.float32).tiny)
+            mixed[b, k] = total[row] / positive
+            sums[b, k] = highest[row] + jnp.log(positive)
 
 
 def _product(left: Any, right: Any, contracted: Any) -> Any:
+    """Multiply in the right operand's dtype and accumulate in fp32; fp32 operands are multiplied in full precision."""
     import jax
     import jax.numpy as jnp
 
@@ -300,5 +330,5 @@ def _product(left: Any, right: Any, contracted: Any) -> Any:
 
 
 def _divisor(size: int, most: int) -> int:
-    """The largest divisor of `size` that is at most `most`."""
+    """Return the largest divisor of `size` that is at most `most`."""
     return next(n for n in range(max(1, min(size, most)), 0, -1) if size % n == 0)

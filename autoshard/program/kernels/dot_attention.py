@@ -1,7 +1,7 @@
-"""Attention as dots that keep batch, key-value heads, group and head dims apart.
+"""Attention as dots with separate dims for batch, key-value heads, group and head dim.
 
-The usual lowering merges batch and heads into one dim, and then a mesh that splits batch over one axis and heads over
-another makes XLA's partitioner compute all heads everywhere. Masks are comparisons of iotas, never stored tensors.
+The usual lowering merges batch and heads into one dim. If a mesh splits batch over one axis and heads over another,
+XLA's partitioner then computes all heads everywhere. Masks are comparisons of iotas, never stored tensors.
 """
 
 from typing import Any
@@ -29,15 +29,23 @@ def attend(
     held: Held | None = None,
     sinks: Any = None,
 ) -> Any:
-    """Softmax attention: `query` [B, H, S, D], `key` [B, K, T, D], `value` [B, K, T, E] give [B, S, H, E].
+    """Compute softmax attention with an fp32 softmax; return [B, S, H, E].
 
-    H is a multiple of K: a group of H / K query heads shares a key-value head.
+    - `query`: [B, H, S, D]; H is a multiple of K, and H / K query heads share a key-value head.
+    - `key`, `value`: [B, K, T, D] and [B, K, T, E].
+    - `causal`: position s sees t <= s + T - S, or t <= s + `position` if that is given.
+    - `position`: position of the first query after a cache.
+    - `window`: only the last `window` of these keys are visible.
+    - `scale`: factor of the scores; None for D ** -0.5.
+    - `softcap`: bound of the scores, applied as a scaled tanh.
+    - `padding`: [B, T], true where a key may be seen.
+    - `bias`: broadcasts to [B, H, S, T]; booleans mask, floats are added.
+    - `held`: the cache that `key` and `value` are one layer of.
+    - `sinks`: [H], or [B, H, S, 1] per query: score of one more key of each head, whose value is zero.
 
-    `causal`: position s sees t <= s + T - S, or t <= s + `position` if that is given (queries after a cache);
-    `window`: and only the last `window` of them. `padding` [B, T] is true where a key may be seen; `bias` broadcasts
-    to [B, H, S, T], booleans mask and floats are added. Softmax in fp32. A kernel computes it, and keys and values go
-    around a ring, where `attention_kernel` says so. `held`: the cache that `key` and `value` are a layer of.
-    `sinks` [H], or [B, H, S, 1] of each query: the score of one more key of each head, whose value is nought.
+    Inside `attention_kernel` a kernel may compute the attention, and keys and values may go around a ring.
+
+    Raises `UserError` if the user named a kernel that cannot compute this attention.
     """
     import jax
     import jax.numpy as jnp
@@ -108,7 +116,7 @@ def attend(
     weights = (_softmax_with(scores, sinks) if sinks is not None else jax.nn.softmax(scores, axis=-1)).astype(
         value.dtype
     )
-    # A causal (or windowed) pass needs only part of the score matrix; model FLOPs count that part.
+    # A causal (or windowed) pass needs only a part of the scores; model FLOPs count that part.
     seen = seen_share(length, keys, causal, window) if position is None else 1.0
     model_flops.record_matmul((batch, heads, length, keys), dim * seen)
     model_flops.record_matmul((batch, heads, length, value.shape[-1]), keys * seen)
@@ -117,7 +125,7 @@ def attend(
 
 
 def _grouped(bias: Any, groups: int, heads: int) -> Any:
-    """[B, H or 1, S, T] (or fewer leading dims) as [B, K or 1, G or 1, S, T]."""
+    """Reshape [B, H or 1, S, T] (or fewer leading dims) to [B, K or 1, G or 1, S, T]."""
     while bias.ndim < 4:
         bias = bias[None]
     if bias.shape[1] == 1:
@@ -126,8 +134,10 @@ def _grouped(bias: Any, groups: int, heads: int) -> Any:
 
 
 def _softmax_with(scores: Any, sinks: Any) -> Any:
-    """Softmax of scores [B, K, G, S, T] beside one more score for each head, `sinks` [K G] or [B, K G, S, 1], which is
-    left out then."""
+    """Return the softmax of scores [B, K, G, S, T] with one more score per head in the denominator.
+
+    `sinks` is [K G] or [B, K G, S, 1].
+    """
     import jax
     import jax.numpy as jnp
 

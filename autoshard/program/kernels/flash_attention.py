@@ -1,7 +1,7 @@
-"""Attention as one kernel that never writes its scores to memory: a call that the planner knows, not an implementation.
+"""Attention as one opaque kernel call that never writes its scores to memory; there is no implementation.
 
-The calls lower to `stablehlo.custom_call @autoshard_attention` (forward) and `@autoshard_attention_backward`;
-`graph/` knows their factors and FLOPs.
+The calls lower to `stablehlo.custom_call @autoshard_attention` (forward) and `@autoshard_attention_backward`. Their
+factors and FLOPs are known to `graph/`.
 """
 
 import dataclasses
@@ -26,8 +26,11 @@ _BLOCK = 512
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class KernelBlocks:
-    """(queries, keys) in a block of scores of jax's splash kernels: forward, for the gradients of keys and values, and
-    for those of queries; `fused`: one backward kernel makes all gradients, and computes the scores once."""
+    """(queries, keys) in a block of scores of jax's splash kernels.
+
+    `forward` is for the forward kernel, `keys` for the gradients of keys and values, `queries` for that of queries.
+    With `fused` one backward kernel computes all gradients, and the scores once.
+    """
 
     forward: tuple[int, int] = (_BLOCK, _BLOCK)
     keys: tuple[int, int] = (_BLOCK, _BLOCK)
@@ -46,12 +49,16 @@ def flash_attention(
     ring: bool = False,
     balanced: bool = False,
 ) -> Any:
-    """Softmax attention: `query` [B, K, G, S, D], `key` [B, K, T, D], `value` [B, K, T, E] give [B, K, G, S, E].
+    """Compute softmax attention with gradients; return [B, K, G, S, E].
 
-    Each of the K key-value heads serves G query heads. With gradients. `blocks` of scores that are masked whole are
-    skipped, as jax's splash kernel does. In a `ring` keys and values go around the devices that share the sequence.
-    `balanced`: tokens stand in an order in which all parts of the queries see as many keys. It has no implementation:
-    a program that holds it can be planned and priced only.
+    - `query`: [B, K, G, S, D]; each of the K key-value heads serves G query heads.
+    - `key`, `value`: [B, K, T, D] and [B, K, T, E].
+    - `causal`, `window`: masks of the scores.
+    - `blocks`: blocks of scores; blocks that are fully masked are skipped, as in jax's splash kernel.
+    - `ring`: keys and values go around the devices that share the sequence.
+    - `balanced`: tokens are in an order in which all parts of the queries see equally many keys.
+
+    There is no implementation: a program with this call can only be planned and priced.
     """
     blocks = blocks or KernelBlocks()
     length, keys = query.shape[3], key.shape[2]
@@ -61,7 +68,7 @@ def flash_attention(
         _Grid(computed_share(length, keys, causal, window, each), grid_steps(length, keys, causal, window, each))
         for each in sizes
     )
-    # Four matmuls over the scores for keys and values, three for queries; all five in a fused kernel.
+    # Keys and values need four matmuls over the scores, queries three. A fused kernel needs five in all.
     share = of_keys.share if blocks.fused else (4 * of_keys.share + 3 * of_queries.share) / 7
     backward = _Grid(share, of_keys.steps + (0 if blocks.fused else of_queries.steps))
     uneven = causal and window is None and not balanced and not ring
@@ -70,33 +77,39 @@ def flash_attention(
 
 
 class _Grid(NamedTuple):
+    """Work of one kernel."""
+
     share: float
-    """The share of the scores that is computed."""
+    """Share of the scores that is computed."""
     steps: int
-    """Steps of the grid that compute something, for one head of one sequence."""
+    """Grid steps that compute something, for one head of one sequence."""
 
 
 class _Way(NamedTuple):
+    """Work and form of the forward and backward calls."""
+
     forward: _Grid
     backward: _Grid
     fused: bool
     ring: bool
     slope: int
-    """Blocks of queries of which each sees more keys than the one before; 0 where all see as many."""
+    """Number of query blocks, each of which sees more keys than the one before; 0 if all see equally many."""
 
     def told(self, grid: _Grid) -> dict[str, float]:
-        """Attributes of a call."""
+        """Return the attributes of a call."""
         slope = {"sloping_blocks": float(self.slope)} if self.slope else {}
         return {"seen_share": grid.share, "grid_steps": float(grid.steps)} | slope
 
 
 def _record_scores(query: Any, key: Any, value: Any, share: float) -> None:
+    """Record the FLOPs of both matmuls over a share of the scores."""
     scores = (*query.shape[:4], key.shape[2])
     model_flops.record(2.0 * functools.reduce(lambda a, b: a * b, scores, share * (query.shape[4] + value.shape[3])))
 
 
 @functools.cache
 def _differentiable() -> Any:
+    """Return the call as a function with a custom gradient."""
     import jax
     from jax.ad_checkpoint import checkpoint_name
 
@@ -105,7 +118,7 @@ def _differentiable() -> Any:
             jax.ShapeDtypeStruct((*query.shape[:4], value.shape[3]), query.dtype),
             jax.ShapeDtypeStruct(query.shape[:4], "float32"),
         )
-        # Under the name that splash attention of MaxText gives both: kept, they spare computing them again.
+        # Both results have the name that MaxText's splash attention gives them. If saved, they are not recomputed.
         mixed, normaliser = jax.ffi.ffi_call(
             FORWARD_RING if way.ring else FORWARD, shapes, vmap_method="broadcast_all"
         )(query, key, value, **way.told(way.forward))

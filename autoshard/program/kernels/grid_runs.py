@@ -1,7 +1,7 @@
-"""What a Pallas kernel multiplies in the steps of its grid, with those left out in which it says that nothing is to do.
+"""Matmul FLOPs of a Pallas kernel over its grid, without the steps that the kernel skips.
 
-Kernels skip blocks by conditions on their place in the grid: a causal mask leaves out what is behind the diagonal. The
-conditions that follow from the place alone are computed for the whole grid at once, one array dim for each of its dims.
+Kernels skip blocks by conditions on their place in the grid: a causal mask excludes the blocks above the diagonal.
+Conditions that depend on the place alone are computed for the whole grid at once, with one array dim for each grid dim.
 """
 
 from collections import defaultdict
@@ -15,7 +15,7 @@ from autoshard.program.kernels.pallas_grid import inner_jaxprs
 
 
 _Known = dict[Any, NDArray[Any]]
-"""Variable -> its value at every step, an array dim for each grid dim (size 1 where it does not depend on it)."""
+"""Value of each known variable at every step, with one array dim per grid dim (size 1 if independent)."""
 
 _COMPUTED: Mapping[str, Callable[..., Any]] = {
     "add": np.add,
@@ -37,16 +37,16 @@ _COMPUTED: Mapping[str, Callable[..., Any]] = {
     "div": lambda a, b: np.trunc(a / b).astype(np.result_type(a)),
     "select_n": lambda which, *cases: np.choose(np.asarray(which, dtype=np.int64), cases),
 }
-"""Primitives that places are computed with -> the same on arrays."""
+"""Primitives for computations on places, and their numpy counterparts."""
 
 _CALLS = ("jit", "pjit", "closed_call")
 
 
 def step_products(jaxpr: Any, grid: Sequence[Any]) -> tuple[Mapping[str, float], Mapping[str, float]]:
-    """Matrix flops of one step by the dtype that is multiplied: if every branch runs, and in the mean over the grid.
+    """Return matmul FLOPs of one grid step by dtype: if every branch runs, and as the mean over the grid.
 
-    `grid` are the kernel's own grid dims. A branch whose condition is not known counts as run, and so does every turn
-    of a loop of known length.
+    `grid` are the kernel's own grid dims. A branch with an unknown condition counts as run, and so does every iteration
+    of a loop with known length.
     """
     reader = _Reader(grid)
     reader.read(jaxpr, {}, np.ones((1,) * len(grid), dtype=bool), 1)
@@ -54,7 +54,7 @@ def step_products(jaxpr: Any, grid: Sequence[Any]) -> tuple[Mapping[str, float],
 
 
 class _Reader:
-    """Walks a kernel and adds up its matmuls."""
+    """A traversal of a kernel that adds up the FLOPs of its matmuls."""
 
     def __init__(self, grid: Sequence[Any]) -> None:
         self.grid = grid
@@ -62,7 +62,12 @@ class _Reader:
         self.mean: defaultdict[str, float] = defaultdict(float)
 
     def read(self, jaxpr: Any, known: _Known, runs: NDArray[np.bool_], turns: int) -> None:
-        """Adds what `jaxpr` multiplies at the steps in which it `runs`, as often as there are `turns`."""
+        """Add the matmul FLOPs of `jaxpr`.
+
+        - `known`: values of variables that follow from the place in the grid.
+        - `runs`: steps at which the jaxpr runs.
+        - `turns`: number of runs in each of these steps.
+        """
         for equation in jaxpr.eqns:
             name = equation.primitive.name
             if name == "dot_general":
@@ -86,12 +91,14 @@ class _Reader:
                     self.read(inner, {}, runs, turns * length)
 
     def place(self, equation: Any, known: _Known) -> None:
+        """Record the values of a `program_id`."""
         axis = equation.params["axis"]
         if isinstance(self.grid[axis], int):
             shape = [-1 if dim == axis else 1 for dim in range(len(self.grid))]
             known[equation.outvars[0]] = np.arange(self.grid[axis]).reshape(shape)
 
     def branch(self, equation: Any, known: _Known, runs: NDArray[np.bool_], turns: int) -> None:
+        """Traverse the branches of a conditional, each with the steps at which it runs."""
         chosen = _value(equation.invars[0], known)
         for number, inner in enumerate(inner_jaxprs(equation)):
             here = runs if chosen is None else runs & (chosen.astype(np.int64) == number)
@@ -99,7 +106,7 @@ class _Reader:
 
 
 def _product(equation: Any) -> tuple[str, int]:
-    """The wider dtype of a matmul, and its flops."""
+    """Return the wider operand dtype of a matmul, and the matmul's FLOPs."""
     (contracted, _), _ = equation.params["dimension_numbers"]
     left, right = (v.aval for v in equation.invars[:2])
     wider = max(left.dtype, right.dtype, key=lambda dtype: dtype.itemsize)
@@ -109,18 +116,20 @@ def _product(equation: Any) -> tuple[str, int]:
 
 
 def _value(variable: Any, known: _Known) -> NDArray[Any] | None:
+    """Return the value of a literal or known variable, or None."""
     if hasattr(variable, "val"):
         return np.asarray(variable.val) if np.ndim(variable.val) == 0 else None
     return known.get(variable)
 
 
 def _passed(outer: Sequence[Any], inner: Sequence[Any], known: _Known) -> _Known:
-    """What is known of `inner` variables that hold the values of `outer` ones."""
+    """Return the known values of `inner` variables, which have the values of the `outer` ones."""
     values = [(into, _value(of, known)) for of, into in zip(outer, inner, strict=True)]
     return {into: value for into, value in values if value is not None}
 
 
 def _compute(equation: Any, known: _Known) -> None:
+    """Compute the scalar result of an equation if all its operands are known."""
     values = [_value(each, known) for each in equation.invars]
     if any(each is None for each in values) or equation.outvars[0].aval.shape:
         return

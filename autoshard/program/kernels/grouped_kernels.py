@@ -1,9 +1,9 @@
-"""Matmuls of rows in groups, each group with a matrix of its own, as kernels: calls that the planner knows, and no
-implementation.
+"""Matmuls of rows in groups, each group with its own matrix, as opaque kernel calls without an implementation.
 
-They are those of megablox (`jax.experimental.pallas.ops.tpu.megablox`, as MaxText calls it): one kernel forward, one
-for the gradient of the rows, one for that of the matrices. Matrices enter whole, and so do their gradients leave.
-`graph/` knows the factors of the calls; what a kernel computes, reads and steps through follows from its tiles, here.
+The calls model megablox (`jax.experimental.pallas.ops.tpu.megablox`, as MaxText calls it). One kernel is forward, one
+computes the gradient of the rows, and one that of the matrices. Matrices and their gradients are unsplit operands and
+results. `graph/` knows the factors of the calls. FLOPs, bytes and grid steps of a kernel follow from its tiles and are
+computed here.
 """
 
 import dataclasses
@@ -20,52 +20,61 @@ GROUPED_GRADIENT = "autoshard_grouped_gradient"
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class GroupedTiles:
-    """Rows, model width and inner width in one tile of the kernels, as MaxText names them (its defaults)."""
+    """Rows, model width and inner width in one tile of the kernels, in MaxText's terms and with its defaults."""
 
     rows: int = 512
     width: int = 1024
     inner: int = 1024
 
     def of(self, size: int, inner: int) -> int:
-        """The tile along a dim of `size`, which is that of the experts' inner width, or the model's."""
+        """Return the tile along a dim of `size`, which is the experts' inner width `inner` or the model's width."""
         return min(size, self.inner if size == inner else self.width)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class GroupedKernels:
-    """How the kernels run: their tiles, and on what; a tile of rows is computed once for every group that it has rows
-    of, which depends on how many rows and groups a device has."""
+    """Tiles of the kernels, and the devices that they run on.
+
+    A tile of rows is computed once for every group with rows in it. The number of such groups depends on the rows and
+    groups of a device.
+    """
 
     tiles: GroupedTiles = GroupedTiles()
     row_parts: int = 1
-    """Devices over which tokens are split."""
+    """Number of devices over which tokens are split."""
     group_parts: int = 1
-    """Devices over which groups are split: each has as many rows of fewer groups."""
+    """Number of devices over which groups are split: each has as many rows of fewer groups."""
     cores: int = 1
-    """Cores of a device, which share the tiles of columns."""
+    """Number of cores of a device, which share the tiles of columns."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Work:
-    """Of one call on all devices."""
+    """Work of one call on all devices."""
 
     share: float
-    """What is computed, over what the rows need."""
+    """Computed FLOPs over the FLOPs that the rows need."""
     steps: float
-    """Steps of the kernel's grid, on the core that has most."""
+    """Grid steps of the kernel on the core with most."""
     traffic: float
-    """Bytes read and written."""
+    """Bytes read and written in main memory."""
 
 
 def _work(kernels: GroupedKernels, rows: int, groups: int, sizes: tuple[int, int], inner: int, gradient: bool) -> _Work:
-    """`rows` over all devices, each times a matrix of `sizes` (contracted, columns), or (gradient) the matrices' own
-    gradients; two bytes an element."""
+    """Return the work of one call; elements have two bytes.
+
+    - `rows`, `groups`: rows and groups over all devices.
+    - `sizes`: (contracted, columns) of each matrix.
+    - `inner`: the experts' inner width, which selects the tiles.
+    - `gradient`: True for the gradient of the matrices.
+    """
     devices = kernels.row_parts * kernels.group_parts
     own, matrices = rows / devices, groups / kernels.group_parts
     deep, wide = (kernels.tiles.of(size, inner) for size in sizes)
+    # Each group's end may share a tile of rows with the next group, which then visits the tile again.
     visits = own / min(kernels.tiles.rows, own) + matrices
     down, across = math.ceil(sizes[0] / deep), math.ceil(sizes[1] / wide)
-    columns = math.ceil(across / kernels.cores) * kernels.cores  # a core without a tile of its own waits
+    columns = math.ceil(across / kernels.cores) * kernels.cores  # a core without a tile waits
     tile = min(kernels.tiles.rows, own)
     share = visits * tile / own * (down * deep / sizes[0]) * (columns * wide / sizes[1])
     steps = visits * down * columns / kernels.cores
@@ -73,17 +82,17 @@ def _work(kernels: GroupedKernels, rows: int, groups: int, sizes: tuple[int, int
         read = visits * tile * (sizes[0] * across + sizes[1] * down)
         moved = read + matrices * sizes[0] * sizes[1]
     else:
-        # A group's matrix stays where it is from one tile of rows to the next, if one tile of it is all.
+        # A group's matrix stays in fast memory from one tile of rows to the next if it is a single tile in depth.
         weights = (visits if down > 1 else matrices) * sizes[0] * sizes[1]
         moved = visits * tile * sizes[0] * across + weights + own * sizes[1]
     return _Work(share, steps * devices, 2.0 * moved * devices)
 
 
 def kernel_matmul(rows: Any, weight: Any, kernels: GroupedKernels, inner: int) -> Any:
-    """`rows` [B, E, C, D] of each of E groups times its matrix `weight` [E, D, F]: [B, E, C, F], with gradients.
+    """Multiply `rows` [B, E, C, D] of each of E groups by its matrix in `weight` [E, D, F]; return [B, E, C, F].
 
-    The program that holds it can be planned and priced only. `inner` is the experts' inner width, which tells the
-    tiles' dims apart.
+    The call has gradients and no implementation: its program can only be planned and priced. `inner` is the experts'
+    inner width, which identifies the tiles' dims.
     """
     batch, groups, count, deep = rows.shape
     model_flops.record_matmul((batch, groups, count, weight.shape[2]), deep)
@@ -92,11 +101,12 @@ def kernel_matmul(rows: Any, weight: Any, kernels: GroupedKernels, inner: int) -
 
 @functools.cache
 def _differentiable() -> Any:
+    """Return the call as a function with a custom gradient."""
     import jax
 
     def call(target: str, shape: Any, operands: tuple[Any, ...], work: _Work, turned: bool) -> Any:
-        told = {"computed": work.share, "steps": work.steps, "traffic": work.traffic, "turned": float(turned)}
-        return jax.ffi.ffi_call(target, shape, vmap_method="broadcast_all")(*operands, **told)
+        attributes = {"computed": work.share, "steps": work.steps, "traffic": work.traffic, "turned": float(turned)}
+        return jax.ffi.ffi_call(target, shape, vmap_method="broadcast_all")(*operands, **attributes)
 
     def forward(rows: Any, weight: Any, kernels: GroupedKernels, inner: int) -> tuple[Any, Any]:
         batch, groups, count, deep = rows.shape
@@ -106,6 +116,7 @@ def _differentiable() -> Any:
         return call(GROUPED, shape, (rows, weight), work, turned=False), (rows, weight)
 
     def backward(kernels: GroupedKernels, inner: int, saved: Any, gradient: Any) -> tuple[Any, Any]:
+        """Emit one call for the gradient of the rows, and one for that of the matrices."""
         rows, weight = saved
         batch, groups, count, deep = rows.shape
         wide, total = weight.shape[2], batch * groups * count

@@ -1,7 +1,7 @@
-"""How the blocks of a Pallas kernel follow its grid, and what the kernel asks of its place in it.
+"""The blocks of a Pallas kernel as functions of its grid, and the kernel's use of its place in the grid.
 
-Index maps are read as functions of one grid dim: `h`, `h // 4` and `2 * h + 1` are found by their values, however they
-are written. What is looked up in a table of scalars that comes before the kernel (a mask's) may be any block.
+Index maps are read as functions of one grid dim. Forms such as `h`, `h // 4` and `2 * h + 1` are recognised by their
+values, regardless of how they are written. An index from a table of prefetched scalars (a mask's) may be any block.
 """
 
 import dataclasses
@@ -15,18 +15,18 @@ from numpy.typing import NDArray
 
 
 class GridRange(enum.StrEnum):
-    """How a tensor's blocks follow the steps within one period."""
+    """Pattern of a tensor's blocks over the steps of one period."""
 
     EACH = "each"
-    """Each step has its own."""
+    """Each step has its own block."""
     SAME = "same"
-    """All have the same."""
+    """All steps have the same block."""
     MIXED = "mixed"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Along:
-    """How a tensor's blocks follow one grid dim."""
+    """Pattern of a tensor's blocks along one grid dim."""
 
     dim: int
     """Dim of the tensor whose blocks advance evenly from period to period; -1 if each period has the same blocks."""
@@ -34,37 +34,41 @@ class Along:
     within: GridRange
 
     def inside(self, group: int) -> GridRange:
-        """The same for a group of steps that is a multiple of the period."""
+        """Return the pattern within a group of steps that is a multiple of the period."""
         fits = self.period in (1, group) if self.dim >= 0 else self.period == 1 or self.within is GridRange.SAME
         return self.within if fits else GridRange.MIXED
 
 
 APART = Along(-1, 1, GridRange.SAME)
-"""Of a tensor whose blocks do not depend on the grid dim."""
+"""Pattern of a tensor whose blocks do not depend on the grid dim."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Request:
-    """What a kernel asks of its place in the grid."""
+    """A kernel's use of its place in the grid."""
 
     steps: frozenset[int]
-    """Grid dims whose place or extent matters to it in some way that is not known."""
+    """Grid dims whose place or extent the kernel uses in an unknown way."""
     periods: dict[int, frozenset[int]]
-    """Grid dim -> periods within which the place matters."""
+    """Grid dim -> periods within which the kernel uses the place."""
     ends: dict[int, frozenset[int]]
-    """Grid dim -> periods (the whole dim for the place itself) of which it asks only for the first and last step."""
+    """Grid dim -> periods (the whole dim for the place itself) whose first and last step alone matter."""
 
 
 Tables = dict[int, list[tuple[Any, ...] | None]]
-"""Table (by number) -> the indices of every look-up: grid dims, integers; None where they are not known."""
+"""Table (by number) -> indices of every look-up: grid dims and integers, or None if unknown."""
 
 
 def follow(
     jaxpr: Any, variable: Any, grid: Sequence[Any], blocks: int | None
 ) -> dict[int, "tuple[int, GridRange] | None"]:
-    """Grid dim that one output of an index map is computed from -> (period, within), None if that is not known.
+    """Map the grid dim that one output of an index map depends on to (period, within), or None if unknown.
 
-    The period is negative if each has the same blocks. `blocks`: of the tensor's dim, None if they are no plain blocks.
+    - `jaxpr`, `variable`: the index map and its output.
+    - `grid`: extents of the grid dims.
+    - `blocks`: number of blocks of the tensor's dim; None if they are no plain blocks.
+
+    The period is negative if each period has the same blocks.
     """
     reached = reach(jaxpr, variable, len(grid))
     (dim,) = reached if len(reached) == 1 else (-1,)
@@ -75,6 +79,7 @@ def follow(
 
 
 def _pattern(values: NDArray[np.int64], blocks: int) -> tuple[int, GridRange] | None:
+    """Return (period, within) of block numbers over one grid dim, or None if they have no such pattern."""
     count = len(values)
     for period in (c for c in range(1, count) if count % c == 0):
         first, more = values[:period], values[period:] - values[:-period]
@@ -89,18 +94,21 @@ def _pattern(values: NDArray[np.int64], blocks: int) -> tuple[int, GridRange] | 
 
 
 def reach(jaxpr: Any, variable: Any, dims: int, through: bool = False) -> set[int]:
-    """Which of the first `dims` inputs an output is computed from; `through`: or looked up by, in a table."""
-    found: set[int] = set()
+    """Return the numbers of the first `dims` inputs that an output depends on.
+
+    With `through`, also those that only index a table.
+    """
+    reached: set[int] = set()
     inputs = {each: number for number, each in enumerate(jaxpr.invars[:dims])}
     for each in _behind(jaxpr, variable, through):
         if each in inputs:
-            found.add(inputs[each])
-    return found
+            reached.add(inputs[each])
+    return reached
 
 
 def _behind(jaxpr: Any, variable: Any, through: bool = False) -> Iterator[Any]:
-    """The variables that one is computed from, itself among them."""
-    made = {out: equation for equation in jaxpr.eqns for out in equation.outvars}
+    """Yield a variable and all variables that it is computed from."""
+    makers = {out: equation for equation in jaxpr.eqns for out in equation.outvars}
     waiting, seen = [variable], set()
     while waiting:
         each = waiting.pop()
@@ -108,12 +116,12 @@ def _behind(jaxpr: Any, variable: Any, through: bool = False) -> Iterator[Any]:
             continue
         seen.add(each)
         yield each
-        if each in made and (through or made[each].primitive.name != "get"):
-            waiting.extend(made[each].invars)
+        if each in makers and (through or makers[each].primitive.name != "get"):
+            waiting.extend(makers[each].invars)
 
 
 def _values(jaxpr: Any, variable: Any, dim: int, size: int) -> NDArray[np.int64] | None:
-    """An output's values over one grid dim; None if a table takes part in them."""
+    """Return an output's values over one grid dim, or None if they depend on a table."""
     import jax
 
     behind = set(_behind(jaxpr, variable))
@@ -129,25 +137,28 @@ def _values(jaxpr: Any, variable: Any, dim: int, size: int) -> NDArray[np.int64]
 
 
 def map_tables(jaxpr: Any, dims: int, found: Tables) -> None:
-    """Adds what an index map looks up."""
+    """Add the look-ups of an index map to `found`."""
     own = {each: number for number, each in enumerate(jaxpr.invars[:dims])}
     for equation in jaxpr.eqns:
         _look_up(equation, {each: number for number, each in enumerate(jaxpr.invars[dims:])}, own, found)
 
 
 def kernel_asks(jaxpr: Any, own: Sequence[int], grid: Sequence[Any], tables: int, found: Tables) -> Request:
-    """What a kernel asks of its place; what it looks up in its first `tables` operands is added to `found`.
+    """Return a kernel's use of its place in the grid.
 
-    `own`: grid dim of each of the kernel's own axes, which does not count the dims that vmap added.
+    - `own`: grid dim of each of the kernel's own axes, which exclude the dims that vmap added.
+    - `grid`: extents of the grid dims.
+    - `tables`: number of leading operands that are tables.
+    - `found`: receives the look-ups in these tables.
     """
     reader = _IndexReader(own, grid, {each: number for number, each in enumerate(jaxpr.invars[:tables])}, found)
     reader.read(jaxpr, {}, True)
-    frozen = [{dim: frozenset(each) for dim, each in held.items()} for held in (reader.periods, reader.ends)]
+    frozen = [{dim: frozenset(each) for dim, each in uses.items()} for uses in (reader.periods, reader.ends)]
     return Request(frozenset(reader.steps), *frozen)
 
 
 class _IndexReader:
-    """Follows a kernel's places in the grid to where they are used."""
+    """A traversal of a kernel that tracks its places in the grid to their uses."""
 
     def __init__(self, own: Sequence[int], grid: Sequence[Any], tables: dict[Any, int], found: Tables) -> None:
         self.own, self.grid, self.tables, self.found = own, grid, tables, found
@@ -156,7 +167,11 @@ class _IndexReader:
         self.ends: dict[int, set[int]] = {}
 
     def read(self, jaxpr: Any, places: dict[Any, Any], top: bool) -> None:
-        """`places`: variables that hold a place, as (grid dim, period or 0), and integers that were passed."""
+        """Traverse a jaxpr and record the uses of places.
+
+        `places` maps variables to a place, as (grid dim, period or 0), or to an integer that was passed in. `top` is
+        True for the kernel's own jaxpr.
+        """
         for equation in jaxpr.eqns:
             name = equation.primitive.name
             if name == "program_id":
@@ -184,7 +199,7 @@ class _IndexReader:
                     self.read(inner, {}, False)
 
     def spend(self, places: Any) -> None:
-        """Places that are used in some other way."""
+        """Record places that are used in an unknown way."""
         for dim, period in places:
             if period:
                 self.periods.setdefault(dim, set()).add(period)
@@ -192,6 +207,7 @@ class _IndexReader:
                 self.steps.add(dim)
 
     def remainder(self, equation: Any, places: dict[Any, Any]) -> None:
+        """Track `place % divisor` as a place within a period if the divisor divides the grid dim."""
         place, divisor = places.get(_key(equation.invars[0])), _integer(equation.invars[1], places)
         dim, period = place if isinstance(place, tuple) else (-1, 0)
         size = self.grid[dim]
@@ -201,6 +217,7 @@ class _IndexReader:
             places[equation.outvars[0]] = (dim, divisor)
 
     def compare(self, equation: Any, places: dict[Any, Any], top: bool) -> None:
+        """Record a comparison with the first or last step of a period."""
         place, value = places.get(_key(equation.invars[0])), _integer(equation.invars[1], places)
         dim, period = place if isinstance(place, tuple) else (-1, 0)
         size = period or self.grid[dim]
@@ -211,6 +228,7 @@ class _IndexReader:
             self.spend(p for p in (places.get(_key(v)) for v in equation.invars) if isinstance(p, tuple))
 
     def enter(self, equation: Any, places: dict[Any, Any]) -> None:
+        """Traverse the jaxprs of a call or a conditional with the places that are passed in."""
         chosen = equation.primitive.name == "cond"
         passed = equation.invars[1:] if chosen else equation.invars
         if chosen:
@@ -224,13 +242,13 @@ class _IndexReader:
                 if known is not None:
                     given[variable] = known
             self.read(inner, given, False)
-            for variable in inner.outvars:  # what comes out is followed no further
+            for variable in inner.outvars:  # results of the inner jaxpr are not tracked
                 if isinstance(given.get(_key(variable)), tuple):
                     self.spend([given[variable]])
 
 
 def _look_up(equation: Any, tables: dict[Any, int], places: dict[Any, int], found: Tables) -> bool:
-    """Notes what an equation does with a table; True if it is a look-up whose indices are known."""
+    """Record an equation's use of a table; return True if it is a look-up with known indices."""
     import jax
 
     used = [v for v in _variables(equation) if v in tables]
@@ -247,21 +265,23 @@ def _look_up(equation: Any, tables: dict[Any, int], places: dict[Any, int], foun
 
 
 def _variables(equation: Any) -> list[Any]:
+    """Return the inputs of an equation that are no literals."""
     return [v for v in equation.invars if not hasattr(v, "val")]
 
 
 def _key(variable: Any) -> Any:
-    """Something to look a variable up by: literals have no hash."""
+    """Return the variable as a key of dicts; None for literals, which have no hash."""
     return None if hasattr(variable, "val") or not hasattr(variable, "aval") else variable
 
 
 def _integer(variable: Any, places: dict[Any, Any]) -> int | None:
+    """Return the value of a literal or passed integer, or None."""
     value = getattr(variable, "val", None) if _key(variable) is None else places.get(variable)
     return int(value) if isinstance(value, (int, np.integer, np.ndarray)) and np.ndim(value) == 0 else None
 
 
 def inner_jaxprs(equation: Any) -> Iterator[Any]:
-    """The jaxprs among an equation's parameters."""
+    """Yield the jaxprs among an equation's parameters."""
     for value in equation.params.values():
         for each in value if isinstance(value, (tuple, list)) else (value,):
             inner = getattr(each, "jaxpr", each)
@@ -270,27 +290,32 @@ def inner_jaxprs(equation: Any) -> Iterator[Any]:
 
 
 def table_along(lookups: Sequence[tuple[Any, ...] | None], dim: int, shape: Sequence[int], size: int) -> Along | None:
-    """How a table follows a grid dim of that size; None if that is not known or not the same in every look-up."""
-    found: set[int] = set()
+    """Return the pattern of a table along a grid dim of that size; None if it is unknown or differs between look-ups.
+
+    - `lookups`: indices of every look-up in the table.
+    - `dim`, `size`: the grid dim and its extent.
+    - `shape`: shape of the table.
+    """
+    positions: set[int] = set()
     for indices in lookups:
         if indices is None:
-            found.update((-1, -2))
+            positions.update((-1, -2))
             continue
         at = [d for d, index in enumerate(indices) if index == ("grid", dim)]
-        found.update(at or [-1])
-    if found == {-1}:
+        positions.update(at or [-1])
+    if positions == {-1}:
         return APART
-    if len(found) > 1:
-        return APART if found == {-1, -2} else None
-    (d,) = found
+    if len(positions) > 1:
+        return APART if positions == {-1, -2} else None
+    (d,) = positions
     return Along(d, 1, GridRange.EACH) if shape[d] == size else None
 
 
-# Kernels on parts of their grid
+# Kernels on parts of their grid.
 
 
 def with_tables(jaxpr: Any, first: int, shapes: dict[int, tuple[int, ...]]) -> Any:
-    """The same jaxpr whose tables, inputs from `first` on, have other shapes."""
+    """Return the jaxpr with other shapes of its tables, which are inputs from number `first` on."""
     core = importlib.import_module("jax._src.core")
     new = {}
     for number, shape in shapes.items():
@@ -306,7 +331,10 @@ def with_tables(jaxpr: Any, first: int, shapes: dict[int, tuple[int, ...]]) -> A
 
 
 def with_ends(jaxpr: Any, own: Sequence[int], sizes: dict[int, tuple[int, int]]) -> Any:
-    """The same kernel whose periods along grid dims are shorter: grid dim -> (steps of one, steps from now on)."""
+    """Return the kernel with shorter periods along some grid dims.
+
+    `sizes` maps a grid dim to (steps of one period, steps in the new kernel).
+    """
     core = importlib.import_module("jax._src.core")
     places: dict[Any, int] = {}
     changed = []

@@ -1,11 +1,12 @@
-"""What may be split in a Pallas kernel, read from its grid.
+"""Sharding rules of Pallas kernels, derived from their grids.
 
-A grid dim may be split over devices if every operand and result either does not depend on it, or follows it alone in
-one dim, block by block or group of steps by group of steps, and the kernel does not ask where in it it stands but to
-look that up in a table (a mask's) that is split with it. Then a device that runs its part of the grid on its shards
-does what the whole would have done there. That finds batch, heads (grouped ones by the heads of keys that they share)
-and queries of attention kernels, forward and backward (`jax.experimental.pallas.ops.tpu.flash_attention`,
-`splash_attention`), and rows and columns of matmul kernels.
+A grid dim may be split over devices under two conditions. Every operand or result that depends on the grid dim follows
+it alone in one dim, by blocks or by groups of steps. The kernel uses its place in the grid dim only to look it up in a
+table (a mask's) that is split with it.
+
+A device that runs its part of the grid on its shards then computes its part of the whole result. Such dims are batch,
+heads (grouped ones by their shared key heads) and queries of attention kernels, forward and backward
+(`jax.experimental.pallas.ops.tpu.flash_attention`, `splash_attention`). Rows and columns of matmul kernels are others.
 """
 
 import dataclasses
@@ -34,47 +35,48 @@ from autoshard.program.kernels.pallas_grid import (
 
 
 SCRATCH_RESULTS = ("splash_mha_", "splash_mqa_")
-"""Beginnings of names of kernels whose results may be scratch memory that nobody reads (jax's splash attention)."""
+"""Name prefixes of kernels whose results may be scratch memory that nobody reads (jax's splash attention)."""
 
 SUMS = ("splash_mha_dkv", "splash_mqa_dkv")
-"""Beginnings of names of kernels that write sums over the steps between the first and the last of a period."""
+"""Name prefixes of kernels that write sums over the steps of a period."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Split:
-    """A grid dim that may be split: whole groups of steps, and then, if `inside`, the steps of each."""
+    """A grid dim that may be split: into whole groups of steps, and then, if `inside`, into the steps of each."""
 
     dim: int
     groups: int
     steps: int
-    """Steps of the grid in one group."""
+    """Number of grid steps in one group."""
     inside: bool
     summed: bool
     """True if results are sums over the steps of a group."""
     sloping: bool
-    """True if the work grows evenly along it, from next to none (a causal mask)."""
+    """True if the work grows evenly along the dim, from almost none (a causal mask)."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class PallasCall:
-    """One kernel call and what its grid says."""
+    """One kernel call with the facts that its grid implies."""
 
     name: str
     params: dict[str, Any]
     operands: tuple[Any, ...]
     results: tuple[Any, ...]
     along: tuple[dict[int, Along | None], ...]
-    """For each operand, then result, how it follows each grid dim."""
+    """Pattern along each grid dim, for each operand and then each result."""
     splits: tuple[Split, ...]
     flops: int
     traffic: int
     dtype: str
-    """The dtype in which most of its FLOPs multiply; empty if it has no matmul."""
+    """Operand dtype of most of the FLOPs; empty if the kernel has no matmul."""
     steps: int
-    """Steps of the grid, without those that a mask skips."""
+    """Number of grid steps, without those that a mask skips."""
 
     @classmethod
     def of(cls, operands: Sequence[Any], results: Sequence[Any], params: dict[str, Any]) -> "PallasCall":
+        """Return the call of an equation with these operands, results and parameters."""
         mapping = params["grid_mapping"]
         name = kernel_name(params)
         first = len(operands) - mapping.num_inputs
@@ -93,15 +95,15 @@ class PallasCall:
         splits = []
         for dim, size in enumerate(mapping.grid):
             if isinstance(size, int) and size > 1:
-                found = _split(name, mapping, along, dim, size, asked)
+                split = _split(name, mapping, along, dim, size, asked)
                 masked = along[1].get(dim) if share < 1.0 else None
-                splits += [dataclasses.replace(found, sloping=masked not in (None, APART))] if found else []
+                splits += [dataclasses.replace(split, sloping=masked not in (None, APART))] if split else []
         estimate = params.get("cost_estimate")
         products, some = step_products(params["jaxpr"], [mapping.grid[dim] for dim in _own(mapping)])
         every = sum(products.values())
         runs = sum(some.values()) / every if every else 1.0
         steps = math.prod(size for size in mapping.grid if isinstance(size, int)) * share * runs
-        # A kernel's own figure is often that of the whole, as if it left nothing out.
+        # The author's figure often counts the steps that the kernel skips.
         flops = int(estimate.flops) if estimate is not None and runs == 1.0 else int(every * steps)
         dtype = max(products, key=lambda each: products[each]) if products else ""
         return cls(
@@ -111,7 +113,7 @@ class PallasCall:
 
     @property
     def rule(self) -> tuple[list[int], list[str], list[Any], list[Any]]:
-        """(sizes, kinds, operands, results) of the sharding rule: dims that the grid does not split stay whole."""
+        """(sizes, kinds, operands, results) of the sharding rule; unsplit dims need replication."""
         sizes, kinds, of = [], [], {}
         for split in self.splits:
             for count, kind in (
@@ -152,17 +154,17 @@ class PallasCall:
 
     @property
     def sloping(self) -> dict[int, int]:
-        """Factor of the rule along which the work grows evenly -> blocks of it."""
-        found, factor = {}, 0
+        """Factor of the rule along which the work grows evenly -> number of its blocks."""
+        slopes, factor = {}, 0
         for split in self.splits:
             for count in (split.groups, split.steps if split.inside else 1):
                 if count > 1:
-                    found |= {factor: count} if split.sloping else {}
+                    slopes |= {factor: count} if split.sloping else {}
                     factor += 1
-        return found
+        return slopes
 
     def on_shards(self, mesh: Any, into: Sequence[Any], out: Sequence[Any]) -> tuple[Any, Sequence[Any], Sequence[Any]]:
-        """The kernel on the part of the grid that shards with these specs need."""
+        """Return the kernel on the part of the grid that belongs to shards with these specs, and the specs."""
         mapping = self.params["grid_mapping"]
         leaves, specs = (*self.operands, *self.results), (*into, *out)
         axes = {split.dim: self._axes(split.dim, specs) for split in self.splits}
@@ -199,34 +201,34 @@ class PallasCall:
         def fn(*values: Any) -> Any:
             import jax
 
-            found = primitive.bind(*values, **params)
-            return [jax.lax.psum(each, over) if over else each for each, over in zip(found, sums, strict=True)]
+            results = primitive.bind(*values, **params)
+            return [jax.lax.psum(each, over) if over else each for each, over in zip(results, sums, strict=True)]
 
         return functools.partial(primitive.bind, **params) if not any(sums) else fn, into, out
 
     def _axes(self, dim: int, specs: Sequence[Any]) -> tuple[str, ...]:
-        """Mesh axes that split a grid dim: those of whatever follows it most closely."""
-        found: tuple[str, ...] = ()
+        """Return the mesh axes that split a grid dim: the most axes that split any tensor along it."""
+        widest: tuple[str, ...] = ()
         for along, spec in zip(self.along, specs, strict=True):
             each = along.get(dim)
             if each is not None and 0 <= each.dim < len(spec):
-                found = max(found, _axes_of(spec[each.dim]), key=len)
-        return found
+                widest = max(widest, _axes_of(spec[each.dim]), key=len)
+        return widest
 
     def _real(self, result: int) -> bool:
-        """False for a result that is scratch memory."""
+        """Return False for a result that is scratch memory."""
         return not _is_scratch(self.name, self.params["grid_mapping"], self.along[len(self.operands) + result])
 
     def _cost(self, parts: dict[int, int]) -> Any:
-        """What the compiler, and whoever reads its program, is told of one part: the author's figures, or ours.
+        """Return the cost estimate of one part, which the compiler and readers of the program see.
 
-        Of parts that do not have the same work that with the most.
+        If parts differ in work, the estimate is that of the part with most.
         """
         from jax.experimental.pallas import CostEstimate
 
         given = self.params.get("cost_estimate")
-        whole = given or CostEstimate(flops=0, transcendentals=0, bytes_accessed=self.traffic)
-        whole = dataclasses.replace(whole, flops=self.flops)
+        total = given or CostEstimate(flops=0, transcendentals=0, bytes_accessed=self.traffic)
+        total = dataclasses.replace(total, flops=self.flops)
         counts = ("flops", "transcendentals", "bytes_accessed")
         count, most = math.prod(parts.values()), 1.0
         for split in self.splits:
@@ -234,21 +236,25 @@ class PallasCall:
                 most *= most_of_slope(parts[split.dim], split.groups * split.steps)
         most = {"flops": most, "transcendentals": most}
         return dataclasses.replace(
-            whole, **{key: int(getattr(whole, key) * most.get(key, 1.0)) // count for key in counts}
+            total, **{key: int(getattr(total, key) * most.get(key, 1.0)) // count for key in counts}
         )
 
 
 def most_of_slope(parts: int, blocks: int) -> float:
-    """Work of the part with the most over the mean, where block k of n has the work k: all wait for it."""
+    """Return the work of the busiest of `parts` parts over the mean, where block k of n has work k.
+
+    All devices wait for the busiest one.
+    """
+    # With n blocks and p parts, the last part has the mean work `n - (n / p - 1) / 2`. All blocks have `(n + 1) / 2`.
     return (2.0 - 1.0 / parts + 1.0 / blocks) / (1.0 + 1.0 / blocks)
 
 
 def masked_share(name: str, operands: Sequence[Any], mapping: Any) -> float:
-    """Return the share of the grid's steps that a kernel runs: jax's splash attention skips blocks that are masked.
+    """Return the share of the grid's steps that a kernel runs: jax's splash attention skips masked blocks.
 
-    Its second operand says which, `[heads, rows, columns]`. The values are known on the device only, but a mask comes
-    with positions of its queries or with blocks of its own, and a grid that is not cut to a window's width is then that
-    of a causal mask.
+    The kernel's second operand is the table of its blocks, `[heads, rows, columns]`. Its values are known on the device
+    only. But a mask has an operand of query positions or of partial blocks. If the grid is not reduced to a window's
+    width, the mask is assumed to be causal.
     """
     if not name.startswith(SCRATCH_RESULTS) or len(operands) < 2:
         return 1.0
@@ -256,11 +262,11 @@ def masked_share(name: str, operands: Sequence[Any], mapping: Any) -> float:
     if len(table.shape) != 3 or table.dtype.kind != "i":
         return 1.0
     marks = [operand.dtype.name for operand in operands[first:] if operand.dtype.kind in "iub"]
-    if set(marks) <= {"int32"} and len(marks) % 2 == 0:  # none, or ids of segments, of queries and of keys
+    if set(marks) <= {"int32"} and len(marks) % 2 == 0:  # none, or segment ids of queries and keys
         return 1.0
     lengths, sides = [], []
     for number, operand in list(enumerate(operands))[first:]:
-        if operand.dtype.kind not in "iu" and len(lengths) < 2:  # queries and keys come first of what is no table
+        if operand.dtype.kind not in "iu" and len(lengths) < 2:  # queries and keys precede all but tables
             block = mapping.block_mappings[number - first].block_shape
             lengths.append(operand.shape[-2])
             sides.append(_elements(block[-2]))
@@ -270,33 +276,34 @@ def masked_share(name: str, operands: Sequence[Any], mapping: Any) -> float:
 
 
 def kernel_name(params: dict[str, Any]) -> str:
-    """The kernel's own name: what was given to `pallas_call`, else the kernel function's."""
+    """Return the kernel's name: the one given to `pallas_call`, else that of the kernel function."""
     return params.get("name") or getattr(params["jaxpr"].debug_info, "func_name", "") or "pallas_call"
 
 
 def _own(mapping: Any) -> list[int]:
-    """Grid dims as the kernel counts them, without those that vmap added."""
+    """Return the grid dims in the kernel's own numbering, without those that vmap added."""
     return [dim for dim in range(len(mapping.grid)) if dim not in mapping.vmapped_dims]
 
 
 def _along(block: Any, grid: Sequence[Any]) -> dict[int, Along | None]:
-    """How one operand or result follows each grid dim."""
+    """Return the pattern of one operand or result along each grid dim."""
     jaxpr = block.index_map_jaxpr.jaxpr
-    found: dict[int, Along | None] = {dim: APART for dim in range(len(grid))}
+    patterns: dict[int, Along | None] = {dim: APART for dim in range(len(grid))}
     for d, variable in enumerate(jaxpr.outvars):
         size = _elements(block.block_shape[d])
         full = block.array_aval.shape[d]
         blocks = full // size if size and full % size == 0 else None
         for dim, pattern in follow(jaxpr, variable, grid, blocks).items():
-            if pattern is None or found[dim] is not APART:
-                found[dim] = None
+            if pattern is None or patterns[dim] is not APART:
+                patterns[dim] = None
             else:
                 period, within = pattern
-                found[dim] = Along(d if period > 0 else -1, abs(period), within)
-    return found
+                patterns[dim] = Along(d if period > 0 else -1, abs(period), within)
+    return patterns
 
 
 def _is_scratch(name: str, mapping: Any, along: dict[int, Along | None]) -> bool:
+    """Return True for a result of jax's splash attention that does not depend on the kernel's own grid."""
     alike = all(each is APART for dim, each in along.items() if dim not in mapping.vmapped_dims)
     return name.startswith(SCRATCH_RESULTS) and alike
 
@@ -304,19 +311,24 @@ def _is_scratch(name: str, mapping: Any, along: dict[int, Along | None]) -> bool
 def _split(
     name: str, mapping: Any, along: Sequence[dict[int, Along | None]], dim: int, size: int, asked: Request
 ) -> Split | None:
-    """How a grid dim may be split; None if not at all."""
-    each = [found.get(dim, APART) for found in along]
+    """Return the ways to split a grid dim, or None if it cannot be split.
+
+    - `along`: pattern of each operand and result along each grid dim.
+    - `dim`, `size`: the grid dim and its extent.
+    - `asked`: the kernel's use of its place in the grid.
+    """
+    each = [pattern.get(dim, APART) for pattern in along]
     if dim in asked.steps or any(a is None for a in each):
         return None
     known = [a for a in each if a is not None]
     of_results = [
-        a for a, found in zip(known[-mapping.num_outputs :], along[-mapping.num_outputs :], strict=True)
-        if not _is_scratch(name, mapping, found)
+        a for a, pattern in zip(known[-mapping.num_outputs :], along[-mapping.num_outputs :], strict=True)
+        if not _is_scratch(name, mapping, pattern)
     ]  # fmt: skip
     periods, ends = asked.periods.get(dim, frozenset()), asked.ends.get(dim, frozenset())
     steps = math.lcm(*(a.period for a in known), *periods, *ends)
     if any(a.dim < 0 for a in of_results):
-        steps = size  # written again and again: a sum, or whatever came last
+        steps = size  # written repeatedly: a sum, or the last value
     summed = any(a.inside(steps) is GridRange.SAME for a in of_results)
     inside = steps > 1 and not periods and all(a.inside(steps) is not GridRange.MIXED for a in known)
     inside = inside and ends == ({steps} if summed else set())
@@ -328,6 +340,7 @@ def _split(
 
 
 def _elements(block: Any) -> int | None:
+    """Return the number of elements of a block along one dim, or None if the block has no fixed size."""
     if block is None or type(block).__name__ == "Squeezed":
         return 1
     if isinstance(block, int):
@@ -336,7 +349,7 @@ def _elements(block: Any) -> int | None:
 
 
 def _on_parts(mapping: Any, parts: dict[int, int], shards: Sequence[Any], tables: dict[int, tuple[int, ...]]) -> Any:
-    """A grid mapping for one part of the grid, on shards."""
+    """Return the grid mapping for one part of the grid, on shards."""
     grid = tuple(size // parts.get(dim, 1) for dim, size in enumerate(mapping.grid))
     first = len(grid)
     blocks = [
@@ -356,15 +369,17 @@ def _on_parts(mapping: Any, parts: dict[int, int], shards: Sequence[Any], tables
 
 
 def _axes_of(entry: Any) -> tuple[str, ...]:
+    """Return the mesh axes of one entry of a spec."""
     return entry if isinstance(entry, tuple) else (entry,) if entry else ()
 
 
 def _spec_axes(spec: Any) -> tuple[str, ...]:
+    """Return all mesh axes of a spec."""
     return tuple(axis for entry in spec for axis in _axes_of(entry))
 
 
 def _shard(shape: Sequence[int], spec: Any, mesh: Any) -> tuple[int, ...]:
-    """Shape of one device's shard."""
+    """Return the shape of one device's shard."""
     entries = (*spec, *[None] * (len(shape) - len(spec)))
     return tuple(
         size // math.prod(mesh.shape[axis] for axis in _axes_of(entry))
@@ -373,7 +388,7 @@ def _shard(shape: Sequence[int], spec: Any, mesh: Any) -> tuple[int, ...]:
 
 
 def _traffic(mapping: Any) -> int:
-    """Bytes that blocks bring and take: one is moved whenever its index changes from one grid step to the next."""
+    """Return the bytes that blocks move: a block moves whenever its index changes from one grid step to the next."""
     total = 0
     for block in mapping.block_mappings:
         sizes = [_elements(b) for b in block.block_shape]

@@ -1,4 +1,4 @@
-"""Ragged dots on shards: groups of rows, each times a matrix of its own."""
+"""Ragged dots on shards: groups of rows, each group multiplied by its own matrix."""
 
 import dataclasses
 import functools
@@ -13,7 +13,7 @@ from autoshard.program.registered_rules import RuledFunction
 
 
 M, K, N, G = range(4)
-"""Factors: rows, contracted (or, of a gradient, columns of the left), columns, groups."""
+"""Factors: rows, contracted dim (for a gradient the left operand's columns), columns, groups."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -23,13 +23,13 @@ class RaggedDot:
     params: dict[str, Any]
     sizes: tuple[int, int, int, int]
     left: tuple[int, ...]
-    """The factor of each dim of the left operand."""
+    """Factor of each dim of the left operand."""
     right: tuple[int, ...]
     result: tuple[int, ...]
 
     @classmethod
     def of(cls, operands: Sequence[Any], params: dict[str, Any]) -> "RaggedDot | None":
-        """None for the forms with batch dims, or with an offset."""
+        """Return the ragged dot of an equation, or None for the forms with batch dims or an offset."""
         numbers = params["ragged_dot_dimension_numbers"]
         (left_over, right_over), (batch, _) = numbers.dot_dimension_numbers
         left, right, groups = (operand.shape for operand in operands[:3])
@@ -54,16 +54,18 @@ class RaggedDot:
 
     @property
     def flops(self) -> int:
+        """FLOPs of the dot on all devices: each row is multiplied by the matrix of its group only."""
         return 2 * math.prod(self.sizes[:G])
 
     @property
     def rule(self) -> tuple[Sequence[int], Sequence[str], Any, Any]:
-        """(sizes, kinds, operands, results) of the sharding rule; groups stay whole."""
+        """(sizes, kinds, operands, results) of the sharding rule; groups are not split."""
         kinds = [PARALLEL if f in self.result else REDUCTION for f in (M, K, N)]
         sides = [[(f,) for f in dims] for dims in (self.left, self.right, (G,), self.result)]
         return self.sizes, [*kinds, NEED_REPLICATION], sides[:3], sides[3:]
 
     def on_shards(self, mesh: Any, into: Sequence[Any], out: Sequence[Any]) -> tuple[Any, Sequence[Any], Sequence[Any]]:
+        """Return the function that computes the dot on shards, with the specs of operands and results."""
         axes: dict[int, tuple[str, ...]] = {}
         for dims, spec in zip((self.left, self.right, (G,), self.result), (*into, *out), strict=True):
             for factor, entry in zip(dims, spec, strict=False):
@@ -77,14 +79,14 @@ class RaggedDot:
             if rows:
                 groups = _held(groups, jax.lax.axis_index(rows), left.shape[self.left.index(M)])
             primitive = importlib.import_module("jax._src.lax.lax").ragged_dot_general_p
-            found = primitive.bind(left, right, groups, **self.params)
-            return jax.lax.psum(found, summed) if summed else found
+            product = primitive.bind(left, right, groups, **self.params)
+            return jax.lax.psum(product, summed) if summed else product
 
         return fn, into, out
 
 
 def _held(groups: Any, part: Any, rows: int) -> Any:
-    """Sizes of the groups within one part's rows."""
+    """Return the sizes of the groups within the rows of one part."""
     import jax.numpy as jnp
 
     ends = jnp.cumsum(groups)
@@ -94,16 +96,19 @@ def _held(groups: Any, part: Any, rows: int) -> Any:
 
 
 NAME = "grouped_matmul"
-"""What the op is called in a program, and in a profile."""
+"""Name of the op in a program and in a profile."""
 
 
 def grouped_matmul(rows: Any, weight: Any, sizes: Any, real: int, busiest: float = 1.0) -> Any:
-    """Rows [G, P, R, D] times the weights [E, F, D] of their experts: [G, P, R, F].
+    """Multiply rows by the weights of their experts; return [G, P, R, F].
 
-    `sizes` [G, P, E / G] (int32) counts the rows of each expert, which follow one another from the first row of a part
-    on; rows beyond them give zeros. `real` is how many rows there are in all, beside those that only fill up: what
-    matmuls are counted for. `busiest`: where groups are split, the busiest device has so many times their mean. With
-    an expert in each group this is an einsum, of all rows.
+    - `rows`: [G, P, R, D]; rows of one part follow one another expert by expert, and the rest are padding.
+    - `weight`: [E, F, D].
+    - `sizes`: rows of each expert in each part, [G, P, E / G] int32; rows beyond them give zeros.
+    - `real`: number of all rows without padding, for which FLOPs are counted.
+    - `busiest`: load of the busiest device over the mean, where groups are split.
+
+    With one expert in each group this is an einsum over all rows.
     """
     import jax
     import jax.numpy as jnp
@@ -131,6 +136,8 @@ def grouped_matmul(rows: Any, weight: Any, sizes: Any, real: int, busiest: float
 
 @functools.cache
 def _forward(real: int, owned: str, busiest: float) -> RuledFunction:
+    """Return the call of the forward product."""
+
     def fn(rows: Any, weight: Any, sizes: Any) -> Any:
         return _products(rows, weight.swapaxes(1, 2), sizes)
 
@@ -139,19 +146,19 @@ def _forward(real: int, owned: str, busiest: float) -> RuledFunction:
 
 @functools.cache
 def _backward(real: int, owned: str, busiest: float) -> RuledFunction:
-    """The gradient of the rows."""
+    """Return the call of the rows' gradient."""
     rule = _rule(real, f"g p r f, {owned} f d, g p e -> g p r d", "f")
     return RuledFunction(_products, rule, (), _uneven(busiest))
 
 
 def _rule(real: int, text: str, summed: str) -> CallRule:
-    """The rule of a product of rows, which is summed over one factor; rows and experts of a group stay whole."""
+    """Return the rule of a product that sums over the factor `summed`; rows and experts of a group are not split."""
     return parse_call_rule(NAME, text, reduction=summed, need_replication="r e", flops=f"{2 * real} d f")
 
 
 @functools.cache
 def _of_weight(real: int, owned: str, busiest: float) -> RuledFunction:
-    """The gradient of the weights, in their dtype, summed in f32 over parts."""
+    """Return the call of the weights' gradient, in the weights' dtype, summed in fp32 over parts."""
 
     def fn(rows: Any, of: Any, sizes: Any) -> Any:
         import jax
@@ -168,8 +175,8 @@ def _of_weight(real: int, owned: str, busiest: float) -> RuledFunction:
             zeros = jnp.zeros((sizes.shape[-1], of.shape[-1], rows.shape[-1]), jnp.float32)
             return jax.lax.scan(part, zeros, given)[0].astype(rows.dtype)
 
-        found = _each(group, (rows, of, sizes))
-        return found.reshape(-1, *found.shape[2:])
+        gradients = _each(group, (rows, of, sizes))
+        return gradients.reshape(-1, *gradients.shape[2:])
 
     rule = parse_call_rule(
         NAME,
@@ -182,12 +189,12 @@ def _of_weight(real: int, owned: str, busiest: float) -> RuledFunction:
 
 
 def _uneven(busiest: float) -> CallWork:
-    """Of the first factor of each rule: the groups."""
+    """Return the load factor of the busiest device along the first factor of each rule, the groups."""
     return CallWork(uneven={0: busiest} if busiest > 1 else {})
 
 
 def _products(rows: Any, weight: Any, sizes: Any) -> Any:
-    """Rows [G, P, R, D] times weights [G e, D, F] by `sizes` [G, P, e]."""
+    """Multiply rows [G, P, R, D] by weights [G e, D, F] of groups with `sizes` [G, P, e]."""
     import jax
     import jax.numpy as jnp
 
@@ -198,9 +205,9 @@ def _products(rows: Any, weight: Any, sizes: Any) -> Any:
 
         def part(given: tuple[Any, Any]) -> Any:
             rows, sizes = given
-            found = jax.lax.ragged_dot(rows, weight, sizes)
+            product = jax.lax.ragged_dot(rows, weight, sizes)
             place = jax.lax.broadcasted_iota(jnp.int32, (rows.shape[0], 1), 0)
-            return jnp.where(place < sizes.sum(), found, 0)  # what no group has may be anything on a device
+            return jnp.where(place < sizes.sum(), product, 0)  # rows of no group are undefined on a device
 
         return _each(part, (rows, sizes))
 
@@ -208,7 +215,7 @@ def _products(rows: Any, weight: Any, sizes: Any) -> Any:
 
 
 def _outer(rows: Any, of: Any, sizes: Any) -> Any:
-    """The sum over each expert's rows [R, D] and [R, F] of their outer products [e, F, D], in f32."""
+    """Sum the outer products of each expert's rows [R, D] and [R, F]; return [e, F, D] in fp32."""
     import jax
     import jax.numpy as jnp
 
@@ -217,7 +224,7 @@ def _outer(rows: Any, of: Any, sizes: Any) -> Any:
 
 
 def _each(fn: Any, given: tuple[Any, ...]) -> Any:
-    """`fn` of each first index, one after the other."""
+    """Apply `fn` to each index of the first dim, one after another."""
     import jax
 
     if given[0].shape[0] == 1:

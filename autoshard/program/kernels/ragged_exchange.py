@@ -1,9 +1,9 @@
-"""Rows that lie by groups of experts go to the devices of their experts, and only those that are real.
+"""An exchange of rows, grouped by experts, that sends only the real rows to the devices of their experts.
 
 One call changes the order of rows [B, G, R, D] of sequences and groups to [G, B, R, D], or back. Its rule lets a plan
-split sequences on one side and groups on the other over the same mesh axes: then the call is an all-to-all in which a
-device sends what each group of each sequence has (`jax.lax.ragged_all_to_all`), not what it has room for. Rows beyond
-them are zeros where they arrive. CPUs have no such collective and send all rows.
+split sequences on one side and groups on the other over the same mesh axes. The call is then an all-to-all that sends
+only the filled rows of each group and sequence (`jax.lax.ragged_all_to_all`), not the free slots. The other rows are
+zeros at the receiver. CPUs have no such collective and send all rows.
 """
 
 import dataclasses
@@ -16,11 +16,14 @@ from autoshard.base.call_rules import NEED_REPLICATION, PARALLEL
 
 
 RAGGED = "ragged_exchange"
-"""Beginning of the calls' names, which end with the share of their rows that is real."""
+"""Common prefix of the calls' names, which end with the real share of their rows."""
 
 B, P, G, Q, R, D = range(6)
-"""Factors: sequences that stay on a device, those that it exchanges for groups, groups and sequences of a side that has
-all of them, rows of a group, features."""
+"""Factors of the exchange's rule.
+
+`B` are sequences that stay on a device, and `P` those that it exchanges for groups. `G` and `Q` are groups and
+sequences of the side that has all of them, `R` rows of a group and `D` features.
+"""
 
 _BY_SEQUENCE: tuple[tuple[int, ...], ...] = ((B, P), (G,), (R,), (D,))
 _BY_GROUP: tuple[tuple[int, ...], ...] = ((P,), (B, Q), (R,), (D,))
@@ -28,28 +31,32 @@ _FILLED: tuple[tuple[int, ...], ...] = ((B, Q), (G,))
 
 
 def ragged_exchange(rows: Any, filled: Any, real: int, busiest: float = 1.0) -> Any:
-    """Rows [B, G, R, D] as [G, B, R, D]; the first `filled` [B, G] (int32) of each R are real, the others zeros.
+    """Transpose rows [B, G, R, D] to [G, B, R, D], where B is a multiple of G.
 
-    `real` of the B G R rows are so on average; the busiest of the devices that groups are split over has `busiest`
-    times their mean number. B is a multiple of G.
+    - `filled`: number of real rows among each R, [B, G] int32; the other rows are zeros.
+    - `real`: average number of real rows among all B G R.
+    - `busiest`: rows of the busiest device over the mean, where groups are split.
     """
     return _exchanged(_RealRows(real / math.prod(rows.shape[:3]), busiest), True)(rows, filled)
 
 
 def ragged_return(rows: Any, filled: Any, real: int, busiest: float = 1.0) -> Any:
-    """The way back: rows [G, B, R, D] as [B, G, R, D]."""
+    """Transpose rows [G, B, R, D] back to [B, G, R, D]; the arguments are those of `ragged_exchange`."""
     return _exchanged(_RealRows(real / math.prod(rows.shape[:3]), busiest), False)(rows, filled)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _RealRows:
+    """Expected load of an exchange."""
+
     share: float
-    """The share of the rows that is real."""
+    """Share of the rows that is real."""
     busiest: float
 
 
 @functools.cache
 def _exchanged(settings: _RealRows, there: bool) -> Any:
+    """Return the exchange as a function whose gradient is the exchange back."""
     import jax
 
     @jax.custom_vjp
@@ -65,27 +72,28 @@ def _exchanged(settings: _RealRows, there: bool) -> Any:
 
 @functools.cache
 def _call(settings: _RealRows, there: bool) -> Any:
-    """The call as a function of whole tensors that stays one op in a program."""
+    """Return the call as a function of whole tensors that stays one op in a program."""
     from jax.experimental.custom_partitioning import custom_partitioning
 
-    found = custom_partitioning(lambda rows, filled: rows.swapaxes(0, 1))
+    partitioned = custom_partitioning(lambda rows, filled: rows.swapaxes(0, 1))
     calls = RaggedCalls(settings, there)
-    found.def_partition(calls, sharding_rule=calls.mlir_rule)
-    return found
+    partitioned.def_partition(calls, sharding_rule=calls.mlir_rule)
+    return partitioned
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class RaggedCall:
-    """One call with its shapes."""
+    """One exchange with the shape of its rows."""
 
     settings: _RealRows
     there: bool
     shape: tuple[int, ...]
-    """The shape of its rows."""
+    """Shape of the rows, the first operand."""
     dtype: str
 
     @property
     def name(self) -> str:
+        """Name of the call in a program."""
         return f"{RAGGED}{'' if self.there else '_back'}_{self.settings.share:.4g}"
 
     @property
@@ -99,16 +107,16 @@ class RaggedCall:
 
     @property
     def sent(self) -> float:
-        """Share of a device's rows that it sends, or keeps for itself."""
+        """Share of a device's rows that are real, sent or not."""
         return self.settings.share
 
     @property
     def uneven(self) -> dict[int, float]:
-        """Times the mean that the busiest part has, by factor."""
+        """Load of the busiest part over the mean, by factor."""
         return {P: self.settings.busiest} if self.settings.busiest > 1 else {}
 
     def on_shards(self, mesh: Any, into: Sequence[Any], out: Sequence[Any]) -> tuple[Any, Sequence[Any], Sequence[Any]]:
-        """The call on shards with these specs."""
+        """Return the function that computes the call on shards with these specs, and the specs."""
         by_group = out[0] if self.there else into[0]
         entry = by_group[0] if len(by_group) else None
         axes = entry if isinstance(entry, tuple) else (entry,) if entry else ()
@@ -119,17 +127,17 @@ class RaggedCall:
 
 
 class RaggedCalls:
-    """What `custom_partitioning` asks for; a program of ours asks for `of`."""
+    """Callbacks for `custom_partitioning`; autoshard itself uses `of`."""
 
     def __init__(self, settings: _RealRows, there: bool) -> None:
         self.settings, self.there = settings, there
 
     def of(self, operands: Sequence[Any]) -> RaggedCall:
-        """The call with these operands."""
+        """Return the call with these operands."""
         return RaggedCall(self.settings, self.there, tuple(operands[0].shape), str(operands[0].dtype))
 
     def __call__(self, mesh: Any, operands: Any, results: Any) -> tuple[Any, Any, Any, Any]:
-        """As XLA has split the sequences, which stay where they are."""
+        """Return the call on shards for XLA's own split of the sequences, which stay on their devices."""
         from jax.sharding import NamedSharding, PartitionSpec
 
         spec = (*operands[0].sharding.spec, *[None] * 4)[:4]
@@ -141,15 +149,17 @@ class RaggedCalls:
         return mesh, lambda rows, filled: rows.swapaxes(0, 1), out, (into, filled)
 
     def mlir_rule(self, mesh: Any, operands: Any, results: Any) -> Any:
-        """The rule as JAX's own partitioning takes it, in which nothing is exchanged."""
+        """Return the rule in the form of JAX's own partitioning, without an exchange."""
         sides = ("b g r d", "g b r d") if self.there else ("g b r d", "b g r d")
         return f"{sides[0]}, b g -> {sides[1]}", {"need_replication_factors": ("g", "r")}
 
 
 def _sent(rows: Any, filled: Any, *, axes: tuple[str, ...], count: int, there: bool) -> Any:
-    """On one of `count` devices: its sequences' rows [b, G, R, D] for its groups' [G / count, count b, R, D], or back.
+    """Send the rows of one of `count` devices: [b, G, R, D] become [G / count, count b, R, D], or back.
 
-    `filled` [count b, G] is of all sequences that take part.
+    - `filled`: real rows of all sequences that take part, [count b, G] int32.
+    - `axes`: mesh axes of the devices.
+    - `there`: True from sequences to groups.
     """
     import jax
 
@@ -162,13 +172,15 @@ def _sent(rows: Any, filled: Any, *, axes: tuple[str, ...], count: int, there: b
 
 
 def _all_rows(rows: Any, filled: Any, *, axes: tuple[str, ...], count: int, there: bool) -> Any:
+    """Send all rows, real or not, for devices without a ragged all-to-all."""
     import jax
 
-    # Either way the second dim is taken apart, and the first one put together.
+    # In both directions the second dim is split, and the first one concatenated.
     return jax.lax.all_to_all(rows, axes, 1, 0, tiled=True).swapaxes(0, 1)
 
 
 def _real_rows(rows: Any, filled: Any, *, axes: tuple[str, ...], count: int, there: bool) -> Any:
+    """Send the real rows only."""
     import jax
     import jax.numpy as jnp
 
@@ -176,13 +188,14 @@ def _real_rows(rows: Any, filled: Any, *, axes: tuple[str, ...], count: int, the
     batch, groups = filled.shape[0] // count, filled.shape[1] // count
     of_mine = jax.lax.dynamic_slice_in_dim(filled, place * batch, batch, 0)  # [b, G]
     for_me = jax.lax.dynamic_slice_in_dim(filled, place * groups, groups, 1)  # [count b, G / count]
-    # Slices in the order of (other device, its or my group, its or my sequence).
+    # Slices are ordered by (other device, group, sequence), where group or sequence is the other device's or this
+    # one's.
     theirs = of_mine.reshape(batch, count, groups).transpose(1, 2, 0)
     mine = for_me.reshape(count, batch, groups).transpose(0, 2, 1)
     other, group, sequence = (jax.lax.broadcasted_iota(jnp.int32, (count, groups, batch), dim) for dim in range(3))
     by_sequence = (sequence * (count * groups) + other * groups + group) * room
     by_group = (group * (count * batch) + other * batch + sequence) * room
-    # What I send lies at another device as if it were the other side of mine.
+    # Offsets of the sent slices in the other device's result.
     at_groups = (group * (count * batch) + place * batch + sequence) * room
     at_sequences = (sequence * (count * groups) + place * groups + group) * room
     begins, sizes, ends, comes, shape = (

@@ -1,10 +1,11 @@
-"""Attention whose keys and values go around a ring: one call, of which every device has a part of the sequence.
+"""Attention whose keys and values go around a ring: one call, in which every device has a part of the sequence.
 
-The call has a sharding rule like any other, in which queries, keys and values share their sequence. Where a plan splits
-that, each device computes with the keys that it holds while it sends them on, until all have passed by; where it does
-not, the call is attention by blocks. Under a causal mask device i of n takes the parts i and 2n - 1 - i of 2n, in a
-zig-zag: then every device has the same work at every turn, and no block is computed that is masked whole. Parts are
-exchanged for that when the call begins, and go back when it ends.
+The call has a sharding rule like any other, in which queries, keys and values share their sequence. If a plan splits
+the sequence, each device computes with its present keys while it sends them on, until all keys have passed. Otherwise
+the call is attention by blocks of keys.
+
+Under a causal mask device i of n has the parts i and 2n - 1 - i of 2n (zigzag). Every device then has equal work at
+every turn, and no fully masked block is computed. Parts are exchanged when the call begins, and back when it ends.
 """
 
 import dataclasses
@@ -21,22 +22,28 @@ from autoshard.program.kernels.splash_attention import LANES
 
 
 RING = "ring_attention"
-"""Beginning of the calls' names; what they compute comes after it."""
+"""Common prefix of the calls' names."""
 
 B, K, G, S, D, E, U = range(7)
-"""Factors: batch, heads of keys, query heads that share one, parts of the sequence, head dims of keys and of values,
-and tokens of a part."""
+"""Factors: batch, key heads, query heads for each key head, parts of the sequence, head dims, tokens of a part.
+
+`D` is the head dim of keys, `E` that of values.
+"""
 
 _QUERY, _KEY, _VALUE, _MIXED, _ROWS = ((B, K, G, S, D), (B, K, S, D), (B, K, S, E), (B, K, G, S, E), (B, K, G, S))
 _SIDES = (
     ((_QUERY, _KEY, _VALUE), (_MIXED, _ROWS)),
     ((_QUERY, _KEY, _VALUE, _MIXED, _ROWS, _MIXED), (_QUERY, _KEY, _VALUE)),
 )
-"""Operands and results, forward and backward."""
+"""Factors of operands and results, forward and backward."""
 
 
 def ring_refusal(query: Sequence[int], key: Sequence[int], *, window: bool, softcap: bool) -> str:
-    """Why attention of `query` [..., S, D] over `key` [..., T, D] cannot go around a ring; empty if it can."""
+    """Return the reason why an attention cannot go around a ring; empty if it can.
+
+    - `query`, `key`: shapes [..., S, D] and [..., T, D].
+    - `window`, `softcap`: True if the attention has a window or bounded scores.
+    """
     if query[-2] != key[-2]:
         return f"{query[-2]} queries of {key[-2]} keys do not share one sequence"
     if window:
@@ -47,10 +54,15 @@ def ring_refusal(query: Sequence[int], key: Sequence[int], *, window: bool, soft
 def ring_attention(
     query: Any, key: Any, value: Any, *, causal: bool, scale: float | None = None, kernel: bool = False
 ) -> Any:
-    """Softmax attention: `query` [B, K, G, S, D], `key` [B, K, S, D], `value` [B, K, S, E] give [B, K, G, S, E].
+    """Compute softmax attention as a ring call; return [B, K, G, S, E].
 
-    Each of the K key-value heads serves G query heads. `kernel`: the pieces are computed by jax's splash kernel, where
-    S is a multiple of its blocks; else scores of `KEYS` keys at a time are in memory.
+    - `query`: [B, K, G, S, D]; each of the K key-value heads serves G query heads.
+    - `key`, `value`: [B, K, S, D] and [B, K, S, E].
+    - `causal`: True if query s sees only keys up to s.
+    - `scale`: factor of the scores; None for D ** -0.5.
+    - `kernel`: compute pieces by jax's splash kernel if S is a multiple of its blocks.
+
+    Without the kernel, scores of `KEYS` keys at a time are in memory.
     """
     length, size = query.shape[3], query.shape[4]
     scores = math.prod(query.shape[:4]) * length * seen_share(length, length, causal, None)
@@ -61,61 +73,65 @@ def ring_attention(
 
 
 class _Settings(NamedTuple):
+    """Mask of a ring call, and the computation of its pieces."""
+
     causal: bool
     how: How
 
     @property
     def unit(self) -> int:
-        """Tokens that stay together: two halves, each a multiple of what a kernel takes."""
+        """Number of tokens that stay on one device: two halves, each a multiple of a kernel's block."""
         return 2 * LANES if self.how.kernel else 2 if self.causal else 1
 
 
 @functools.cache
 def _differentiable(settings: _Settings) -> Any:
+    """Return the ring call as a function with a custom gradient."""
     import jax
     from jax.ad_checkpoint import checkpoint_name
 
     forward, backward = _call(settings, False), _call(settings, True)
 
     def saving(query: Any, key: Any, value: Any) -> tuple[Any, Any]:
-        # Kept under one name, they spare a backward pass the way around.
+        # If both are saved under this name, the backward pass needs no second forward turn around the ring.
         out, total = (checkpoint_name(each, "context") for each in forward(query, key, value))
         return out, (query, key, value, out, total)
 
-    found = jax.custom_vjp(lambda *given: forward(*given)[0])
-    found.defvjp(saving, lambda saved, gradient: tuple(backward(*saved, gradient)))
-    return found
+    differentiable = jax.custom_vjp(lambda *given: forward(*given)[0])
+    differentiable.defvjp(saving, lambda saved, gradient: tuple(backward(*saved, gradient)))
+    return differentiable
 
 
 @functools.cache
 def _call(settings: _Settings, back: bool) -> Any:
-    """The call as a function of whole tensors that stays one op in a program."""
+    """Return the call as a function of whole tensors that stays one op in a program."""
     from jax.experimental.custom_partitioning import custom_partitioning
 
     run = functools.partial(_turns_back if back else _turns, settings=settings, ring=_Ring((), 1))
-    found = custom_partitioning(lambda *given: run(*given))
+    partitioned = custom_partitioning(lambda *given: run(*given))
     calls = RingCalls(settings, back)
-    found.def_partition(calls, sharding_rule=calls.mlir_rule)
-    return found
+    partitioned.def_partition(calls, sharding_rule=calls.mlir_rule)
+    return partitioned
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class RingCall:
-    """One call with its shapes."""
+    """One ring call with the shapes of its operands."""
 
     settings: _Settings
     back: bool
     shapes: tuple[tuple[int, ...], ...]
-    """Shapes of its operands."""
+    """Shapes of the call's operands, in order."""
     dtype: str
 
     @property
     def name(self) -> str:
+        """Name of the call in a program."""
         return f"{RING}{'_causal' if self.settings.causal else '_full'}{'_backward' if self.back else ''}"
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """Of the factors."""
+        """Sizes of the factors."""
         query, value = self.shapes[0], self.shapes[2]
         unit = self.settings.unit if query[3] % self.settings.unit == 0 else query[3]
         return (*query[:3], query[3] // unit, query[4], value[3], unit)
@@ -123,7 +139,7 @@ class RingCall:
     @property
     def rule(self) -> tuple[Sequence[int], Sequence[str], Any, Any]:
         """(sizes, kinds, operands, results) of the sharding rule."""
-        # Gradients of keys are sums over the query heads that share them, so those stay together there.
+        # Gradients of keys are sums over the query heads that share them, so that these heads are not split there.
         kinds = [PARALLEL, PARALLEL, NEED_REPLICATION if self.back else PARALLEL, PARALLEL, *[NEED_REPLICATION] * 3]
         operands, results = (
             [[(f, U) if f == S else (f,) for f in dims] for dims in side] for side in _SIDES[self.back]
@@ -132,26 +148,31 @@ class RingCall:
 
     @property
     def flops(self) -> int:
-        """Of the matmuls over the scores: two, or seven in the kernels of the gradient, of which plain needs five."""
+        """FLOPs of the matmuls over the scores.
+
+        There are two forward, and backward seven with kernels or five without.
+        """
         matmuls = 2 if not self.back else 7 if self.settings.how.kernel else 5
         query, value = self.shapes[0], self.shapes[2]
         return int(matmuls * math.prod(query[:4]) * query[3] * self._share * (query[4] + value[3]))
 
     @property
     def _side(self) -> int:
+        """Number of queries, and of keys, in one block of scores."""
         length = self.shapes[0][3]
         return ring_side(length // 2) if self.settings.how.kernel else min(KEYS, length)
 
     @property
     def _share(self) -> float:
+        """Share of the scores that is computed on one device."""
         length, side = self.shapes[0][3], self._side
         if not self.settings.how.kernel:
-            return 1.0  # on one device; masked scores are computed too
+            return 1.0  # masked scores are computed too
         return computed_share(length, length, self.settings.causal, None, (side, side))
 
     @property
     def steps(self) -> int:
-        """Steps of the kernel's grid on one device; gradients have two kernels."""
+        """Grid steps of the kernel on one device; gradients have two kernels."""
         if not self.settings.how.kernel:
             return 0
         query, side = self.shapes[0], self._side
@@ -159,25 +180,25 @@ class RingCall:
         return math.prod(query[:3]) * each * (1 + self.back)
 
     def on_shards(self, mesh: Any, into: Sequence[Any], out: Sequence[Any]) -> tuple[Any, Sequence[Any], Sequence[Any]]:
-        """The call on shards with these specs."""
+        """Return the function that computes the call on shards with these specs, and the specs."""
         axes = _axes_of(into[0], S)
         ring = _Ring(axes, math.prod(mesh.shape[axis] for axis in axes))
         return functools.partial(_turns_back if self.back else _turns, settings=self.settings, ring=ring), into, out
 
 
 class RingCalls:
-    """What `custom_partitioning` asks for; a program of ours asks for `of`."""
+    """Callbacks for `custom_partitioning`; autoshard itself uses `of`."""
 
     def __init__(self, settings: _Settings, back: bool) -> None:
         self.settings, self.back = settings, back
 
     def of(self, operands: Sequence[Any]) -> RingCall:
-        """The call with these operands."""
+        """Return the call with these operands."""
         dtype = str(operands[0].dtype)
         return RingCall(self.settings, self.back, tuple(tuple(each.shape) for each in operands), dtype)
 
     def __call__(self, mesh: Any, operands: Any, results: Any) -> tuple[Any, Callable[..., Any], Any, Any]:
-        """As XLA has split the queries."""
+        """Return the call on shards for XLA's own split of the queries."""
         import jax
         from jax.sharding import NamedSharding, PartitionSpec
 
@@ -191,42 +212,48 @@ class RingCalls:
         return mesh, fn, jax.tree.unflatten(jax.tree.structure(results), sides[1]), tuple(sides[0])
 
     def mlir_rule(self, mesh: Any, operands: Any, results: Any) -> Any:
-        """The rule as JAX's own partitioning takes it."""
+        """Return the rule in the form of JAX's own partitioning."""
         names = ("b", "k", "g", "s", "d", "e")
         texts = [", ".join(" ".join(names[f] for f in dims) for dims in side) for side in _SIDES[self.back]]
         return " -> ".join(texts), {"need_replication_factors": ("g", "d", "e") if self.back else ("d", "e")}
 
 
 def _axes_of(spec: Any, dim: int) -> tuple[str, ...]:
+    """Return the mesh axes that split a dim."""
     entry = spec[dim] if dim < len(spec) else None
     return entry if isinstance(entry, tuple) else (entry,) if entry else ()
 
 
-# On one device of a ring
+# Code of one device of a ring.
 
 
 class _Ring(NamedTuple):
-    """Mesh axes that split the sequence, and how many devices they have together."""
+    """Mesh axes that split the sequence, and their number of devices."""
 
     axes: tuple[str, ...]
     count: int
 
     def place(self) -> Any:
+        """Return the number of the present device in the ring."""
         import jax
 
         return jax.lax.axis_index(self.axes)
 
     def on(self, *values: Any) -> tuple[Any, ...]:
-        """What the device before has."""
+        """Send values to the next device, and return those of the previous device."""
         return self.moved([(i, (i + 1) % self.count) for i in range(self.count)], *values)
 
     def moved(self, pairs: Sequence[tuple[int, int]], *values: Any) -> tuple[Any, ...]:
+        """Send values between pairs of devices (from, to)."""
         import jax
 
         return tuple(jax.lax.ppermute(value, self.axes, pairs) for value in values)
 
     def zigzag(self, value: Any, dim: int) -> Any:
-        """Parts 2i and 2i + 1 of 2n of a dim on device i, become i and 2n - 1 - i."""
+        """Send parts of a dim between devices for equal causal work.
+
+        Device i of n has the parts 2i and 2i + 1 of 2n before, and `i` and `2n - 1 - i` afterwards.
+        """
         import jax.numpy as jnp
 
         first, second = jnp.split(value, 2, dim)
@@ -236,7 +263,7 @@ class _Ring(NamedTuple):
         return jnp.concatenate([jnp.where(even, first, second), jnp.where(even, second, first)], dim)
 
     def straight(self, value: Any, dim: int) -> Any:
-        """Back again."""
+        """Restore the order of parts before `zigzag`."""
         import jax.numpy as jnp
 
         low, high = jnp.split(value, 2, dim)
@@ -247,11 +274,15 @@ class _Ring(NamedTuple):
         return jnp.concatenate([first, second], dim)
 
     def _home(self, part: int) -> int:
+        """Return the device of a part in zigzag order."""
         return min(part, 2 * self.count - 1 - part)
 
 
 def _turns(query: Any, key: Any, value: Any, *, settings: _Settings, ring: _Ring) -> tuple[Any, Any]:
-    """Result in the dtype of values, and logarithms of the sums."""
+    """Compute attention on one device of the ring.
+
+    Returns the result in the dtype of values, and the logarithms of the sums.
+    """
     import jax
 
     causal, how = settings
@@ -261,45 +292,46 @@ def _turns(query: Any, key: Any, value: Any, *, settings: _Settings, ring: _Ring
     if causal:
         query, key, value = ring.zigzag(query, 3), ring.zigzag(key, 2), ring.zigzag(value, 2)
     place = ring.place()
-    found = piece(query, key, value, causal, how)
+    combined = piece(query, key, value, causal, how)
     moving = ring.on(key, value)
 
     def either(number: Any, given: tuple[Any, ...]) -> Any:
-        """At a turn under a causal mask: keys of a device before, or of one after."""
+        """Add the piece of one turn under a causal mask, for the keys of an earlier or a later device."""
         return jax.lax.cond(number <= place, lambda: _over_low(how, *given), lambda: _of_high(how, *given))
 
     def turn(carried: Any, number: Any) -> tuple[Any, None]:
-        found, (keys, values) = carried
+        partial, (keys, values) = carried
         coming = ring.on(keys, values)
         if causal:
-            found = either(number, (query, keys, values, *found))
+            partial = either(number, (query, keys, values, *partial))
         else:
-            found = added(found[0], found[1], *piece(query, keys, values, False, how))
-        return (found, coming), None
+            partial = added(partial[0], partial[1], *piece(query, keys, values, False, how))
+        return (partial, coming), None
 
     numbers = jax.numpy.arange(1, ring.count - 1)
-    (found, moving), _ = jax.lax.scan(turn, (found, moving), numbers)
-    # The last keys are sent no further.
+    (combined, moving), _ = jax.lax.scan(turn, (combined, moving), numbers)
+    # The keys of the last turn are not sent on.
     if causal:
-        out, total = either(ring.count - 1, (query, *moving, *found))
+        out, total = either(ring.count - 1, (query, *moving, *combined))
         return ring.straight(out.astype(value.dtype), 3), ring.straight(total, 3)
-    out, total = added(found[0], found[1], *piece(query, moving[0], moving[1], False, how))
+    out, total = added(combined[0], combined[1], *piece(query, moving[0], moving[1], False, how))
     return out.astype(value.dtype), total
 
 
 def _halves(value: Any, dim: int) -> Any:
+    """Split a dim into two halves."""
     import jax.numpy as jnp
 
     return jnp.split(value, 2, dim)
 
 
 def _over_low(how: How, query: Any, keys: Any, values: Any, out: Any, total: Any) -> tuple[Any, Any]:
-    """Keys of a device before: all queries see the lower half of them."""
+    """Add the keys of an earlier device, of which all queries see the lower half."""
     return added(out, total, *piece(query, _halves(keys, 2)[0], _halves(values, 2)[0], False, how))
 
 
 def _of_high(how: How, query: Any, keys: Any, values: Any, out: Any, total: Any) -> tuple[Any, Any]:
-    """Keys of a device after: the upper half of the queries sees all of them."""
+    """Add the keys of a later device, all of which the upper half of the queries sees."""
     import jax.numpy as jnp
 
     (low, high), (low_total, high_total) = _halves(out, 3), _halves(total, 3)
@@ -310,15 +342,18 @@ def _of_high(how: How, query: Any, keys: Any, values: Any, out: Any, total: Any)
 def _turns_back(
     query: Any, key: Any, value: Any, out: Any, total: Any, gradient: Any, *, settings: _Settings, ring: _Ring
 ) -> tuple[Any, Any, Any]:
-    """Gradients of queries, keys and values; those of keys go around with them, in fp32, until they are home."""
+    """Compute the gradients of queries, keys and values on one device of the ring.
+
+    The gradients of keys and values travel around the ring with them, in fp32, until they are back on their own device.
+    """
     import jax
     import jax.numpy as jnp
 
     causal, how = settings
     dtypes = [each.dtype for each in (query, key, value)]
     if ring.count == 1:
-        found = piece_back(query, key, value, out, total, gradient, causal, how)
-        return tuple(each.astype(dtype) for each, dtype in zip(found, dtypes, strict=True))  # type: ignore[return-value]
+        grads = piece_back(query, key, value, out, total, gradient, causal, how)
+        return tuple(each.astype(dtype) for each, dtype in zip(grads, dtypes, strict=True))  # type: ignore[return-value]
     rows = (query, out, total, gradient)
     if causal:
         rows = tuple(ring.zigzag(each, 3) for each in rows)
@@ -338,7 +373,7 @@ def _turns_back(
         return jnp.concatenate([jnp.zeros_like(of_query), of_query], 3), *others  # type: ignore[return-value]
 
     def taken(of_query: Any, of_keys: Any, moving: Any, number: Any) -> tuple[Any, Any]:
-        """Gradients with those of the keys that have come; the sums of theirs come after them."""
+        """Add the gradients of one turn; the partial gradients of the present keys arrive from the previous device."""
         of_keys = ring.on(*of_keys)
         if causal:
             mine, *theirs = jax.lax.cond(number <= place, lambda: over_low(*moving), lambda: of_high(*moving))
@@ -355,7 +390,7 @@ def _turns_back(
     start = (of_query, tuple(of_keys), ring.on(key, value))
     (of_query, of_keys, last), _ = jax.lax.scan(turn, start, jnp.arange(1, ring.count - 1))
     of_query, of_keys = taken(of_query, of_keys, last, ring.count - 1)
-    found = tuple(each.astype(dtype) for each, dtype in zip((of_query, *ring.on(*of_keys)), dtypes, strict=True))
+    grads = tuple(each.astype(dtype) for each, dtype in zip((of_query, *ring.on(*of_keys)), dtypes, strict=True))
     if causal:
-        found = (ring.straight(found[0], 3), *(ring.straight(each, 2) for each in found[1:]))
-    return found  # type: ignore[return-value]
+        grads = (ring.straight(grads[0], 3), *(ring.straight(each, 2) for each in grads[1:]))
+    return grads  # type: ignore[return-value]

@@ -1,8 +1,8 @@
-"""Attention of some queries over some keys, with what it takes to add it to that over other keys.
+"""Attention of some queries over some keys, with the sums that combine it with attention over other keys.
 
-A piece gives its result as if there were no other keys, and for each query the logarithm of the sum of its
-exponentials; `added` makes one piece of two. The gradient of a piece takes the logarithms of the whole sums, and then
-is what these keys add to the gradients.
+A piece returns its result as if there were no other keys, and for each query the logarithm of its sum of exponentials.
+`added` combines two pieces. The gradient of a piece takes the logarithms of the sums over all keys, and returns these
+keys' share of the gradients.
 """
 
 import functools
@@ -13,28 +13,31 @@ from autoshard.program.kernels.splash_attention import LANES, interpreted
 
 
 KEYS = 512
-"""Keys of a block of scores that is computed at once where no kernel is used."""
+"""Number of keys in a block of scores that is computed at once without a kernel."""
 SIDES = (1024, 512, 256, 128)
-"""Queries, and keys, of a block of scores in the kernel: the largest that divides both."""
+"""Numbers of queries, and of keys, in a block of the kernel's scores; the largest divisor is used."""
 
 
 class How(NamedTuple):
-    """What a piece is computed by."""
+    """The computation of a piece."""
 
     kernel: bool
-    """Whether jax's splash kernel computes it; else blocks of keys do, one after the other, with scores in memory."""
+    """True if jax's splash kernel computes a piece; else blocks of keys are computed in turn, with scores in memory."""
 
 
 def ring_side(*lengths: int) -> int:
-    """Queries, and keys, of a block of scores of the kernel."""
-    whole = math.gcd(*lengths)
-    return next((side for side in SIDES if whole % side == 0), LANES)
+    """Return the queries, and keys, of a block of the kernel's scores."""
+    divisor = math.gcd(*lengths)
+    return next((side for side in SIDES if divisor % side == 0), LANES)
 
 
 def piece(query: Any, key: Any, value: Any, causal: bool, how: How) -> tuple[Any, Any]:
-    """`query` [B, K, G, S, D] over `key` [B, K, T, D], `value` [B, K, T, E]: [B, K, G, S, E] and [B, K, G, S] in fp32.
+    """Compute attention over some keys; return [B, K, G, S, E] and the logarithms of sums [B, K, G, S], both in fp32.
 
-    With `causal` query s sees keys up to s; S is T.
+    - `query`: [B, K, G, S, D].
+    - `key`, `value`: [B, K, T, D] and [B, K, T, E].
+    - `causal`: query s sees keys up to s; S equals T.
+    - `how`: with or without jax's kernel.
     """
     if how.kernel:
         return _kernel_piece(query, key, value, causal)
@@ -44,9 +47,11 @@ def piece(query: Any, key: Any, value: Any, causal: bool, how: How) -> tuple[Any
 def piece_back(
     query: Any, key: Any, value: Any, out: Any, total: Any, gradient: Any, causal: bool, how: How
 ) -> tuple[Any, Any, Any]:
-    """Gradients of `query`, `key` and `value` in fp32, as far as these keys go.
+    """Return these keys' share of the gradients of `query`, `key` and `value`, in fp32.
 
-    `out`, and `total` the logarithms of the sums, are of the queries over all keys.
+    - `out`: result of the queries over all keys.
+    - `total`: logarithms of their sums of exponentials over all keys.
+    - `gradient`: gradient of `out`.
     """
     if how.kernel:
         return _kernel_back(query, key, value, out, total, gradient, causal)
@@ -54,18 +59,18 @@ def piece_back(
 
 
 def added(out: Any, total: Any, other: Any, others: Any) -> tuple[Any, Any]:
-    """Two pieces of the same queries as one."""
+    """Combine two pieces of the same queries."""
     import jax.numpy as jnp
 
     both = jnp.logaddexp(total, others)
     return out * jnp.exp(total - both)[..., None] + other * jnp.exp(others - both)[..., None], both
 
 
-# By blocks of keys
+# Pieces by blocks of keys.
 
 
 def _blocks(value: Any, size: int) -> Any:
-    """[B, K, T, D] as [T / size, B, K, size, D]."""
+    """Reshape [B, K, T, D] to [T / size, B, K, size, D]."""
     import jax.numpy as jnp
 
     b, k, t, d = value.shape
@@ -73,7 +78,7 @@ def _blocks(value: Any, size: int) -> Any:
 
 
 def _scores(query: Any, key: Any, first: Any, causal: bool) -> Any:
-    """Scores in fp32 of one block of keys, which begins at `first`; masked ones are the least number."""
+    """Return the scores in fp32 of one block of keys, which starts at key `first`; masked ones are the least number."""
     import jax
     import jax.numpy as jnp
 
@@ -86,10 +91,12 @@ def _scores(query: Any, key: Any, first: Any, causal: bool) -> Any:
 
 
 def _block_size(length: int) -> int:
+    """Return the largest divisor of `length` that is at most `KEYS`."""
     return next(size for size in range(min(KEYS, length), 0, -1) if length % size == 0)
 
 
 def _plain_piece(query: Any, key: Any, value: Any, causal: bool) -> tuple[Any, Any]:
+    """Compute a piece in plain JAX, by a scan over blocks of keys with running maxima and sums."""
     import jax
     import jax.numpy as jnp
 
@@ -120,10 +127,12 @@ def _plain_piece(query: Any, key: Any, value: Any, causal: bool) -> tuple[Any, A
 def _plain_back(
     query: Any, key: Any, value: Any, out: Any, total: Any, gradient: Any, causal: bool
 ) -> tuple[Any, Any, Any]:
+    """Compute the gradients of a piece in plain JAX, by a scan over blocks of keys."""
     import jax
     import jax.numpy as jnp
 
     size = _block_size(key.shape[2])
+    # The softmax's gradient needs the row sum of weights * d_weights, which equals this product.
     share = jnp.einsum("bkgse,bkgse->bkgs", out.astype(jnp.float32), gradient.astype(jnp.float32))
     wide = {"preferred_element_type": jnp.float32}
 
@@ -144,11 +153,12 @@ def _plain_back(
     return of_query, of_key, of_value
 
 
-# By jax's kernel
+# Pieces by jax's kernel.
 
 
 @functools.cache
 def _kernel(heads: int, length: int, keys: int, causal: bool, saving: bool, interpret: bool) -> Any:
+    """Return jax's kernel for the heads of one group; with `saving` it also returns the sums."""
     import jax
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as kernel
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
@@ -167,11 +177,12 @@ def _kernel(heads: int, length: int, keys: int, causal: bool, saving: bool, inte
 
 
 def _kernel_piece(query: Any, key: Any, value: Any, causal: bool) -> tuple[Any, Any]:
+    """Compute a piece by jax's kernel."""
     import jax
     import jax.numpy as jnp
 
     one = _kernel(query.shape[2], query.shape[3], key.shape[2], causal, True, interpreted())
-    # A function of its own, which keeps the tables of the mask: a call that stays one op may hold no constants.
+    # The inner jit holds the mask's tables, since a call that stays one op may not have constants.
     out, (total,) = jax.jit(jax.vmap(jax.vmap(lambda *given: one(*given))))(query, key, value)
     return out.astype(jnp.float32), total
 
@@ -179,20 +190,21 @@ def _kernel_piece(query: Any, key: Any, value: Any, causal: bool) -> tuple[Any, 
 def _kernel_back(
     query: Any, key: Any, value: Any, out: Any, total: Any, gradient: Any, causal: bool
 ) -> tuple[Any, Any, Any]:
+    """Compute the gradients of a piece by jax's kernel."""
     import jax
     import jax.numpy as jnp
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as kernel
 
     one = _kernel(query.shape[2], query.shape[3], key.shape[2], causal, False, interpreted())
-    # The kernel's own gradient, told of the sums over all keys instead of those over these.
-    told = {name: one.kwargs[name] for name in ("mask_value", "is_mqa", "block_sizes", "mask_function", "interpret")}
+    # The kernel's own gradient function receives the sums over all keys instead of those over these keys.
+    fixed = {name: one.kwargs[name] for name in ("mask_value", "is_mqa", "block_sizes", "mask_function", "interpret")}
 
     def back(q: Any, k: Any, v: Any, o: Any, lse: Any, do: Any) -> tuple[Any, Any, Any]:
         saved = (q, k, v, None, None, o, lse, one.dq_mask_info, one.dkv_mask_info)
-        found = kernel._splash_attention_bwd(
-            save_residuals=False, residual_checkpoint_name=None, attn_logits_soft_cap=None, res=saved, do=do, **told
+        outputs = kernel._splash_attention_bwd(
+            save_residuals=False, residual_checkpoint_name=None, attn_logits_soft_cap=None, res=saved, do=do, **fixed
         )
-        return found[3:6]
+        return outputs[3:6]
 
-    found = jax.jit(jax.vmap(jax.vmap(back)))(query, key, value, out, total, gradient)
-    return tuple(x.astype(jnp.float32) for x in found)  # type: ignore[return-value]
+    gradients = jax.jit(jax.vmap(jax.vmap(back)))(query, key, value, out, total, gradient)
+    return tuple(x.astype(jnp.float32) for x in gradients)  # type: ignore[return-value]

@@ -1,7 +1,7 @@
-"""jax's splash attention for TPUs: a kernel that never writes its scores to memory, where a program may choose it.
+"""jax's splash attention for TPUs, a kernel that never writes its scores to memory, and the choice of kernels.
 
-Every attention of a torch module or a Hugging Face model asks `chosen_kernel` (through `attend`) which kernel it is
-computed by; `attention_kernel` says so for what is traced inside of it.
+Every attention of a torch module or a Hugging Face model asks through `attend` which kernel computes it. The context
+manager `attention_kernel` sets the answer for the code that is traced inside it.
 """
 
 import contextlib
@@ -22,31 +22,39 @@ from autoshard.program.remat_marks import CONTEXT, mark_of
 
 
 KERNELS = ("plain", "splash", "cached", "cudnn", "auto")
-"""How attention may be computed: scores in full, jax's splash kernel, a kernel over what a cache holds, cuDNN's on
-GPUs, or one of the first three wherever it can be and gains something."""
+"""Names of the ways to compute attention.
+
+`plain` has scores in memory, `splash` is jax's kernel, `cached` a kernel over a key-value cache, `cudnn` is for GPUs.
+`auto` is one of the first three, wherever it is possible and faster.
+"""
 
 GPU_AUTO = "auto:cudnn"
-"""What `auto` is where a program is planned for GPUs: cuDNN's kernel wherever it can be."""
+"""Meaning of `auto` in a program that is planned for GPUs: cuDNN's kernel wherever possible."""
 
 LANES = 128
-"""Elements of a TPU register's row: blocks of scores are multiples of it."""
+"""Number of elements in a row of a TPU's register; blocks of scores are multiples of it."""
 
+# Numbers of queries, and of keys, that a block may have.
 _BLOCKS = (1024, 512, 256, 128)
 _PART = 512
-"""Keys of a block that a kernel multiplies at once."""
+"""Number of keys of a block that a kernel multiplies at once."""
 _MOVED = 450.0
-"""FLOPs that a TPU's core multiplies while it moves a byte of its main memory (v6e)."""
+"""FLOPs that a TPU core computes while one byte of main memory moves (v6e)."""
 _PLAIN = 12
-"""Bytes that a score takes through main memory where no kernel computes it: f32 and narrowed, written and read."""
+"""Main memory traffic of one score without a kernel, in bytes: in f32 and narrowed, written and read."""
 _STEP = 5.2e8
-"""FLOPs that a TPU's core multiplies in the 0.7 us that a step of the kernel's grid takes by itself (docs/costs.md)."""
+"""FLOPs that a TPU core computes in 0.7 us, the overhead of one grid step (docs/costs.md)."""
 _PARTS = 8
-"""Parts of the queries' gradient, one for each block of keys, that a fused backward kernel may leave to be summed:
-about as much memory as the feed-forward block of the same layer holds at its time."""
+"""Most parts of the queries' gradient, one per block of keys, that a fused backward kernel may leave to be summed.
+
+So many parts need about as much memory as the feed-forward block of the same layer at its time.
+"""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Chosen:
+    """The kernel and exchange that are set for the code that is traced."""
+
     kernel: str
     notes: list[str]
     exchange: str
@@ -56,7 +64,10 @@ _chosen: contextvars.ContextVar[_Chosen | None] = contextvars.ContextVar("attent
 
 
 def check_kernel(kernel: str) -> str:
-    """The kernel's name. Raises `UserError` for one that there is not."""
+    """Return the kernel's name.
+
+    Raises `UserError` for an unknown name.
+    """
     if kernel not in (*KERNELS, GPU_AUTO):
         raise UserError(f"attention `{kernel}` is not known; use {', '.join(KERNELS[:-1])} or {KERNELS[-1]}.")
     return kernel
@@ -64,9 +75,10 @@ def check_kernel(kernel: str) -> str:
 
 @contextlib.contextmanager
 def attention_kernel(kernel: str, notes: list[str], exchange: str = "auto") -> Iterator[None]:
-    """While inside, attention is computed by `kernel` of `KERNELS`; `notes` say where `auto` takes none.
+    """Set the kernel of `KERNELS` that computes attention while inside.
 
-    With the `exchange` `ring` its keys and values go around a ring; `notes` say where they cannot.
+    `notes` receives the attentions for which `auto` uses no kernel. With the `exchange` `ring`, keys and values go
+    around a ring of devices, and `notes` receives the attentions for which this is impossible.
     """
     token = _chosen.set(_Chosen(kernel, notes, exchange))
     try:
@@ -76,11 +88,12 @@ def attention_kernel(kernel: str, notes: list[str], exchange: str = "auto") -> I
 
 
 def takes_splash(refused: str, idle: str) -> bool:
-    """Return True if the kernel computes an attention.
+    """Return True if the splash kernel computes an attention.
 
-    `refused` says why it cannot, `idle` why it would gain nothing (each empty: it can, it gains).
+    - `refused`: reason why the kernel is impossible, or empty.
+    - `idle`: reason why the kernel would gain nothing, or empty.
 
-    Raises `UserError` where the kernel was asked for by name.
+    Raises `UserError` if the user named a kernel that is impossible.
     """
     chosen = _chosen.get()
     if chosen is None or chosen.kernel in ("plain", "cudnn", GPU_AUTO):
@@ -96,10 +109,12 @@ def takes_splash(refused: str, idle: str) -> bool:
 
 
 def takes_cached(refused: str, idle: str) -> bool | None:
-    """Whether attention over a cache is computed by the kernel for it, which cannot do so for the reason `refused`, or
-    would gain nothing for the reason `idle` (each empty: it can, it gains); None where another one was asked for.
+    """Return True if the cached kernel computes an attention over a cache; None if the user named another kernel.
 
-    Raises `UserError` where the kernel was asked for by name.
+    - `refused`: reason why the kernel is impossible, or empty.
+    - `idle`: reason why the kernel would gain nothing, or empty.
+
+    Raises `UserError` if the user named the kernel and it is impossible.
     """
     chosen = _chosen.get()
     if chosen is None or chosen.kernel not in ("cached", "auto"):
@@ -113,9 +128,9 @@ def takes_cached(refused: str, idle: str) -> bool | None:
 
 
 def takes_cudnn(refused: str) -> bool:
-    """Whether attention that cuDNN cannot compute for the reason `refused` (empty: it can) is computed by it.
+    """Return True if cuDNN computes an attention; `refused` is the reason why it is impossible, or empty.
 
-    Raises `UserError` where it was asked for by name.
+    Raises `UserError` if the user named the kernel and it is impossible.
     """
     chosen = _chosen.get()
     if chosen is None or chosen.kernel not in ("cudnn", GPU_AUTO):
@@ -128,7 +143,7 @@ def takes_cudnn(refused: str) -> bool:
 
 
 def takes_ring(refused: str) -> bool:
-    """Whether attention whose keys and values cannot go around a ring for the reason `refused` does so."""
+    """Return True if keys and values go around a ring; `refused` is the reason why this is impossible, or empty."""
     chosen = _chosen.get()
     if chosen is None or chosen.exchange != "ring":
         return False
@@ -138,12 +153,13 @@ def takes_ring(refused: str) -> bool:
 
 
 def prefers_splash() -> bool:
-    """Whether the kernel is wanted wherever it can be."""
+    """Return True if the splash kernel is requested wherever it is possible."""
     chosen = _chosen.get()
     return chosen is not None and chosen.kernel in ("splash", "auto")
 
 
 def _note(chosen: _Chosen, note: str) -> None:
+    """Add a note once."""
     if note not in chosen.notes:
         chosen.notes.append(note)
 
@@ -151,7 +167,13 @@ def _note(chosen: _Chosen, note: str) -> None:
 def refusal(
     query: Sequence[int], key: Sequence[int], *, bias: bool, padding: bool, position: bool, causal: bool
 ) -> str:
-    """Why the kernel cannot compute attention of `query` [B, H, S, D] over `key` [B, K, T, D]; empty if it can."""
+    """Return the reason why splash attention is impossible; empty if it is possible.
+
+    - `query`, `key`: shapes [B, H, S, D] and [B, K, T, D].
+    - `bias`, `padding`: True if the scores have a bias or mask, or if keys are marked as padding.
+    - `position`: True if queries follow a cache of keys.
+    - `causal`: True if the attention is causal.
+    """
     length, keys = query[2], key[2]
     masked = mask_refusal(bias=bias, padding=padding, position=position)
     if masked:
@@ -162,7 +184,7 @@ def refusal(
 
 
 def mask_refusal(*, bias: bool, padding: bool, position: bool) -> str:
-    """Why masks that a model brings keep attention from a kernel; empty if they do not."""
+    """Return the reason why a model's own masks exclude kernels; empty if they do not."""
     if position:
         return "its queries come after a cache of keys, which the kernel has no mask for"
     if bias:
@@ -173,7 +195,12 @@ def mask_refusal(*, bias: bool, padding: bool, position: bool) -> str:
 
 
 def no_gain(length: int, keys: int, causal: bool, window: int | None, size: int) -> str:
-    """Return why sequences padded to the kernel's blocks would take longer than scores in memory; empty if not."""
+    """Return the reason why sequences padded to the kernel's blocks take longer than scores in memory; empty if not.
+
+    - `length`, `keys`: numbers of queries and keys.
+    - `causal`, `window`: masks of the scores.
+    - `size`: head dim.
+    """
     if length % LANES == 0 and keys % LANES == 0:
         return ""
     padded = _work(length, keys, causal, window, size, block_of(length, keys, causal, window, size))
@@ -183,21 +210,23 @@ def no_gain(length: int, keys: int, causal: bool, window: int | None, size: int)
 
 
 def block_of(length: int, keys: int, causal: bool, window: int | None, size: int) -> int:
-    """Return the queries, and keys, of one block: large ones take fewer steps, small ones compute less in vain.
+    """Return the queries, and keys, of the fastest block.
 
-    Sequences that a block does not divide are padded.
+    Large blocks need fewer steps, small ones compute fewer masked scores. Sequences that a block does not divide are
+    padded.
     """
     return min(_BLOCKS, key=lambda block: _work(length, keys, causal, window, size, block))
 
 
 def _work(length: int, keys: int, causal: bool, window: int | None, size: int, block: int) -> float:
-    """Return what the forward kernel of one head takes with such a block, as FLOPs of its time."""
+    """Return the time of the forward kernel of one head with such a block, as FLOPs of a TPU core."""
     rows, columns = padded(length, block), padded(keys, block)
     sides = (block, block)
     share = computed_share(rows, columns, causal, window, sides)
-    # Queries, keys, values and results are read and written, two bytes an element.
+    # Padding reads and writes queries, keys, values and results, with two bytes an element.
     moved = 8.0 * size * ((length + keys) if (rows, columns) != (length, keys) else 0)
     steps = grid_steps(rows, columns, causal, window, sides)
+    # Two matmuls over the scores, with two FLOPs for each product.
     return share * 4.0 * rows * columns * size + _STEP * steps + _MOVED * moved
 
 
@@ -207,17 +236,17 @@ def padded(length: int, block: int) -> int:
 
 
 def blocks_of(length: int, keys: int, causal: bool, window: int | None, size: int) -> KernelBlocks:
-    """The blocks of the kernels where nobody says them: squares, as `block_of` finds them.
+    """Return the default blocks of the kernels: squares, with the side from `block_of`.
 
-    One fused backward kernel multiplies the scores five times, two take seven. But it writes a part of the queries'
-    gradient for each block of keys, goes through blocks that a window leaves out, and makes all gradients of a shard
-    from all of its queries, so that a sequence whose keys are gathered could not be split in it.
+    One fused backward kernel has five matmuls over the scores, two kernels have seven. But the fused kernel writes a
+    part of the queries' gradient for each block of keys, and does not skip blocks outside of a window. It also computes
+    all gradients of a shard from all of its queries. A sequence whose keys are gathered could therefore not be split.
     """
     side = block_of(length, keys, causal, window, size)
     chosen = _chosen.get()
-    whole = chosen is None or chosen.exchange != "gather"
+    ungathered = chosen is None or chosen.exchange != "gather"
     square = (side, side)
-    return KernelBlocks(square, square, square, fused=whole and window is None and -(-keys // side) <= _PARTS)
+    return KernelBlocks(square, square, square, fused=ungathered and window is None and -(-keys // side) <= _PARTS)
 
 
 def splash_attention(
@@ -231,12 +260,16 @@ def splash_attention(
     softcap: float | None = None,
     blocks: KernelBlocks | None = None,
 ) -> Any:
-    """Softmax attention: `query` [B, K, G, S, D], `key` [B, K, T, D], `value` [B, K, T, E] give [B, K, G, S, E].
+    """Compute softmax attention by jax's kernel; return [B, K, G, S, E].
 
-    Each of the K key-value heads serves G query heads. The kernel is one over the heads of a group, mapped over batch
-    and key-value heads, so all three can be split. It runs on TPUs and compiles for them; where JAX has started
-    without any it is interpreted. `blocks` are those of its kernels, by default those of `blocks_of`. Sequences are
-    padded to a multiple of all of them.
+    - `query`: [B, K, G, S, D]; each of the K key-value heads serves G query heads.
+    - `key`, `value`: [B, K, T, D] and [B, K, T, E].
+    - `causal`, `window`, `softcap`: masks and bound of the scores.
+    - `scale`: factor of the scores; None for D ** -0.5.
+    - `blocks`: blocks of the kernels, by default those of `blocks_of`; sequences are padded to a multiple of all.
+
+    The kernel covers the heads of a group and is mapped over batch and key-value heads, so that all three can be split.
+    It runs on TPUs and compiles for them. If JAX has started without a TPU, the kernel is interpreted.
     """
     import jax
     import jax.numpy as jnp
@@ -277,10 +310,10 @@ def splash_attention(
         block_sizes=sizes,
         attn_logits_soft_cap=softcap,
         interpret=interpreted(),
-        residual_checkpoint_name=mark_of(CONTEXT) or CONTEXT,  # with it its row sums: else it would run again
+        residual_checkpoint_name=mark_of(CONTEXT) or CONTEXT,  # row sums too, or the kernel would run again
     )
     if columns > keys and not causal:
-        # A causal mask hides padding behind the last query. Else it is a segment that no query is of.
+        # A causal mask hides padding after the last query. Without one, padding is a segment without queries.
         ids = kernel.SegmentIds(jnp.zeros(rows, jnp.int32), (jnp.arange(columns) >= keys).astype(jnp.int32))
         one = functools.partial(one, segment_ids=ids)
     scaled = query * (size**-0.5 if scale is None else scale)
@@ -291,7 +324,7 @@ def splash_attention(
 
 
 def _lengthened(tensor: Any, length: int) -> Any:
-    """Return `tensor` [..., S, D] with zeros behind its sequence, up to `length`."""
+    """Return `tensor` [..., S, D] with zeros appended to its sequence, up to `length`."""
     import jax.numpy as jnp
 
     more = length - tensor.shape[-2]
@@ -299,18 +332,21 @@ def _lengthened(tensor: Any, length: int) -> Any:
 
 
 def interpreted() -> bool:
-    """Whether kernels are interpreted: where no TPU is. What is compiled for TPUs holds the kernel all the same."""
+    """Return True if kernels are interpreted, which is so without a TPU.
+
+    Programs that are compiled for TPUs contain the kernel in either case.
+    """
     bridge = sys.modules.get("jax._src.xla_bridge")
     started = getattr(bridge, "backends_are_initialized", None)
     if started is None or not started():
-        return True  # asking would start a backend, and nothing runs yet
+        return True  # a query would start a backend, and nothing runs yet
     import jax
 
     return jax.default_backend() != "tpu"
 
 
 def kernels_as_they_are() -> tuple[Any, Any]:
-    """Pallas' primitive, and a lowering of it that makes kernels also of those that are interpreted here."""
+    """Return Pallas' primitive, and a lowering of it that emits real kernels for interpreted ones too."""
     pallas = importlib.import_module("jax._src.pallas.pallas_call")
 
     def lower(ctx: Any, *values: Any, **params: Any) -> Any:

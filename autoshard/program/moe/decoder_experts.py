@@ -1,9 +1,9 @@
-"""The experts' part of a decoder that is made from its dims: a router, experts, and experts that see every token.
+"""Experts of a decoder that is built from its dims: a router, routed experts, and experts that see every token.
 
-Either all tokens of the batch are sorted by expert and multiplied by group, or each sequence has slots for each expert,
-into which its tokens are gathered, or the tokens of each sequence are sorted into groups of experts. Slots and groups
-can be split by batch and by expert; what is sorted over the batch by rows alone. Kernels of published runs, which can
-be planned and priced only, multiply each sequence's sorted tokens.
+There are four dispatches. Tokens of the whole batch are sorted by expert and multiplied by group. Or each sequence has
+slots for each expert, into which its tokens are gathered. Or the tokens of each sequence are sorted into groups of
+experts. Or kernels of published runs, which can be planned and priced only, multiply each sequence's sorted tokens.
+Slots and groups can be split by batch and by expert, but tokens that are sorted over the batch by rows alone.
 """
 
 import math
@@ -18,7 +18,7 @@ from autoshard.program.moe.experts import parse_experts
 
 
 class ExpertDims(Protocol):
-    """What experts need to know of a decoder's dims."""
+    """The dims of a decoder that its experts need."""
 
     @property
     def width(self) -> int: ...
@@ -35,7 +35,7 @@ class ExpertDims(Protocol):
 
 
 def expert_shapes(dims: ExpertDims) -> dict[str, tuple[int, ...]]:
-    """Parameters of a layer's router and experts by name."""
+    """Return the shapes of the parameters of a layer's router and experts, by name."""
     width, inner, shared = dims.width, dims.expert_inner, dims.shared_experts * dims.expert_inner
     shapes: dict[str, tuple[int, ...]] = {"router.weight": (width, dims.experts)}
     for name in ("gate_proj", "up_proj") if dims.gated else ("up_proj",):
@@ -49,17 +49,20 @@ def expert_shapes(dims: ExpertDims) -> dict[str, tuple[int, ...]]:
 
 
 class Routing(NamedTuple):
-    """How tokens come to their experts."""
+    """The dispatch of tokens to experts."""
 
     kind: str
     factor: float = 1.0
-    """Slots of an expert over the mean number of its tokens, for `capacity`."""
+    """Slots of an expert relative to the mean number of its tokens, for `capacity`."""
     kernels: GroupedKernels = GroupedKernels()
-    """How the kernels run, for `kernels`."""
+    """Tiles and order of the kernels, for `kernels`."""
 
 
 def routed(dims: ExpertDims, x: Any, weights: Mapping[str, Any], routing: Routing) -> Any:
-    """What the experts make of tokens `x` [B, S, D]: the largest softmax weights (f32), rescaled to sum to 1."""
+    """Return the experts' results for tokens `x` [B, S, D].
+
+    The weights of a token's experts are its largest softmax weights (f32), rescaled to sum to 1.
+    """
     import jax
     import jax.numpy as jnp
     from jax.ad_checkpoint import checkpoint_name
@@ -84,7 +87,12 @@ def routed(dims: ExpertDims, x: Any, weights: Mapping[str, Any], routing: Routin
 
 
 def _sorted(dims: ExpertDims, x: Any, share: Any, chosen: Any, weights: Mapping[str, Any], routing: Routing) -> Any:
-    """Every token by all of its experts: rows [B S K, D] sorted by expert, a grouped matmul, and back."""
+    """Return the results of all experts of every token: rows [B S K, D] sorted by expert, a grouped matmul, and back.
+
+    - `x`: tokens [B, S, D].
+    - `share`, `chosen`: weights and indices of each token's experts [B, S, K].
+    - `weights`: parameters of the layer by name.
+    """
     import jax
     import jax.numpy as jnp
     from jax.ad_checkpoint import checkpoint_name
@@ -108,10 +116,11 @@ def _sorted(dims: ExpertDims, x: Any, share: Any, chosen: Any, weights: Mapping[
 
 
 def _in_kernels(dims: ExpertDims, x: Any, share: Any, chosen: Any, weights: Mapping[str, Any], routing: Routing) -> Any:
-    """As MaxText's sparse matmuls have it: every token once for each of its experts, these rows sorted by expert, three
-    kernels, the rows sorted back, and their weighted sum in f32. Experts have as many rows each.
+    """Return the results by MaxText's sparse matmuls; the arguments are those of `_sorted`.
 
-    Every step makes rows anew, in both directions: the gradient of an order of rows is the opposite order.
+    Every token is repeated for each of its experts, the rows are sorted by expert, and three kernels multiply them. The
+    rows are then sorted back and summed with their weights in f32. Experts have equal numbers of rows. Every step
+    materialises rows again, in both directions: the gradient of a permutation of rows is its inverse.
     """
     import jax.numpy as jnp
     from jax.ad_checkpoint import checkpoint_name
@@ -132,13 +141,13 @@ def _in_kernels(dims: ExpertDims, x: Any, share: Any, chosen: Any, weights: Mapp
     gate = checkpoint_name(grouped(rows, "gate_proj"), "gate") if dims.gated else None
     up = checkpoint_name(grouped(rows, "up_proj"), "up")
     out = checkpoint_name(grouped(_activated(gate, up), "down_proj"), "down")
-    found = _reordered(out.reshape(batch, experts * each, width), back, there).reshape(batch, length, count, width)
-    mixed = (found.astype(jnp.float32) * share.astype(jnp.float32)[..., None]).sum(2)
+    results = _reordered(out.reshape(batch, experts * each, width), back, there).reshape(batch, length, count, width)
+    mixed = (results.astype(jnp.float32) * share.astype(jnp.float32)[..., None]).sum(2)
     return mixed.astype(x.dtype)
 
 
 def _reordered(rows: Any, places: Any, opposite: Any) -> Any:
-    """`rows` [B, N, D] at `places` [B, M], whose gradient is at the `opposite` places [B, N]."""
+    """Return `rows` [B, N, D] at `places` [B, M]; its gradient is that at the `opposite` places [B, N]."""
     import jax
     import jax.numpy as jnp
 
@@ -154,7 +163,10 @@ def _reordered(rows: Any, places: Any, opposite: Any) -> Any:
 
 
 def _slotted(dims: ExpertDims, x: Any, share: Any, chosen: Any, weights: Mapping[str, Any], routing: Routing) -> Any:
-    """Every sequence has slots [E, C] for its tokens, the first ones of each expert; tokens beyond are dropped."""
+    """Return the results with slots [E, C] in every sequence for the first tokens of each expert; others are dropped.
+
+    The arguments are those of `_sorted`.
+    """
     import jax.numpy as jnp
     from jax.ad_checkpoint import checkpoint_name
 
@@ -173,7 +185,10 @@ def _slotted(dims: ExpertDims, x: Any, share: Any, chosen: Any, weights: Mapping
 
 
 def _by_groups(dims: ExpertDims, x: Any, share: Any, chosen: Any, weights: Mapping[str, Any], routing: Routing) -> Any:
-    """The tokens of each sequence sorted by expert, in groups [G, B, R, D] of experts; none is dropped."""
+    """Return the results with the tokens of each sequence sorted into groups [G, B, R, D] of experts; none is dropped.
+
+    The arguments are those of `_sorted`.
+    """
     import jax.numpy as jnp
     from jax.ad_checkpoint import checkpoint_name
 
@@ -202,7 +217,7 @@ def _activated(gate: Any | None, up: Any) -> Any:
 
 
 def product(equation: str, left: Any, weight: Any) -> Any:
-    """An einsum with a parameter, in the dtype of its other operand, counted as a matmul."""
+    """Return an einsum with a parameter, in the dtype of its other operand, and count it as a matmul."""
     import jax.numpy as jnp
 
     inputs, out = equation.split("->")

@@ -1,7 +1,7 @@
-"""How tokens get to their experts and back by sorting: each sequence's tokens lie by groups of experts, in order.
+"""Dispatch of tokens to their experts and back by sorting: each sequence's tokens are ordered by groups of experts.
 
-Every group has the same number of rows in each sequence, so that a mesh can split sequences first and groups of experts
-then: between the two lies an all-to-all, padded to those rows, or of those that are real. Within a group tokens lie by
+Every group has the same number of rows in each sequence, so that a mesh can split first sequences and then groups of
+experts. Between the two is an all-to-all, of all padded rows or of the real ones. Within a group tokens are ordered by
 expert.
 """
 
@@ -13,20 +13,20 @@ from autoshard.program.kernels.ragged_exchange import ragged_exchange, ragged_re
 
 
 class Dispatch(NamedTuple):
-    """Where the tokens of each sequence go."""
+    """The destinations of the tokens of each sequence."""
 
     to_groups: Callable[[Any], Any]
-    """Tokens [B, S, D] to rows [B, G, R, D]; zeros where a group has fewer."""
+    """Function from tokens [B, S, D] to rows [B, G, R, D]; unused rows of a group are zeros."""
     from_groups: Callable[[Any], Any]
-    """Rows [B, G, R, D] to what became of each pair of token and expert [B, S, K, D]; zeros for what was dropped."""
+    """Function from rows [B, G, R, D] to results of each token's experts [B, S, K, D]; dropped ones are zeros."""
     sizes: Callable[[], Any]
-    """Rows of each expert [B, G, E / G] (int32): within a group those of its experts follow one another."""
+    """Function that returns the rows of each expert [B, G, E / G] (int32); a group's experts are contiguous."""
 
     def by_group(self, real: int | None, busiest: float = 1.0) -> "ByGroup":
-        """The same with groups before sequences, which is where a mesh exchanges one for the other.
+        """Return the dispatch with groups before sequences, so that a mesh exchanges the one for the other.
 
-        `real`: of all rows so many are real, and only these are sent, up to `busiest` times their mean to a device;
-        None: all are.
+        `real` is the number of real rows; only these are sent, up to `busiest` times their mean to a device. None: all
+        rows are sent.
         """
         sizes = self.sizes()
         if real is None:
@@ -44,31 +44,39 @@ class Dispatch(NamedTuple):
 
 
 class ByGroup(NamedTuple):
-    """What tokens of a group are."""
+    """The dispatch of tokens with groups of experts as the first dim."""
 
     there: Callable[[Any], Any]
-    """Tokens [B, S, D] to rows [G, B, R, D]; zeros where a group has fewer."""
+    """Function from tokens [B, S, D] to rows [G, B, R, D]; unused rows of a group are zeros."""
     back: Callable[[Any], Any]
-    """Rows [G, B, R, D] to what became of each pair of token and expert [B, S, K, D]; zeros for what was dropped."""
+    """Function from rows [G, B, R, D] to results of each token's experts [B, S, K, D]; dropped ones are zeros."""
     sizes: Any
     """Rows of each expert [G, B, E / G] (int32)."""
 
 
 def rows_for_all(length: int, active: int, experts: int, groups: int) -> int:
-    """Rows that a group of experts needs so that no token of a sequence is ever dropped."""
+    """Return the rows that a group of experts needs so that no token of a sequence is ever dropped.
+
+    - `length`: tokens of a sequence.
+    - `active`: experts of a token.
+    - `experts`, `groups`: numbers of experts and of their groups.
+    """
     return length * min(active, experts // groups)
 
 
 def rows_of(length: int, active: int, experts: int, groups: int, factor: float | None) -> int:
-    """Rows of a group in a sequence: `factor` times the mean number, if given, and never more than all may need."""
+    """Return the rows of a group in a sequence: `factor` times the mean number, and never more than `rows_for_all`.
+
+    `factor` None stands for `rows_for_all`; the other arguments are those of `rows_for_all`.
+    """
     most = rows_for_all(length, active, experts, groups)
     return most if factor is None else min(most, max(1, math.ceil(length * active * factor / groups)))
 
 
 def dispatch(chosen: Any, experts: int, groups: int, rows: int) -> Dispatch:
-    """By `chosen` [B, S, K], the experts of each token; each group of experts has `rows` rows in a sequence.
+    """Return the dispatch by `chosen` [B, S, K], the experts of each token, with `rows` rows for each group.
 
-    The first tokens of a group have them (lower experts first); those beyond are dropped.
+    The first tokens of a group get its rows (lower experts first); tokens beyond are dropped.
     """
     import jax
     import jax.numpy as jnp
@@ -103,24 +111,24 @@ def dispatch(chosen: Any, experts: int, groups: int, rows: int) -> Dispatch:
 
 
 class _Places(NamedTuple):
-    """For each row [B, N] the one of another order that it is, and whether it is one at all (None: all are)."""
+    """For each row [B, N], its position in another order, and whether the row is real (None: all are)."""
 
     of: Any
     real: Any
 
 
 def _exchange(count: int, pairs: _Places, slots: _Places) -> tuple[Callable[[Any], Any], Callable[[Any], Any]]:
-    """How tokens [B, S, D] come into slots [B, N, D], and what slots hold to pairs of token and expert [B, S K, D].
+    """Return functions from tokens [B, S, D] to slots [B, N, D], and from slots to pairs [B, S K, D].
 
-    `pairs`: for each slot its pair; `slots`: for each pair its slot. Each way is the gradient of the other, so that
-    nothing is added where it may meet, which TPUs do row by row.
+    `pairs` has the pair of each slot, and `slots` the slot of each pair. Each function is the gradient of the other. So
+    the gradient contains no scatter-add, which TPUs execute row by row.
     """
     import jax
     import jax.numpy as jnp
 
     def taken(rows: Any, places: _Places, each: int = 1) -> Any:
-        found = jnp.take_along_axis(rows, (places.of // each)[..., None], axis=1)
-        return found if places.real is None else jnp.where(places.real[..., None], found, 0)
+        moved = jnp.take_along_axis(rows, (places.of // each)[..., None], axis=1)
+        return moved if places.real is None else jnp.where(places.real[..., None], moved, 0)
 
     @jax.custom_vjp
     def there(x: Any, pairs: _Places, slots: _Places) -> Any:
@@ -131,8 +139,8 @@ def _exchange(count: int, pairs: _Places, slots: _Places) -> tuple[Callable[[Any
         return taken(rows, slots)
 
     def there_gradient(kept: tuple[_Places, _Places], of: Any) -> tuple[Any, None, None]:
-        found = taken(of, kept[1])
-        return found.reshape(found.shape[0], -1, count, found.shape[-1]).sum(2), None, None
+        moved = taken(of, kept[1])
+        return moved.reshape(moved.shape[0], -1, count, moved.shape[-1]).sum(2), None, None
 
     there.defvjp(lambda x, pairs, slots: (there(x, pairs, slots), (pairs, slots)), there_gradient)
     back.defvjp(

@@ -1,10 +1,11 @@
-"""Mixtures of experts: how tokens reach their experts, by einsums into slots or by sorting.
+"""Mixtures of experts: dispatch of tokens to their experts, by einsums into slots or by sorting.
 
-Gathering expert weights for each token cannot scale. With `slots` tokens are cut into groups along the sequence; within
-a group every expert has `capacity` slots, and one-hot matrices move tokens to slots and back, as in GShard (Lepikhin et
-al. 2020, section 3.2). Each dim can be split: batch, group, expert, slot, features. With `sorted` the tokens of each
-sequence are sorted by expert, which costs no matmul and drops none; what a mesh can split then is batch, groups of
-experts, and features. With `ragged` they are sorted too, and devices send only the rows that there are.
+Gathering expert weights for each token cannot scale. With `slots`, tokens are cut into groups along the sequence, and
+every expert has `capacity` slots in each group. One-hot matrices move tokens to slots and back, as in GShard (Lepikhin
+et al. 2020, section 3.2). Each dim can be split: batch, group, expert, slot, features.
+
+With `sorted`, the tokens of each sequence are sorted by expert, which costs no matmul and drops none. A mesh can then
+split batch, groups of experts, and features. With `ragged` they are sorted too, and devices send only real rows.
 """
 
 import contextlib
@@ -22,45 +23,45 @@ from autoshard.program.remat_marks import mark
 
 
 GROUP = 512
-"""Most tokens in a group: moving tokens costs FLOPs in proportion to it."""
+"""Most tokens in a group, since the FLOPs of moving a token are proportional to the group's size."""
 
 CAPACITY_FACTOR = 1.25
-"""Slots over the mean number of tokens an expert receives; what does not fit is dropped."""
+"""Slots of an expert relative to its mean number of tokens; tokens beyond its slots are dropped."""
 
 EXPERTS = ("slots", "sorted", "ragged", "auto")
-"""How tokens may reach their experts; `auto` is the fastest form that drops none."""
+"""Forms of dispatch to experts; `auto` is the fastest form that drops no token."""
 
 LOSSLESS = ("sorted", "sorted:2", "sorted:4", "ragged:4", "ragged:8", "slots:all")
-"""The forms among which `auto` chooses: they compute the same thing."""
+"""Forms from which `auto` chooses, all with the same result."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ExpertForm:
-    """How tokens reach their experts."""
+    """A form of dispatch of tokens to experts."""
 
     kind: str = "slots"
     """`slots` or `sorted`."""
     groups: int = 1
-    """The number of groups of experts that tokens are sorted into; groups can lie on different devices."""
+    """Number of groups of experts that tokens are sorted into; groups can lie on different devices."""
     ragged: bool = False
-    """Whether only the rows that a group of a sequence really has are sent to its device."""
+    """True if only the real rows of a group and sequence are sent to its device."""
 
     @property
     def text(self) -> str:
-        """As `parse_experts` takes it, of experts that are sorted in groups."""
+        """The spelling that `parse_experts` reads, for experts that are sorted in groups."""
         return f"{'ragged' if self.ragged else self.kind}:{self.groups}"
 
     all_slots: bool = False
-    """As many slots for each expert as there may be tokens."""
+    """True if each expert has as many slots as there may be tokens."""
 
     @property
     def limited(self) -> bool:
-        """Whether a capacity factor has a meaning."""
+        """True if the form has a capacity factor."""
         return self.groups > 1 if self.kind == "sorted" else not self.all_slots
 
 
 def parse_experts(text: str) -> ExpertForm:
-    """`slots`, `slots:all`, `sorted`, `sorted:8` or `ragged:8`. Raises `UserError` for what is none of these."""
+    """Parse `slots`, `slots:all`, `sorted`, `sorted:8` or `ragged:8`. Raises `UserError` for any other text."""
     kind, _, more = text.partition(":")
     if kind == "slots" and more in ("", "all"):
         return ExpertForm(all_slots=more == "all")
@@ -77,10 +78,15 @@ def parse_experts(text: str) -> ExpertForm:
 def check_experts(
     text: str | None, factor: float | None, module: Any, label: str, imbalance: float | None = None
 ) -> ExpertForm:
-    """The form, `slots` by default.
+    """Return the form of dispatch, by default `slots`.
 
-    Raises `UserError` for one that is not, or that takes no capacity factor or imbalance, and for a torch module
-    without experts.
+    - `text`: the option's text.
+    - `factor`: capacity factor, or None.
+    - `module`: the torch module, named `label` in errors.
+    - `imbalance`: load of the busiest device relative to the mean, or None.
+
+    Raises `UserError` for an unknown form, for a capacity factor or imbalance that the form does not take, and for a
+    torch module without experts.
     """
     for flag, value in (("--experts", text), ("--capacity-factor", factor), ("--imbalance", imbalance)):
         if value is not None and not any(hasattr(each, "experts") for each in module.modules()):
@@ -106,6 +112,8 @@ def check_experts(
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Dispatching:
+    """The dispatch of experts in the current context, and its list of notes."""
+
     form: ExpertForm
     factor: float | None
     notes: list[str] | None
@@ -124,10 +132,11 @@ def capacity(
     imbalance: float = 1.0,
     length: int | None = None,
 ) -> Iterator[None]:
-    """Inside, tokens reach experts by `form` (slots) with the capacity `factor`, and `notes` tell that.
+    """Dispatch tokens by `form` (by default slots) while inside, and describe the dispatch in `notes`.
 
-    `imbalance`: the busiest device of experts has so many times the mean number of tokens. `length`: the tokens of a
-    sequence, for experts that are given the tokens of all sequences in one dim.
+    - `factor`: capacity factor; None for the form's default.
+    - `imbalance`: tokens of the busiest device of experts relative to the mean.
+    - `length`: tokens of a sequence, for experts that receive the tokens of all sequences in one dim.
     """
     token = _how.set(_Dispatching(form or ExpertForm(), factor, notes, imbalance, length))
     try:
@@ -137,14 +146,14 @@ def capacity(
 
 
 def group_size(length: int) -> int:
-    """The largest divisor of a sequence length that is at most `GROUP`."""
+    """Return the largest divisor of a sequence length that is at most `GROUP`."""
     return max(size for size in range(1, min(length, GROUP) + 1) if length % size == 0)
 
 
 def choose(scores: Any, count: int) -> list[Any]:
-    """One-hot masks [..., E] of the `count` largest scores, largest first; the lower index wins a tie.
+    """Return one-hot masks [..., E] of the `count` largest scores, largest first; the lower index wins a tie.
 
-    Made of reductions and comparisons, which can be split over every dim, unlike a sort.
+    They are computed by reductions and comparisons, which can be split over every dim, unlike a sort.
     """
     import jax
     import jax.numpy as jnp
@@ -163,42 +172,42 @@ def choose(scores: Any, count: int) -> list[Any]:
 
 
 Times = Callable[[Any, Any, Any], Any]
-"""Tokens that lie by expert times the weights [E, F, D] of their experts, plus their biases [E, F] or None."""
+"""Function that multiplies tokens grouped by expert with weights [E, F, D], and adds biases [E, F] or None."""
 
 
 class Experts(Protocol):
-    """What each expert does to its tokens."""
+    """The computation of each expert on its tokens."""
 
     @property
     def count(self) -> int:
-        """How many experts there are."""
+        """Number of experts."""
         ...
 
     @property
     def weights_each(self) -> int:
-        """Elements of the weight matrices of one expert: two FLOPs of each token for each."""
+        """Elements of the weight matrices of one expert: each costs two FLOPs per token."""
         ...
 
     def apply(self, moved: Any, times: Times, one: bool) -> Any:
-        """What the experts make of tokens that lie by expert; `one`: of a step of one token a sequence."""
+        """Return the experts' results for tokens grouped by expert; `one` is True in a step of one token a sequence."""
         ...
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class GatedExperts:
-    """`down(activation(gate(x)) * up(x))`, gate and up as the two halves of one weight."""
+    """Experts `down(activation(gate(x)) * up(x))`, with gate and up as the two halves of one weight."""
 
     gate_up: Any
-    """[E, 2 I, D]."""
+    """Weights [E, 2 I, D]."""
     down: Any
-    """[E, D, I]."""
+    """Weights [E, D, I]."""
     activation: Callable[[Any], Any]
     biases: tuple[Any, Any] | None = None
-    """What is added to the results of the two: [E, 2 I] and [E, D]."""
+    """Biases of the two matmuls: [E, 2 I] and [E, D]."""
 
     @property
     def count(self) -> int:
-        """How many experts there are."""
+        """Number of experts."""
         return int(self.down.shape[0])
 
     @property
@@ -207,12 +216,11 @@ class GatedExperts:
         return 3 * int(self.down.shape[1] * self.down.shape[2])
 
     def apply(self, moved: Any, times: Times, one: bool) -> Any:
-        """What the experts make of tokens that lie by expert.
+        """Return the experts' results for tokens grouped by expert.
 
-        With gate and up apart before the product, each device has its share of either half. A step of one token a
-        sequence (`one`) takes next to no time but what reading weights takes, and XLA copies what it slices of a
-        layer's stack in a loop: there the product is made of the weight as it is stored, and its small result is taken
-        apart.
+        The gate and up halves are sliced before the matmul, so that each device has its share of either half. A step of
+        one token a sequence (`one`) spends nearly all its time on reading the weights. XLA copies slices of a layer's
+        stack in a loop, so such a step multiplies by the whole stored weight and slices the small result.
         """
         experts, dim, inner = self.down.shape
         wide, narrow = self.biases or (None, None)
@@ -230,39 +238,50 @@ class GatedExperts:
 
 
 def mix(x: Any, weights: Any, mask: Any, gate_up: Any, down: Any, activation: Callable[[Any], Any], active: int) -> Any:
-    """`sum_e weights[..., e] * expert_e(x)` over the gated experts that `mask` chooses.
+    """Return `sum_e weights[..., e] * expert_e(x)` over the gated experts that `mask` selects.
 
-    `x` [B, S, D]; `weights`, `mask` [B, S, E]; `gate_up` [E, 2 I, D]; `down` [E, D, I]; `active` experts for a token.
+    - `x`: tokens [B, S, D].
+    - `weights`, `mask`: [B, S, E].
+    - `gate_up`: [E, 2 I, D].
+    - `down`: [E, D, I].
+    - `active`: number of experts of a token.
     """
     return mix_experts(x, weights, mask, GatedExperts(gate_up, down, activation), active)
 
 
 def mix_experts(x: Any, weights: Any, mask: Any, experts: Experts, active: int) -> Any:
-    """`sum_e weights[..., e] * expert_e(x)` over the `experts` that `mask` chooses, as `mix` has it."""
+    """Return `sum_e weights[..., e] * expert_e(x)` over the `experts` that `mask` selects, with the shapes of `mix`."""
     import jax.numpy as jnp
 
     one = x.shape[1] == 1
-    made = _sorted if (_how.get() or _Dispatching(ExpertForm(), None, None)).form.kind == "sorted" else _slotted
-    if one and x.shape[0] > 1:  # one token for each sequence: the sequences share the slots
+    dispatched = _sorted if (_how.get() or _Dispatching(ExpertForm(), None, None)).form.kind == "sorted" else _slotted
+    if one and x.shape[0] > 1:  # one token in each sequence: the sequences share the slots
         x, weights, mask = (jnp.swapaxes(value, 0, 1) for value in (x, weights, mask))
-        return jnp.swapaxes(made(x, weights, mask, experts, active, one), 0, 1)
-    return made(x, weights, mask, experts, active, one)
+        return jnp.swapaxes(dispatched(x, weights, mask, experts, active, one), 0, 1)
+    return dispatched(x, weights, mask, experts, active, one)
 
 
 def sequence_length() -> int | None:
-    """The tokens of a sequence, if that is known."""
+    """Return the number of tokens of a sequence, if it is known."""
     how = _how.get()
     return None if how is None else how.length
 
 
 def _tell(text: str) -> None:
+    """Append a sentence to the notes of the current context, once."""
     how = _how.get()
     if how is not None and how.notes is not None and text not in how.notes:
         how.notes.append(text)
 
 
 def _sorted(x: Any, weights: Any, mask: Any, layers: Experts, active: int, one: bool) -> Any:
-    """`mix` of the tokens [B, S, D] of each sequence, sorted by expert."""
+    """Compute `mix` for the tokens [B, S, D] of each sequence, sorted by expert.
+
+    - `weights`, `mask`: [B, S, E].
+    - `layers`: the experts.
+    - `active`: number of experts of a token.
+    - `one`: True in a step of one token a sequence.
+    """
     import jax
     import jax.numpy as jnp
 
@@ -287,7 +306,7 @@ def _sorted(x: Any, weights: Any, mask: Any, layers: Experts, active: int, one: 
     chosen = jnp.stack([jnp.where(each, index, 0).sum(-1) for each in hot], -1)
     share = jnp.stack([jnp.where(each, weights, 0.0).sum(-1) for each in hot], -1)
     real = batch * min(groups * rows, length * active)
-    busiest = min(how.imbalance, max(1.0, groups * rows / (length * active)))  # no more than there are rows for
+    busiest = min(how.imbalance, max(1.0, groups * rows / (length * active)))  # at most as many as there are rows
     if busiest > 1 and experts > groups:
         _tell(
             f"The busiest device is held to have {busiest:g} times the mean number of tokens for its experts: their "
@@ -298,8 +317,8 @@ def _sorted(x: Any, weights: Any, mask: Any, layers: Experts, active: int, one: 
     moved, counts = exchange.there(x), exchange.sizes
 
     def times(rows: Any, weight: Any, bias: Any) -> Any:
-        found = grouped_matmul(rows, weight, counts, real, busiest)
-        return found if bias is None else found + _bias_of_rows(bias, counts, rows.shape[2]).astype(found.dtype)
+        product = grouped_matmul(rows, weight, counts, real, busiest)
+        return product if bias is None else product + _bias_of_rows(bias, counts, rows.shape[2]).astype(product.dtype)
 
     out = layers.apply(moved, times, one)
     model_flops.record(2.0 * batch * length * active * layers.weights_each)
@@ -307,7 +326,7 @@ def _sorted(x: Any, weights: Any, mask: Any, layers: Experts, active: int, one: 
 
 
 def _bias_of_rows(bias: Any, sizes: Any, rows: int) -> Any:
-    """Biases [E, F] of rows that lie by expert, `sizes` [G, P, E / G] of each: [G, P, R, F]."""
+    """Return biases [E, F] for rows grouped by expert, `sizes` [G, P, E / G] of each: [G, P, R, F]."""
     import jax
     import jax.numpy as jnp
 
@@ -319,7 +338,7 @@ def _bias_of_rows(bias: Any, sizes: Any, rows: int) -> Any:
 
 
 def _slotted(x: Any, weights: Any, mask: Any, layers: Experts, active: int, one: bool) -> Any:
-    """`mix` of tokens along the second dim; `one`: of a step that decodes one token a sequence."""
+    """Compute `mix` by slots, for tokens along the second dim; the arguments are those of `_sorted`."""
     import jax
     import jax.numpy as jnp
 
@@ -328,6 +347,7 @@ def _slotted(x: Any, weights: Any, mask: Any, layers: Experts, active: int, one:
     size = group_size(length)
     how = _how.get()
     factor = CAPACITY_FACTOR if how is None or how.factor is None else how.factor
+    # The mean number of an expert's tokens in a group, times the factor.
     slots = min(size, max(1, math.ceil(size * active * factor / experts)))
     if how is not None and how.form.all_slots:
         slots = size
@@ -338,7 +358,7 @@ def _slotted(x: Any, weights: Any, mask: Any, layers: Experts, active: int, one:
     groups = (batch, length // size, size)
     x = x.reshape(*groups, dim)
     mask, weights = mask.reshape(*groups, experts), weights.reshape(*groups, experts)
-    # Place of a token among those of its expert: a triangular matmul, since a cumulative sum cannot be split.
+    # Position of a token among those of its expert: a triangular matmul, since a cumulative sum cannot be split.
     row = jax.lax.broadcasted_iota(jnp.int32, (size, size), 0)
     column = jax.lax.broadcasted_iota(jnp.int32, (size, size), 1)
     before = (row > column).astype(jnp.float32)
@@ -348,8 +368,8 @@ def _slotted(x: Any, weights: Any, mask: Any, layers: Experts, active: int, one:
     moved = jnp.einsum("bnsec,bnsd->ebncd", dispatch.astype(x.dtype), x)
 
     def times(tokens: Any, weight: Any, bias: Any) -> Any:
-        found = jnp.einsum("ebncd,efd->ebncf", tokens, weight)
-        return found if bias is None else found + bias[:, None, None, None].astype(found.dtype)
+        product = jnp.einsum("ebncd,efd->ebncf", tokens, weight)
+        return product if bias is None else product + bias[:, None, None, None].astype(product.dtype)
 
     out = layers.apply(moved, times, one)
     model_flops.record(2.0 * batch * length * active * layers.weights_each)

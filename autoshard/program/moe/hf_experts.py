@@ -1,4 +1,4 @@
-"""Experts and mixtures of transformers, as dispatch that can be sharded."""
+"""Experts and mixtures of transformers, with a dispatch that can be sharded."""
 
 import dataclasses
 from collections.abc import Callable
@@ -12,20 +12,20 @@ from autoshard.program.torch_ops.torchax_environment import environment
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class OtherExperts:
-    """`after(down(between(up(x))))`, where `between` is any function of what the first weight makes of a token."""
+    """Experts `after(down(between(up(x))))`, with any function `between` of the first matmul's result."""
 
     up: Any
-    """[E, F, D]."""
+    """Weights [E, F, D]."""
     down: Any
-    """[E, D, I]."""
+    """Weights [E, D, I]."""
     between: Callable[[Any], Any]
     biases: tuple[Any, Any] | None = None
-    """What is added to the results of the two: [E, F] and [E, D]."""
+    """Biases of the two matmuls: [E, F] and [E, D]."""
     after: Callable[[Any], Any] | None = None
 
     @property
     def count(self) -> int:
-        """How many experts there are."""
+        """Number of experts."""
         return int(self.down.shape[0])
 
     @property
@@ -34,7 +34,7 @@ class OtherExperts:
         return int(self.up.size + self.down.size) // self.count
 
     def apply(self, moved: Any, times: Times, one: bool) -> Any:
-        """What the experts make of tokens that lie by expert."""
+        """Return the experts' results for tokens grouped by expert."""
         wide, narrow = self.biases or (None, None)
         inner = mark(times(moved, self.up, wide), "experts.up_proj")
         out = mark(times(self.between(inner), self.down, narrow), "experts.down_proj")
@@ -42,16 +42,16 @@ class OtherExperts:
 
 
 def experts_forward(module: Any, hidden_states: Any, top_k_index: Any, top_k_weights: Any) -> Any:
-    """What transformers calls for a block of experts: tokens [T, D], indices and weights [T, K]; [T, D]."""
+    """Compute a block of experts for transformers: tokens [T, D], indices and weights [T, K]; returns [T, D]."""
     env = environment()
     x, index, share = (env.t2j_iso(each) for each in (hidden_states, top_k_index, top_k_weights))
     return env.j2t_iso(dispatched(x, index, share, layers_of(module)))
 
 
 def dispatched(x: Any, index: Any, share: Any, layers: Experts) -> Any:
-    """Tokens [T, D] after the experts that were chosen for them, indices and weights [T, K]; [T, D].
+    """Return the results [T, D] of the chosen experts for tokens [T, D], with indices and weights [T, K].
 
-    An index beyond the experts that there are adds nothing.
+    An index beyond the number of experts adds nothing.
     """
     import jax
     import jax.numpy as jnp
@@ -68,7 +68,7 @@ def dispatched(x: Any, index: Any, share: Any, layers: Experts) -> Any:
 
 
 def layers_of(module: Any) -> Experts:
-    """The experts of a block of transformers, from what its `use_experts_implementation` says of its weights."""
+    """Return the experts of a block of transformers, from the layout that `use_experts_implementation` declares."""
     from transformers.integrations import moe
 
     env = environment()
@@ -89,14 +89,14 @@ def layers_of(module: Any) -> Experts:
 
 
 def register_experts() -> None:
-    """Make `autoshard` an experts implementation of transformers."""
+    """Register `autoshard` as an experts implementation of transformers."""
     from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
     ALL_EXPERTS_FUNCTIONS.register("autoshard", experts_forward)
 
 
 def longcat_experts(self: Any, hidden_states: Any, top_k_index: Any, top_k_weights: Any) -> Any:
-    """Replaces `LongcatFlashExperts.forward`: experts beyond those with weights give a token as it is."""
+    """Replace `LongcatFlashExperts.forward`; experts beyond those with weights return a token unchanged."""
     import jax.numpy as jnp
 
     env = environment()
@@ -110,8 +110,10 @@ def longcat_experts(self: Any, hidden_states: Any, top_k_index: Any, top_k_weigh
 
 
 def switch_experts(self: Any, hidden_states: Any, selected_experts: Any, routing_weights: Any) -> Any:
-    """Replaces `SwitchTransformersExperts.forward`: tokens [T, D], the chosen expert of each as ones [T, 1, E], none of
-    a token for which it has no room, and its weights [T, 1]."""
+    """Replace `SwitchTransformersExperts.forward`: tokens [T, D], chosen experts [T, 1, E], weights [T, 1].
+
+    The choice is one-hot, and all zeros for a token that exceeds its expert's capacity.
+    """
     import jax.numpy as jnp
 
     env = environment()
@@ -123,7 +125,7 @@ def switch_experts(self: Any, hidden_states: Any, selected_experts: Any, routing
 
 
 def dbrx_experts(self: Any, hidden_states: Any, top_k_index: Any, top_k_weights: Any) -> Any:
-    """Replaces `DbrxExperts.forward`: tokens [B, S, D], indices and weights [B S, K]."""
+    """Replace `DbrxExperts.forward`: tokens [B, S, D], indices and weights [B S, K]."""
     import jax.numpy as jnp
 
     env = environment()
@@ -139,7 +141,7 @@ def dbrx_experts(self: Any, hidden_states: Any, top_k_index: Any, top_k_weights:
 
 
 def jetmoe_mlp(self: Any, layer_input: Any) -> Any:
-    """Replaces `JetMoeMoE.forward`: tokens [B, S, D]."""
+    """Replace `JetMoeMoE.forward`: tokens [B, S, D]."""
     env = environment()
     x, bias = env.t2j_iso((layer_input, self.bias))
     up, down = env.t2j_iso((self.input_linear.weight, self.output_linear.weight))
@@ -150,7 +152,7 @@ def jetmoe_mlp(self: Any, layer_input: Any) -> Any:
 
 
 def jetmoe_queries(self: Any, layer_input: Any) -> tuple[Any, Any, Any]:
-    """Replaces `JetMoeMoA.map`: the queries [B, S, K, H] that the chosen experts make of tokens [B, S, D]."""
+    """Replace `JetMoeMoA.map`: return the queries [B, S, K, H] of the chosen experts for tokens [B, S, D]."""
     import jax
     import jax.numpy as jnp
 
@@ -158,13 +160,13 @@ def jetmoe_queries(self: Any, layer_input: Any) -> tuple[Any, Any, Any]:
     x, weight = env.t2j_iso((layer_input, self.input_linear.weight))
     index, share = (each.reshape(*x.shape[:2], -1) for each in _jetmoe_choice(self, x))
     hot = jax.nn.one_hot(index, weight.shape[0], dtype=x.dtype)
-    every = mark(jnp.einsum("bsd,ehd->bseh", x, weight), "experts.up_proj")
-    queries = jnp.einsum("bske,bseh->bskh", hot, every)
+    projected = mark(jnp.einsum("bsd,ehd->bseh", x, weight), "experts.up_proj")
+    queries = jnp.einsum("bske,bseh->bskh", hot, projected)
     return env.j2t_iso(queries), None, (hot, share)
 
 
 def jetmoe_outputs(self: Any, layer_input: Any, topo_info: Any) -> Any:
-    """Replaces `JetMoeMoA.reduce`: the sum of what the chosen experts make of their results [B, S, K, H]."""
+    """Replace `JetMoeMoA.reduce`: return the sum of the chosen experts' projections of their results [B, S, K, H]."""
     import jax.numpy as jnp
 
     env = environment()
@@ -175,7 +177,7 @@ def jetmoe_outputs(self: Any, layer_input: Any, topo_info: Any) -> Any:
 
 
 def _jetmoe_choice(self: Any, x: Any) -> tuple[Any, Any]:
-    """Indices of the chosen experts and their weights [B S, K] of tokens [B, S, D]."""
+    """Return the indices of the chosen experts and their weights [B S, K] for tokens [B, S, D]."""
     import jax
     import jax.numpy as jnp
 

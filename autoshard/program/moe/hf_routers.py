@@ -1,4 +1,4 @@
-"""Which experts the mixtures of transformers choose for a token, and their blocks with what is chosen so."""
+"""Routers of transformers' mixtures, and their blocks of experts with the routers' choice."""
 
 from collections.abc import Callable
 from typing import Any
@@ -8,20 +8,27 @@ from autoshard.program.torch_ops.torchax_environment import environment
 
 
 def softmax_router(logits: Any, count: int) -> tuple[Any, Any]:
-    """Mixtral's router: the `count` largest softmax weights, rescaled to sum to 1; (weights, mask) [..., E]."""
+    """Return (weights, mask) [..., E] of Mixtral's router: the `count` largest softmax weights, summing to 1."""
     import jax
     import jax.numpy as jnp
 
     probs = jax.nn.softmax(logits.astype(jnp.float32), axis=-1)
     mask = jnp.stack(choose(probs, count)).any(0) if count > 1 else choose(probs, 1)[0]
-    kept = jnp.where(mask, probs, 0.0)
-    return kept / kept.sum(-1, keepdims=True), mask
+    selected = jnp.where(mask, probs, 0.0)
+    return selected / selected.sum(-1, keepdims=True), mask
 
 
 def group_limited_router(
     logits: Any, bias: Any, count: int, groups: int, best_groups: int, normalise: bool, scale: float
 ) -> tuple[Any, Any]:
-    """DeepSeek-V3's router: sigmoid scores, first the best groups of experts, then the best experts in them."""
+    """Return (weights, mask) of DeepSeek-V3's router: first the best groups of experts, then the best experts in them.
+
+    - `logits`: [..., E]; their sigmoids are the scores.
+    - `bias`: [E], added to the scores for the choice only.
+    - `count`: number of experts of a token.
+    - `groups`, `best_groups`: number of groups of experts, and of those that are selected.
+    - `normalise`: True to rescale the weights to sum to 1; `scale` multiplies them after that.
+    """
     import jax
     import jax.numpy as jnp
 
@@ -33,13 +40,14 @@ def group_limited_router(
     open_groups = _any(choose(strength, best_groups))
     allowed = jnp.broadcast_to(open_groups[..., None], grouped.shape).reshape(ranking.shape)
     mask = _any(choose(jnp.where(allowed, ranking, -jnp.inf), count))
-    kept = jnp.where(mask, scores, 0.0)
+    selected = jnp.where(mask, scores, 0.0)
     if normalise:
-        kept = kept / (kept.sum(-1, keepdims=True) + 1e-20)
-    return kept * scale, mask
+        selected = selected / (selected.sum(-1, keepdims=True) + 1e-20)
+    return selected * scale, mask
 
 
 def _any(masks: list[Any]) -> Any:
+    """Return the union of masks."""
     total = masks[0]
     for mask in masks[1:]:
         total = total | mask
@@ -47,7 +55,7 @@ def _any(masks: list[Any]) -> Any:
 
 
 def mixtral_block(self: Any, hidden_states: Any) -> Any:
-    """Replaces `MixtralSparseMoeBlock.forward`."""
+    """Replace `MixtralSparseMoeBlock.forward`."""
     env = environment()
     logits = hidden_states @ self.gate.weight.T
 
@@ -59,7 +67,7 @@ def mixtral_block(self: Any, hidden_states: Any) -> Any:
 
 
 def deepseek_block(self: Any, hidden_states: Any) -> Any:
-    """Replaces `DeepseekV3MoE.forward`."""
+    """Replace `DeepseekV3MoE.forward`."""
     env, gate = environment(), self.gate
     logits = hidden_states.float() @ gate.weight.float().T
 
@@ -88,10 +96,11 @@ def deepseek_block(self: Any, hidden_states: Any) -> Any:
 
 
 def activation_of(module: Any) -> Callable[[Any], Any]:
-    """The torch activation of a module as a function of JAX values."""
+    """Return the torch activation of a module as a function of JAX values."""
     env = environment()
     return lambda x: env.t2j_iso(module(env.j2t_iso(x)))
 
 
 def _through(env: Any, run: Callable[..., Any], *tensors: Any) -> Any:
+    """Call a function of JAX values with torch tensors, and return its result as a torch tensor."""
     return env.j2t_iso(run(*(env.t2j_iso(tensor) for tensor in tensors)))

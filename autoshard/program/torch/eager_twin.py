@@ -1,4 +1,4 @@
-"""A torch module as eager torch runs it, beside the JAX function that was traced of it."""
+"""A torch module as eager torch runs it, to compare with the JAX function that was traced from it."""
 
 import contextlib
 import copy
@@ -13,23 +13,23 @@ from autoshard.program.torch.torch_function import TorchFunction, host_array
 
 
 _Results = tuple[Any, dict[str, Any], dict[str, Any]]
-"""The result or the loss, gradients and buffers after the step as host arrays, by the module's own names."""
+"""Result or loss, gradients, and buffers after the step as host arrays, by the module's own names."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class EagerCall:
-    """The call of a torch module in eager torch."""
+    """The functions that call a torch module in eager torch."""
 
     call: Callable[[Any, Mapping[str, Any]], Any]
-    """`call(module, batch)`: the result of the module for host arrays, or the loss."""
+    """`call(module, batch)` returns the module's result for host arrays, or the loss."""
     prepare: Callable[[Any], Any]
-    """Put a module into the mode in which it was traced."""
+    """Function that puts a module into the mode in which it was traced."""
     examples: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    """Tensors that the module was traced with, by their names in the batch; none where inputs are known otherwise."""
+    """Tensors that the module was traced with, by batch name; empty where inputs are otherwise known."""
     rebuild: Callable[[int], Any] | None = None
-    """Make the module on the host with random weights of a seed; None: the module is the user's own."""
+    """Function that builds the module on the host with random weights of a seed; None for the user's own module."""
     reduce: Callable[[int], "EagerTwin"] | None = None
-    """Trace a form with at most so many parameters, in float32; None: there is no other form."""
+    """Function that traces a form with at most so many parameters in float32; None if there is none."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -37,24 +37,24 @@ class EagerTwin:
     """The two sides of a comparison with eager torch."""
 
     function: TorchFunction
-    """The traced module, which knows the tensors that each of its arguments stacks."""
+    """Traced module, which knows the torch tensors that each of its arguments stacks."""
     step: Callable[..., Any]
-    """`step(params, batch[, buffers])` in JAX: a result, or `(loss, gradients)`; and the updated buffers."""
+    """`step(params, batch[, buffers])` in JAX returns a result or `(loss, gradients)`, and the updated buffers."""
     eager: EagerCall
     make_batch: Callable[[int], Mapping[str, Any]]
-    """Plausible inputs of a seed, as host arrays."""
+    """Function from a seed to plausible inputs as host arrays."""
     training: bool
     microbatches: int = 1
     groups: int = 1
-    """Parts of each microbatch; every part has a loss of its own, and the mean of them is minimised."""
+    """Parts of each microbatch; each part has a loss, and the mean of these losses is minimised."""
     flops: float = 0.0
-    """Model FLOPs of a step."""
+    """Model FLOPs of one whole step."""
     form: str = ""
-    """The form of the program that is compared; empty for the program itself."""
+    """Description of the form of the program that is compared; empty for the program itself."""
 
     @property
     def keeps_writes(self) -> bool:
-        """True if the traced step gives back the buffers that the module writes to."""
+        """True if the traced step returns the buffers that the module writes to."""
         return self.function.keeps_writes
 
     @property
@@ -63,9 +63,9 @@ class EagerTwin:
         return sum(parameter.numel() for parameter in self.function.module.parameters())
 
     def judged(self, parameters: int, flops: float) -> "EagerTwin":
-        """The twin that is compared: this one, or a reduced form of at most so many parameters and FLOPs.
+        """Return the twin to compare: this one, or a reduced form with at most so many parameters and FLOPs.
 
-        Raises `UserError` if there is none.
+        Raises `UserError` if a limit is exceeded and there is no reduced form.
         """
         if self.eager.reduce is not None:
             return self.eager.reduce(parameters)
@@ -83,9 +83,9 @@ class EagerTwin:
         return dataclasses.replace(self, form=", ".join(forms))
 
     def host_module(self, seed: int) -> Any:
-        """The module with weights on the host: the user's own if it has them, else a copy with small random ones.
+        """Return the module with weights on the host: the user's own, or a copy with small random weights.
 
-        Raises `UserError` for a module whose computed buffers have no values.
+        Raises `UserError` for a module whose computed buffers have no values, and for one that cannot be copied.
         """
         if self.eager.rebuild is not None:
             return self.eager.rebuild(seed)
@@ -105,12 +105,12 @@ class EagerTwin:
             )
         try:
             return materialised(module, seed)
-        except Exception as error:  # a deep copy runs the user's own code
-            said = reason_of(error, 5)[:200]
-            raise UserError(f"the module cannot be copied to the host ({type(error).__name__}: {said})") from error
+        except Exception as error:  # a deep copy runs the user's code
+            why = reason_of(error, 5)[:200]
+            raise UserError(f"the module cannot be copied to the host ({type(error).__name__}: {why})") from error
 
     def inputs(self, module: Any, seed: int) -> Iterator[Mapping[str, Any]]:
-        """Draw inputs to try: first whole numbers that cover their range, then plausible ones, then the examples."""
+        """Yield inputs to try: first whole numbers that cover their range, then plausible values, then the examples."""
         examples = self.eager.examples
         batch = {key: _wide(value) for key, value in self.make_batch(seed).items()}
         real = {key: _wide(host_array(value)) for key, value in examples.items() if value.device.type != "meta"}
@@ -121,11 +121,11 @@ class EagerTwin:
             yield {key: real[key] for key in batch}
 
     def run(self, module: Any, batch: Mapping[str, Any], double: bool = False) -> _Results:
-        """Run `module` in eager torch; the gradient of a parameter that has none is zero.
+        """Run `module` in eager torch; a parameter without a gradient has a gradient of zeros.
 
-        Floats that are narrower than 32 bits are widened, and with `double` all to 64.
+        Floats below 32 bits are widened to 32, and with `double` all floats to 64.
 
-        Raises `UserError` if it does not run.
+        Raises `UserError` if the module does not run.
         """
         import torch
 
@@ -143,23 +143,29 @@ class EagerTwin:
             parts = self.microbatches * self.groups
             for part in self._parts(batch):
                 with torch.enable_grad():
-                    loss, found = self._call(module, part, named)
+                    loss, part_gradients = self._call(module, part, named)
                 mean = mean + loss.detach().double() / parts
-                for name, gradient in found.items():
+                for name, gradient in part_gradients.items():
                     gradients[name] = gradients.get(name, 0) + gradient / parts
             return _arrays(mean), {name: host_array(value) for name, value in gradients.items()}, _buffers_of(module)
 
     def _call(self, module: Any, batch: Mapping[str, Any], named: Mapping[str, Any] | None = None) -> Any:
-        """The result, or the loss and the gradients of `named`. Raises `UserError` if the user's own code fails."""
+        """Return the module's result, or the loss and the gradients of `named`.
+
+        Raises `UserError` if the user's code fails.
+        """
         try:
             out = self.eager.call(module, batch)
             return out if named is None else (out, _gradients(out, named))
         except Exception as error:
-            said = reason_of(error, 5)[:200]
-            raise UserError(f"it does not run on the host ({type(error).__name__}: {said})") from error
+            why = reason_of(error, 5)[:200]
+            raise UserError(f"it does not run on the host ({type(error).__name__}: {why})") from error
 
     def run_traced(self, module: Any, batch: Mapping[str, Any], double: bool = False) -> _Results:
-        """Run the traced step on the weights of `module`, with plain attention, in floats of 32 bits, or of 64."""
+        """Run the traced step on the weights of `module`, with plain attention.
+
+        Floats have 32 bits, or 64 with `double`.
+        """
         import jax
         import numpy as np
 
@@ -194,12 +200,12 @@ class EagerTwin:
         first, gradients = _first_names(module), dict[str, Any]()
         for name, value in result[1].items():
             for key, part in parts_of(name, value).items():
-                # Two copies of one tensor are trained apart: the second keeps a name that torch does not have.
+                # Two copies of one tensor are trained apart: the second has a name that torch does not list.
                 gradients[key if first[key] in gradients else first[key]] = part
         return result[0], gradients, after
 
     def _parts(self, batch: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
-        """The parts of the batch in the order of the traced step: a microbatch has every n-th row."""
+        """Yield the parts of the batch in the order of the traced step: a microbatch has every n-th row."""
         if self.microbatches * self.groups == 1:
             yield batch
             return
@@ -211,7 +217,7 @@ class EagerTwin:
 
 
 def host_tensor(array: Any, dtype: Any) -> Any:
-    """A torch tensor with the values of a numpy array: whole numbers in `dtype`, floats in those of the array."""
+    """Return a torch tensor with the values of a numpy array: whole numbers in `dtype`, floats in the array's dtype."""
     import torch
 
     value = torch.tensor(_wide(array))
@@ -219,7 +225,7 @@ def host_tensor(array: Any, dtype: Any) -> Any:
 
 
 def _wide(array: Any) -> Any:
-    """A host array whose floats have 32 bits or more."""
+    """Return a host array with floats of at least 32 bits."""
     import numpy as np
 
     value = np.asarray(array)
@@ -227,16 +233,17 @@ def _wide(array: Any) -> Any:
 
 
 def _is_narrow(dtype: Any) -> bool:
+    """Return True for a float dtype below 32 bits."""
     return dtype.is_floating_point and dtype.itemsize < 4
 
 
 def first_tensor(out: Any) -> Any:
-    """The first tensor of what a module gives."""
+    """Return the first tensor in a module's output."""
     return named_tensors(out)[0][1]
 
 
 def named_tensors(out: Any) -> list[tuple[str, Any]]:
-    """The tensors of a result in torch or JAX, by their paths; entries that are None are left out."""
+    """Return the tensors of a result in torch or JAX with their paths; None entries are left out."""
     if isinstance(out, Mapping):
         pairs = list(out.items())
     elif isinstance(out, tuple | list):
@@ -250,7 +257,7 @@ def named_tensors(out: Any) -> list[tuple[str, Any]]:
 
 @contextlib.contextmanager
 def unchanged(module: Any) -> Iterator[None]:
-    """While inside, `module` may run in eager torch; afterwards its tensors, attributes and modes are as before."""
+    """Let `module` run in eager torch while inside, and restore its tensors, attributes and modes afterwards."""
     values = [(tensor, tensor.detach().clone()) for tensor in module.buffers() if tensor.device.type != "meta"]
     parameters = [(parameter, parameter.data, parameter.grad) for parameter in module.parameters()]
     try:
@@ -264,52 +271,57 @@ def unchanged(module: Any) -> Iterator[None]:
 
 
 def _arrays(out: Any) -> Any:
-    """A result of torch with host arrays for its tensors, by their paths."""
+    """Convert a result of torch to host arrays by path, or to one array if it is one tensor."""
     named = {name: host_array(leaf) for name, leaf in named_tensors(out)}
     return named.get("", named)
 
 
 def _gradients(loss: Any, named: Mapping[str, Any]) -> dict[str, Any]:
-    """Gradients of `loss` by name, zeros for a parameter that has none."""
+    """Return the gradients of `loss` by name, with zeros for a parameter that has none."""
     import torch
 
     try:
-        found = torch.autograd.grad(loss, list(named.values()), allow_unused=True)
+        gradients = torch.autograd.grad(loss, list(named.values()), allow_unused=True)
     except RuntimeError as error:
-        # torch's checkpoint has a form that only `backward` runs.
+        # A re-entrant checkpoint of torch supports only `backward`.
         if "use_reentrant" not in str(error):
             raise
         for parameter in named.values():
             parameter.grad = None
         loss.backward()
-        found = [parameter.grad for parameter in named.values()]
-    pairs = zip(named.items(), found, strict=True)
+        gradients = [parameter.grad for parameter in named.values()]
+    pairs = zip(named.items(), gradients, strict=True)
     return {name: torch.zeros_like(p) if value is None else value.detach() for (name, p), value in pairs}
 
 
 def _buffers_of(module: Any) -> dict[str, Any]:
+    """Return all buffers of a module as host arrays, by name."""
     return {name: host_array(value) for name, value in module.named_buffers(remove_duplicate=False)}
 
 
 def _aliases(module: Any, buffer: Any) -> list[str]:
-    """All names of one buffer: a module may stand in several places."""
+    """Return all names of one buffer, which has several if its module stands in several places."""
     return [name for name, each in module.named_buffers(remove_duplicate=False) if each is buffer]
 
 
 def _tensors_of(module: Any) -> dict[str, Any]:
-    """All parameters and buffers by name, one that has two names by both."""
+    """Return all parameters and buffers by name; a tensor with two names appears under both."""
     named = dict(module.named_parameters(remove_duplicate=False))
     return named | dict(module.named_buffers(remove_duplicate=False))
 
 
 def _first_names(module: Any) -> dict[str, str]:
-    """The first name of the parameter behind each name."""
+    """Map each parameter name to the first name of the same parameter."""
     first = {id(parameter): name for name, parameter in module.named_parameters()}
     return {name: first[id(each)] for name, each in module.named_parameters(remove_duplicate=False)}
 
 
 def _covering(value: Any, example: Any, module: Any, seed: int) -> Any:
-    """Whole numbers that cover their range, with both ends and a tie; those of an example that has several."""
+    """Return whole numbers that cover their range, with both ends and a tie.
+
+    An example whose elements are not all equal is returned instead. Floats, flags, and numbers that index no embedding
+    stay as they are.
+    """
     import numpy as np
     import torch
 
@@ -327,12 +339,13 @@ def _covering(value: Any, example: Any, module: Any, seed: int) -> Any:
 
 
 def materialised(module: Any, seed: int) -> Any:
-    """A copy of `module` on the host, with random values for tensors on the meta device."""
+    """Copy `module` to the host, with random values for tensors on the meta device."""
     import torch
 
     random = torch.Generator().manual_seed(seed)
 
     def real(name: str, tensor: Any) -> Any:
+        """Return the values of a tensor on the host, random ones for a tensor on the meta device."""
         if tensor.device.type != "meta":
             return tensor.detach().cpu()
         if not tensor.is_floating_point():
@@ -341,22 +354,23 @@ def materialised(module: Any, seed: int) -> Any:
         if name.endswith("running_var"):
             noise = 1 + 0.1 * noise.abs()
         elif tensor.ndim >= 2:
+            # Matrices are scaled by 1 / sqrt(fan-in), so that activations stay near 1.
             noise = noise * (tensor.shape[0] / max(tensor.numel(), 1)) ** 0.5
         else:
             noise = 0.1 * noise + float(is_scale(name))
         return noise.to(tensor.dtype)
 
-    # Tensors are shared as before: each is made once, however many names it has.
-    twin, made = copy.deepcopy(module), dict[int, Any]()
+    # Tensors are shared as before: each is created once, regardless of the number of its names.
+    twin, created = copy.deepcopy(module), dict[int, Any]()
     for prefix, child in list(twin.named_modules()):
-        for held in (child._parameters, child._buffers):
-            for key, tensor in held.items():
+        for tensors in (child._parameters, child._buffers):
+            for key, tensor in tensors.items():
                 if tensor is None:
                     continue
-                if id(tensor) not in made:
+                if id(tensor) not in created:
                     value = real(f"{prefix}.{key}", tensor)
                     if isinstance(tensor, torch.nn.Parameter):
                         value = torch.nn.Parameter(value, requires_grad=tensor.requires_grad)
-                    made[id(tensor)] = (tensor, value)
-                held[key] = made[id(tensor)][1]
+                    created[id(tensor)] = (tensor, value)
+                tensors[key] = created[id(tensor)][1]
     return twin

@@ -1,4 +1,4 @@
-"""Key-value caches as donated state: what a serving step reads and writes, stacked like the layers."""
+"""Key-value caches as donated state: the arrays that a serving step reads and writes, stacked like the layers."""
 
 import contextlib
 from collections.abc import Iterator
@@ -10,22 +10,27 @@ from autoshard.program.torch.repeated_layers import Block
 
 
 class ServingCache:
-    """Stands where transformers expects its cache: `update` writes new keys and values and gives all of them.
+    """A replacement for transformers' cache: `update` writes new keys and values, and returns all of them.
 
-    `entries` maps a layer (`model.layers.*`, or one name for each unscanned layer) to its arrays
-    [layers, B, K, T, D] or [B, K, T, D]. `position` is where the new tokens go; None means that they are the first.
-    Up to `filled` places are expected to be read. Recurrent layers keep states of one size instead, under names of
-    `_state`: the last inputs of a convolution [B, C, K], and whatever a recurrence carries [B, ...].
+    `entries` maps a layer (`model.layers.*`, or one name for each unscanned layer) to its arrays [layers, B, K, T, D]
+    or [B, K, T, D]. `position` is the place of the first new token; None means an empty cache. Up to `filled` places
+    are expected to be read.
+
+    Recurrent layers have states of fixed size instead, under names of `_state`. These are the last inputs of a
+    convolution [B, C, K] and the carry of a recurrence [B, ...].
     """
 
     is_compileable = False
     is_sliding: tuple[bool, ...] = ()
-    """Which layers keep the last tokens alone: none says that it does."""
+    """Layers that store only the last tokens; none is known to."""
 
     def __init__(
         self, env: Any, entries: dict[str, Any], position: Any = None, filled: int = 0, *, counted: bool = False
     ) -> None:
-        """`counted`: the module is not told its positions, but counts them from the length of the cache."""
+        """Store the arrays of the cache.
+
+        `counted`: the module receives no positions, and derives them from the length of the cache.
+        """
         self.counted = counted
         self.env, self.entries, self.position, self.filled = env, dict(entries), position, filled
         self.given: tuple[Any, Held] | None = None
@@ -34,38 +39,38 @@ class ServingCache:
         self.seen: dict[int, Any] = {}
 
     def stacked(self, block: Block, offset: int) -> dict[str, Any] | None:
-        """The stacks [layers, ...] that a scan over a block carries; None if the block keeps no cache."""
+        """Return the stacks [layers, ...] that a scan over a block carries; None if the block has no cache."""
         return self.entries.get(block.label(offset))
 
     def close_block(self, block: Block, offset: int, after: dict[str, Any]) -> None:
-        """Take the stacks that a scan has written."""
+        """Store the stacks that a scan has written."""
         self.entries[block.label(offset)] = after
 
     @contextlib.contextmanager
     def layer(self, stacks: dict[str, Any], index: Any) -> Iterator[dict[str, Any]]:
-        """While inside, `update` works on layer `index` of `stacks`; the yielded dict holds the updated stacks.
+        """Apply `update` to layer `index` of `stacks` while inside; the yielded dict has the updated stacks.
 
-        Only the new tokens are written into a stack, and a layer is read from it: compilers update what a loop
-        carries in place, and copy what it takes in one stack and gives in another.
+        Only the new tokens are written into a stack, and a layer is read from it. Compilers update a loop's carry in
+        place, but copy a stack that a loop reads as one input and returns as another output.
         """
-        lent, self._lent = self._lent, []
+        outer, self._lent = self._lent, []
         self._open.append((dict(stacks), index))
         try:
             yield self._open[-1][0]
             self.settle()
         finally:
             self._open.pop()
-            self._lent = lent
+            self._lent = outer
 
     def update(self, key: Any, value: Any, layer_idx: int, *_: Any, **__: Any) -> tuple[Any, Any]:
-        """Write the new keys and values [B, K, S, D] of a layer; the keys and values to attend to."""
+        """Write the new keys and values [B, K, S, D] of a layer, and return the keys and values to attend to."""
         import jax
 
         new = {"keys": self.env.t2j_iso(key), "values": self.env.t2j_iso(value)}
         layer_idx = number_of(layer_idx)
         name = f"layer.{layer_idx}"
         held, index = self._open[-1] if self._open else (self.entries.get(name), None)
-        if held is None:  # a first trace that only asks for shapes
+        if held is None:  # a first trace that only needs shapes
             self.seen.setdefault(layer_idx, {}).update(new)
             return key, value
         start = 0 if self.position is None else self.position
@@ -76,7 +81,7 @@ class ServingCache:
             self.entries[name] = held | written
         if self.position is None:
             return key, value
-        stacks = written if index is not None else {part: whole[None] for part, whole in written.items()}
+        stacks = written if index is not None else {part: array[None] for part, array in written.items()}
         if index is not None:
             written = {
                 part: jax.lax.dynamic_index_in_dim(stack, index, keepdims=False) for part, stack in written.items()
@@ -87,21 +92,27 @@ class ServingCache:
         return keys, values
 
     def get_seq_length(self, layer_idx: int = 0) -> Any:
-        """How many tokens there are before the new ones, if the module has to count from here."""
+        """Return the number of tokens before the new ones if the module derives positions from it, else 0."""
         return self.env.j2t_iso(self.position) if self.counted and self.position is not None else 0
 
     def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> Any:
-        """The last inputs of a layer's convolution [B, C, K], which it may write to; None before there are any."""
+        """Return the last inputs of a layer's convolution [B, C, K], or None before there are any.
+
+        The layer may write to the tensor; `settle` stores the result.
+        """
         return self._state(layer_idx, f"conv_state{state_idx}")
 
     def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> Any:
-        """What a layer's recurrence carries, which it may write to; None before there is anything."""
+        """Return the carry of a layer's recurrence, or None before there is any.
+
+        The layer may write to the tensor; `settle` stores the result.
+        """
         return self._state(layer_idx, f"recurrent_state{state_idx}")
 
     def update_conv_state(
         self, conv_states: Any, layer_idx: int, state_idx: int = 0, conv_kernel_size: int | None = None, **_: Any
     ) -> Any:
-        """Keep the last of the new inputs [B, C, S]; all that the convolution sees."""
+        """Store the last of the new inputs [B, C, S], and return all inputs that the convolution reads."""
         import jax.numpy as jnp
 
         name = f"conv_state{state_idx}"
@@ -115,12 +126,12 @@ class ServingCache:
         return self.env.j2t_iso(new)
 
     def update_recurrent_state(self, recurrent_states: Any, layer_idx: int, state_idx: int = 0, **_: Any) -> Any:
-        """Keep what a layer's recurrence carries on."""
+        """Store the carry of a layer's recurrence, and return it."""
         self._keep(layer_idx, f"recurrent_state{state_idx}", self.env.t2j_iso(recurrent_states))
         return recurrent_states
 
     def update_indexer(self, indexer_key_states: Any, layer_idx: int) -> Any:
-        """Write the new keys [B, S, D] by which a layer chooses its tokens; all of them [B, T, D]."""
+        """Write the new keys [B, S, D] by which a layer selects its tokens, and return all of them [B, T, D]."""
         import jax
 
         new, before = self.env.t2j_iso(indexer_key_states), self._held(layer_idx, "indexer")
@@ -133,36 +144,37 @@ class ServingCache:
         return indexer_key_states if self.position is None else self.env.j2t_iso(after)
 
     def has_previous_state(self, layer_idx: int | None = None, state_idx: int | None = None) -> bool:
-        """Whether states hold anything of tokens before the new ones."""
+        """Return True if the states come from tokens before the new ones."""
         return self.position is not None and bool(self.entries)
 
     def is_recording_past(self, layer_idx: int | None = None) -> bool:
-        """Whether states can be taken back: never."""
+        """Return False: states can never be rolled back."""
         return False
 
     @property
     def is_initialized(self) -> bool:
-        """Whether there are tokens before the new ones."""
+        """True if there are tokens before the new ones."""
         return self.has_previous_state()
 
     def settle(self) -> None:
-        """Take what layers have written into the states that they were given."""
+        """Store the in-place writes of layers to the states that they received."""
         for layer, name, tensor, before in self._lent:
             if tensor._elem is not before:
                 self._put(layer, name, tensor._elem)
         self._lent.clear()
 
     def _held(self, layer_idx: int, name: str) -> Any:
-        """A state as it is now; None in a first trace that only asks for shapes."""
+        """Return the present state, or None in a first trace that only needs shapes."""
         import jax
 
         number = number_of(layer_idx)
-        held, index = self._open[-1] if self._open else (self.entries.get(f"layer.{number}"), None)
-        if held is None or name not in held:
+        entry, index = self._open[-1] if self._open else (self.entries.get(f"layer.{number}"), None)
+        if entry is None or name not in entry:
             return None
-        return held[name] if index is None else jax.lax.dynamic_index_in_dim(held[name], index, keepdims=False)
+        return entry[name] if index is None else jax.lax.dynamic_index_in_dim(entry[name], index, keepdims=False)
 
     def _state(self, layer_idx: int, name: str) -> Any:
+        """Return a state as a tensor that the layer may write to, or None if there is none."""
         value = self._held(layer_idx, name) if self.position is not None else None
         if value is None:
             return None
@@ -171,6 +183,7 @@ class ServingCache:
         return tensor
 
     def _keep(self, layer_idx: int, name: str, value: Any) -> None:
+        """Store a state; in a first trace that only needs shapes, record its value in `seen`."""
         layer_idx = number_of(layer_idx)
         self._lent = [each for each in self._lent if each[:2] != (f"layer.{layer_idx}", name)]
         if self._held(layer_idx, name) is None:
@@ -179,27 +192,28 @@ class ServingCache:
             self._put(f"layer.{layer_idx}", name, value)
 
     def _put(self, layer: str, name: str, value: Any) -> None:
+        """Write a state into the open stack, or into the entry of an unscanned layer."""
         import jax
 
-        held, index = self._open[-1] if self._open else (dict(self.entries[layer]), None)
-        value = value.astype(held[name].dtype)
+        entry, index = self._open[-1] if self._open else (dict(self.entries[layer]), None)
+        value = value.astype(entry[name].dtype)
         if index is not None:
-            held[name] = jax.lax.dynamic_update_index_in_dim(held[name], value, index, 0)
+            entry[name] = jax.lax.dynamic_update_index_in_dim(entry[name], value, index, 0)
         else:
-            self.entries[layer] = held | {name: value}
+            self.entries[layer] = entry | {name: value}
 
     def get_query_offset(self, layer_idx: int = 0) -> Any:
-        """Where the first new token goes, for masks of modules whose attention is their own."""
+        """Return the position of the first new token, for masks of modules with their own attention."""
         return 0 if self.position is None else self.env.j2t_iso(self.position)
 
     def get_mask_sizes(self, query_length: Any, layer_idx: int = 0) -> tuple[int, int]:
-        """How many keys there are, and where the first of them stands."""
+        """Return the number of keys, and the position of the first key."""
         lengths = [parts["keys"].shape[-2] for parts in self.entries.values() if "keys" in parts]
         return (int(query_length) if self.position is None or not lengths else lengths[0]), 0
 
     @contextlib.contextmanager
     def active(self) -> Iterator[None]:
-        """Let attention see where its queries stand."""
+        """Make this cache visible to attention while inside, so that it knows the positions of its queries."""
         token = active_cache.set(self)
         try:
             yield
@@ -208,10 +222,10 @@ class ServingCache:
 
 
 def _write(held: Any, new: Any, start: Any, index: Any) -> Any:
-    """Put new keys or values [B, K, S, D] at position `start` of [B, K, T, D], or of layer `index` of a stack.
+    """Write new keys or values [B, K, S, D] at position `start` of [B, K, T, D], or of layer `index` of a stack.
 
-    Laid out like the cache: else XLA lays the whole cache out as the matmul leaves a new token, heads and batch
-    inside of positions, and copies it before and after the loop over layers (seen for TPUs, libtpu 0.0.51).
+    The new token has the cache's layout; otherwise XLA would copy the whole cache around the loop over layers.
+    Evidence: docs/compiler_behaviour.md, "Writes of one token into a key-value cache".
     """
     import jax
     from jax.experimental.layout import Layout, with_layout_constraint

@@ -1,6 +1,7 @@
-"""Attributes in which layers of one kind differ, and the observation that code reads one of them.
+"""Attributes in which layers of one kind differ, and detection of code that reads them.
 
-A layer that reads nothing in which it differs from another computes the same; all others are compared as they trace.
+A layer whose code reads no attribute that differs computes the same as the others. Layers that read one are traced and
+compared.
 """
 
 import contextlib
@@ -16,25 +17,26 @@ from autoshard.program.torch.module_state import reachable
 
 
 Difference = tuple[str, str]
-"""The path of a module within its layer, and the name of one of its attributes."""
+"""Path of a module within its layer, and the name of one of its attributes."""
 
 _COMPARED_ELEMENTS = 1 << 16
-"""Largest tensor or array whose elements are compared."""
+"""Largest number of elements of a tensor or array that is compared by value."""
 
+# Attributes of every module that torch manages; the layers' structure is compared elsewhere.
 _REGISTERED = {"_parameters", "_buffers", "_modules", "training"}
 _LOOKS = (os.path.join("torch", "nn", "modules", "module.py"), os.path.dirname(os.path.dirname(__file__)))
-"""Files, by an end or start of their path, whose looks into a module's dict are not for what it computes."""
+"""Path end and path prefix of the files that may read a module's `__dict__` without computing from it."""
 
 
 class LayerComparison:
-    """Compares other layers of a list with one of them, `first`, of the same structure."""
+    """Comparison of the layer `first` with other layers of its list that have the same structure."""
 
     def __init__(self, first: Any) -> None:
         self.first = first
         self.modules = dict(first.named_modules())
         self.own = {id(child.__dict__) for child in first.modules()}
         self.apart: dict[int, bool] = {}
-        """Objects, by `id`, that layers share, and True for those through which no module of `first` is reached."""
+        """True for each object, by `id`, from which no module of `first` can be reached."""
 
     def differences(self, other: Any) -> set[Difference]:
         """Return every attribute of `first` that is not known to equal that of `other`."""
@@ -65,23 +67,28 @@ _ATOMS = (str, int, float, complex, bytes, type(None), type, types.BuiltinFuncti
 
 
 def _plain(key: str, held: dict[str, Any]) -> Any:
-    """Return an attribute; of a module's hooks only the functions, whose keys are numbers of the process."""
+    """Return an attribute's value, or for a module's hooks the functions alone.
+
+    The keys of hooks are counters of the process, and so differ between equal layers.
+    """
     value = held[key]
     return list(value.values()) if key.startswith("_") and "hooks" in key and isinstance(value, dict) else value
 
 
 class _Pair:
-    """Compares two objects by all that they hold; True only where they are known to be equal."""
+    """Comparison of two objects by their whole content; equal only if the equality is certain."""
 
     def __init__(self, pairs: dict[int, Any], is_apart: Callable[[Any], bool]) -> None:
-        """`pairs` has the module that corresponds to each module of the first object, by its `id`.
+        """Store the corresponding modules of the two objects.
 
-        An object that both hold is equal to itself if it `is_apart` from these modules.
+        `pairs` maps the `id` of each module of the first object to its counterpart in the second. An object that
+        belongs to both equals itself only if it `is_apart` from the modules of the first.
         """
         self.pairs, self.is_apart = pairs, is_apart
         self.assumed: set[tuple[int, int]] = set()
 
     def equal(self, a: Any, b: Any) -> bool:
+        """Return True if two values are known to be equal; cycles are assumed to be equal where they close."""
         import numpy as np
         import torch
 
@@ -106,6 +113,7 @@ class _Pair:
         return self._contents(a, b)
 
     def _contents(self, a: Any, b: Any) -> bool:
+        """Compare functions, containers and objects by their parts and attributes."""
         if isinstance(a, types.FunctionType):
             return a.__code__ == b.__code__ and self._all(_parts(a), _parts(b))
         if isinstance(a, types.MethodType):
@@ -123,7 +131,7 @@ class _Pair:
         kind = type(a)
         ways = ("__reduce_ex__", "__reduce__", "__getstate__")
         if any(getattr(kind, way) is not getattr(object, way) for way in ways):
-            return False  # nobody knows that it tells all of its state
+            return False  # the custom state may be incomplete
         try:
             return self.equal(a.__reduce_ex__(2)[2], b.__reduce_ex__(2)[2])
         except TypeError:  # state that only C code sees
@@ -138,12 +146,13 @@ class _Pair:
 
 
 def _parts(function: Any) -> tuple[Any, ...]:
-    """Return all that a function holds beside its code."""
+    """Return the globals, defaults, closure values and attributes of a function."""
     cells = tuple(getattr(cell, "cell_contents", None) for cell in function.__closure__ or ())
     return function.__globals__, function.__defaults__, function.__kwdefaults__, cells, function.__dict__
 
 
 def _same_tensor(a: Any, b: Any) -> bool:
+    """Return True if two tensors on the host are small and equal in shape, dtype, gradient flag and values."""
     import torch
 
     if (a.shape, a.dtype, a.device, a.requires_grad) != (b.shape, b.dtype, b.device, b.requires_grad):
@@ -153,7 +162,10 @@ def _same_tensor(a: Any, b: Any) -> bool:
 
 @contextlib.contextmanager
 def reads(layer: Any, unlike: Iterable[Difference]) -> Iterator[list[Difference]]:
-    """While inside, list which of these attributes of the layer's modules are read by code."""
+    """Record which attributes of `unlike` the code of the layer's modules reads while inside.
+
+    Yields the list of the attributes that were read, filled as code runs.
+    """
     watched: dict[int, dict[str, str]] = {}
     for path, key in unlike:
         watched.setdefault(id(layer.get_submodule(path)), {})[key] = path
@@ -162,6 +174,7 @@ def reads(layer: Any, unlike: Iterable[Difference]) -> Iterator[list[Difference]
     before = {kind: kind.__dict__.get("__getattribute__") for kind in kinds}
 
     def watching(kind: type) -> Any:
+        """Return a `__getattribute__` for a class that records reads of the watched attributes."""
         plain: Any = kind.__getattribute__
 
         def read(self: Any, name: str) -> Any:
@@ -188,17 +201,21 @@ def reads(layer: Any, unlike: Iterable[Difference]) -> Iterator[list[Difference]
 
 
 def _looks(file: str) -> bool:
+    """Return True if code in `file` may read a module's `__dict__` without computing from it."""
     return file.endswith(_LOOKS[0]) or file.startswith(_LOOKS[1])
 
 
 class OpaqueNumber:
-    """Stands for an attribute that is a whole number: notes every use of its value, but not that it is passed on."""
+    """A stand-in for an attribute that is a whole number.
+
+    Each use of the number's value is recorded; passing the object on is no use.
+    """
 
     def __init__(self, value: int, used: list[int]) -> None:
         self._value, self._used = value, used
 
     @property
-    def __class__(self) -> type:  # which `isinstance` asks for
+    def __class__(self) -> type:  # `isinstance` reads this property
         self._used.append(self._value)
         return int
 
@@ -208,6 +225,8 @@ class OpaqueNumber:
 
 
 def _using(name: str) -> Any:
+    """Return a method that records a use of the number and then calls the method `name` of int."""
+
     def method(self: Any, *args: Any) -> Any:
         self._used.append(self._value)
         return getattr(self._value, name)(*args)
@@ -223,20 +242,26 @@ for _name in ("__hash__", "__str__", "__repr__", "__format__", "__reduce_ex__"):
 
 
 def number_of(value: Any) -> Any:
-    """Return the number that an opaque one stands for, unnoted: for uses that change no computation."""
+    """Return the number behind an `OpaqueNumber` without recording a use.
+
+    Callers must not let the number change a computation.
+    """
     return vars(value)["_value"] if type(value) is OpaqueNumber else value
 
 
 @contextlib.contextmanager
 def opaque_numbers(layer: Any, numbers: Iterable[Difference]) -> Iterator[list[int]]:
-    """While inside, whole numbers among the attributes of a layer's modules are opaque; list those that are used."""
+    """Replace whole numbers among the attributes of a layer's modules by `OpaqueNumber`s while inside.
+
+    Yields the list of the numbers that were used, filled as code runs.
+    """
     used: list[int] = []
     places = [(layer.get_submodule(path).__dict__, key) for path, key in numbers]
-    before = [held[key] for held, key in places]
+    before = [attributes[key] for attributes, key in places]
     try:
-        for (held, key), value in zip(places, before, strict=True):
-            held[key] = OpaqueNumber(value, used)
+        for (attributes, key), value in zip(places, before, strict=True):
+            attributes[key] = OpaqueNumber(value, used)
         yield used
     finally:
-        for (held, key), value in zip(places, before, strict=True):
-            held[key] = value
+        for (attributes, key), value in zip(places, before, strict=True):
+            attributes[key] = value

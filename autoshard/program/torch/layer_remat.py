@@ -1,4 +1,4 @@
-"""What the backward pass computes again: one choice for all layers, or another for the first so many of them."""
+"""The choice of values that the backward pass recomputes: one policy for all layers, or one for each run of layers."""
 
 import dataclasses
 from collections.abc import Mapping, Sequence
@@ -11,13 +11,16 @@ from autoshard.program.torch.repeated_layers import Block, is_list
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Remat:
-    """`full`, or `full:20+none`: full in the first 20 layers, none in the others."""
+    """Rematerialisation policies of a model's layers.
+
+    `full` applies to all layers; `full:20+none` is full in the first 20 layers and none in the others.
+    """
 
     parts: tuple[tuple[str, int], ...]
-    """Choices, and how many layers have them; the last holds for all that are left, whatever its number."""
+    """Policies with the number of layers that each covers; the last covers all remaining layers."""
 
     def of(self, number: int) -> Policy:
-        """The choice for a layer, counted from 0."""
+        """Return the policy of layer `number`, counted from 0."""
         for choice, count in self.parts[:-1]:
             if number < count:
                 return read_policy(choice)
@@ -26,19 +29,19 @@ class Remat:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The values that its choices name, each once."""
+        """Values that the policies name, each once."""
         return tuple(dict.fromkeys(name for choice, _ in self.parts for name in read_policy(choice).names))
 
     @property
     def named(self) -> int:
-        """Layers that are counted out."""
+        """Number of layers that all policies but the last cover."""
         return sum(count for _, count in self.parts[:-1])
 
     def __str__(self) -> str:
         return remat_text(self.parts)
 
     def check(self, layers: int) -> None:
-        """Raises `UserError` if the model has too few layers for it."""
+        """Raise `UserError` if the model has too few layers for these policies."""
         if len(self.parts) > 1 and self.named >= layers:
             raise UserError(
                 f"remat `{remat_text(self.parts)}` counts {self.named} layers out, but the model has {layers}: "
@@ -47,12 +50,15 @@ class Remat:
 
 
 def remat_text(parts: Sequence[tuple[str, int]]) -> str:
-    """As the user writes it."""
+    """Return the policies in the user's notation."""
     return "+".join([*(f"{choice}:{count}" for choice, count in parts[:-1]), parts[-1][0]])
 
 
 def parse_remat(text: str) -> Remat:
-    """Raises `UserError` for what is no choice."""
+    """Parse the user's notation, such as `full:20+none`.
+
+    Raises `UserError` if the text names no known policy.
+    """
     *first, last = (part.strip() for part in text.split("+"))
     parts = []
     for part in first:
@@ -65,7 +71,7 @@ def parse_remat(text: str) -> Remat:
 
 
 def _checked(choice: str, text: str) -> str:
-    """One choice of a text as it is always written."""
+    """Return one policy of `text` in canonical form."""
     base, _, _ = choice.partition(",")
     if base.strip() not in BASES:
         raise unknown_remat(text)
@@ -73,16 +79,19 @@ def _checked(choice: str, text: str) -> str:
 
 
 def numbered_layers(module: Any, blocks: Sequence[Block]) -> dict[str, int]:
-    """The layers that can be rematerialised apart, in the order of the module: those of blocks, and of other lists."""
+    """Assign numbers to the layers that have a policy of their own, in the order of the module.
+
+    These are the layers of blocks, and those of other lists.
+    """
     inside = {block.layer(o, r) for block in blocks for o in range(block.period) for r in range(block.repeats)}
     apart = {*inside, *listed_layers(module, blocks)}
     return {name: number for number, name in enumerate(n for n, _ in module.named_modules() if n in apart)}
 
 
 def listed_layers(module: Any, blocks: Sequence[Block]) -> list[str]:
-    """Layers with parameters in lists of modules that no block holds, the outermost lists."""
+    """Return the layers with parameters that stand in module lists and in no block; only the outermost lists count."""
     inside = {block.layer(o, r) for block in blocks for o in range(block.period) for r in range(block.repeats)}
-    found: list[str] = []
+    layers: list[str] = []
     done = set(inside)
     for name, child in module.named_modules():
         listed = is_list(child) or any(block.owner == name for block in blocks)
@@ -92,14 +101,17 @@ def listed_layers(module: Any, blocks: Sequence[Block]) -> list[str]:
             full = f"{name}.{key}" if name else key
             holds_scan = any(other.startswith(full + ".") for other in inside)
             if full not in inside and not holds_scan and next(layer.parameters(), None) is not None:
-                found.append(full)
+                layers.append(full)
                 done.add(full)
-    return found
+    return layers
 
 
 def split_blocks(blocks: Sequence[Block], remat: Remat, numbers: Mapping[str, int]) -> tuple[Block, ...]:
-    """Blocks cut where the choice changes, at whole groups; what is left as one group is no block."""
-    found: list[Block] = []
+    """Split blocks between groups where the policy changes.
+
+    A part of one group alone is no block.
+    """
+    parts: list[Block] = []
     for block in blocks:
         kinds = [remat.of(numbers[block.layer(0, repeat)]) for repeat in range(block.repeats)]
         start = 0
@@ -107,6 +119,6 @@ def split_blocks(blocks: Sequence[Block], remat: Remat, numbers: Mapping[str, in
             if stop == block.repeats or kinds[stop] != kinds[start]:
                 if stop - start > 1:
                     first = block.start + start * block.period
-                    found.append(dataclasses.replace(block, start=first, repeats=stop - start))
+                    parts.append(dataclasses.replace(block, start=first, repeats=stop - start))
                 start = stop
-    return tuple(found)
+    return tuple(parts)

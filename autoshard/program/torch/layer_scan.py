@@ -1,4 +1,4 @@
-"""Running the repeated layers of a torch module as `jax.lax.scan`."""
+"""The repeated layers of a torch module as `jax.lax.scan`."""
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
@@ -28,11 +28,15 @@ def scanned(
     env: Any,
     compared: set[Block],
 ) -> Iterator[None]:
-    """While inside, the layers of every block run as one scan.
+    """Run the layers of every block as one scan while inside.
 
-    `prepare` is applied to one layer's parameters inside the body (casts to the compute dtype there, so that no full
-    copy exists); `remat` is the same for all layers of a block. The layers of blocks in `compared` trace to one
-    computation; blocks that are compared while inside are added.
+    - `weights`: stacked arrays of each block.
+    - `prepare`: casts one layer's parameters inside the loop's body, so that no full copy in the compute dtype exists.
+    - `remat`: policies, which must be the same for all layers of a block.
+    - `env`: the torchax environment.
+    - `compared`: blocks whose layers trace to one computation; blocks that are compared while inside are added.
+
+    Raises `NotRepeatedError` if the layers of a block cannot run as one scan.
     """
     replaced: list[tuple[Any, Any]] = []
     runs: list[BlockRun] = []
@@ -48,14 +52,14 @@ def scanned(
                 yield
         except (NotRepeatedError, UserError, WideNumberError):
             raise
-        except Exception as error:  # the module's own code meets a hidden state that has no value yet
+        except Exception as error:  # the module's code uses a hidden state without a value
             for run in runs:
                 if run.next:
                     reason = "something happens to the hidden state between two layers"
                     raise NotRepeatedError(run.block, reason) from error
             raise
         for run in runs:
-            if not run.ran:  # parts of a layer may be called by themselves
+            if not run.ran:  # the module may call parts of a layer directly
                 raise NotRepeatedError(run.block, "the layers are not called one after the other")
             if run.block in elsewhere:
                 raise NotRepeatedError(run.block, "what they hold is used outside of them too")
@@ -66,12 +70,13 @@ def scanned(
 
 
 def _adds(block: Block, to: set[Block]) -> Callable[[], None]:
+    """Return a function that adds the block to a set."""
     return lambda: to.add(block)
 
 
 @contextlib.contextmanager
 def checkpointed_lists(module: Any, blocks: Sequence[Block], remat: LayerRemat, env: Any) -> Iterator[None]:
-    """Rematerialise layers of module lists that are not scanned, one by one."""
+    """Recompute the layers of unscanned module lists in the backward pass, one by one, while inside."""
     import jax
     import torch
     from torch.utils import _pytree
@@ -79,6 +84,7 @@ def checkpointed_lists(module: Any, blocks: Sequence[Block], remat: LayerRemat, 
     replaced: list[tuple[Any, Any]] = []
 
     def wrap(layer: Any, choice: Policy) -> Callable[..., Any]:
+        """Return a `forward` that runs the layer inside `jax.checkpoint`."""
         policy, own = jax_policy(choice), layer.__dict__.get("forward")
 
         def forward(*args: Any, **kwargs: Any) -> Any:
@@ -90,6 +96,7 @@ def checkpointed_lists(module: Any, blocks: Sequence[Block], remat: LayerRemat, 
                 where = [i for i, leaf in enumerate(flat) if isinstance(leaf, torch.Tensor)]
 
                 def pure(*arrays: Any) -> Any:
+                    """Run the layer on JAX arrays, and return its output and its buffers afterwards."""
                     given = list(flat)
                     for i, array in zip(where, env.j2t_iso(arrays), strict=True):
                         given[i] = array
@@ -103,10 +110,10 @@ def checkpointed_lists(module: Any, blocks: Sequence[Block], remat: LayerRemat, 
                             k = {**k, "hidden_states": mark_torch(k["hidden_states"], INPUT)}
                         called = [each for each in _pytree.tree_leaves((a, k)) if isinstance(each, torch.Tensor)]
                         written, names = views.watched(called), list(w)
-                        kept = views.watched([w[name] for name in names])
+                        written_weights = views.watched([w[name] for name in names])
                         out = call_with(layer, w, a, k)
                     changed.update(written())
-                    stored.update(names[k] for k in kept())
+                    stored.update(names[k] for k in written_weights())
                     return env.t2j_iso((out, {key: w[key] for key in buffers}))
 
                 run = jax.checkpoint(pure, policy=policy)
@@ -117,7 +124,7 @@ def checkpointed_lists(module: Any, blocks: Sequence[Block], remat: LayerRemat, 
                     else:
                         views.lose(weights[key])
                 called = [leaf for leaf in _pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
-                for place in changed:  # what was written is only known to what is computed again
+                for place in changed:  # the written value exists only inside the checkpoint
                     views.lose(called[place])
                 results = env.j2t_iso(out)
                 if is_constant([flat[i] for i in where]):

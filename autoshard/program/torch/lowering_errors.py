@@ -1,4 +1,4 @@
-"""The sentence for a torch module that does not lower: which op, which module, which line, what to change."""
+"""The error for a torch module that does not lower: which op, which module, which line, what to change."""
 
 import re
 from collections.abc import Sequence
@@ -20,24 +20,27 @@ _VALUES = {
     "TracerBoolConversionError",
     "TracerIntegerConversionError",
 }
-"""What JAX raises when code asks for the values of a tensor while only its shape is known."""
+"""Errors of JAX for code that reads the values of a tensor when only its shape is known."""
 
 
 _TRANSFORMS = ("torch._functorch.apis", "torch._functorch.eager_transforms")
-"""Modules of the transforms of torch.func."""
+"""Modules that implement the transforms of torch.func."""
 
 
 _MACHINERY = {"_call_impl", "_wrapped_call_impl", "__call__"}
-"""Methods of every module, which only call its `forward`."""
+"""Methods of every module that only call its `forward`."""
 
 
 def asks_for_values(error: BaseException) -> bool:
-    """Whether code asked for the values of a tensor of which only the shape is known."""
+    """Return True if the error is that code read the values of a tensor with only a shape."""
     return type(error).__name__ in _VALUES
 
 
 def lowering_error(error: BaseException, label: str, module: Any) -> UserError:
-    """The sentence for what was raised while `module`, shown as `label`, ran through torchax."""
+    """Return the `UserError` for an error that was raised while `module` ran through torchax.
+
+    `label` is the module's name in the message.
+    """
     check_backend(error)
     text = reason_of(error) or "no message"
     kind = type(error).__name__
@@ -55,8 +58,8 @@ def lowering_error(error: BaseException, label: str, module: Any) -> UserError:
             "`jacrev`, `jvp`) around an operation that has no lowering there; write it for the whole batch, or give "
             "the program as a JAX function with `jax.vmap` or `jax.grad`."
         )
-    if found := re.search(r"returned a value of type <class '([^']*)'>.*not a valid JAX type", text):
-        returned, how = found[1].rpartition(".")[2], "return tensors, in tuples, lists or dicts"
+    if unlowerable := re.search(r"returned a value of type <class '([^']*)'>.*not a valid JAX type", text):
+        returned, how = unlowerable[1].rpartition(".")[2], "return tensors, in tuples, lists or dicts"
         if returned.endswith("Cache"):
             how = "give the keyword input `use_cache=False`, or set `use_cache` of its configuration to False"
         return UserError(f"`{label}` returns a `{returned}`, which is no tensor: {how}.")
@@ -89,7 +92,7 @@ def lowering_error(error: BaseException, label: str, module: Any) -> UserError:
 
 
 def place_of(error: Exception, module: Any) -> str:
-    """Name the line of the module's code that an error is about; empty if it is about none."""
+    """Return a clause that names the line of the module's code where an error was raised, or an empty text."""
     return _place(error.__traceback__, module)
 
 
@@ -103,23 +106,25 @@ def _passes(trace: TracebackType | None, packages: Sequence[str]) -> bool:
 
 
 def _is_of(frame: FrameType, packages: Sequence[str]) -> bool:
+    """Return True if a frame runs code of one of the packages."""
     return f"{frame.f_globals.get('__name__', '')}.".startswith(tuple(f"{package}." for package in packages))
 
 
 def _place(trace: TracebackType | None, module: Any, before: Sequence[str] = ()) -> str:
-    """` in layers.1 (Block.forward at model.py:12)`: the innermost frame of a method of one of the modules.
+    """Return a clause like ` in layers.1 (Block.forward at model.py:12)`, or an empty text.
 
-    Frames of the packages in `before`, and those that they call, are left out.
+    It names the innermost frame that runs a method of one of the modules. Frames of the packages in `before`, and
+    frames that they call, are ignored.
     """
     paths = {id(child): name for name, child in module.named_modules()}
-    found: tuple[FrameType, int] | None = None
+    innermost: tuple[FrameType, int] | None = None
     while trace is not None and not _is_of(trace.tb_frame, before):
         if id(_owner(trace.tb_frame)) in paths and trace.tb_frame.f_code.co_name not in _MACHINERY:
-            found = trace.tb_frame, trace.tb_lineno
+            innermost = trace.tb_frame, trace.tb_lineno
         trace = trace.tb_next
-    if found is None:
+    if innermost is None:
         return ""
-    frame, line = found
+    frame, line = innermost
     owner = _owner(frame)
     where = f"{type(owner).__name__}.{frame.f_code.co_name} at {Path(frame.f_code.co_filename).name}:{line}"
     path = paths[id(owner)]
@@ -127,6 +132,6 @@ def _place(trace: TracebackType | None, module: Any, before: Sequence[str] = ())
 
 
 def _owner(frame: FrameType) -> Any:
-    """The first argument of the function that a frame runs, `self` in a method."""
+    """Return the first argument of the function that a frame runs, which is `self` in a method."""
     code = frame.f_code
     return frame.f_locals.get(code.co_varnames[0]) if code.co_argcount else None

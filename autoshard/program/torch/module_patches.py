@@ -1,4 +1,4 @@
-"""torchax with our lowerings, and module classes whose own code is not canonical."""
+"""torchax with autoshard's lowerings, and replacements for module code that is not canonical."""
 
 import contextlib
 import dataclasses
@@ -20,7 +20,7 @@ from autoshard.program.torch_ops.torchax_environment import environment
 
 @functools.cache
 def lowered_environment() -> Any:
-    """Our own torchax environment: torch operations become JAX operations, canonical ones where it matters."""
+    """Return the torchax environment with autoshard's lowerings: torch ops become JAX ops in canonical form."""
     env = environment()
     import torch
     from torchax.ops import ops_registry
@@ -42,14 +42,14 @@ def lowered_environment() -> Any:
     )
     drawn = env._get_op_or_decomp(torch.randint)
     env._ops[torch.randint] = dataclasses.replace(drawn, func=_with_sizes_by_name(drawn.func))
-    # One of torchax's releases has this under its ops, another under its decompositions; ops are looked up first.
+    # Some torchax releases register this op under ops, others under decompositions. Ops are looked up first.
     read = env._get_op_or_decomp(torch.Tensor.__getitem__)
     env._ops[torch.Tensor.__getitem__] = dataclasses.replace(read, func=masked_reads.lenient(read.func))
     return env
 
 
 def _with_sizes_by_name(draw: Callable[..., Any]) -> Callable[..., Any]:
-    """torchax's `torch.randint`, whose bounds and size may come by their names."""
+    """Wrap torchax's `torch.randint` so that bounds and size may be keyword arguments."""
 
     def randint(*args: Any, **kwargs: Any) -> Any:
         names = ("low", "high", "size")
@@ -63,7 +63,10 @@ _CHECKS = "TRANSFORMERS_DISABLE_TORCH_CHECK"
 
 @contextlib.contextmanager
 def drawing(env: Any) -> Iterator[None]:
-    """While inside, random numbers are those of one key: what follows from a traced one is forgotten afterwards."""
+    """Draw random numbers from one constant key while inside, and restore torchax's own key afterwards.
+
+    A key that was split inside a trace would otherwise leak a tracer.
+    """
     import jax
 
     with jax.ensure_compile_time_eval():
@@ -71,7 +74,7 @@ def drawing(env: Any) -> Iterator[None]:
     param = env.param
     holder, ours = env._property, type(param).override(param, prng=key)
     before = holder.content
-    holder.content = [*before, ours] if isinstance(before, list) else ours  # torch_xla's torchax keeps a stack
+    holder.content = [*before, ours] if isinstance(before, list) else ours  # torch_xla's torchax stores a stack
     try:
         yield
     finally:
@@ -80,18 +83,21 @@ def drawing(env: Any) -> Iterator[None]:
 
 @contextlib.contextmanager
 def canonical_modules() -> Iterator[None]:
-    """While inside, code of transformers that merges dims or inspects data is replaced by equal code that does not."""
+    """Replace code that merges dims or inspects values by equal code that does not, while inside.
+
+    Most replacements are for transformers; checks of torch's distributions and the attention fast path are off.
+    """
     import os
     import sys
 
     import torch
 
     checks = os.environ.get(_CHECKS)
-    os.environ[_CHECKS] = "1"  # transformers' checks of values, which nobody knows yet
+    os.environ[_CHECKS] = "1"  # transformers would read values, and tracers have none
     validates = torch.distributions.Distribution._validate_args
-    torch.distributions.Distribution.set_default_validate_args(False)  # which asks for values as well
+    torch.distributions.Distribution.set_default_validate_args(False)  # torch's checks read values too
     fast_path = torch.backends.mha.get_fastpath_enabled()
-    torch.backends.mha.set_fastpath_enabled(False)  # it calls one opaque operation for a whole layer
+    torch.backends.mha.set_fastpath_enabled(False)  # the fast path is one opaque op per layer
     replaced: list[tuple[Any, str, Any]] = []
     for place, replacement in (_REPLACED | _compiling()).items():
         module_name, owner, attribute = place
@@ -114,21 +120,21 @@ def canonical_modules() -> Iterator[None]:
 
 
 def _compiling() -> dict[tuple[str, str, str], Callable[..., Any]]:
-    """Where code of models asks whether it is compiled, as it is here: it asks for no values then.
+    """Return replacements that make model code believe that torch compiles it, so that it reads no values.
 
-    Those that also ask whether they are exported choose kernels by it.
+    Modules that also ask if they are exported are left alone, since they choose kernels by the answer.
     """
     import sys
 
     name, other = "is_torchdynamo_compiling", "is_torchdynamo_exporting"
     modules = {key: vars(each) for key, each in sys.modules.items() if key.startswith("transformers.models.") and each}
-    return {(key, "", name): _always for key, held in modules.items() if name in held and other not in held}
+    return {(key, "", name): _always for key, names in modules.items() if name in names and other not in names}
 
 
 def _conv1d(self: Any, x: Any) -> Any:
-    """GPT-2's linear layer (weight [in, out]) on [..., in] without flattening the leading dims.
+    """Compute GPT-2's linear layer (weight [in, out]) on [..., in] without flattening the leading dims.
 
-    Query, key and value in one weight are computed as [..., 3, out]: cutting [..., 3 out] into three would need a
+    Query, key and value from one weight are computed as [..., 3, out]. Splitting [..., 3 out] into three would need a
     reshard wherever that dim is split.
     """
     width, total = self.weight.shape
@@ -142,7 +148,10 @@ def _conv1d(self: Any, x: Any) -> Any:
 
 @functools.cache
 def _fused_type() -> type:
-    """A tensor [..., n * out] held as [..., n, out]: splitting it into its n parts cuts no dim."""
+    """Return the class of a tensor [..., n * out] that is stored as [..., n, out].
+
+    Splitting such a tensor into its n parts cuts no dim.
+    """
     from torchax import tensor
 
     class Fused(tensor.Tensor):
@@ -167,7 +176,7 @@ def _fused_type() -> type:
 
 
 def _expand_kv(self: Any, kv_nope: Any, k_rot: Any) -> tuple[Any, Any]:
-    """DeepSeek's keys and values from latents, joined by concatenation instead of writes into an empty tensor."""
+    """Compute DeepSeek's keys and values from latents by concatenation instead of writes into an empty tensor."""
     import torch
 
     batch, _, length, _ = kv_nope.shape
@@ -178,17 +187,20 @@ def _expand_kv(self: Any, kv_nope: Any, k_rot: Any) -> tuple[Any, Any]:
 
 
 def _always() -> bool:
-    """Values that are being traced must not be remembered for another call."""
+    """Return True, so that model code caches no traced values for another call."""
     return True
 
 
 def _not_packed(position_ids: Any) -> None:
-    """Positions are those of whole sequences: several sequences packed in one row are not supported."""
+    """Return None: positions are those of whole sequences.
+
+    Several sequences packed in one row are not supported.
+    """
     return None
 
 
 def _biases(self: Any, device: Any) -> Any:
-    """Levit's biases of attention, which its own code remembers for another call."""
+    """Return Levit's attention biases without the cache of its own code."""
     return self.attention_biases[:, self.attention_bias_idxs]
 
 
@@ -211,5 +223,6 @@ _REPLACED: dict[tuple[str, str, str], Callable[..., Any]] = {
     (_JETMOE, "JetMoeMoA", "map"): hf_experts.jetmoe_queries,
     (_JETMOE, "JetMoeMoA", "reduce"): hf_experts.jetmoe_outputs,
     ("transformers.masking_utils", "", "find_packed_sequence_indices"): _not_packed,
-    ("transformers.pytorch_utils", "", "is_torchdynamo_compiling"): _always,  # which turns off its caches of results
+    ("transformers.pytorch_utils", "", "is_torchdynamo_compiling"): _always,  # turns off caches of results
 }
+"""Replacements by module name, class (empty for a function of the module) and attribute."""

@@ -1,4 +1,4 @@
-"""Torch modules called with other tensors, and hooks of torch's checkpoint."""
+"""Calls of torch modules with other tensors, and restoring of their state."""
 
 import collections
 import contextlib
@@ -13,16 +13,16 @@ from autoshard.errors import UserError
 
 
 _LONGEST = 10_000
-"""Largest container that is restored: larger ones are data that code reads."""
+"""Largest container that is restored; a larger one is data that code only reads."""
 
 
 def call_with(module: Any, state: dict[str, Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    """Call `module` with the tensors of `state` in the place of its own parameters and buffers of these names.
+    """Call `module` with the tensors of `state` in place of its parameters and buffers of these names.
 
-    A tensor that the module has under several names, in its attributes too, is replaced in every place. A tensor that
-    the module assigns there is written to the one of `state`. Afterwards the module has its own back.
+    A tensor that the module has under several names, or in plain attributes, is replaced everywhere. A tensor that the
+    module assigns to such a name is written to the one of `state`. The module's own tensors are restored afterwards.
 
-    Raises `UserError` if it assigns a tensor of another shape or dtype.
+    Raises `UserError` if the module assigns a tensor of another shape or dtype.
     """
     own = {
         **dict(module.named_parameters(remove_duplicate=False)),
@@ -38,8 +38,8 @@ def call_with(module: Any, state: dict[str, Any], args: tuple[Any, ...], kwargs:
                 if id(tensor) in given:
                     replaced.append((kind, key, tensor))
                     registered.setdefault(names[id(tensor)], (kind, key))
-        held = child.__dict__
-        replaced += [(held, key, value) for key, value in held.items() if _holds(value, given)]
+        attributes = child.__dict__
+        replaced += [(attributes, key, value) for key, value in attributes.items() if _holds(value, given)]
     try:
         for kind, key, value in replaced:
             kind[key] = _with(value, given)
@@ -53,7 +53,10 @@ def call_with(module: Any, state: dict[str, Any], args: tuple[Any, ...], kwargs:
 
 
 def _write(tensor: Any, assigned: Any, name: str) -> None:
-    """Write what a module assigned in the place of a torchax tensor into that tensor."""
+    """Write the tensor that a module assigned in place of the torchax tensor `tensor` into `tensor`.
+
+    Raises `UserError` if the shape or dtype differs.
+    """
     from autoshard.program.torch_ops.torchax_environment import environment
 
     if assigned is None or assigned is tensor:
@@ -68,13 +71,14 @@ def _write(tensor: Any, assigned: Any, name: str) -> None:
 
 
 def _holds(value: Any, given: Mapping[int, Any]) -> bool:
-    """Return True for a tensor that is replaced, and for a plain list or tuple with one (`_flat_weights` of an RNN)."""
+    """Return True for a replaced tensor, and for a plain list or tuple with one (`_flat_weights` of an RNN)."""
     if type(value) in (list, tuple):
         return any(id(each) in given for each in value)
     return id(value) in given
 
 
 def _with(value: Any, given: Mapping[int, Any]) -> Any:
+    """Return the replacement of a tensor, or the list or tuple with its tensors replaced."""
     if type(value) in (list, tuple):
         return type(value)(given.get(id(each), each) for each in value)
     return given[id(value)]
@@ -82,7 +86,7 @@ def _with(value: Any, given: Mapping[int, Any]) -> Any:
 
 @contextlib.contextmanager
 def own_forward(layer: Any, forward: Any) -> Iterator[None]:
-    """Run with the `forward` that the layer had in its `__dict__` before a stand-in, or with that of its class."""
+    """Restore the layer's own `forward`, from its `__dict__` or its class, in place of a stand-in while inside."""
     stand_in = layer.__dict__["forward"]
     replace_forward(layer, forward)
     try:
@@ -92,7 +96,7 @@ def own_forward(layer: Any, forward: Any) -> Iterator[None]:
 
 
 def replace_forward(layer: Any, forward: Any) -> Any:
-    """Put `forward` into the layer's `__dict__`, or nothing if it is None; return what stood there before."""
+    """Store `forward` in the layer's `__dict__`, or nothing if it is None; return the previous entry."""
     before = layer.__dict__.pop("forward", None)
     if forward is not None:
         layer.__dict__["forward"] = forward
@@ -103,8 +107,8 @@ def replace_forward(layer: Any, forward: Any) -> Any:
 def preserved(module: Any) -> Iterator[dict[str, None]]:
     """Restore on exit the attributes of all modules, and the plain containers and objects that these reach.
 
-    Code of a module may assign attributes, append to lists and fill caches: traced values must not stay there. The
-    yielded dict then has the names of attributes that are numbers or tensors and were assigned others.
+    A module's code may assign attributes, append to lists and fill caches; traced values must not stay there. On exit
+    the yielded dict has the names of attributes that are numbers or tensors and were reassigned.
     """
     before = [Content(each) for each in reachable(module)]
     paths = {id(child.__dict__): f"{path}." if path else "" for path, child in module.named_modules()}
@@ -120,7 +124,7 @@ def preserved(module: Any) -> Iterator[dict[str, None]]:
 
 
 class Content:
-    """The present content of a dict, list, set or cell."""
+    """A snapshot of the content of a dict, list, set or cell."""
 
     __slots__ = ("holder", "keys", "values")
 
@@ -129,7 +133,7 @@ class Content:
         self.keys, self.values = _content(holder)
 
     def is_changed(self) -> bool:
-        """Return True if the holder has anything else now."""
+        """Return True if the holder's present content differs."""
         keys, values = _content(self.holder)
         if len(values) != len(self.values) or not all(map(operator.is_, keys, self.keys)):
             return True
@@ -148,7 +152,7 @@ class Content:
         ]
 
     def restore(self) -> None:
-        """Give the holder its content back."""
+        """Restore the content of the holder."""
         if isinstance(self.holder, types.CellType):
             self.holder.cell_contents = self.values[0]
             return
@@ -173,7 +177,10 @@ def _same(a: Any, b: Any) -> bool:
 
 
 def reachable(module: Any) -> list[Any]:
-    """List what can hold state of a module: attribute dicts of modules and objects, containers, cells of closures."""
+    """List the objects that can store state of a module.
+
+    These are attribute dicts of modules and objects, containers, and cells of closures.
+    """
     import torch
 
     passed = (torch.Tensor, type, types.ModuleType, str, bytes, int, float, complex, torch.dtype, torch.device)
@@ -200,7 +207,7 @@ def reachable(module: Any) -> list[Any]:
             if not isinstance(value, tuple | frozenset):
                 holders.append(value)
             pending += value.values() if isinstance(value, dict) else value
-        with contextlib.suppress(AttributeError):  # of objects with slots alone
+        with contextlib.suppress(AttributeError):  # objects that have only slots
             attributes = object.__getattribute__(value, "__dict__")
             holders.append(attributes)
             pending += attributes.values()
@@ -208,18 +215,19 @@ def reachable(module: Any) -> list[Any]:
 
 
 def _in_cell(cell: Any) -> Any:
+    """Return the value of a closure's cell, or None if it has no value yet."""
     try:
         return cell.cell_contents
-    except ValueError:  # a name that has no value yet
+    except ValueError:  # the name has no value yet
         return None
 
 
 @contextlib.contextmanager
 def without_stale_hooks() -> Iterator[None]:
-    """While inside, code may raise within a checkpoint; afterwards its hooks for saved tensors are gone.
+    """Remove the saved-tensor hooks that an error inside a torch checkpoint leaves behind.
 
-    torch installs them in a generator, which removes them once no frame of a traceback refers to it. Until then they
-    take the tensors of whatever runs in eager torch.
+    torch installs the hooks in a generator, which removes them once no frame of a traceback refers to it. Until then
+    they intercept the tensors of all eager torch code.
     """
     from torch._C import _autograd
 

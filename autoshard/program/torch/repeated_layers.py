@@ -1,4 +1,4 @@
-"""Finding layers that repeat in a torch module, so that they run as one scan over stacked parameters."""
+"""Search for repeated layers in a torch module, which then run as one scan over stacked parameters."""
 
 import dataclasses
 import hashlib
@@ -9,46 +9,49 @@ from autoshard.program.torch.layer_differences import Difference, LayerCompariso
 
 
 MAX_PERIOD = 4
-"""Longest repeating group of unlike layers that is looked for (alternating attention has 2)."""
+"""Longest repeating group of unlike layers that is searched for (alternating attention has 2)."""
 
 _POSITIONS = {"layer_idx", "layer_id", "layer_index", "layer_number", "layer_num", "block_idx", "idx", "index"}
-"""Attributes that often only number a layer; code that reads one is traced for every layer."""
+"""Attributes that often only number a layer; if code reads one, every layer is traced."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Block:
-    """`repeats` groups of `period` layers of one list that may compute the same, group by group."""
+    """`repeats` groups of `period` layers of one list; all groups may compute the same."""
 
     owner: str
     """Name of the list in the module, such as `model.layers`."""
     start: int
-    """Number of the first layer, as its name says it."""
+    """Number of the first layer, as in its name."""
     period: int
     repeats: int
     length: int
     """Number of layers in the whole list."""
     first: int = 0
-    """Number of the list's first layer: a dict may hold layers 16 to 31 of a model."""
+    """Number of the list's first layer: a dict may have only layers 16 to 31 of a model."""
     stem: str = ""
-    """What stands before the number in a layer's name in the list: `layer_` of `layer_0`, `layer_1`."""
+    """Text before the number in a layer's name in the list: `layer_` of `layer_0`, `layer_1`."""
     unlike: tuple[tuple[int, Difference], ...] = ()
-    """Attributes in which groups differ, or may: if a layer's code reads one, the layers are compared as they trace."""
+    """Attributes in which groups differ or may differ; if a layer's code reads one, the traces are compared."""
 
     @property
     def stop(self) -> int:
-        """One past the last layer."""
+        """Number after that of the last layer."""
         return self.start + self.period * self.repeats
 
     def layer(self, offset: int, repeat: int = 0) -> str:
-        """Module name of one layer."""
+        """Return the module name of the layer at `offset` of group `repeat`."""
         name = f"{self.stem}{self.start + repeat * self.period + offset}"
         return f"{self.owner}.{name}" if self.owner else name
 
     def label(self, offset: int) -> str:
-        """`model.layers.*` if the block is the whole list, else with a slice: `model.layers.[3:61]`, `[0::2]`."""
+        """Return the name of the stack of layers at `offset` of all groups.
+
+        It is `model.layers.*` if the block is the whole list, else it has a slice: `model.layers.[3:61]`, `[0::2]`.
+        """
         end = self.first + self.length
-        whole = self.start == self.first and self.stop == end
-        if whole and self.period == 1:
+        is_whole = self.start == self.first and self.stop == end
+        if is_whole and self.period == 1:
             text = "*"
         else:
             first = self.start + offset
@@ -61,11 +64,11 @@ class Block:
 def find_blocks(
     module: Any, within: Sequence[Block] = (), computed: Mapping[str, str] | None = None, trained: bool = False
 ) -> tuple[Block, ...]:
-    """Find all blocks of `module`, outermost lists first; lists inside a block are left to the block.
+    """Find the blocks of `module`, outermost lists first; a list inside a block yields no block of its own.
 
-    With `within`, only those in the layers of these blocks. `computed` has a digest of the trace of some layers by
-    name: those that trace to different computations are in no block together. `trained`: nor are those of which
-    other parameters require gradients.
+    - `within`: if given, only lists inside the layers of these blocks are searched.
+    - `computed`: digests of some layers' traces by name; layers with different digests share no block.
+    - `trained`: if True, layers share a block only if the same parameters require gradients.
     """
     import torch
 
@@ -82,7 +85,7 @@ def find_blocks(
 
 
 class _Index:
-    """The modules of a module by name, and the ones that hold each tensor."""
+    """The modules of a module by name, and the modules that own each tensor."""
 
     def __init__(self, module: Any) -> None:
         self.modules = dict(module.named_modules())
@@ -95,7 +98,7 @@ class _Index:
 
 
 def _blocks_of(index: _Index, name: str, child: Any, computed: Mapping[str, str], trained: bool) -> list[Block]:
-    """Find the blocks of one list, which is called `name`."""
+    """Find the blocks of the list `child`, whose name is `name`."""
     layers, stem, first = list(child._modules.values()), _stem(child), _first_number(child)
     names = [f"{name}.{key}" if name else key for key in child._modules]
     signatures = _signatures(index, names, layers, trained)
@@ -113,29 +116,31 @@ def _blocks_of(index: _Index, name: str, child: Any, computed: Mapping[str, str]
 
 
 def is_list(module: Any) -> bool:
-    """True for what holds layers by number: a module list, or a dict from numbers that follow one another."""
+    """Return True for a module list, and for a module dict whose keys are consecutive numbers."""
     import torch
 
     return isinstance(module, torch.nn.ModuleList | torch.nn.ModuleDict) and _is_numbered(module)
 
 
 def _is_numbered(module: Any) -> bool:
+    """Return True if the names of a module's children are consecutive numbers after a common stem."""
     first, stem = _first_number(module), _stem(module)
     return list(module._modules) == [f"{stem}{first + place}" for place in range(len(module._modules))]
 
 
 def _stem(module: Any) -> str:
-    """What stands before the number in the name of a list's first child."""
+    """Return the text before the number in the name of a list's first child."""
     return next(iter(module._modules), "").rstrip("0123456789")
 
 
 def _first_number(module: Any) -> int:
-    """What the name of a list's first child says."""
+    """Return the number in the name of a list's first child."""
     number = next(iter(module._modules), "")[len(_stem(module)) :]
     return int(number) if number.isdecimal() else 0
 
 
 def _inside(name: str, block: Block) -> bool:
+    """Return True if the module `name` is a layer of a block or inside one."""
     prefix = f"{block.owner}." if block.owner else ""
     if not name.startswith(prefix) or name == block.owner:
         return False
@@ -144,7 +149,10 @@ def _inside(name: str, block: Block) -> bool:
 
 
 def _runs(marks: Sequence[str]) -> list[tuple[int, int, int]]:
-    """(start, period, repeats) of repeating groups, longest cover first at each place, shortest period on a tie."""
+    """Return (start, period, repeats) of repeating groups of equal marks.
+
+    At each place the group that covers most layers wins, and on a tie the one with the shortest period.
+    """
     runs: list[tuple[int, int, int]] = []
     position = 0
     while position < len(marks):
@@ -167,10 +175,11 @@ def _runs(marks: Sequence[str]) -> list[tuple[int, int, int]]:
 
 
 def _signatures(index: _Index, names: Sequence[str], layers: Sequence[Any], trained: bool) -> list[str]:
-    """Return a digest for each layer of a list; layers that may compute the same, weights apart, have one in common.
+    """Return a digest for each layer of a list.
 
-    It is empty for a layer that cannot be repeated: one without parameters of its own is not worth a scan. A tensor
-    that all layers of a kind share is theirs in common; one that is shared otherwise has no slice in a stack.
+    Layers with equal digests may compute the same, apart from their weights. The digest is empty for a layer that
+    cannot be repeated; a layer without own parameters is not worth a scan. A tensor that all layers of a kind share
+    stays one tensor. A tensor that is shared in another way cannot be stacked.
     """
     inside = {id(child) for layer in layers for child in layer.modules()}
     owners: dict[int, list[int]] = {}
@@ -209,7 +218,7 @@ def _own_tensors(child: Any) -> list[Any]:
 
 
 def _stands_at(layers: Sequence[Any], sharing: Sequence[int], path: str, key: str, tensor: Any) -> bool:
-    """Return True if layers that share a tensor all have it in one place."""
+    """Return True if all layers that share a tensor have it under the same name."""
 
     def there(layer: Any) -> Any:
         child = layer.get_submodule(path)
@@ -222,7 +231,10 @@ def _stands_at(layers: Sequence[Any], sharing: Sequence[int], path: str, key: st
 
 
 def _ordinals(layers: Sequence[Any]) -> set[Difference]:
-    """Return the attributes that only number layers: by their name, or since they grow by one from layer to layer."""
+    """Return the attributes that only number layers.
+
+    An attribute counts by its name, or if it grows by one from layer to layer.
+    """
     numbers: dict[Difference, set[Any]] = {}
     for place, layer in enumerate(layers):
         for path, child in layer.named_modules():
@@ -236,7 +248,7 @@ def _ordinals(layers: Sequence[Any]) -> set[Difference]:
 
 
 def _structure(layer: Any, trained: bool) -> str:
-    """Describe the modules of a layer, their parameters and buffers, and the values of small constants."""
+    """Describe a layer in text: its modules, parameters and buffers, and the values of non-persistent buffers."""
     words: list[str] = []
     for name, child in layer.named_modules():
         words.append(f"|{name}:{type(child).__module__}.{type(child).__qualname__}:{id(type(child))}")
@@ -254,6 +266,7 @@ def _structure(layer: Any, trained: bool) -> str:
 
 
 def _plain(value: Any) -> str:
+    """Describe an attribute's value in text; objects by their type, functions by their name."""
     if value is None or isinstance(value, (bool, int, float, str)):
         return repr(value)
     if isinstance(value, (tuple, list)):

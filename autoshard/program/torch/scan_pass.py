@@ -1,4 +1,4 @@
-"""One pass through the repeated layers of a torch module: their calls are remembered, and become one scan."""
+"""One pass through the repeated layers of a torch module: the calls are recorded and become one scan."""
 
 import contextlib
 import dataclasses
@@ -20,32 +20,35 @@ from autoshard.program.torch_ops.torch_gradients import is_constant, mark_consta
 
 
 class NotRepeatedError(Exception):
-    """The layers of `block` are not simply called one after another; they have to run one by one."""
+    """Raised when the layers of `block` cannot run as one scan, so that they have to run one by one."""
 
     def __init__(self, block: Block, reason: str, computed: Mapping[str, str] | None = None) -> None:
-        """`computed` has a digest of what each layer traces to, by name, if these differ."""
+        """Store the block and the reason.
+
+        `computed` maps each layer's name to a digest of its trace, if the traces differ.
+        """
         super().__init__(reason)
         self.block, self.computed = block, computed
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class LayerRemat:
-    """What layers compute again in the backward pass."""
+    """The values of layers that the backward pass recomputes."""
 
     of: Callable[[str], Policy]
-    """From a layer's name."""
+    """Function from a layer's name to its policy."""
     found: dict[str, None]
-    """Every value of a layer that a policy may name, noted as layers are traced."""
+    """Every value of a layer that a policy may name, recorded as layers are traced."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class LayerWeights:
-    """What the layers of one block hold, for each offset in a group: a dict from the name inside the layer."""
+    """Arrays of the layers of one block, for each offset in a group: a dict from the name inside the layer."""
 
     params: list[dict[str, Any]]
-    """Stacked parameters [repeats, ...]."""
+    """Stacked parameters [repeats, ...], one dict for each offset."""
     buffers: list[dict[str, Any]]
-    """Stacked buffers; replaced by the updated ones when the block has run and is `stateful`."""
+    """Stacked buffers; replaced by the updated ones when the block has run."""
     fixed: list[dict[str, Any]]
     """Constants that all repeats share."""
     stateful: bool
@@ -53,24 +56,24 @@ class LayerWeights:
     cache: Any = None
     """A `ServingCache` whose arrays the layers read and write."""
     pipeline: Pipeline | None = None
-    """The stages that the layers are cut into; None: they run one after the other."""
+    """Stages that the layers are cut into; None runs the layers one after another."""
     along: tuple[int, ...] = ()
-    """Which of the tensors that layers of a pipeline are given belong to the batch, by their order."""
+    """Numbers of the pipeline layers' other input tensors that belong to the batch."""
     firsts: list[int] = dataclasses.field(default_factory=list)
-    """First dims of the hidden state and of those tensors, once the block has run."""
+    """First dims of the hidden state and of the other input tensors, once the block has run."""
     written: set[tuple[int, str]] = dataclasses.field(default_factory=set)
-    """What the layers have written to of what they hold: the offset in a group, and the name inside the layer."""
+    """Arrays that the layers wrote to: the offset in a group, and the name inside the layer."""
 
 
 class _Pending:
-    """Stands for what one layer of a scan hands to the next: shape and dtype, no value."""
+    """A stand-in for a value that one layer of a scan passes to the next: shape and dtype without a value."""
 
     def __init__(self, shape: tuple[int, ...], dtype: Any) -> None:
         self.shape, self.dtype, self.ndim = shape, dtype, len(shape)
 
 
 def _modes() -> tuple[bool, ...]:
-    """Return which of torch's modes are on that change what layers compute: gradients, and automatic casts."""
+    """Return torch's modes that change the computation of layers: gradients, and casts on each device type."""
     import torch
 
     return torch.is_grad_enabled(), *(torch.is_autocast_enabled(device) for device in ("cpu", "cuda"))
@@ -78,22 +81,25 @@ def _modes() -> tuple[bool, ...]:
 
 @dataclasses.dataclass(slots=True)
 class _Call:
-    """How the first group calls one of its layers."""
+    """The first group's call of one of its layers."""
 
     leaves: list[Any]
-    """Everything that it is called with."""
+    """All arguments of the call, flattened."""
     tree: Any
-    """Puts `leaves` back into arguments."""
+    """Structure that turns `leaves` back into arguments."""
     links: dict[int, int] | None = None
-    """Which of `leaves` are which of the outputs of the layer before; of the first layer, from the second group on."""
+    """For each leaf that the previous layer computed, the number of that layer's output.
+
+    The links of the first layer are known from the second group on.
+    """
     modes: tuple[bool, ...] = dataclasses.field(default_factory=_modes)
-    """Modes of torch in which it is called."""
+    """Modes of torch that are on during the call."""
 
 
 class BlockRun:
-    """One pass through one block: remembers the calls, then runs the scan at the last one.
+    """One pass through one block: records the calls, and runs the scan at the last call.
 
-    Layers hand on one hidden state or several: whatever of a layer's outputs the next one is called with.
+    The hidden state may be several tensors: each output of a layer that the next layer is called with.
     """
 
     def __init__(
@@ -106,37 +112,47 @@ class BlockRun:
         env: Any,
         compared: bool = False,
     ) -> None:
-        """`compared`: what the layers trace to is known to be the same."""
+        """Look up the layers of the block and their remat policy.
+
+        - `module`: the whole module, which contains the block.
+        - `weights`: stacked arrays of the layers.
+        - `prepare`: casts one layer's parameters inside the loop's body.
+        - `remat`: policy of each layer, and the record of the values that it may name.
+        - `env`: the torchax environment.
+        - `compared`: True if all layers are known to trace to the same computation.
+        """
         count = block.period * block.repeats
         self.block, self.weights, self.compared = block, weights, compared
         self.prepare, self.env = prepare, env
         self.policy, self.found = remat.of(block.layer(0)), remat.found
         self.layers = [module.get_submodule(block.layer(i % block.period, i // block.period)) for i in range(count)]
         self.forwards = [layer.__dict__.get("forward") for layer in self.layers]
-        """The `forward` that a layer has in its `__dict__`, as hooks of other libraries put it there, or None."""
+        """The `forward` in each layer's own `__dict__`, as hooks of other libraries store it, or None."""
         self.common = [] if compared else [self._held_in_common(offset) for offset in range(block.period)]
         """Objects and containers that the layers of an offset share."""
         self.next = 0
         self.ran = False
-        """Whether all layers have been called."""
+        """True if all layers have been called."""
         self._begin()
 
     def _begin(self) -> None:
+        """Forget the calls of an earlier pass."""
         self.calls: list[_Call] = []
         self.outputs: list[_Outputs] = []
         self.pending: list[Any] = []
         self.written: set[tuple[int, int]] = set()
-        """Which linked leaves of which call its layer writes to."""
+        """Pairs (offset of a call, linked leaf) of the leaves that a layer writes to."""
         self.beside: dict[int, Any] = {}
         self.deciding: set[int] = set()
-        """Offsets of layers whose code reads something in which groups differ."""
+        """Offsets of layers whose code reads an attribute in which groups differ."""
 
     def _held_in_common(self, offset: int) -> list[Any]:
+        """Return the objects that the layers of an offset share in the first two groups."""
         theirs = {id(each) for each in reachable(self.layers[offset + self.block.period])}
         return [each for each in reachable(self.layers[offset]) if id(each) in theirs]
 
     def stand_in(self, index: int) -> Callable[..., Any]:
-        """What layer number `index` is called as."""
+        """Return the function that replaces the `forward` of layer number `index`."""
 
         def forward(*args: Any, **kwargs: Any) -> Any:
             return self.call(index, args, kwargs)
@@ -144,7 +160,12 @@ class BlockRun:
         return forward
 
     def call(self, index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Remember a call; the last one gives what comes out, those before what stands for it."""
+        """Record a call of a layer.
+
+        The last call runs the scan and returns the result. Earlier calls return stand-ins without values.
+
+        Raises `NotRepeatedError` if the layers cannot run as one scan.
+        """
         from torch.utils import _pytree
 
         if index != self.next:
@@ -182,10 +203,14 @@ class BlockRun:
         return outputs.rebuild(self.pending)
 
     def _not(self, reason: str) -> NotRepeatedError:
+        """Return the error that the layers of this block cannot be scanned for `reason`."""
         return NotRepeatedError(self.block, reason)
 
     def _links(self, leaves: Sequence[Any]) -> dict[int, int]:
-        """Which leaves are what the layer before hands on."""
+        """Return, for each leaf that the previous layer computed, the number of that layer's output.
+
+        Raises `NotRepeatedError` if the module changes or reads the hidden state between two layers.
+        """
         known = {id(each._elem): number for number, each in enumerate(self.pending)}
         links = {i: known[id(_element(leaf))] for i, leaf in enumerate(leaves) if id(_element(leaf)) in known}
         if self.pending and not links:
@@ -197,7 +222,10 @@ class BlockRun:
         return links
 
     def _check_state(self) -> None:
-        """Raises `NotRepeatedError` if what a group hands to the next is not like what the first is called with."""
+        """Compare the outputs of the first group with its own linked inputs.
+
+        Raises `NotRepeatedError` if shapes or dtypes differ.
+        """
         first, last = self.calls[0], self.outputs[-1]
         for i, number in (first.links or {}).items():
             if not _is_tensor(first.leaves[i]):
@@ -207,6 +235,7 @@ class BlockRun:
                 raise self._not("a layer changes the shape or dtype of the hidden state")
 
     def _same(self, first: _Call, leaves: Sequence[Any], tree: Any, links: dict[int, int]) -> bool:
+        """Return True if a later call has the same unlinked arguments and links as the `first` call of its offset."""
         if first.tree != tree or first.links != links:
             return False
         for i, (x, y) in enumerate(zip(first.leaves, leaves, strict=True)):
@@ -218,9 +247,12 @@ class BlockRun:
     def _invoke(
         self, index: int, slices: tuple[Any, Any], given: Sequence[Any], cached: dict[str, Any], number: Any
     ) -> tuple[Any, tuple[Any, Any]]:
-        """Call layer `index`, which is `number` of its stack, with `given` for the leaves that are linked.
+        """Call layer `index`, and return its output, its buffers afterwards and the updated caches.
 
-        Its output, and its buffers and the caches of all afterwards.
+        - `slices`: parameters and buffers of this layer.
+        - `given`: values of the linked leaves.
+        - `cached`: stacked caches of the block; empty without a cache.
+        - `number`: number of the layer in its stack, [] int32.
         """
         import torch
         from torch.utils import _pytree
@@ -245,11 +277,11 @@ class BlockRun:
             tensors = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
             changed = views.watched([leaves[i] for i in tensors])
             names = list(state)
-            kept = views.watched([state[name] for name in names])
-            common = views.watched([each for each in tensors_of(layer) if isinstance(each, type(state[names[0]]))])
+            written_state = views.watched([state[name] for name in names])
+            shared = views.watched([each for each in tensors_of(layer) if isinstance(each, type(state[names[0]]))])
             out = call_with(layer, state, args, kwargs)
-            self.weights.written.update((offset, names[k]) for k in kept())
-            if common():
+            self.weights.written.update((offset, names[k]) for k in written_state())
+            if shared():
                 raise self._not("a layer writes to a buffer that all of them share")
             for i in (tensors[k] for k in changed()):
                 if i not in places:
@@ -258,13 +290,16 @@ class BlockRun:
         return out, ({key: self.env.t2j_iso(state[key]) for key in buffers}, dict(written))
 
     def _places(self, call: _Call) -> list[int]:
-        """Leaves of a call that change from group to group; of the first call at first the first tensor."""
+        """Return the leaves of a call that change from group to group.
+
+        Before the links of the first call are known, this is its first tensor.
+        """
         if call.links is not None:
             return sorted(call.links)
         return [next(i for i, leaf in enumerate(call.leaves) if _is_tensor(leaf))]
 
     def _abstract(self, index: int) -> tuple[Any, ...]:
-        """What `_invoke` is given of layer `index`, as shapes: slices, linked values, caches and number."""
+        """Return the last four arguments of `_invoke` for layer `index` as shapes."""
         import jax
 
         offset = index % self.block.period
@@ -275,13 +310,14 @@ class BlockRun:
         return slices, given, self._cached(offset), jax.ShapeDtypeStruct((), jax.numpy.int32)
 
     def _outputs(self, index: int) -> "_Outputs":
-        """Trace one layer abstractly to see what comes out of it."""
+        """Trace one layer abstractly, and return its outputs."""
         import jax
         from torch.utils import _pytree
 
         known: dict[str, Any] = {}
 
         def one(slices: Any, given: Any, cached: Any, number: Any) -> Any:
+            """Return the tensors that the layer computes, and record the structure of its output."""
             values = self.env.j2t_iso(given)
             with model_flops.counting():
                 out, _ = self._invoke(index, slices, values, cached, number)
@@ -294,11 +330,11 @@ class BlockRun:
             return self.env.t2j_iso([leaves[i] for i in known["new"]])
 
         shapes = jax.eval_shape(one, *self._abstract(index))
-        kept = [None if i in known["new"] else leaf for i, leaf in enumerate(known["leaves"])]
-        return _Outputs(shapes, kept, known["tree"], known["new"])
+        passed = [None if i in known["new"] else leaf for i, leaf in enumerate(known["leaves"])]
+        return _Outputs(shapes, passed, known["tree"], known["new"])
 
     def _watched_outputs(self, index: int) -> "_Outputs":
-        """Trace one layer as `_outputs` does, and note if its code reads what decides between groups."""
+        """Trace one layer like `_outputs`, and record if its code reads an attribute in which groups differ."""
         if self.compared:
             return self._outputs(index)
         common = [Content(each) for each in self.common[index]]
@@ -311,19 +347,25 @@ class BlockRun:
         return outputs
 
     def _is_used(self, index: int, attributes: set[Difference]) -> bool:
-        """Return False if a layer's code only passes on what it reads there, as a cache is given the layer's number."""
+        """Return False if the layer's code reads the attributes only to pass them on.
+
+        A cache that receives the layer's number is such a case.
+        """
         layer = self.layers[index]
         if any(type(layer.get_submodule(path).__dict__.get(key)) is not int for path, key in attributes):
             return True
         try:
             with opaque_numbers(layer, attributes) as used:
                 self._outputs(index)
-        except Exception:  # C code takes no other object for a number
+        except Exception:  # C code accepts only a real int
             return True
         return bool(used)
 
     def _check_alike(self) -> None:
-        """Raises `NotRepeatedError` if layers of one offset trace to different computations."""
+        """Compare the traces of the layers whose code reads an attribute in which groups differ.
+
+        Raises `NotRepeatedError` if layers of one offset trace to different computations.
+        """
         period, layers = self.block.period, range(len(self.layers))
         if self.compared or not self.deciding:
             return
@@ -334,7 +376,7 @@ class BlockRun:
         self.compared = True
 
     def _digest(self, index: int) -> str:
-        """Return a digest of what layer `index` computes, apart from the values of its weights."""
+        """Return a digest of the computation of layer `index`, independent of the values of its weights."""
 
         def one(slices: Any, given: Any, cached: Any, number: Any) -> Any:
             with model_flops.counting():
@@ -344,14 +386,16 @@ class BlockRun:
         return computation_digest(one, self._abstract(index))
 
     def _stacked(self, offset: int) -> tuple[Any, Any]:
+        """Return the stacked parameters and buffers of the layers of one offset."""
         return self.weights.params[offset], self.weights.buffers[offset]
 
     def _cached(self, offset: int) -> dict[str, Any]:
+        """Return the stacked caches of the layers of one offset; empty without a cache."""
         cache = self.weights.cache
         return (cache.stacked(self.block, offset) if cache is not None else None) or {}
 
     def _run(self) -> list[Any]:
-        """What comes out of the last layer, all layers computed."""
+        """Compute all layers, and return the tensors that the last layer computes."""
 
         counted = [0.0, 0.0]
         constant = self._is_constant()
@@ -360,6 +404,7 @@ class BlockRun:
         order = sorted(entry)
 
         def body(states: Any, slices: Any, caches: Any = None, number: Any = None) -> Any:
+            """Run one group of layers; return the hidden states, the buffers and the caches afterwards."""
             after: list[Any] = []
             written: list[Any] = []
             with model_flops.counting() as scope:
@@ -371,8 +416,8 @@ class BlockRun:
                     if offset:
                         links = self.calls[offset].links or {}
                         given = [fresh[links[i]] for i in self._places(self.calls[offset])]
-                    held = caches[offset] if caches else {}
-                    out, (buffers, cached) = self._invoke(offset, slices[offset], given, held, number)
+                    layer_caches = caches[offset] if caches else {}
+                    out, (buffers, cached) = self._invoke(offset, slices[offset], given, layer_caches, number)
                     after.append(buffers if self.weights.stateful else {})
                     written.append(cached)
                     leaves = _leaves(out)
@@ -382,21 +427,21 @@ class BlockRun:
 
         stacked = [self._stacked(offset) for offset in offsets]
         states = tuple(_array(self.calls[0].leaves[i]) for i in order)
-        beside = {
+        unlinked = {
             id(_element(leaf)): leaf
             for call in self.calls
             for i, leaf in enumerate(call.leaves)
             if _is_tensor(leaf) and i not in (call.links or {})
         }
-        tensors = [*states, *beside.values()]
+        tensors = [*states, *unlinked.values()]
         self.weights.firsts[:] = [t.shape[0] if t.ndim else 0 for t in (tensors[0], *tensors[len(states) :])]
         if self.weights.pipeline is not None:
-            final = self._staged(body, counted, stacked, states, beside)
+            final = self._staged(body, counted, stacked, states, unlinked)
         else:
             final = self._scanned(body, stacked, states)
             model_flops.record_count(counted, self.block.repeats)
         for offset, i in self.written:
-            if offset == 0:  # what it was is only known to the scan
+            if offset == 0:  # the written value exists only inside the scan
                 views.lose(self.calls[0].leaves[i])
         places = {entry[i]: k for k, i in enumerate(order)}
         results = self.env.j2t_iso([final[places[number]] for number in range(len(places))])
@@ -405,11 +450,14 @@ class BlockRun:
         return results
 
     def _is_constant(self) -> bool:
-        """Return True if no gradient reaches what the layers compute: neither they nor their inputs need one."""
+        """Return True if no gradient reaches the layers' results: neither parameters nor inputs need one."""
         return not any(self.weights.params) and is_constant([call.leaves for call in self.calls[:1]])
 
     def _scanned(self, body: Callable[..., Any], stacked: Any, states: Any) -> Any:
-        """The states after all layers; buffers and caches are left as layers have written them."""
+        """Return the hidden states after all layers.
+
+        The updated buffers are in `weights` afterwards, and the new arrays in the cache.
+        """
         import jax
         import jax.numpy as jnp
 
@@ -440,13 +488,21 @@ class BlockRun:
     def _staged(
         self, body: Callable[..., Any], counted: list[float], stacked: Any, states: Any, given: dict[int, Any]
     ) -> Any:
-        """The states after the block, whose layers are the stages of a pipeline."""
+        """Return the hidden states after the block, whose layers run as the stages of a pipeline.
+
+        - `body`: one group of layers.
+        - `counted`: FLOPs of one group, filled when `body` is traced.
+        - `stacked`, `states`: stacked weights, and the hidden states before the block.
+        - `given`: the other tensors that the layers are called with, by identity.
+        """
         import jax
 
         assert self.weights.pipeline is not None
         policy = jax_policy(self.policy, mapped=1)
 
         def layer(now: Any, slices: Any, beside: Sequence[Any]) -> Any:
+            """Run one group of layers on the hidden state and the other inputs, and return the hidden state."""
+
             def one(now: Any, slices: Any, beside: Sequence[Any]) -> Any:
                 self.beside = dict(zip(given, self.env.j2t_iso(list(beside)), strict=True))
                 try:
@@ -465,18 +521,18 @@ class BlockRun:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Outputs:
-    """What a layer gives back."""
+    """Outputs of one layer."""
 
     shapes: list[Any]
-    """The shapes and dtypes of the tensors that it computes."""
+    """Shapes and dtypes of the tensors that the layer computes."""
     leaves: list[Any]
-    """All that comes back, None in the place of what is computed."""
+    """All output leaves, with None in place of the computed ones."""
     tree: Any
     new: list[int]
-    """Which leaves are computed; the others are what the layer was given."""
+    """Numbers of the computed leaves; the others are inputs of the layer or no tensors."""
 
     def rebuild(self, computed: Sequence[Any]) -> Any:
-        """The output with these tensors."""
+        """Return the output with these computed tensors."""
         from torch.utils import _pytree
 
         leaves = list(self.leaves)
@@ -486,6 +542,7 @@ class _Outputs:
 
 
 def _leaves(tree: Any) -> list[Any]:
+    """Return the leaves of a pytree of torch values."""
     from torch.utils import _pytree
 
     return _pytree.tree_leaves(tree)
@@ -498,19 +555,22 @@ def _is_tensor(value: Any) -> bool:
 
 
 def tensors_of(layer: Any) -> list[Any]:
-    """List the parameters and buffers of a layer, those of its modules included."""
+    """List the parameters and buffers of a layer, including those of its modules."""
     return [*layer.parameters(), *layer.buffers()]
 
 
 def _array(tensor: Any) -> Any:
-    """The JAX value of a tensor, or what stands for it."""
+    """Return the JAX value of a tensor, or its stand-in."""
     from torchax.view import View
 
     return (tensor.torch() if isinstance(tensor, View) else tensor)._elem
 
 
 def _element(value: Any) -> Any:
-    """What tells a tensor from others; a view, which is made of its elements anew each time, is told by itself."""
+    """Return the object that identifies a tensor.
+
+    A view creates its elements at each access, so it identifies itself.
+    """
     return value if hasattr(value, "view_info") else getattr(value, "_elem", value)
 
 

@@ -1,4 +1,4 @@
-"""Running the repeated layers of a torch module as the stages of a pipeline."""
+"""The repeated layers of a torch module as the stages of a pipeline."""
 
 import dataclasses
 from collections.abc import Callable, Collection, Sequence
@@ -10,11 +10,11 @@ from autoshard.program.torch.repeated_layers import Block
 
 
 Layer = Callable[[Any, Any, Sequence[Any]], Any]
-"""Of hidden state, weights, and what else belongs to the batch: the next hidden state."""
+"""Function from a hidden state, weights and other tensors of the batch to the next hidden state."""
 
 
 def block_words(block: Block) -> str:
-    """A block of layers as sentences name it."""
+    """Return the name of a block of layers for use in sentences."""
     if block.period > 1:
         return f"`{block.owner}` (in groups of {block.period})"
     return f"`{block.label(0).removesuffix('.*')}`"
@@ -23,10 +23,12 @@ def block_words(block: Block) -> str:
 def staged_blocks(
     blocks: Sequence[Block], pipeline: Pipeline, label: str, notes: list[str]
 ) -> dict[Block, tuple[Block, ...]]:
-    """What becomes of each block: its layers in stages last, those that are left over, if they are several, before.
+    """Map each block that can be cut to its parts: the leftover layers, if they form a block, and the staged layers.
 
-    The block with most layers is cut into stages, and all others that can be. `notes` gets the rest, which become what
-    they were. Raises `UserError` if there is no block, with what `notes` says of that, or if the largest cannot be cut.
+    The block with most layers is cut into stages, and every other block that can be. `notes` receives a sentence for
+    each block that stays whole.
+
+    Raises `UserError` if there is no block (with the reasons in `notes`), or if the largest block cannot be cut.
     """
     if not blocks:
         why = " ".join(note for note in notes if "not scanned" in note)
@@ -46,12 +48,13 @@ def staged_blocks(
 
 
 def _without_first(block: Block, count: int) -> tuple[Block, ...]:
-    """The first groups of a block, if they are a block too, and the rest."""
+    """Split off the first `count` groups of a block; fewer than two groups form no block."""
     rest = dataclasses.replace(block, start=block.start + count * block.period, repeats=block.repeats - count)
     return (dataclasses.replace(block, repeats=count), rest) if count > 1 else (rest,)
 
 
 def _can_be(pipeline: Pipeline, block: Block) -> bool:
+    """Return True if a block can be cut into the pipeline's stages."""
     try:
         check_pipeline(pipeline, block.repeats, block_words(block))
     except UserError:
@@ -68,9 +71,14 @@ def run_in_stages(
     along: Collection[int],
     pipeline: Pipeline,
 ) -> Any:
-    """The hidden state after a block, whose layers are given the tensors `beside` each time.
+    """Run a block as pipeline stages, and return the hidden state after it.
 
-    Those that are numbered in `along` belong to the batch, and go along with its parts.
+    - `layer`: one layer, or one group of layers.
+    - `stacked`, `hidden`: stacked weights, and the hidden state before the block.
+    - `beside`: other tensors that every layer is called with.
+    - `along`: numbers of the tensors in `beside` that belong to the batch, and are cut into microbatches with it.
+
+    Raises `UserError` if JAX cannot map over the layers' ops.
     """
 
     def run(state: Any, weights: Any) -> Any:
@@ -91,13 +99,14 @@ def run_in_stages(
 
 
 Firsts = dict[Block, tuple[int, ...]]
-"""First dims of a block's hidden state, and of all other tensors that its layers are given."""
+"""First dims of each block's hidden state, followed by those of the other tensors that its layers are called with."""
 
 
 def find_along(note: Callable[[Any], Firsts], batch: Any) -> dict[Block, tuple[int, ...]]:
-    """Which of the tensors that layers are given belong to the batch: those that grow with it.
+    """Return, for each block, the numbers of the layers' other inputs that belong to the batch.
 
-    `note` runs the module abstractly on a batch.
+    An input belongs to the batch if its first dim grows with the batch. `note` runs the module abstractly on a batch,
+    and returns the first dims.
     """
     import jax
 
@@ -110,5 +119,6 @@ def find_along(note: Callable[[Any], Firsts], batch: Any) -> dict[Block, tuple[i
     )
     then = note(twice)
     return {
-        block: tuple(k for k in found if then[block][1 + k] != first[block][1 + k]) for block, found in sizes.items()
+        block: tuple(k for k in numbers if then[block][1 + k] != first[block][1 + k])
+        for block, numbers in sizes.items()
     }

@@ -1,4 +1,4 @@
-"""A torch module as a pure JAX function of named arrays, repeated layers scanned."""
+"""A torch module as a pure JAX function of named arrays; its repeated layers run as `jax.lax.scan`."""
 
 import contextlib
 import warnings
@@ -38,15 +38,18 @@ from autoshard.program.torch_ops.wide_integers import (
 
 
 _CONSTANT_ELEMENTS = 1 << 16
-"""Largest computed buffer that becomes a constant of the program instead of an argument."""
+"""Largest number of elements of a computed buffer that becomes a constant of the program instead of an argument."""
 
 
 _HELD_ELEMENTS = 1 << 10
-"""Largest buffer whose values may decide what a module computes: schedules of a few steps, but no statistics."""
+"""Largest number of elements of a buffer whose values may decide what a module computes.
+
+The limit admits schedules of a few steps and excludes running statistics.
+"""
 
 
 class TorchFunction:
-    """A torch module as a pure function of named arrays, repeated layers scanned.
+    """A torch module as a pure function of named arrays, with repeated layers scanned.
 
     `params` and `buffers` are dicts from names to `jax.ShapeDtypeStruct`; a stacked name is `model.layers.*.mlp.w`.
     """
@@ -68,33 +71,45 @@ class TorchFunction:
         pipeline: Pipeline | None = None,
         mode: Callable[[Any], Any] | None = None,
     ) -> None:
-        """`frozen_apart` keeps parameters that need no gradient out of `params`, among the buffers; `stateful` lets
-        the module update its buffers (running statistics), which `updated_buffers` then holds after a call; repeated
-        layers are the stages of a `pipeline`; `mode` puts the module into the mode that it is traced in."""
+        """Find the repeated layers of `module`, and describe its arguments.
+
+        - `compute_dtype`: dtype to which parameters are cast where they are used; None for no cast.
+        - `remat`: text of the rematerialisation policy, such as `full:20+none`.
+        - `scan`: False leaves repeated layers unscanned.
+        - `frozen_apart`: store parameters that need no gradient in `buffers` instead of `params`.
+        - `stateful`: let the module update its buffers (running statistics); a call leaves the new ones in
+          `updated_buffers`.
+        - `attention`, `exchange`: kernel of `scaled_dot_product_attention`, and its exchange over a split sequence.
+        - `experts`, `capacity_factor`, `imbalance`: how tokens reach the experts of a mixture.
+        - `pipeline`: stages that the repeated layers are cut into.
+        - `mode`: function that puts the module into the mode in which it is traced.
+
+        Raises `UserError` if `remat` counts out more layers than the module has, or if a choice is unknown.
+        """
         self.mode = mode
         self.module, self.compute_dtype, self.remat = module, compute_dtype, parse_remat(remat)
         self.frozen_apart, self.stateful = frozen_apart, stateful
         self.attention = check_kernel(attention)
         self.exchange = check_exchange_name(exchange)
         self.savable: dict[str, None] = {}
-        """Paths of the values of its layers that a remat policy may name, as far as it has been run."""
+        """Paths of the layers' values that a remat policy may name, as recorded in the traces so far."""
         self.updated_buffers: dict[str, Any] = {}
         self.keeps_writes = False
-        """Whether a module that writes to its buffers becomes `stateful` when it is settled."""
+        """True if `settle` makes a module that writes to its buffers `stateful`."""
         self.written: dict[str, None] = {}
-        """Names of what the module wrote to in the last call, among its parameters, buffers and constants."""
+        """Names of the parameters, buffers and constants that the module wrote to in the last call."""
         self.assigned: dict[str, None] = {}
-        """Names of attributes, neither parameters nor buffers, to which the module assigned others in the last call."""
+        """Names of attributes, neither parameters nor buffers, that the module reassigned in the last call."""
         self.changing: set[str] = set()
-        """Names of small buffers that the module writes to: they are no constants."""
+        """Names of small buffers that the module writes to, which therefore cannot be constants."""
         self.cache: Any = None
         self.staged: dict[Block, Pipeline] = {}
         self.stacks: tuple[int, ...] = ()
-        """Layers of each block that was found, of which stages may be made."""
+        """Number of groups of each scanned block, from which pipeline stages may be formed."""
         self.along: dict[Block, tuple[int, ...]] = {}
         self.firsts: dict[Block, list[int]] = {}
         self.computed: dict[str, str] = {}
-        """Digests of what layers trace to, by name, in lists where these differ."""
+        """Digests of the layers' traces, by layer name, for lists whose layers trace to different computations."""
         self.compared: set[Block] = set()
         """Blocks whose layers are known to trace to the same computation."""
         blocks = find_blocks(module, trained=frozen_apart) if scan and asked_segments() is None else ()
@@ -110,22 +125,25 @@ class TorchFunction:
         self.experts, self.capacity_factor, self.imbalance = experts, capacity_factor, imbalance
         self.pipeline = pipeline
         self.inputs: list[tuple[Any, int | None]] = []
-        """The torch dtype and the largest whole number of each tensor that the module is called with, if known."""
+        """Torch dtype and largest whole number (None if unknown) of each tensor that the module is called with."""
         self.wide = False
-        """True if the module is computed in 64 bits where torch has 64, as 32 do not hold its numbers."""
+        """True if the module is computed in 64 bits where torch has 64, because its numbers exceed 32 bits."""
         self.folded = False
-        """Whether what follows from sizes alone is computed beforehand, since the module asks for its values."""
+        """True if values that follow from sizes alone are computed during the trace, because the module reads them."""
         self.held = False
-        """Whether small buffers that nothing updates are those of a new module, since it asks for their values."""
+        """True if small buffers that nothing updates become constants with the module's initial values.
+
+        The module reads these values while it is traced.
+        """
         self._describe()
 
     def _describe(self) -> None:
-        """Fill `params`, `buffers` and `constants` for the blocks as they are now."""
+        """Fill `params`, `buffers` and `constants` for the present blocks."""
         import torch
 
         self.params: dict[str, Any] = {}
         self.frozen: set[str] = set()
-        """Names of those buffers that are parameters without a gradient."""
+        """Names of the buffers that are parameters without a gradient."""
         self.buffers: dict[str, Any] = {}
         self.constants: dict[str, Any] = {}
         self.members: dict[str, tuple[Block, int, str]] = {}
@@ -136,7 +154,7 @@ class TorchFunction:
             for offset in range(block.period):
                 prefixes = [block.layer(offset, repeat) for repeat in range(block.repeats)]
                 groups = [_own_tensors(modules[prefix]) for prefix in prefixes]
-                # A tensor that all layers share is an argument of its own.
+                # A tensor that all layers share is a separate argument, not part of a stack.
                 keys = [key for key, first in groups[0].items() if not all(group[key] is first for group in groups)]
                 for repeat, prefix in enumerate(prefixes):
                     repeated |= {f"{prefix}.{key}": (block, offset, repeat, key) for key in keys}
@@ -160,11 +178,11 @@ class TorchFunction:
             for key in child._buffers
         }
         for name, tensor in self.module.named_buffers():
-            kept = self.held and tensor.numel() <= _HELD_ELEMENTS and name not in updated
-            kept = kept and (name not in repeated or self._is_in_all(*repeated[name]))
+            fixed = self.held and tensor.numel() <= _HELD_ELEMENTS and name not in updated
+            fixed = fixed and (name not in repeated or self._is_in_all(*repeated[name]))
             if name in self.changing:
                 self._add(self.buffers, name, self._fitting("buffer", name, tensor), repeated)
-            elif (name in transient or kept) and tensor.device.type != "meta" and tensor.numel() <= _CONSTANT_ELEMENTS:
+            elif (name in transient or fixed) and tensor.device.type != "meta" and tensor.numel() <= _CONSTANT_ELEMENTS:
                 if name not in repeated or repeated[name][2] == 0:
                     self.constants[name] = host_array(tensor)
                 if name in repeated:
@@ -174,7 +192,10 @@ class TorchFunction:
                 self._add(self.buffers, name, self._fitting("buffer", name, tensor), repeated)
 
     def _fitting(self, kind: str, name: str, tensor: Any) -> Any:
-        """Return a tensor that an argument of 32 bits can hold. Raises `UserError` for another."""
+        """Return `tensor` if a 32-bit argument can represent it.
+
+        Raises `UserError` if not.
+        """
         reason = wide_reason(tensor)
         if reason:
             raise UserError(
@@ -184,7 +205,7 @@ class TorchFunction:
         return tensor
 
     def _is_in_all(self, block: Block, offset: int, repeat: int, key: str) -> bool:
-        """Return True if a buffer of a layer has the same values in the layers of all groups."""
+        """Return True if a layer's buffer has the same values in the layers of all groups."""
         import torch
 
         layers = [self.module.get_submodule(block.layer(offset, number)) for number in range(block.repeats)]
@@ -192,7 +213,10 @@ class TorchFunction:
         return all(torch.equal(first, other) for other in others)
 
     def _add(self, kind: dict[str, Any], name: str, tensor: Any, repeated: Mapping[str, Any]) -> set[str]:
-        """Add a tensor, or the stack that its layer is the first of, and return its name; of later layers nothing."""
+        """Add a tensor to `kind` and return its name, in a set.
+
+        The first layer of a stack adds the whole stack; later layers of the stack add nothing and return an empty set.
+        """
         import jax
 
         shape, dtype = tuple(tensor.shape), jax_dtype(tensor.dtype)
@@ -208,13 +232,13 @@ class TorchFunction:
 
     @property
     def drops_tokens(self) -> bool:
-        """True if the experts of a mixture may have no room for some tokens."""
+        """True if the experts of a mixture may have no free slot for some tokens."""
         form = self.experts or ExpertForm()
         return form.limited and any(hasattr(child, "experts") for child in self.module.modules())
 
     @contextlib.contextmanager
     def as_eager(self, wide: bool) -> Iterator[None]:
-        """While inside, compute what eager torch does: in the weights' dtype, with scores in memory, for all tokens."""
+        """Compute like eager torch while inside: in the weights' dtype, with scores in memory, for all tokens."""
         names = ("compute_dtype", "attention", "experts", "capacity_factor", "wide")
         before = {name: getattr(self, name) for name in names}
         self.compute_dtype, self.attention, self.wide = None, "plain", wide or self.wide
@@ -229,17 +253,21 @@ class TorchFunction:
     def __call__(
         self, params: Mapping[str, Any], args: Any, kwargs: Any, buffers: Mapping[str, Any] | None = None
     ) -> Any:
-        """Run the module on JAX values; its output as a pytree of JAX values (a model output becomes a dict)."""
+        """Run the module on JAX values, and return its output as a pytree of JAX values.
+
+        A model output becomes a dict.
+        """
         with model_flops.counting() as scope:
             result = self._apply(params, args, kwargs, buffers or {}, lambda out: out)
         model_flops.record_count(scope)
         return result
 
     def apply(self, params: Mapping[str, Any], args: Any, kwargs: Any, buffers: Any, then: Callable[[Any], Any]) -> Any:
-        """Run the module and then `then(output)` in torch; the result as a pytree of JAX values."""
+        """Run the module and then `then(output)` in torch, and return the result as a pytree of JAX values."""
         return self._apply(params, args, kwargs, buffers or {}, then)
 
     def _apply(self, params: Any, args: Any, kwargs: Any, buffers: Any, then: Callable[[Any], Any]) -> Any:
+        """Run the module inside all patches that a trace needs, and return `then(output)` as JAX values."""
         import jax
         import jax.numpy as jnp
         import numpy as np
@@ -260,14 +288,14 @@ class TorchFunction:
         for block in self.blocks:
             own, state, fixed = ([{} for _ in range(block.period)] for _ in range(3))
             pipeline, along = self.staged.get(block), self.along.get(block, ())
-            held = LayerWeights(own, state, fixed, self.stateful, self.cache, pipeline, along)
-            layers[block], self.firsts[block] = held, held.firsts
+            layer_arrays = LayerWeights(own, state, fixed, self.stateful, self.cache, pipeline, along)
+            layers[block], self.firsts[block] = layer_arrays, layer_arrays.firsts
         outer: dict[str, Any] = {}
         for name, value in [*params.items(), *buffers.items()]:
             if name in self.members:
                 block, offset, key = self.members[name]
-                held = layers[block].params if name in params else layers[block].buffers
-                held[offset][key] = value
+                layer_arrays = layers[block].params if name in params else layers[block].buffers
+                layer_arrays[offset][key] = value
             else:
                 outer[name] = prepare(value) if name in params else value
         for name, value in self.constants.items():
@@ -287,7 +315,7 @@ class TorchFunction:
             if self.mode is not None:
                 self.mode(self.module)
             stack.enter_context(warnings.catch_warnings())
-            warnings.filterwarnings("ignore", message="Explicitly requested dtype .*int64")  # torch's ids are 64-bit
+            warnings.filterwarnings("ignore", message="Explicitly requested dtype .*int64")  # torch's ids have 64 bits
             stack.enter_context(canonical_modules())
             stack.enter_context(folding(self.folded))
             length = _sequence_length(args, kwargs)
@@ -318,14 +346,14 @@ class TorchFunction:
             written = watched([state[name] for name in names])
             result = plain(then(call_with(self.module, state, torch_args, torch_kwargs)))
             self.written = {names[k]: None for k in written()}
-            for block, held in layers.items():
-                self.written.update({f"{block.label(offset)}.{key}": None for offset, key in held.written})
+            for block, layer_arrays in layers.items():
+                self.written.update({f"{block.label(offset)}.{key}": None for offset, key in layer_arrays.written})
             if self.stateful:
                 self.updated_buffers = {name: self._after(name, state, layers, env) for name in buffers}
             return result
 
     def widen(self, reason: str, place: str = "") -> None:
-        """Compute in 64 bits from now on, and say so."""
+        """Compute in 64 bits from now on, and add a note that gives the reason."""
         self.wide = True
         self.notes.append(
             f"The module is computed in 64 bits where torch does so, since {reason}{place}: arguments and parameters "
@@ -333,7 +361,7 @@ class TorchFunction:
         )
 
     def _widened(self, given: Any) -> Any:
-        """Give inputs and buffers that have 64 bits in torch as many here."""
+        """Cast inputs and buffers that have 64 bits in torch to 64 bits."""
         import jax
         import torch
         from torch.utils import _pytree
@@ -345,7 +373,7 @@ class TorchFunction:
         arrays = [i for i, leaf in enumerate(leaves) if isinstance(leaf, jax.Array)]
         known = len(self.inputs) == len(arrays)
         for k, i in enumerate(arrays):
-            # Inputs of which nothing is known are ids, which have 64 bits in torch.
+            # Whole numbers without a known torch dtype are assumed to be ids, which have 64 bits in torch.
             dtype = self.inputs[k][0] if known else torch.int64 if leaves[i].dtype == "int32" else torch.float32
             leaves[i] = leaves[i].astype(wide.get(dtype, leaves[i].dtype))
         state = {
@@ -355,18 +383,22 @@ class TorchFunction:
         return (state, *_pytree.tree_unflatten(leaves, tree))
 
     def _remat_of(self, layer: str) -> Policy:
+        """Return the remat policy of a layer."""
         return self.remat.of(self.layers.get(layer, 0))
 
     def _after(self, name: str, state: Any, layers: dict[Block, LayerWeights], env: Any) -> Any:
+        """Return the value of a buffer after the call, in the buffer's stored dtype."""
         if name in self.members:
             block, offset, key = self.members[name]
             return layers[block].buffers[offset][key].astype(self.buffers[name].dtype)
         return env.t2j_iso(state[name]).astype(self.buffers[name].dtype)
 
     def settle(self, run: Callable[..., Any], batch: Any, label: str) -> None:
-        """Trace `run(params, batch[, buffers])` abstractly until the blocks that are scanned are those that can be.
+        """Trace `run(params, batch[, buffers])` abstractly until every remaining block can be scanned.
 
-        Raises `UserError` if the module does not lower at all, and if its remat policy names a value that it lacks.
+        Each failed trace removes or splits blocks, widens to 64 bits, or turns buffers into constants.
+
+        Raises `UserError` if the module does not lower, and if its remat policy names a value that the module lacks.
         """
         import jax
 
@@ -386,7 +418,7 @@ class TorchFunction:
                     self._give_up((error.block,), str(error))
                 else:
                     self._tell_apart(error.block, error.computed)
-            except BaseException as error:  # the user's own code runs here
+            except BaseException as error:  # the user's code may raise anything
                 if asks_for_values(error) and not self.folded:
                     self.folded = True
                     continue
@@ -408,9 +440,12 @@ class TorchFunction:
             self._stage(self.pipeline, run, batch, label)
 
     def _all_kept(self, label: str) -> bool:
-        """Whether what the module writes to in a call comes out of it; if not, it will when it is called again.
+        """Return True if every write of the module to its buffers is a result of the call.
 
-        Raises `UserError` if the module writes to its own parameters, of which a step gives back others.
+        If not, and if `keeps_writes`, the settings change so that the next trace returns the written buffers.
+
+        Raises `UserError` if the module writes to its own parameters, since a step returns the optimizer's update of
+        them.
         """
         for name in self.written:
             if name in self.params:
@@ -436,21 +471,24 @@ class TorchFunction:
         return True
 
     def _hold_buffers(self) -> bool:
-        """Take the values of small buffers for those of a new module; False if there are none."""
+        """Make small buffers constants with the values that they have in the module; return False if there are none."""
         self.held = True
         before = set(self.constants)
         self._describe()
-        taken = sorted(set(self.constants) - before)
-        if taken:
-            more = f" and {len(taken) - 1} more" if len(taken) > 1 else ""
+        names = sorted(set(self.constants) - before)
+        if names:
+            more = f" and {len(names) - 1} more" if len(names) > 1 else ""
             self.notes.append(
-                f"What the module computes follows from values of its buffers: `{taken[0]}`{more} has those of the "
+                f"What the module computes follows from values of its buffers: `{names[0]}`{more} has those of the "
                 "module as it is made, and is no argument of the program."
             )
-        return bool(taken)
+        return bool(names)
 
     def _stage(self, pipeline: Pipeline, run: Callable[..., Any], batch: Any, label: str) -> None:
-        """Cut the blocks that are scanned into stages. Raises `UserError` if they cannot be, or if none is."""
+        """Cut the scanned blocks into pipeline stages.
+
+        Raises `UserError` if the largest block cannot be cut, or if there is no block.
+        """
         import jax
 
         cut = staged_blocks(self.blocks, pipeline, label, self.notes)
@@ -467,7 +505,7 @@ class TorchFunction:
             self.along = find_along(note, batch)
         except (UserError, *ENDINGS):
             raise
-        except BaseException as error:  # the user's own code runs here, on another batch than it was written for
+        except BaseException as error:  # the user's code runs on an unexpected batch
             raise UserError(
                 f"`{label}` cannot be cut into stages: its layers are given tensors with as many rows as the batch, "
                 "and which of them belong to it is not known, since the module does not run on a larger one."
@@ -476,13 +514,16 @@ class TorchFunction:
         jax.eval_shape(run, self.params, batch, *extra)
 
     def _give_up(self, blocks: tuple[Block, ...], reason: str) -> None:
-        """Leave layers unscanned; lists inside of them may have layers that are scanned."""
+        """Leave the layers of `blocks` unscanned, and look for repeated layers in the lists inside these layers."""
         for owner in dict.fromkeys(block.owner for block in blocks):
             self.notes.append(f"The layers of `{owner}` are not scanned: {reason}.")
         self._replace(blocks, find_blocks(self.module, blocks, self.computed, self.frozen_apart))
 
     def _tell_apart(self, block: Block, computed: Mapping[str, str]) -> None:
-        """Look for repeated layers again in the list of a block whose layers compute different things."""
+        """Search the list of a block again for repeated layers, since its layers compute different things.
+
+        `computed` has a digest of each layer's trace, by layer name.
+        """
         self.computed |= computed
         others = find_blocks(self.module, computed=self.computed, trained=self.frozen_apart)
         prefix = f"{block.owner}." if block.owner else ""
@@ -491,29 +532,34 @@ class TorchFunction:
         self._replace(old, mine)
 
     def _replace(self, old: Collection[Block], new: Collection[Block]) -> None:
+        """Replace the blocks `old` by `new`, in the order of the module, and describe the arguments again."""
         order = {name: place for place, (name, _) in enumerate(self.module.named_modules())}
-        kept = [block for block in self.blocks if block not in old]
-        blocks = sorted((*kept, *new), key=lambda block: order[block.layer(0)])
+        remaining = [block for block in self.blocks if block not in old]
+        blocks = sorted((*remaining, *new), key=lambda block: order[block.layer(0)])
         if new:
             self.layers = numbered_layers(self.module, blocks)
         self.blocks = split_blocks(blocks, self.remat, self.layers)
         self._describe()
 
     def values(self, dtype: str | None = None) -> dict[str, Any]:
-        """The module's own parameters as host arrays, stacked like `params`; only for modules with real weights."""
+        """Return the module's parameters as host arrays, stacked like `params`.
+
+        The module must have real weights. `dtype` is that of the arrays, by default the parameters' own.
+        """
         own = dict(self.module.named_parameters())
         return {name: self._value(name, own, dtype) for name in self.params}
 
     def buffer_values(self) -> dict[str, Any]:
-        """The module's own buffers as host arrays, stacked like `buffers`."""
+        """Return the module's buffers as host arrays, stacked like `buffers`."""
         own = {**dict(self.module.named_parameters()), **dict(self.module.named_buffers())}
         return {name: self._value(name, own, None) for name in self.buffers}
 
     def weights(self) -> dict[str, tuple[str, ...]]:
-        """Weight -> the module's own tensors that it stacks, or the one that it is."""
+        """Map each weight's name to the names of the module's tensors that it stacks, or to its own name."""
         return {name: self._members(name) for name in (*self.params, *self.frozen)}
 
     def _members(self, name: str) -> tuple[str, ...]:
+        """Return the names of the module's tensors that the argument `name` stacks."""
         if name not in self.members:
             return (name,)
         block, offset, key = self.members[name]
@@ -528,7 +574,7 @@ class TorchFunction:
 
 
 def _sequence_length(args: Any, kwargs: Any) -> int | None:
-    """The second dim of the ids [B, S] that a module is called with; None if there are none."""
+    """Return the second dim of the ids [B, S] that a module is called with, or None if there are none."""
     import jax
 
     leaves = jax.tree.leaves((kwargs, args))
@@ -537,7 +583,7 @@ def _sequence_length(args: Any, kwargs: Any) -> int | None:
 
 
 def plain(value: Any) -> Any:
-    """Torch outputs as pytrees of JAX values: mappings become dicts, absent entries go."""
+    """Convert torch outputs to pytrees of JAX values: mappings become dicts, and None entries are dropped."""
     import torch
 
     if isinstance(value, torch.Tensor):
@@ -550,11 +596,12 @@ def plain(value: Any) -> Any:
 
 
 def _own_tensors(layer: Any) -> dict[str, Any]:
+    """Return all parameters and buffers of a layer by name."""
     return {**dict(layer.named_parameters()), **dict(layer.named_buffers())}
 
 
 def host_array(tensor: Any) -> Any:
-    """A torch tensor as a numpy array of its own; bfloat16 is that of `ml_dtypes`."""
+    """Copy a torch tensor into a new numpy array; bfloat16 becomes the dtype of `ml_dtypes`."""
     import torch
 
     value = tensor.detach().cpu().clone()
@@ -566,6 +613,7 @@ def host_array(tensor: Any) -> Any:
 
 
 def jax_dtype(dtype: Any) -> Any:
+    """Return the JAX dtype of a torch dtype, canonicalised to 32 bits unless JAX has 64 enabled."""
     import jax
     import numpy as np
 

@@ -1,4 +1,4 @@
-"""Any torch module becomes a `Program`."""
+"""Conversion of any torch module to a `Program`."""
 
 import contextlib
 import dataclasses
@@ -29,17 +29,17 @@ from autoshard.program.torch_ops.torch_imports import require_torch
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class TrainOptions:
-    """How a forward function becomes a training step."""
+    """Options that turn a forward function into a training step."""
 
     optimizer: str = "adamw"
     param_dtype: str = "float32"
     state_dtype: str = "float32"
     microbatches: int = 1
-    """Parts of the batch that are computed one after the other."""
+    """Parts of the batch that are computed one after another."""
     gradient_groups: int = 1
-    """Parts of each microbatch, or of the batch of a pipeline, whose gradients are summed only after all of them."""
+    """Parts of each microbatch (of the batch in a pipeline) whose gradients are summed only after all microbatches."""
     own_loss: bool = False
-    """True if the user gave the loss, which may be no mean over examples."""
+    """True if the user gave the loss, which need not be a mean over examples."""
 
 
 @collecting_seldom()
@@ -71,32 +71,37 @@ def from_torch(
     gradient_groups: int | None = None,
     make_args: Callable[[int], tuple[Any, ...]] | None = None,
 ) -> Program:
-    """A `Program` from any `torch.nn.Module`, on the meta device or with real weights.
+    """Return a `Program` from any `torch.nn.Module`, on the meta device or with real weights.
 
-    `example_inputs` (a tensor or a tuple of them) and `kwargs` are what `module` is called with; meta tensors will do.
-    Inference gives `forward(params, batch[, buffers])`; `train` gives a whole step,
-    `(params, opt_state, batch[, buffers]) -> (params, opt_state, loss)`, with an optax optimizer. A module that writes
-    to its buffers (a cache of keys and values, a counter) has them among the results as well:
-    `forward(params, batch, buffers) -> (result, buffers)`, and a step as with batch norms. `loss(output)`, or
-    `loss(output, targets)` if `targets` is given, is torch code. The module runs without dropout; `batch_statistics`
-    (the default when training) lets batch norms use and update their running statistics, and then the step is
-    `(params, opt_state, batch, buffers) -> (params, opt_state, buffers, loss)`. `dtype` is the compute
-    dtype: parameters are cast to it where they are used, and so are inputs of floats, unless `cast_inputs` is False,
-    when torch promotes what they meet to their own; targets stay as they are. `param_dtype` is that of the stored
-    parameters, `state_dtype` that of the optimizer's moments. `remat` is `none`, `dots` or `full`, values beside it
-    (`full,keep=q_proj/k_proj,offload=input`: kept on the device, and sent to the host's memory), or one for the
-    first layers and one for the others, such as `full:20+none`. `attention` computes what
-    `scaled_dot_product_attention` does: `plain` (scores in memory), `splash` (jax's kernel for TPUs), `cudnn` (for
-    GPUs) or `auto` (splash wherever it can be; a note says where not). `exchange` is how queries meet keys and values
-    where a plan splits the sequence: `gather` (keys and values), `heads` (exchanged for the sequence, and back),
-    `ring` (around which keys and values go) or `auto`, as is fastest. `microbatches` parts of the batch are computed
-    one after the other when training, and their gradients averaged; summed if the loss is a sum over examples, and
-    divided by the whole batch's count if it divides by one (of targets that are not ignored). `experts`,
-    `capacity_factor` and `imbalance`: how tokens reach their experts in the blocks of transformers' Mixtral and
-    DeepSeek-V3, as in `hf:` sources. With `stages` the layers that repeat are those of a pipeline, through which
-    `microbatches` (by default as many) go by the `schedule`, as `autoshard.stack` has it. With `gradient_groups`,
-    so many parts of the batch have gradients of their own until all microbatches are done, and only then are these
-    averaged: devices that hold a part each then send gradients once a step.
+    Inference gives `forward(params, batch[, buffers])`. With `train` the program is a whole step with an optax
+    optimizer: `(params, opt_state, batch[, buffers]) -> (params, opt_state, loss)`. A module that writes to its buffers
+    (a cache of keys and values, a counter) returns them too: `forward(params, batch, buffers) -> (result, buffers)`.
+    Its step is `(params, opt_state, batch, buffers) -> (params, opt_state, buffers, loss)`. The module runs without
+    dropout.
+
+    - `example_inputs`, `kwargs`: the arguments of the module's call; a tensor or a tuple of tensors, meta tensors
+      allowed.
+    - `loss`, `targets`: torch code `loss(output)`, or `loss(output, targets)` if `targets` is given.
+    - `dtype`: compute dtype. Parameters are cast to it where they are used, and float inputs too; targets stay.
+    - `param_dtype`, `state_dtype`: dtype of the stored parameters, and of the optimizer's moments.
+    - `cast_inputs`: False leaves inputs uncast; torch then promotes the other operands to the dtype of the inputs.
+    - `batch_statistics`: let batch norms use and update running statistics (default: when training).
+    - `remat`: `none`, `dots` or `full`, optionally with values, such as `full,keep=q_proj/k_proj,offload=input`. `keep`
+      saves on the device, `offload` in the host's memory. `full:20+none` gives the first 20 layers another policy.
+    - `attention`: kernel for `scaled_dot_product_attention`. `plain` has scores in memory, `splash` is jax's TPU
+      kernel, `cudnn` is for GPUs. `auto` is splash wherever possible; a note names the exceptions.
+    - `exchange`: exchange of queries with keys and values when a plan splits the sequence. `gather` gathers keys and
+      values, `heads` swaps the sequence for heads and back, `ring` passes keys and values around, `auto` is the
+      fastest.
+    - `microbatches`: parts of the batch that are computed one after another in training. Gradients are averaged, or
+      summed if the loss is a sum over examples. A loss that divides by a count (of targets that are not ignored) is
+      divided by the whole batch's count.
+    - `experts`, `capacity_factor`, `imbalance`: dispatch of tokens to experts in transformers' Mixtral and DeepSeek-V3,
+      as in `hf:` sources.
+    - `stages`, `schedule`: pipeline stages of the repeated layers, and their schedule, as in `autoshard.stack`. By
+      default there are as many `microbatches` as stages.
+    - `gradient_groups`: parts of the batch with separate gradients until all microbatches are done. Devices with one
+      part each then reduce gradients once a step.
 
     Raises `UserError` if an operation has no lowering or the call fails.
     """
@@ -148,6 +153,7 @@ def from_torch(
         )
 
     def cast(data: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Cast float inputs to the compute dtype, but not targets."""
         if function.compute_dtype is None or not cast_inputs:
             return data
         fed = {key for key in data if targets is None or key.partition(".")[0] != "targets"}
@@ -163,6 +169,7 @@ def from_torch(
         return function(params, args, keywords, buffers[0] if buffers else None)
 
     def loss_of(params: Any, data: Any, *buffers: Any) -> Any:
+        """Return the loss of one batch; without a user's loss, the mean of squares of the first output."""
         import jax.numpy as jnp
 
         if loss is None:
@@ -175,6 +182,7 @@ def from_torch(
         )
 
     def eager_call(module: Any, data: Mapping[str, Any]) -> Any:
+        """Call the module in eager torch on host arrays, and return its result or its loss."""
         args, keywords, wanted = rebuild({key: host_tensor(value, examples[key].dtype) for key, value in data.items()})
         out = module(*args, **keywords)
         if not train:
@@ -217,11 +225,11 @@ def from_torch(
 
 
 def _caches(module: Any, kwargs: Mapping[str, Any]) -> bool:
-    """Return True if a model of transformers returns a cache of keys and values that it was not asked for."""
+    """Return True if a model of transformers returns a cache of keys and values by default."""
     if any(key in kwargs for key in ("use_cache", "past_key_values")):
         return False
     read = getattr(getattr(module, "config", None), "get_text_config", None)
-    model = module.get_base_model() if hasattr(module, "get_base_model") else module  # PEFT hands its inputs on
+    model = module.get_base_model() if hasattr(module, "get_base_model") else module  # PEFT passes its inputs on
     caches = read is not None and getattr(read(), "use_cache", False)
     return bool(caches) and "use_cache" in inspect.signature(model.forward).parameters
 
@@ -241,7 +249,19 @@ def torch_program(
     notes: Sequence[str] = (),
     eager: EagerCall | None = None,
 ) -> Program:
-    """Trace `run(params, batch[, buffers])`, a loss if `train` is given, with roles and model FLOPs."""
+    """Trace `run(params, batch[, buffers])` into a `Program` with roles and model FLOPs; with `train`, `run` is a loss.
+
+    - `function`: the traced module, settled.
+    - `batch`: inputs as shapes, by name.
+    - `param_dtype`: dtype of the stored parameters; None for the module's own.
+    - `id_limit`: bound (exclusive) of the whole numbers in example inputs.
+    - `tokens`: tokens of a step, if known.
+    - `make_args`: function from a seed to example arguments; by default they are generated.
+    - `values`: function that returns the module's real weights.
+    - `eager`: calls of the module in eager torch, for comparison.
+
+    Raises `UserError` if the batch cannot be divided into the microbatches or gradient groups.
+    """
     import jax
     import jax.numpy as jnp
 
@@ -291,7 +311,7 @@ def torch_program(
         forms |= {"wide": function.wide, "reduction": reduction}
         fn = train_step.training_step(counted, optimizer, **forms)
         step = train_step.gradient_step(counted, **forms)
-        # A loss whose reduction is known gives what the whole batch gives.
+        # If the loss's reduction is known, the parts together equal the whole batch.
         parts = (train.microbatches, groups) if reduction.why or not train.own_loss else (1, 1)
         args = (params, jax.eval_shape(optimizer.init, params), batch, *extra)
         names, donate = ("", "optimizer", "batch", ""), ((0, 1, 3) if updates else (0, 1))
@@ -332,7 +352,7 @@ def torch_program(
 
 
 def _note_widths(function: TorchFunction, names: Sequence[str], inputs: tuple[Any, ...], kwargs: Any) -> None:
-    """Note the dtypes and bounds of the tensors that a module is called with.
+    """Record the dtypes and bounds of the tensors that a module is called with.
 
     Raises `UserError` for whole numbers of more than 32 bits.
     """
@@ -355,7 +375,7 @@ def _note_widths(function: TorchFunction, names: Sequence[str], inputs: tuple[An
 
 
 def _check_storages(module: Any, label: str) -> None:
-    """Raises `UserError` for two trained parameters that share elements: a planned step would train them apart."""
+    """Raise `UserError` for two trained parameters that share elements, since a planned step would train them apart."""
     ranges: dict[int, list[tuple[int, int, str]]] = {}
     for name, parameter in module.named_parameters():
         if parameter.requires_grad and parameter.numel():
@@ -374,18 +394,22 @@ def _check_storages(module: Any, label: str) -> None:
 
 
 def _model_flops(count: Sequence[float], train: TrainOptions | None) -> float:
-    """Return the model FLOPs of a step, of a `count` of one forward pass on one part of the batch."""
+    """Return the model FLOPs of a step.
+
+    `count` is `[flops, spared]` of one forward pass on one part of the batch.
+    """
     forward, without = count
+    # A backward pass has two matmuls for each forward matmul, one per operand, less those that need no gradient.
     return forward if train is None else (3.0 * forward - without) * (train.microbatches * train.gradient_groups)
 
 
 def in_turn(microbatches: int | None, pipeline: Pipeline | None) -> int:
-    """Microbatches that are computed one after the other, each with its own backward pass: none of a pipeline."""
+    """Return the number of microbatches that each have a backward pass of their own; 1 for a pipeline."""
     return 1 if microbatches is None or pipeline is not None else microbatches
 
 
 def _check_microbatches(count: int, groups: int, batch: Mapping[str, Any], updates: bool, name: str) -> None:
-    """Raises `UserError` if the batch of a training step cannot be computed in so many microbatches of such groups."""
+    """Raise `UserError` if a training step cannot divide its batch into `count` microbatches of `groups` groups."""
     if count < 1:
         raise UserError(f"{count} microbatches cannot be; 1 is the whole batch at once.")
     if groups < 1:
@@ -407,13 +431,15 @@ def _check_microbatches(count: int, groups: int, batch: Mapping[str, Any], updat
 def _with_values(
     fill: Any, function: TorchFunction, values: Any, training: bool, params: Any
 ) -> Callable[[int], tuple[Any, ...]]:
+    """Return a function of a seed that makes arguments with the module's real weights."""
+
     def make(seed: int) -> tuple[Any, ...]:
-        made = list(fill(seed))
+        arguments = list(fill(seed))
         own = values()
-        made[0] = {key: own[key].astype(leaf.dtype) for key, leaf in params.items()}
+        arguments[0] = {key: own[key].astype(leaf.dtype) for key, leaf in params.items()}
         if function.buffers:
-            made[-1] = function.buffer_values()
-        return tuple(made)
+            arguments[-1] = function.buffer_values()
+        return tuple(arguments)
 
     return make
 
@@ -421,6 +447,8 @@ def _with_values(
 def _roles_of(
     params: Mapping[str, Any], buffers: Mapping[str, Any], frozen: Collection[str]
 ) -> Callable[[str], Role | None]:
+    """Return a function from an argument's name to its role."""
+
     def role(name: str) -> Role | None:
         if name in params:
             return Role.PARAMETER
@@ -438,7 +466,7 @@ def _roles_of(
 def _split_inputs(
     module: Any, inputs: tuple[Any, ...], kwargs: dict[str, Any], targets: Any
 ) -> tuple[Any, Any, dict[str, Any]]:
-    """The tensors of a call as a dict of shapes, the function that puts such a dict back into a call, and they."""
+    """Return the tensors of a call as a dict of shapes, a function from such a dict to a call, and the tensors."""
     import jax
     import torch
     from torch.utils import _pytree
@@ -472,6 +500,10 @@ def _split_inputs(
 
 
 def _static_shape(tensor: Any, name: str) -> tuple[int, ...]:
+    """Return the shape of an input.
+
+    Raises `UserError` if a dim is dynamic.
+    """
     for size in tensor.shape:
         if not isinstance(size, int):
             raise UserError(
@@ -481,9 +513,9 @@ def _static_shape(tensor: Any, name: str) -> tuple[int, ...]:
 
 
 def evaluation_mode(module: Any, batch_statistics: bool) -> bool:
-    """Put `module` in evaluation mode, batch norms apart if they shall use batch statistics; True if any does.
+    """Put `module` in evaluation mode, except batch norms that use batch statistics; return True if there are such.
 
-    Raises `UserError` for a batch norm whose statistics cannot be those of a step.
+    Raises `UserError` for a batch norm with a cumulative average, which a step cannot compute.
     """
     module.eval()
     norms = _batch_norms(module) if batch_statistics else []
@@ -497,12 +529,14 @@ def evaluation_mode(module: Any, batch_statistics: bool) -> bool:
 
 
 def _batch_norms(module: Any) -> list[Any]:
+    """Return all batch norms of a module."""
     import torch
 
     return [m for m in module.modules() if isinstance(m, torch.nn.modules.batchnorm._BatchNorm)]
 
 
 def _check_dtype(name: str, text: str | None) -> None:
+    """Raise `UserError` if the option `name` is no float dtype."""
     import jax.numpy as jnp
 
     try:
@@ -514,16 +548,17 @@ def _check_dtype(name: str, text: str | None) -> None:
 
 
 def _asking(module: Any) -> str | None:
-    """The class of a module that is in training and whose own code asks for that; None if there is none."""
+    """Return the class of a module in training mode whose own code reads that mode, or None."""
     for kind in dict.fromkeys(type(child) for child in module.modules() if child.training):
         if kind.__module__.partition(".")[0] not in ("torch", "transformers"):
-            with contextlib.suppress(OSError, TypeError):  # classes without a source
+            with contextlib.suppress(OSError, TypeError):  # the class has no source
                 if "self.training" in inspect.getsource(kind.forward):
                     return kind.__name__
     return None
 
 
 def _has_dropout(module: Any) -> bool:
+    """Return True if a module in training mode has dropout."""
     import torch
 
     def share(child: Any) -> float:
@@ -535,5 +570,6 @@ def _has_dropout(module: Any) -> bool:
 
 
 def _is_real(module: Any) -> bool:
+    """Return True if all parameters have values on the host."""
     tensors = [*module.parameters()]
     return bool(tensors) and all(t.device.type == "cpu" for t in tensors)

@@ -1,4 +1,4 @@
-"""Remat in torch layers: marks on results of modules, and policies of `torch.utils.checkpoint`."""
+"""Rematerialisation in torch layers: marks on results of modules, and policies for `torch.utils.checkpoint`."""
 
 import contextlib
 import functools
@@ -15,7 +15,10 @@ from autoshard.program.torch_ops.torchax_environment import environment
 
 @contextlib.contextmanager
 def marking(layer: Any, names: Sequence[str], found: dict[str, None]) -> Iterator[None]:
-    """While inside, values of the torch module `layer` that `names` mean are marked; `found` notes all there are."""
+    """Mark the values of the torch module `layer` that `names` refer to, while inside.
+
+    Every value that a policy could name is recorded in `found`.
+    """
     hooks = [
         child.register_forward_hook(_hook(path)) for path, child in layer.named_modules() if path and multiplies(child)
     ]
@@ -28,7 +31,7 @@ def marking(layer: Any, names: Sequence[str], found: dict[str, None]) -> Iterato
 
 
 def multiplies(module: Any) -> bool:
-    """Whether a torch module is a linear layer: a matrix and at most a bias, and no table of rows."""
+    """Return True if a torch module is a linear layer: a matrix and at most a bias, and no embedding table."""
     import torch
 
     weight = module._parameters.get("weight")
@@ -38,6 +41,8 @@ def multiplies(module: Any) -> bool:
 
 
 def _hook(path: str) -> Any:
+    """Return a forward hook that marks a module's result as `path`."""
+
     def after(module: Any, args: Any, out: Any) -> Any:
         return mark_torch(out, path)
 
@@ -45,13 +50,13 @@ def _hook(path: str) -> Any:
 
 
 def mark_torch(value: Any, path: str) -> Any:
-    """`mark` for a torch tensor that holds a JAX value; anything else as it is."""
+    """Mark a torch tensor that has a JAX value as `path`; return any other value unchanged."""
     import torch
 
     if not isinstance(value, torch.Tensor):
         return value
     parts = getattr(value, "_parts", None)
-    if parts is not None:  # several results side by side, held apart
+    if parts is not None:  # several results in one tensor, stored in parts
         value._parts = mark(parts, path)  # type: ignore[attr-defined]
         return value
     env = environment()
@@ -60,22 +65,23 @@ def mark_torch(value: Any, path: str) -> Any:
 
 @contextlib.contextmanager
 def hooks_outside(layer: Any) -> Iterator[None]:
-    """While inside, a call of the layer runs no hooks of its own: the call that its forward stands in for runs them.
+    """Disable the layer's own hooks while inside; the outer call, whose forward is replaced, runs them.
 
-    Hooks that collect outputs (transformers' `output_hidden_states`) would have each twice, and once from a trace that
-    is over.
+    Hooks that collect outputs (transformers' `output_hidden_states`) would otherwise collect each twice, once from a
+    finished trace.
     """
-    kept = layer._forward_pre_hooks, layer._forward_hooks
-    layer._forward_pre_hooks, layer._forward_hooks = type(kept[0])(), type(kept[1])()
+    hooks = layer._forward_pre_hooks, layer._forward_hooks
+    layer._forward_pre_hooks, layer._forward_hooks = type(hooks[0])(), type(hooks[1])()
     try:
         yield
     finally:
-        layer._forward_pre_hooks, layer._forward_hooks = kept
+        layer._forward_pre_hooks, layer._forward_hooks = hooks
 
 
+# Matmul ops without batch dims.
 _PRODUCTS = ("mm.default", "addmm.default", "_scaled_mm.default", "_int_mm.default")
 _BATCHED = ("bmm.default", "baddbmm.default")
-"""Ops of matrices; the latter have a batch dim, of size 1 where an einsum has none."""
+"""Matmul ops with a batch dim, which has size 1 where an einsum has no batch."""
 _ATTENTION = (
     "_scaled_dot_product_flash_attention.default",
     "_scaled_dot_product_flash_attention_for_cpu.default",
@@ -85,14 +91,16 @@ _ATTENTION = (
     "_flash_attention_forward.default",
     "_efficient_attention_forward.default",
 )
-"""What `torch.nn.functional.scaled_dot_product_attention` becomes where it is fused; row sums are kept too."""
+"""Fused ops to which `torch.nn.functional.scaled_dot_product_attention` dispatches; their row sums are saved too."""
 
 
 def torch_contexts(policy: Policy, module: Any, marks: Mapping[str, Sequence[str]]) -> Callable[[], Any] | None:
-    """The `context_fn` of `torch.utils.checkpoint.checkpoint` for layers in `module`; None for `none`.
+    """Return the `context_fn` of `torch.utils.checkpoint.checkpoint` for layers in `module`.
 
-    `marks` gives for a value the modules that make it, by default those called so. Raises `UserError` for a value that
-    `module` does not make, and for one that goes to the host.
+    `marks` maps a value's name to the modules that compute it; the default is the module of that name. The result is
+    None for the policy `none`.
+
+    Raises `UserError` if `module` does not compute a named value, or if the policy offloads a value to the host.
     """
     from torch.utils import checkpoint
 
@@ -110,7 +118,7 @@ def torch_contexts(policy: Policy, module: Any, marks: Mapping[str, Sequence[str
             )
     modules = _modules(policy, module, marks)
     if policy.base == "full" and not modules and CONTEXT not in policy.keep:
-        return checkpoint.noop_context_fn  # the layer's input is kept by every checkpoint
+        return checkpoint.noop_context_fn  # every checkpoint saves the layer's input
     keeps = _of_ops(policy.base == "dots", CONTEXT in policy.keep)
     if not modules:
         return functools.partial(checkpoint.create_selective_checkpoint_contexts, keeps)
@@ -118,44 +126,50 @@ def torch_contexts(policy: Policy, module: Any, marks: Mapping[str, Sequence[str
 
 
 def _modules(policy: Policy, module: Any, marks: Mapping[str, Sequence[str]]) -> dict[str, list[Any]]:
-    """Value -> the modules that make it."""
+    """Map each value that the policy saves to the modules that compute it.
+
+    Raises `UserError` if no module computes a value.
+    """
     linear = {path: child for path, child in module.named_modules() if path and multiplies(child)}
     named = [name for name in policy.keep if name not in (INPUT, CONTEXT)]
     check_names(str(policy), [name for name in named if name not in marks], linear, type(module).__name__)
     value_of = {end: name for name in named for end in marks.get(name, (name,))}
-    found: dict[str, list[Any]] = {name: [] for name in named}
+    modules_of: dict[str, list[Any]] = {name: [] for name in named}
     for path, child in module.named_modules():
         end = chosen_name(path, value_of)
         if end is not None and (value_of[end] in marks or path in linear):
-            found[value_of[end]].append(child)
-    for name, own in found.items():
-        if not own:
+            modules_of[value_of[end]].append(child)
+    for name, makers in modules_of.items():
+        if not makers:
             modules = ", ".join(f"`{each}`" for each in marks[name])
             raise UserError(
                 f"`names` gives {modules} for `{name}`, but no module of `{type(module).__name__}` is called so."
             )
-    return found
+    return modules_of
 
 
 def _of_ops(products: bool, attention: bool) -> Callable[..., Any]:
-    """A policy for `create_selective_checkpoint_contexts` that knows ops alone."""
+    """Return a policy for `create_selective_checkpoint_contexts` that decides by the op alone.
+
+    `products` saves matmuls, `attention` saves fused attention.
+    """
 
     def policy(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> Any:
         from torch.utils.checkpoint import CheckpointPolicy
 
-        kept = (products and _is_product(op, args)) or (attention and _name(op) in _ATTENTION)
-        return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
+        is_saved = (products and _is_product(op, args)) or (attention and _name(op) in _ATTENTION)
+        return CheckpointPolicy.MUST_SAVE if is_saved else CheckpointPolicy.PREFER_RECOMPUTE
 
     return policy
 
 
 class _Contexts:
-    """A `context_fn` that keeps the products of some modules."""
+    """A `context_fn` that saves the matmul results of some modules."""
 
     def __init__(self, modules: Mapping[str, Sequence[Any]], keeps: Callable[..., Any]) -> None:
         self.modules, self.keeps = modules, keeps
         self.unseen = set(modules)
-        """Values that may turn out to have no matmul."""
+        """Values for which no matmul has run so far."""
 
     def __call__(self) -> tuple[Any, Any]:
         from torch.utils.checkpoint import create_selective_checkpoint_contexts
@@ -166,7 +180,7 @@ class _Contexts:
 
 
 class _LayerPass:
-    """Which of the named modules run now, in one layer and one of its passes."""
+    """The named modules that run at present, in one pass of one layer."""
 
     def __init__(self, owner: _Contexts) -> None:
         self.owner = owner
@@ -175,6 +189,7 @@ class _LayerPass:
         self.ran: set[str] = set()
 
     def policy(self, ctx: Any, op: Any, *args: Any, **kwargs: Any) -> Any:
+        """Save a matmul inside a named module; leave other ops to the policy by op."""
         from torch.utils.checkpoint import CheckpointPolicy
 
         if self.running and _is_product(op, args, batched=True):
@@ -183,6 +198,8 @@ class _LayerPass:
         return self.owner.keeps(ctx, op, *args, **kwargs)
 
     def hooks(self, value: str, module: Any) -> tuple[Any, Any]:
+        """Register hooks that record when `module`, which computes `value`, starts and ends."""
+
         def enter(*_: Any) -> None:
             if threading.get_ident() == self.thread:
                 self.running.append(value)
@@ -196,7 +213,7 @@ class _LayerPass:
 
 
 class _Watched:
-    """One of torch's contexts, beside which hooks tell which modules run; it may be entered again."""
+    """A re-entrant wrapper of one of torch's contexts that also records which modules run."""
 
     def __init__(self, layer_pass: _LayerPass, inner: Any) -> None:
         self.layer_pass, self.inner = layer_pass, inner
@@ -213,17 +230,17 @@ class _Watched:
     def __exit__(self, *error: Any) -> Any:
         for hook in self.hooks:
             hook.remove()
-        found = self.inner.__exit__(*error)
+        handled = self.inner.__exit__(*error)
         without = self.layer_pass.owner.unseen & self.layer_pass.ran
         if without and error[0] is None:
             self.layer_pass.owner.unseen -= without
             names = ", ".join(f"`{name}`" for name in sorted(without))
             warnings.warn(f"No matmul ran in {names}, so nothing of it is kept.", UserWarning, stacklevel=2)
-        return found
+        return handled
 
 
 def _is_product(op: Any, args: Sequence[Any], batched: bool = False) -> bool:
-    """Whether an op multiplies matrices, without batch dims unless `batched`."""
+    """Return True if an op multiplies matrices; with `batched`, also batches of them."""
     name = _name(op)
     if name in _BATCHED:
         return batched or args[-1].shape[0] == 1
@@ -231,6 +248,6 @@ def _is_product(op: Any, args: Sequence[Any], batched: bool = False) -> bool:
 
 
 def _name(op: Any) -> str:
-    """`mm.default` of `aten.mm.default`; empty for an op of another library."""
+    """Return `mm.default` for `aten.mm.default`, and an empty text for an op of another library."""
     library, _, name = str(op).partition(".")
     return name if library == "aten" else ""

@@ -1,4 +1,4 @@
-"""Writing into parts of an array, as torch does, where a mask says which and nobody knows yet what it holds."""
+"""Writes to parts of an array as in torch, also under a mask whose values are unknown during the trace."""
 
 import functools
 from collections.abc import Callable
@@ -21,11 +21,11 @@ RESHAPED = frozenset(
         "detach_",
     }
 )
-"""Operations whose names end as those that write do, and that change what a tensor is and not what it holds."""
+"""Operations with the `_` suffix of writes that change a tensor's shape or identity, but not its elements."""
 
 
 def write_table() -> dict[Any, Callable[..., Any]]:
-    """torch callable -> lowering."""
+    """Return lowerings by torch callable."""
     import torch
 
     aten = torch.ops.aten
@@ -36,11 +36,11 @@ def write_table() -> dict[Any, Callable[..., Any]]:
 
 
 def writers() -> dict[Any, Any]:
-    """torch operation that writes, and has no other of its kind that does not -> torchax's operator of it."""
+    """Return torchax operators by torch operation, for writes without an out-of-place form."""
     import torch
 
-    each: Any = torch.Tensor.fill_diagonal_  # before torch takes it apart, into a view by strides
-    detached: Any = torch.Tensor.detach_  # which torch does by itself where it follows no gradients
+    each: Any = torch.Tensor.fill_diagonal_  # torch would decompose it into a strided view
+    detached: Any = torch.Tensor.detach_  # torch calls this under `no_grad`
     copy = torch.ops.aten.copy_
     return {
         each: in_place(each, fill_diagonal, of_jax=True),
@@ -50,7 +50,10 @@ def writers() -> dict[Any, Any]:
 
 
 def put(x: Any, key: Any, value: Any) -> Any:
-    """`x` after `x[key] = value`; under a mask that is traced, `value` is one for all its places, or one for each."""
+    """Return `x` after `x[key] = value`.
+
+    Under a traced mask, `value` is one row for all selected places, or one row for each selected place, in order.
+    """
     import jax.numpy as jnp
 
     keys: Any = key if isinstance(key, (tuple, list)) else (key,)
@@ -68,10 +71,11 @@ def put(x: Any, key: Any, value: Any) -> Any:
 
 
 def in_place(func: Any, plain: Any, of_jax: bool = False, whole: bool = False) -> Any:
-    """torchax's operator of a torch operation that writes into its first argument what `plain` makes of it.
+    """Return torchax's operator for a torch operation that writes the result of `plain` to its first argument.
 
-    `plain` is one of torch's operations, or a function `of_jax` arrays. A `whole` result is what the argument holds
-    from then on; any other is copied into it.
+    - `func`: the torch operation.
+    - `plain`: another torch operation, or with `of_jax` a function of JAX arrays.
+    - `whole`: the result replaces the argument's array; otherwise it is copied into it.
     """
     from torchax.ops import op_base, ops_registry
 
@@ -86,9 +90,9 @@ def in_place(func: Any, plain: Any, of_jax: bool = False, whole: bool = False) -
 
 
 def reshaping(func: Any, plain: Any) -> Any:
-    """torchax's operator of a torch operation that gives its first argument the shape or order that `plain` gives it.
+    """Return torchax's operator for a torch operation that reshapes or reorders its first argument as `plain` does.
 
-    Raises `NotImplementedError` for slices, whose shape is what they take of another tensor.
+    The operator raises `NotImplementedError` for a slice, whose shape follows from its base tensor.
     """
     from torchax.ops import ops_registry
     from torchax.tensor import Tensor
@@ -96,7 +100,7 @@ def reshaping(func: Any, plain: Any) -> Any:
     def run(tensor: Any, *args: Any, **kwargs: Any) -> Any:
         if hasattr(tensor, "view_info"):
             raise NotImplementedError(f"`{func}` of a slice; use the operation that is not in place")
-        alone = Tensor(tensor.jax(), tensor._env)  # `plain` gives a view, and nobody shall look at this tensor for it
+        alone = Tensor(tensor.jax(), tensor._env)  # a copy, so that `plain` gives no view of `tensor`
         views.reshape(tensor, plain(alone, *args, **kwargs).jax())
         return tensor
 
@@ -106,15 +110,15 @@ def reshaping(func: Any, plain: Any) -> Any:
 
 
 def index_put(x: Any, indices: Any, values: Any, accumulate: bool = False) -> Any:
-    """`torch.Tensor.index_put`; an index that is None takes the whole dim."""
+    """Lower `torch.Tensor.index_put`; an index that is None selects the whole dim."""
     key = tuple(slice(None) if each is None else each for each in indices)
     return x.at[key].add(values) if accumulate else put(x, key, values)
 
 
 def fill_diagonal(x: Any, value: Any, wrap: bool = False) -> Any:
-    """`torch.Tensor.fill_diagonal_` of two dims, [m, n], or more of one size.
+    """Lower `torch.Tensor.fill_diagonal_` for two dims [m, n], or for more dims of one size.
 
-    With `wrap` it begins anew below n rows.
+    With `wrap` the diagonal starts again below n rows.
     """
     import jax.numpy as jnp
 
@@ -125,52 +129,58 @@ def fill_diagonal(x: Any, value: Any, wrap: bool = False) -> Any:
 
 
 def copied(x: Any, source: Any, non_blocking: bool = False) -> Any:
-    """What `x` holds after `torch.Tensor.copy_`, of a source that may have fewer dims."""
+    """Return the array of `x` after `torch.Tensor.copy_` from a source that may have fewer dims."""
     import jax.numpy as jnp
 
     return jnp.broadcast_to(jnp.asarray(source).astype(x.dtype), x.shape)
 
 
 def contiguous(x: Any, memory_format: Any = None) -> Any:
-    """`torch.Tensor.contiguous`: how elements lie is told apart from what they are."""
+    """Lower `torch.Tensor.contiguous` as the identity, since `torch_layouts` tracks the layout of elements."""
     return x
 
 
 def detach(x: Any) -> Any:
-    """`torch.Tensor.detach`."""
+    """Lower `torch.Tensor.detach`."""
     import jax
 
     return jax.lax.stop_gradient(x)
 
 
 def masked_scatter(x: Any, mask: Any, source: Any) -> Any:
-    """`x` with the elements of `source`, in order, where `mask` is true.
+    """Return `x` with the elements of `source`, in order, where `mask` is true.
 
-    A mask that was broadcast along the last dim takes whole rows of the source.
+    If the mask was broadcast along the last dim, whole rows of the source are placed.
     """
     import jax.numpy as jnp
 
     width = x.shape[-1]
     wide = jnp.broadcast_to(mask, x.shape)
-    whole = source.size % width == 0 and (mask.shape[-1:] == (1,) or _broadcast_last(mask))
-    hit = wide[..., 0].reshape(-1) if whole else wide.reshape(-1)
-    rows = source.reshape(-1, width) if whole else source.reshape(-1)
+    by_rows = source.size % width == 0 and (mask.shape[-1:] == (1,) or _broadcast_last(mask))
+    hit = wide[..., 0].reshape(-1) if by_rows else wide.reshape(-1)
+    rows = source.reshape(-1, width) if by_rows else source.reshape(-1)
     return jnp.where(wide, _in_order(hit, rows).reshape(x.shape).astype(x.dtype), x)
 
 
 def _in_order(hit: Any, rows: Any) -> Any:
-    """The rows that the places of `hit` [T] take, the first true one the first: found by counting those before it."""
+    """Return a row for each place of `hit` [T]: the n-th true place has the n-th row.
+
+    Rows are found by counting the true places before each place.
+    """
     import jax.numpy as jnp
 
     return rows[jnp.clip(jnp.cumsum(hit.astype(jnp.int32)) - 1, 0, rows.shape[0] - 1)]
 
 
 _IN_ORDER = {"reshape", "squeeze", "broadcast_in_dim", "copy"}
-"""What leaves elements in their order where it leaves their number."""
+"""JAX primitives that leave the elements in order if they leave their number unchanged."""
 
 
 def is_same(value: Any, other: Any, depth: int = 8) -> bool:
-    """Whether two values of the same trace are known to have the same elements, one after another."""
+    """Return True if two values of the same trace certainly have the same elements in the same order.
+
+    `depth` limits how many equations are compared backwards.
+    """
     from jax import core
 
     value, other = _plain(value), _plain(other)
@@ -181,14 +191,14 @@ def is_same(value: Any, other: Any, depth: int = 8) -> bool:
     mine, theirs = getattr(value, "parent", None), getattr(other, "parent", None)
     if mine is None or theirs is None or value.shape != other.shape or value.dtype != other.dtype:
         return False
-    made = mine.primitive is theirs.primitive and len(mine.in_tracers) == len(theirs.in_tracers)
-    if not made or mine.primitive.multiple_results or mine.params != theirs.params:
+    alike = mine.primitive is theirs.primitive and len(mine.in_tracers) == len(theirs.in_tracers)
+    if not alike or mine.primitive.multiple_results or mine.params != theirs.params:
         return False
     return all(is_same(*each, depth - 1) for each in zip(mine.in_tracers, theirs.in_tracers, strict=True))
 
 
 def _plain(value: Any) -> Any:
-    """What a value was before its shape was changed alone."""
+    """Return the value before ops that only changed its shape."""
     equation = getattr(value, "parent", None)
     while equation is not None and equation.primitive.name in _IN_ORDER:
         operand = equation.in_tracers[0]
@@ -199,17 +209,19 @@ def _plain(value: Any) -> Any:
 
 
 def _is_traced_mask(value: Any) -> bool:
+    """Return True for a traced array of flags with dims."""
     from jax import core
 
     return isinstance(value, core.Tracer) and value.dtype == bool and value.ndim > 0
 
 
 def _is_full(value: Any) -> bool:
+    """Return True for a slice of a whole dim."""
     return isinstance(value, slice) and value == slice(None)
 
 
 def _broadcast_last(value: Any) -> bool:
-    """Whether a value that is being traced is known to be the same along its last dim."""
+    """Return True if a traced value is certainly constant along its last dim."""
     equation = getattr(value, "parent", None)
     if equation is None or equation.primitive.name != "broadcast_in_dim":
         return False

@@ -1,6 +1,6 @@
 """JAX lowerings of torch's layers: attention, losses, norms, convolution and pooling.
 
-Like the elementary ones they keep dims apart and follow torch's dtypes.
+Like the elementary lowerings they leave dims unmerged and follow torch's dtypes.
 """
 
 from collections.abc import Callable
@@ -15,7 +15,7 @@ from autoshard.program.torch_ops.torchax_environment import environment
 
 
 def layer_table() -> dict[Any, Callable[..., Any]]:
-    """torch callable -> lowering."""
+    """Return lowerings of layers by torch callable."""
     import torch
 
     functional = torch.nn.functional
@@ -43,7 +43,7 @@ def scaled_dot_product_attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Any:
-    """`torch.nn.functional.scaled_dot_product_attention` on [..., heads, length, dim]."""
+    """Lower `torch.nn.functional.scaled_dot_product_attention` for [..., heads, length, dim]."""
     import jax.numpy as jnp
 
     lead = jnp.broadcast_shapes(query.shape[:-3], key.shape[:-3], value.shape[:-3])
@@ -51,7 +51,7 @@ def scaled_dot_product_attention(
     if len(lead) != 1:
         query, key, value = (x.reshape(-1, *x.shape[-3:]) if lead else x[None] for x in (query, key, value))
     square = query.shape[-2] == key.shape[-2]
-    position = None if square or not is_causal else 0  # torch's first query sees the first key alone
+    position = None if square or not is_causal else 0  # torch's first query attends to the first key only
     result = attend(query, key, value, causal=is_causal, scale=scale, bias=attn_mask, position=position)
     result = jnp.swapaxes(result, 1, 2)
     if len(lead) != 1:
@@ -86,7 +86,12 @@ def multi_head_attention(
     average_attn_weights: bool = True,
     is_causal: bool = False,
 ) -> Any:
-    """`torch.nn.functional.multi_head_attention_forward` on [S, B, E] or [S, E]; attention weights are not returned."""
+    """Lower `torch.nn.functional.multi_head_attention_forward` for [S, B, E] or [S, E].
+
+    Attention weights are not returned.
+
+    Raises `UserError` for biases of keys and values, added zero keys and static keys.
+    """
     import jax.numpy as jnp
 
     if bias_k is not None or add_zero_attn or static_k is not None or static_v is not None:
@@ -99,8 +104,8 @@ def multi_head_attention(
         weights = (parts[0], parts[1], parts[2])
     biases = (None, None, None) if in_proj_bias is None else tuple(in_proj_bias.reshape(3, width))
 
-    alone = query.ndim == 2
-    if alone:
+    unbatched = query.ndim == 2
+    if unbatched:
         query, key, value = (x[:, None] for x in (query, key, value))
         key_padding_mask = None if key_padding_mask is None else key_padding_mask[None]
 
@@ -113,7 +118,7 @@ def multi_head_attention(
     if mask is not None and mask.ndim == 3:
         mask = mask.reshape(-1, num_heads, *mask.shape[1:])
     if mask is not None and mask.dtype == jnp.bool_:
-        mask = ~mask  # here true means hidden
+        mask = ~mask  # true means masked out in this function of torch
     padding = None
     if key_padding_mask is not None:
         if key_padding_mask.dtype == jnp.bool_:
@@ -126,7 +131,7 @@ def multi_head_attention(
     mixed = attend(q, k, v, causal=is_causal and attn_mask is None, bias=mask, padding=padding)
     joined = jnp.transpose(mixed.reshape(*mixed.shape[:2], width), (1, 0, 2))
     result = mark(linear(joined, out_proj_weight, out_proj_bias), "out_proj")
-    return result[:, 0] if alone else result, None
+    return result[:, 0] if unbatched else result, None
 
 
 def cross_entropy(
@@ -139,9 +144,9 @@ def cross_entropy(
     reduction: str = "mean",
     label_smoothing: float = 0.0,
 ) -> Any:
-    """`torch.nn.functional.cross_entropy`; the target's logit is picked by comparing ids with an iota.
+    """Lower `torch.nn.functional.cross_entropy`, with the target's logit selected by comparing ids with an iota.
 
-    A gather over a split class dim would fetch the logits; a comparison and a sum only need a reduction.
+    A gather over a split class dim would all-gather the logits; a comparison and a sum only need a reduction.
     """
     import jax
     import jax.numpy as jnp
@@ -156,21 +161,21 @@ def cross_entropy(
         loss = -(smooth * log_probs * classes).sum(dim)
         total = loss.size
     else:
-        kept = target != ignore_index
+        counted = target != ignore_index
         hit = jax.lax.broadcasted_iota(target.dtype, logits.shape, dim) == jnp.expand_dims(target, dim)
         loss = -jnp.where(hit, log_probs * classes, 0.0).sum(dim)
         if label_smoothing:
             smooth = -(log_probs * classes).mean(dim)
             loss = loss * (1 - label_smoothing) + smooth * label_smoothing
-        loss = jnp.where(kept, loss, 0.0)
-        total = jnp.where(kept, jnp.where(hit, classes, 0.0).sum(dim), 0.0).sum()
+        loss = jnp.where(counted, loss, 0.0)
+        total = jnp.where(counted, jnp.where(hit, classes, 0.0).sum(dim), 0.0).sum()
     if reduction == "none":
         return loss
     return loss.sum() / total if reduction == "mean" else loss.sum()
 
 
 def layer_norm(x: Any, normalized_shape: Any, weight: Any = None, bias: Any = None, eps: float = 1e-5, *_: Any) -> Any:
-    """`torch.nn.functional.layer_norm`, statistics in fp32."""
+    """Lower `torch.nn.functional.layer_norm`, with statistics in fp32."""
     import jax
     import jax.numpy as jnp
 
@@ -186,7 +191,7 @@ def layer_norm(x: Any, normalized_shape: Any, weight: Any = None, bias: Any = No
 
 
 def rms_norm(x: Any, normalized_shape: Any, weight: Any = None, eps: float | None = None) -> Any:
-    """`torch.nn.functional.rms_norm`, statistics in fp32."""
+    """Lower `torch.nn.functional.rms_norm`, with statistics in fp32."""
     import jax
     import jax.numpy as jnp
 
@@ -209,9 +214,10 @@ def batch_norm(
     momentum: float = 0.1,
     eps: float = 1e-5,
 ) -> Any:
-    """`torch.nn.functional.batch_norm` on torch tensors; in training it updates the running statistics in place.
+    """Lower `torch.nn.functional.batch_norm` for torch tensors.
 
-    Statistics are plain means over batch and space in fp32, so that a split batch needs one small all-reduce.
+    In training the running statistics are updated in place. Statistics are plain means over batch and space in fp32, so
+    that a split batch needs one small all-reduce.
     """
     import jax
     import jax.numpy as jnp
@@ -230,6 +236,7 @@ def batch_norm(
         var = jnp.square(exact - wide(mean)).mean(dims)
         if training and running_mean is not None:
             count = value.size // value.shape[1]
+            # torch's running variance is unbiased (n - 1), the variance of the batch is not.
             for running, now in ((running_mean, mean), (running_var, var * (count / max(count - 1, 1)))):
                 old = running._elem
                 running._elem = (old * (1 - momentum) + now * momentum).astype(old.dtype)
@@ -276,7 +283,7 @@ def transposed_convolution(
     )
     kernel = jnp.flip(weight, spaces)
     if groups > 1:
-        # XLA takes the channels of the result from the groups in order, and those of one group's input.
+        # XLA expects the result's channels of all groups in order, and only one group's input channels.
         kernel = kernel.reshape(groups, -1, *kernel.shape[1:]).swapaxes(1, 2)
         kernel = kernel.reshape(-1, *kernel.shape[2:])
     edges = []
@@ -302,7 +309,10 @@ def transposed_convolution(
 
 
 def resizing(method: str) -> Callable[..., Any]:
-    """`torch.nn.functional.interpolate(..., antialias=True)` of images [B, C, H, W], corners not aligned."""
+    """Return the lowering of `torch.nn.functional.interpolate(..., antialias=True)` for images [B, C, H, W].
+
+    The lowering raises `UserError` for aligned corners.
+    """
 
     def resize(x: Any, size: Any, align_corners: bool = False, *scales: Any, **others: Any) -> Any:
         import jax
@@ -326,7 +336,10 @@ def max_pool2d(
     ceil_mode: bool = False,
     return_indices: bool = False,
 ) -> Any:
-    """`torch.max_pool2d` as one window reduction, which XLA differentiates and partitions along space."""
+    """Lower `torch.max_pool2d` as one window reduction, which XLA differentiates and partitions along space.
+
+    Raises `UserError` if indices are to be returned.
+    """
     import jax
     import jax.numpy as jnp
     import numpy as np

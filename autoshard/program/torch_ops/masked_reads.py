@@ -1,4 +1,4 @@
-"""Reads of parts of a tensor, and rows under a mask that is traced."""
+"""Reads of parts of a tensor, and rows that a traced mask selects."""
 
 import contextlib
 import contextvars
@@ -11,20 +11,20 @@ from autoshard.program.torch_ops import indexed_writes
 
 
 _OF_ROWS = {"linear", "layer_norm", "rms_norm"}
-"""Operations on the last dims of their first argument; others are weights."""
+"""Operations on the last dims of their first argument, with weights as the other arguments."""
 
 _ELEMENTWISE = {"add", "radd", "iadd", "sub", "rsub", "mul", "rmul", "imul", "div", "truediv", "true_divide", "pow"}
 _ELEMENTWISE |= {"rsqrt", "sqrt", "exp", "log", "neg", "abs", "silu", "gelu", "relu", "sigmoid", "tanh", "softplus"}
 _ELEMENTWISE |= {"clamp", "square", "clone", "contiguous", "dropout", "to", "type", "type_as", "float"}
 
 _REDUCE = {"mean", "sum", "softmax", "var"}
-"""Operations over a dim, which is one of a row's."""
+"""Operations over one dim, which must belong to the row."""
 
 _OPERATORS = ("add", "radd", "sub", "rsub", "mul", "rmul", "truediv", "pow", "neg")
 
 
 class AnyCount:
-    """How many elements there are under a mask that nobody knows yet: checks of it hold."""
+    """The unknown number of elements under a traced mask: it equals every number, so that checks of it pass."""
 
     def __eq__(self, other: object) -> bool:
         return True
@@ -37,38 +37,51 @@ class AnyCount:
 
 
 class MaskedRows:
-    """Stands for `x[mask]` of a mask that is traced: models compute something of each row alone, or add as many rows,
-    and write them back to such places."""
+    """A stand-in for `x[mask]` with a traced mask.
+
+    Models compute on each row separately, or add as many other rows, and write the rows back to such places.
+    """
 
     def __init__(self, values: Any, mask: Any, error: Exception, counted: bool, flat: bool = False) -> None:
-        """`values` [..., *row] are right at the places of `mask` [...], and anything elsewhere; `error` is what was
-        raised for the values of the mask; `counted`: their number is only checked; `flat`: rows lie one after another
-        in one dim."""
+        """Store the rows densely.
+
+        - `values`: [..., *row], right where `mask` is true and arbitrary elsewhere.
+        - `mask`: [...] of flags.
+        - `error`: JAX's error for reading the values of the mask, raised where rows cannot be used.
+        - `counted`: True if code only checks the number of rows.
+        - `flat`: True if the elements of all rows are in one dim.
+        """
         self.values, self.mask, self.error, self.counted, self.flat = values, mask, error, counted, flat
 
     @property
     def dtype(self) -> Any:
-        """That of the elements."""
+        """Dtype of the elements."""
         return self.values.dtype
 
     @property
     def device(self) -> Any:
-        """Where the elements are."""
+        """Device of the elements."""
         return self.values.device
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """What an operation makes of rows."""
+        """Apply a torch operation to each row."""
         return by_row(func, args, kwargs or {})
 
     def numel(self) -> AnyCount:
-        """What any count is equal to, in code that only checks it."""
+        """Return a count that equals every number, for code that only checks the count.
+
+        Raises the mask's error if code may use the count otherwise.
+        """
         if not self.counted:
             raise self.error
         return AnyCount()
 
     def view(self, *shape: Any) -> "MaskedRows":
-        """The rows one after another, or as they are."""
+        """Return the rows unchanged, or flattened into one dim.
+
+        Raises the mask's error for any other shape.
+        """
         size = tuple(shape[0]) if len(shape) == 1 and isinstance(shape[0], (tuple, list)) else shape
         row = tuple(self.values.shape[self.mask.ndim :])
         if size not in ((-1,), (-1, *row)):
@@ -78,7 +91,10 @@ class MaskedRows:
     reshape = view
 
     def __getattr__(self, name: str) -> Any:
-        """A method of tensors; raises what was raised for the values of the mask if it is none of rows."""
+        """Return a tensor method that applies to each row.
+
+        Raises the mask's error for every other method.
+        """
         import torch
 
         if name not in _ELEMENTWISE | _REDUCE:
@@ -87,7 +103,7 @@ class MaskedRows:
         return lambda *args, **kwargs: by_row(method, (self, *args), kwargs)
 
     def dense(self) -> Any:
-        """[places, *row]: rows in order, and anything after the last of them."""
+        """Return [places, *row]: the selected rows in order, followed by arbitrary rows."""
         import torch
 
         hit = self.mask.reshape(-1)
@@ -95,13 +111,15 @@ class MaskedRows:
         return self.values.reshape(hit.shape[0], *self.values.shape[self.mask.ndim :])[order]
 
     def under(self, mask: Any) -> Any:
-        """Values [..., *row] that are these rows at the places of another mask, in order."""
+        """Return values [..., *row] that have these rows, in order, where another mask is true."""
         if is_same(mask, self.mask):
             return self.values.reshape(*mask.shape, *self.values.shape[self.mask.ndim :])
         return _spread(self.dense(), mask)
 
 
 def _operator(name: str) -> Callable[..., Any]:
+    """Return the method for a Python operator, which applies to each row."""
+
     def run(self: MaskedRows, *args: Any) -> Any:
         import torch
 
@@ -115,12 +133,12 @@ for _name in _OPERATORS:
 
 
 def is_same(mask: Any, other: Any) -> bool:
-    """Whether two masks are known to hold the same, one after another."""
+    """Return True if two masks certainly have the same elements in the same order."""
     return mask is other or mask.numel() == other.numel() and indexed_writes.is_same(mask.jax(), other.jax())
 
 
 def _spread(rows: Any, mask: Any) -> Any:
-    """Rows [N, *row] where the first place of `mask` takes the first row, and so on."""
+    """Return an array in which the n-th true place of `mask` has row n of `rows` [N, *row]."""
     import torch
 
     place = (torch.cumsum(mask.reshape(-1).to(torch.int32), 0) - 1).clamp(0, rows.shape[0] - 1)
@@ -128,7 +146,10 @@ def _spread(rows: Any, mask: Any) -> Any:
 
 
 def by_row(func: Any, args: Any, kwargs: Any) -> Any:
-    """What a torch operation makes of rows under a mask; raises what was raised for its values if rows are mixed."""
+    """Apply a torch operation to rows under a mask.
+
+    Raises the mask's error if the operation may mix rows.
+    """
     import torch
 
     name = str(getattr(func, "__name__", func)).partition(".")[0].strip("_")
@@ -164,7 +185,7 @@ def by_row(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _scattered(x: Any, mask: Any, rows: MaskedRows) -> Any:
-    """`x` with rows in order where `mask` is, which was broadcast along what a row has."""
+    """Return `x` with the rows in order where `mask` is true; the mask was broadcast along the row's dims."""
     import torch
 
     own = rows.values.ndim - rows.mask.ndim
@@ -175,20 +196,24 @@ def _scattered(x: Any, mask: Any, rows: MaskedRows) -> Any:
     return torch.where(mask.reshape(*mask.shape, *([1] * own)), rows.under(mask).to(x.dtype), x)
 
 
+# True while a model encodes images or videos.
 _media: contextvars.ContextVar[bool] = contextvars.ContextVar("media", default=False)
 
+# True while a model with methods of `_MERGE` runs: it only checks counts of rows.
 _merging: contextvars.ContextVar[bool] = contextvars.ContextVar("merging", default=False)
 
 _ENCODE = ("get_image_features", "get_video_features")
-"""Methods by which models of transformers encode what they are shown."""
+"""Methods with which models of transformers encode images and videos."""
 
 _MERGE = (*_ENCODE, "get_audio_features", "get_placeholder_mask")
-"""Methods of models that put what they are shown or told into the places of a text."""
+"""Methods of models that insert encoded images, videos or sound at places of a text."""
 
 
 def lenient(getitem: Callable[..., Any]) -> Callable[..., Any]:
-    """torchax's `tensor[indexes]`, where a slice may be bounded by a tensor of one whole number, and where rows
-    under a traced mask are computed with."""
+    """Wrap torchax's `tensor[indexes]` to accept more indexes.
+
+    A slice may be bounded by a tensor of one whole number, and a traced mask gives `MaskedRows`.
+    """
     import torch
 
     def whole(index: Any) -> Any:
@@ -216,11 +241,10 @@ def lenient(getitem: Callable[..., Any]) -> Callable[..., Any]:
 
 @contextlib.contextmanager
 def media_in_place(module: Any) -> Iterator[None]:
-    """While inside, images and videos that `module` encodes hold no zeros, and as many places of a text as there are
-    of what it puts there.
+    """Treat every image and video as real, and the number of text places as that of the media, while inside.
 
-    Models look for images that are all zeros, which were added to fill a batch, and leave them out; all are there. They
-    count the places in a check.
+    Models drop images that are all zeros, which pad a batch; here all images count. Models also check the number of
+    places.
     """
     changed: list[tuple[Any, str]] = []
     token = _merging.set(any(hasattr(child, name) for child in module.modules() for name in _MERGE))
@@ -239,6 +263,8 @@ def media_in_place(module: Any) -> Iterator[None]:
 
 
 def _encoding(encode: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap an encoding method so that `_media` is set while it runs."""
+
     @functools.wraps(encode)
     def run(*args: Any, **kwargs: Any) -> Any:
         token = _media.set(True)
@@ -251,7 +277,7 @@ def _encoding(encode: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def asks_for_padding(func: Any, args: Any) -> bool:
-    """Whether an operation compares what is encoded with zero, to find what was only added to fill a batch."""
+    """Return True if an operation compares media with zero, to find images that only pad a batch."""
     name = str(getattr(func, "__name__", func)).partition(".")[0]
     if not _media.get() or name not in ("eq", "__eq__") or len(args) != 2:
         return False

@@ -1,4 +1,4 @@
-"""JAX lowerings of torch's linear algebra, and of operations with a gradient at their edges."""
+"""JAX lowerings of torch's linear algebra, and of operations whose gradient differs from JAX's at special points."""
 
 import functools
 import math
@@ -9,7 +9,7 @@ from autoshard.errors import UserError
 
 
 def edge_table() -> dict[Any, Callable[..., Any]]:
-    """torch callable -> lowering."""
+    """Return lowerings of operations with special gradients by torch callable."""
     import torch
 
     aten = torch.ops.aten
@@ -35,7 +35,7 @@ def edge_table() -> dict[Any, Callable[..., Any]]:
 
 
 def absolute(x: Any) -> Any:
-    """`torch.abs`, whose gradient is nought at nought."""
+    """Lower `torch.abs`, whose gradient is zero at zero."""
     import jax.numpy as jnp
 
     return _absolute()(x) if jnp.issubdtype(x.dtype, jnp.floating) else jnp.abs(x)
@@ -43,6 +43,7 @@ def absolute(x: Any) -> Any:
 
 @functools.cache
 def _absolute() -> Callable[[Any], Any]:
+    """Return |x| with the gradient sign(x)."""
     import jax
     import jax.numpy as jnp
 
@@ -58,7 +59,7 @@ def _absolute() -> Callable[[Any], Any]:
 
 
 def _root(x: Any, power: float = 0.5) -> Any:
-    """`x ** power`, whose gradient is nought at nought."""
+    """Return `x ** power`, with a gradient of zero at zero."""
     import jax.numpy as jnp
 
     none = x == 0
@@ -67,12 +68,12 @@ def _root(x: Any, power: float = 0.5) -> Any:
 
 
 def _axes(dim: Any) -> Any:
-    """`dim` as torch's reductions have it, as JAX's: no dims at all are all of them."""
+    """Convert the `dim` of torch's reductions to JAX's axes; an empty sequence means all dims."""
     return (tuple(dim) or None) if isinstance(dim, Sequence) else dim
 
 
 def vector_norm(x: Any, ord: Any = 2, dim: Any = None, keepdim: bool = False, dtype: Any = None) -> Any:
-    """`torch.linalg.vector_norm` of all elements, or along `dim`."""
+    """Lower `torch.linalg.vector_norm` over all elements, or along `dim`."""
     import jax.numpy as jnp
     from torchax.ops import mappings
 
@@ -95,17 +96,17 @@ def vector_norm(x: Any, ord: Any = 2, dim: Any = None, keepdim: bool = False, dt
 
 
 def distance(x: Any, y: Any, p: float = 2) -> Any:
-    """`torch.dist`."""
+    """Lower `torch.dist`."""
     return vector_norm(x - y, p)
 
 
 def distances(x: Any, y: Any, p: float = 2.0, compute_mode: Any = None) -> Any:
-    """`torch.cdist`: [..., M, D] and [..., N, D] give [..., M, N]."""
+    """Lower `torch.cdist`: [..., M, D] and [..., N, D] give [..., M, N]."""
     return vector_norm(x[..., :, None, :] - y[..., None, :, :], p, -1)
 
 
 def pair_distances(x: Any, p: float = 2.0) -> Any:
-    """`torch.pdist`: [N, D] gives the distances of all pairs, the first with the others first."""
+    """Lower `torch.pdist`: distances of all pairs of rows of [N, D], ordered by the first row."""
     import numpy as np
 
     one, two = np.triu_indices(x.shape[0], k=1)
@@ -113,28 +114,28 @@ def pair_distances(x: Any, p: float = 2.0) -> Any:
 
 
 def std(x: Any, dim: Any = None, *, correction: float | None = None, keepdim: bool = False) -> Any:
-    """`torch.std`, whose gradient is nought where all elements are alike."""
+    """Lower `torch.std`, whose gradient is zero where all elements are equal."""
     import jax.numpy as jnp
 
     return _root(jnp.var(x, axis=_axes(dim), ddof=int(1 if correction is None else correction), keepdims=keepdim))
 
 
 def std_mean(x: Any, dim: Any = None, *, correction: float | None = None, keepdim: bool = False) -> Any:
-    """`torch.std_mean`."""
+    """Lower `torch.std_mean`."""
     import jax.numpy as jnp
 
     return std(x, dim, correction=correction, keepdim=keepdim), jnp.mean(x, axis=_axes(dim), keepdims=keepdim)
 
 
 def leaky_relu(x: Any, negative_slope: float = 0.01) -> Any:
-    """`torch.nn.functional.leaky_relu`, which is flat at nought."""
+    """Lower `torch.nn.functional.leaky_relu`; at zero the gradient is the negative slope."""
     import jax.numpy as jnp
 
     return jnp.where(x > 0, x, x * negative_slope)
 
 
 def log_sigmoid(x: Any) -> Any:
-    """`torch.nn.functional.logsigmoid`, and the buffer that torch's own gradient uses."""
+    """Lower `torch.nn.functional.logsigmoid`; also return the empty buffer that torch's own gradient uses."""
     import jax
     import jax.numpy as jnp
 
@@ -142,7 +143,7 @@ def log_sigmoid(x: Any) -> Any:
 
 
 def binary_cross_entropy(x: Any, target: Any, weight: Any = None, reduction: int = 1) -> Any:
-    """`torch.nn.functional.binary_cross_entropy`, whose logarithms are at least -100."""
+    """Lower `torch.nn.functional.binary_cross_entropy`, with logarithms clamped to at least -100."""
     loss = _cross_entropy()(x, target)
     loss = loss if weight is None else loss * weight
     return loss if reduction == 0 else loss.mean() if reduction == 1 else loss.sum()
@@ -150,6 +151,7 @@ def binary_cross_entropy(x: Any, target: Any, weight: Any = None, reduction: int
 
 @functools.cache
 def _cross_entropy() -> Callable[[Any, Any], Any]:
+    """Return the elementwise loss with torch's bounded gradient."""
     import jax
     import jax.numpy as jnp
 
@@ -168,41 +170,41 @@ def _cross_entropy() -> Callable[[Any, Any], Any]:
 
 
 def trunc(x: Any) -> Any:
-    """`torch.trunc`."""
+    """Lower `torch.trunc`."""
     import jax.numpy as jnp
 
     return jnp.trunc(x).astype(x.dtype)
 
 
 def sgn(x: Any) -> Any:
-    """`torch.sgn`."""
+    """Lower `torch.sgn`."""
     import jax.numpy as jnp
 
     return jnp.sign(x)
 
 
 def clamp(x: Any, min: Any = None, max: Any = None) -> Any:
-    """`torch.clamp`, whose gradient is whole at the bounds."""
-    found = x if min is None else clamp_min(x, min)
-    return found if max is None else clamp_max(found, max)
+    """Lower `torch.clamp`, whose gradient at a bound is 1."""
+    clamped = x if min is None else clamp_min(x, min)
+    return clamped if max is None else clamp_max(clamped, max)
 
 
 def clamp_min(x: Any, min: Any) -> Any:
-    """`torch.clamp_min`."""
+    """Lower `torch.clamp_min`."""
     import jax.numpy as jnp
 
     return jnp.where(x < min, min, x).astype(jnp.result_type(x, min))
 
 
 def clamp_max(x: Any, max: Any) -> Any:
-    """`torch.clamp_max`."""
+    """Lower `torch.clamp_max`."""
     import jax.numpy as jnp
 
     return jnp.where(x > max, max, x).astype(jnp.result_type(x, max))
 
 
 def math_table() -> dict[Any, Callable[..., Any]]:
-    """torch callable -> lowering."""
+    """Return lowerings of linear algebra and searches by torch callable."""
     import torch
 
     aten = torch.ops.aten
@@ -217,18 +219,21 @@ def math_table() -> dict[Any, Callable[..., Any]]:
 
 
 def eigh(x: Any, uplo: str = "L", compute_v: bool = True) -> Any:
-    """`torch.linalg.eigh` of [..., n, n], of which one triangle is read; both have the gradients of the whole."""
+    """Lower `torch.linalg.eigh` for [..., n, n], which reads one triangle.
+
+    The gradient is that of the whole matrix, as in torch.
+    """
     import jax
     import jax.numpy as jnp
 
     half = jnp.tril(x) if uplo.upper() == "L" else jnp.triu(x)
     strict = jnp.tril(x, -1) if uplo.upper() == "L" else jnp.triu(x, 1)
-    whole = half + jnp.conj(jnp.swapaxes(strict, -1, -2))
-    return tuple(jnp.linalg.eigh(x + jax.lax.stop_gradient(whole - x), symmetrize_input=False))
+    symmetric = half + jnp.conj(jnp.swapaxes(strict, -1, -2))
+    return tuple(jnp.linalg.eigh(x + jax.lax.stop_gradient(symmetric - x), symmetrize_input=False))
 
 
 def safe_softmax(x: Any, dim: int, dtype: Any = None) -> Any:
-    """A softmax that is nought where all along `dim` is -inf."""
+    """Return a softmax that is zero where all elements along `dim` are -inf."""
     import jax
     import jax.numpy as jnp
 
@@ -245,7 +250,7 @@ def searchsorted(
     side: str | None = None,
     sorter: Any = None,
 ) -> Any:
-    """`torch.searchsorted` of one row for all `values`, or of as many rows [..., N] as `values` [..., M] has."""
+    """Lower `torch.searchsorted` for one row with all `values`, or for rows [..., N] with `values` [..., M]."""
     import jax
     import jax.numpy as jnp
 
@@ -254,15 +259,15 @@ def searchsorted(
     at = "right" if right or side == "right" else "left"
     if rows.ndim == 1:
         return jnp.searchsorted(order, values, side=at)
-    found = jax.vmap(lambda row, each: jnp.searchsorted(row, each, side=at))
-    return found(order.reshape(-1, order.shape[-1]), values.reshape(-1, values.shape[-1])).reshape(values.shape)
+    search = jax.vmap(lambda row, each: jnp.searchsorted(row, each, side=at))
+    return search(order.reshape(-1, order.shape[-1]), values.reshape(-1, values.shape[-1])).reshape(values.shape)
 
 
 def bucketize(values: Any, boundaries: Any, *, out_int32: bool = False, right: bool = False) -> Any:
-    """`torch.bucketize`."""
+    """Lower `torch.bucketize`."""
     return searchsorted(boundaries, values, right=right)
 
 
 def as_strided_scatter(*args: Any, **kwargs: Any) -> Any:
-    """Raises `UserError`: where strides overlap, torch's gradients are not those of what is computed."""
+    """Raise `UserError`: if strides overlap, torch's gradients differ from those of the computed ops."""
     raise UserError("as_strided_scatter has no lowering; write to a slice instead.")

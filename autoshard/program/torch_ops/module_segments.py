@@ -1,7 +1,7 @@
-"""The segments of a torch module: what it computes from the begin of one of its modules to the begin of the next one.
+"""Segments of a torch module: the ops from the start of one of its modules to the start of the next.
 
-Between segments a module can be cut into stages. Every op is traced in a scope that says its segment, which its
-gradient inherits, so that what the planner finds out of ops can be said of segments.
+A module can be cut into pipeline stages between segments. Each op is traced in a scope with the number of its segment,
+which its gradient inherits. The planner can therefore assign ops to segments.
 """
 
 import contextlib
@@ -20,31 +20,31 @@ _FOUND = re.compile(rf"\b{_SCOPE}(\d+)\b")
 
 
 class NotDividedError(UserError):
-    """The microbatches do not divide the batch."""
+    """Raised when the microbatches do not divide the batch."""
 
 
 @dataclasses.dataclass(slots=True)
 class Segments:
-    """What is asked of the torch modules that are opened, and what was found of the last one."""
+    """Request for segments of the torch modules that are traced, and the segments of the last module."""
 
     microbatches: int
-    """Into so many parts of equal size inputs are cut, along their first dim; one of them is traced."""
+    """Number of equal parts that inputs are cut into along their first dim; one part is traced."""
     names: list[str] = dataclasses.field(default_factory=list)
-    """The outermost module that each segment begins with, in the order in which they run."""
+    """Name of the outermost module that starts each segment, in the order of execution."""
     calls: Counter[str] = dataclasses.field(default_factory=Counter)
-    """How often each module is called."""
+    """Number of calls of each module, by name."""
     batch: int = 0
     """Examples in the whole batch: the first dim of the first input."""
     module: Any = None
     """The module itself, once it has run."""
     busy: bool = False
-    """Whether an op has run since the last module began."""
+    """True if an op has run since the last module started."""
     inside: bool = False
-    """Whether an op is running, of which others are a part."""
+    """True if an op is running, which may consist of other ops."""
 
     @property
     def may_cut(self) -> list[bool]:
-        """Whether a stage may begin with a segment: its module is called once."""
+        """True for each segment that a stage may start with: its module is called once."""
         return [index == 0 or self.calls[name] == 1 for index, name in enumerate(self.names)]
 
 
@@ -53,7 +53,10 @@ _asked: contextvars.ContextVar[Segments | None] = contextvars.ContextVar("segmen
 
 @contextlib.contextmanager
 def in_segments(microbatches: int) -> Iterator[Segments]:
-    """While inside, torch modules are opened with one microbatch, none of their layers scanned, op by op in scopes."""
+    """Trace torch modules with one microbatch, unscanned layers and a scope for each op, while inside.
+
+    Yields the `Segments` that the trace fills.
+    """
     asked = Segments(microbatches)
     token = _asked.set(asked)
     try:
@@ -63,12 +66,12 @@ def in_segments(microbatches: int) -> Iterator[Segments]:
 
 
 def asked_segments() -> Segments | None:
-    """What is asked where this is called; None if nothing is."""
+    """Return the present request for segments, or None."""
     return _asked.get()
 
 
 def one_microbatch(inputs: Any, kwargs: Any, targets: Any) -> tuple[Any, Any, Any]:
-    """The part of inputs that is one microbatch, where segments are asked for; else all of it.
+    """Return the first microbatch of the inputs if segments are requested, else the inputs unchanged.
 
     Raises `NotDividedError` if the microbatches do not divide the first dims of all tensors.
     """
@@ -96,13 +99,13 @@ def one_microbatch(inputs: Any, kwargs: Any, targets: Any) -> tuple[Any, Any, An
 
 
 def _near(count: int, batch: int) -> int:
-    """The divisor of the batch that is nearest."""
+    """Return the divisor of the batch that is nearest to `count`."""
     return min((n for n in range(1, batch + 1) if batch % n == 0), key=lambda n: (abs(n - count), n))
 
 
 @contextlib.contextmanager
 def watching(module: Any) -> Iterator[None]:
-    """While inside, one run of the module is followed, if segments are asked for."""
+    """Record the segments of one run of the module while inside, if segments are requested."""
     asked = _asked.get()
     if asked is None:
         yield
@@ -133,7 +136,7 @@ def watching(module: Any) -> Iterator[None]:
 
 @contextlib.contextmanager
 def op_scope() -> Iterator[None]:
-    """The scope of one torch op; nothing where no segments are asked for, and within another op."""
+    """Enter the scope of one torch op; a no-op inside another op, and where no segments are requested."""
     asked = _asked.get()
     if asked is None or asked.inside or not asked.names:
         yield
@@ -149,6 +152,6 @@ def op_scope() -> Iterator[None]:
 
 
 def segment_of(name: str) -> int | None:
-    """The segment that the name of an op says; None if it is in none."""
-    found = _FOUND.search(name)
-    return int(found[1]) if found else None
+    """Return the segment in the name of an op, or None if the op is in no segment."""
+    match = _FOUND.search(name)
+    return int(match[1]) if match else None

@@ -1,7 +1,7 @@
 """JAX lowerings of torch operations, as replacements for torchax's own.
 
-Two aims: no operation merges dims that a plan may want to split apart (batch with sequence, batch with heads), and
-result dtypes follow torch, so that a bf16 program stays bf16. Every function takes and returns JAX values.
+No operation merges dims that a plan may want to split apart (batch with sequence, batch with heads). Result dtypes
+follow torch, so that a bf16 program stays bf16. Every function takes and returns JAX values.
 """
 
 from collections.abc import Callable
@@ -12,7 +12,7 @@ from autoshard.program import model_flops
 
 
 def operation_table() -> dict[Any, Callable[..., Any]]:
-    """torch callable -> lowering."""
+    """Return lowerings of elementary operations by torch callable."""
     import torch
 
     aten = torch.ops.aten
@@ -67,7 +67,7 @@ def operation_table() -> dict[Any, Callable[..., Any]]:
 
 
 def linear(x: Any, weight: Any, bias: Any = None) -> Any:
-    """`x` [..., in], `weight` [out, in] or one row [in]; the leading dims stay as they are."""
+    """Multiply `x` [..., in] by `weight` [out, in], or one row [in], without merging the leading dims."""
     import jax
 
     result = jax.lax.dot_general(x, weight, (((x.ndim - 1,), (weight.ndim - 1,)), ((), ())))
@@ -76,14 +76,14 @@ def linear(x: Any, weight: Any, bias: Any = None) -> Any:
 
 
 def take_along_dim(x: Any, indices: Any, dim: int | None = None) -> Any:
-    """`torch.take_along_dim`, whose own code asks for indices of 64 bits."""
+    """Lower `torch.take_along_dim`, whose own code requires 64-bit indices."""
     import jax.numpy as jnp
 
     return jnp.take_along_axis(x, indices, axis=dim)
 
 
 def linear_parts(x: Any, weight: Any, bias: Any) -> Any:
-    """Several linear layers side by side: `x` [..., in], `weight` [in, parts, out], `bias` [parts, out]."""
+    """Compute several linear layers in one matmul: `x` [..., in], `weight` [in, parts, out], `bias` [parts, out]."""
     import jax
 
     result = jax.lax.dot_general(x, weight, (((x.ndim - 1,), (0,)), ((), ())))
@@ -92,7 +92,7 @@ def linear_parts(x: Any, weight: Any, bias: Any) -> Any:
 
 
 def addmm(bias: Any, x: Any, weight: Any, *, beta: Any = 1, alpha: Any = 1) -> Any:
-    """`beta * bias + alpha * (x @ weight)`."""
+    """Return `beta * bias + alpha * (x @ weight)`."""
     result = matmul(x, weight)
     if alpha != 1:
         result = result * alpha
@@ -102,7 +102,7 @@ def addmm(bias: Any, x: Any, weight: Any, *, beta: Any = 1, alpha: Any = 1) -> A
 
 
 def matmul(x: Any, y: Any) -> Any:
-    """`torch.matmul`: leading dims of both are batch dims and are broadcast, not merged."""
+    """Lower `torch.matmul`; leading dims of both operands are batch dims and are broadcast, not merged."""
     import jax.numpy as jnp
 
     result = jnp.matmul(x, y)
@@ -111,9 +111,11 @@ def matmul(x: Any, y: Any) -> Any:
 
 
 def grouped_mm(x: Any, weight: Any, offs: Any = None, bias: Any = None, out_dtype: Any = None) -> Any:
-    """`torch._grouped_mm`: groups of rows `x` [rows, in], which end at `offs` [groups], times `weight` [g, in, out].
+    """Lower `torch._grouped_mm`: groups of rows of `x` [rows, in] times `weight` [groups, in, out].
 
-    Without `offs` both have groups: [groups, rows, in]. Rows beyond the last group give zeros.
+    The groups end at `offs` [groups]. Without `offs`, `x` is [groups, rows, in]. Rows beyond the last group give zeros.
+
+    Raises `UserError` for a bias, and for groups of columns.
     """
     import jax
     import jax.numpy as jnp
@@ -133,7 +135,7 @@ def grouped_mm(x: Any, weight: Any, offs: Any = None, bias: Any = None, out_dtyp
 
 
 def einsum(equation: str, *operands: Any) -> Any:
-    """`torch.einsum`, counting a contraction of two operands as a matmul."""
+    """Lower `torch.einsum`, and count a contraction of two operands as a matmul."""
     import jax.numpy as jnp
 
     if len(operands) == 1 and isinstance(operands[0], (list, tuple)):
@@ -158,9 +160,11 @@ def einsum(equation: str, *operands: Any) -> Any:
 def take_rows(
     table: Any, ids: Any, padding_idx: int = -1, scale_grad_by_freq: bool = False, sparse: bool = False
 ) -> Any:
-    """Rows of an embedding table as one plain gather (ids are valid, so nothing is filled or clamped).
+    """Return rows of an embedding table by one plain gather; ids are valid, so nothing is filled or clamped.
 
-    As in torch the row `padding_idx`, if it is one, has no gradient.
+    As in torch, the row `padding_idx`, if not negative, has no gradient.
+
+    Raises `UserError` for `scale_grad_by_freq`.
     """
     import jax
     import jax.numpy as jnp
@@ -182,7 +186,10 @@ def embedding(
     scale_grad_by_freq: bool = False,
     sparse: bool = False,
 ) -> Any:
-    """`torch.nn.functional.embedding` without renormalisation."""
+    """Lower `torch.nn.functional.embedding` without renormalisation.
+
+    Raises `UserError` for `max_norm`.
+    """
     if max_norm is not None:
         raise UserError(
             "embedding with `max_norm` has no lowering, since it writes to its own weights; renormalise what it gives."
@@ -203,9 +210,11 @@ def embedding_bag(
     include_last_offset: bool = False,
     padding_idx: int | None = None,
 ) -> Any:
-    """`torch.nn.functional.embedding_bag` without renormalisation.
+    """Lower `torch.nn.functional.embedding_bag` without renormalisation.
 
-    Bags are rows of `ids` [B, N], or begin at `offsets` [B] of `ids` [N]; ids that are `padding_idx` count for nothing.
+    Bags are rows of `ids` [B, N], or start at `offsets` [B] of `ids` [N]. Ids equal to `padding_idx` are ignored.
+
+    Raises `UserError` for `max_norm` and `scale_grad_by_freq`.
     """
     import jax
     import jax.numpy as jnp
@@ -214,26 +223,26 @@ def embedding_bag(
         raise UserError("embedding_bag with `max_norm` or `scale_grad_by_freq` has no lowering; leave them out.")
     count = ids.shape[0] if offsets is None else offsets.shape[0] - include_last_offset
     bag: Any = None if offsets is None else jnp.searchsorted(offsets[:count], jnp.arange(len(ids)), side="right") - 1
-    kept = jnp.ones(ids.shape, bool) if padding_idx is None else ids != padding_idx
+    valid = jnp.ones(ids.shape, bool) if padding_idx is None else ids != padding_idx
     rows = take_rows(table, ids)
     if mode == "max":
         lowest = jnp.asarray(-jnp.inf, rows.dtype)
-        rows = jnp.where(kept[..., None], rows, lowest)
-        found = rows.max(1) if offsets is None else jax.ops.segment_max(rows, bag, count)
-        return jnp.where(jnp.isneginf(found), 0, found)
-    weights = kept.astype(rows.dtype) if per_sample_weights is None else jnp.where(kept, per_sample_weights, 0)
+        rows = jnp.where(valid[..., None], rows, lowest)
+        reduced = rows.max(1) if offsets is None else jax.ops.segment_max(rows, bag, count)
+        return jnp.where(jnp.isneginf(reduced), 0, reduced)
+    weights = valid.astype(rows.dtype) if per_sample_weights is None else jnp.where(valid, per_sample_weights, 0)
 
     def summed(values: Any) -> Any:
         return values.sum(1) if offsets is None else jax.ops.segment_sum(values, bag, count)
 
-    found = rows if per_sample_weights is None and padding_idx is None else rows * weights[..., None]
+    reduced = rows if per_sample_weights is None and padding_idx is None else rows * weights[..., None]
     if mode == "sum":
-        return summed(found)
-    return summed(found) / jnp.maximum(summed(kept.astype(rows.dtype)), 1)[:, None]
+        return summed(reduced)
+    return summed(reduced) / jnp.maximum(summed(valid.astype(rows.dtype)), 1)[:, None]
 
 
 def repeat_interleave(x: Any, repeats: Any, dim: int | None = None, *, output_size: int | None = None) -> Any:
-    """`torch.repeat_interleave`; with a fixed count as a broadcast and a reshape instead of a gather."""
+    """Lower `torch.repeat_interleave`; a fixed count becomes a broadcast and a reshape instead of a gather."""
     import jax.numpy as jnp
 
     if dim is None or not isinstance(repeats, int):
@@ -246,7 +255,10 @@ def repeat_interleave(x: Any, repeats: Any, dim: int | None = None, *, output_si
 def arange(
     start: Any = 0, end: Any = None, step: Any = 1, *, dtype: Any = None, device: Any = None, **others: Any
 ) -> Any:
-    """`torch.arange`, whose only bound may be called `end`; bounds may be traced where they are a fixed way apart."""
+    """Lower `torch.arange`, whose only bound may be named `end`.
+
+    Bounds may be traced if their difference is a constant.
+    """
     from jax import core
     from torchax.ops import jaten
 
@@ -259,7 +271,10 @@ def arange(
 
 
 def filled(value: int) -> Callable[..., Any]:
-    """`torch.ones`, `torch.zeros` or `torch.empty`, whose shape comes as one tuple, as whole numbers or by its name."""
+    """Return the lowering of `torch.ones`, `torch.zeros` or `torch.empty`, which fills with `value`.
+
+    The shape may be one tuple, several whole numbers, or the keyword `size`.
+    """
 
     def make(*sizes: Any, size: Any = None, dtype: Any = None, **others: Any) -> Any:
         import jax.numpy as jnp
@@ -273,7 +288,7 @@ def filled(value: int) -> Callable[..., Any]:
 
 
 def full(size: Any, fill_value: Any, *, dtype: Any = None, **others: Any) -> Any:
-    """`torch.full`, of whose own accord whole numbers and truths stay what they are."""
+    """Lower `torch.full`; without a dtype, whole numbers and booleans determine the dtype."""
     import jax.numpy as jnp
     import torch
 
@@ -284,7 +299,7 @@ def full(size: Any, fill_value: Any, *, dtype: Any = None, **others: Any) -> Any
 
 
 def _jax_dtype(dtype: Any) -> Any:
-    """The JAX dtype of one of torch, which may be a type of Python."""
+    """Return the JAX dtype of a torch dtype or a Python type."""
     import jax
     import torch
     from torchax.ops import mappings
@@ -294,7 +309,7 @@ def _jax_dtype(dtype: Any) -> Any:
 
 
 def _steps_after(start: Any, end: Any) -> int | None:
-    """By how much `end` was made larger than `start` while both were traced; None if that is not known."""
+    """Return the constant by which `end` exceeds `start`, both traced; None if it is unknown."""
     if end is start or getattr(end, "val", end) is getattr(start, "val", start):
         return 0
     equation = getattr(end, "parent", None)
@@ -302,7 +317,7 @@ def _steps_after(start: Any, end: Any) -> int | None:
         return None
     known, others = 0, []
     for side in equation.in_tracers:
-        value = getattr(getattr(side, "val", None), "val", None)  # what a literal holds
+        value = getattr(getattr(side, "val", None), "val", None)  # the value of a literal
         if value is None:
             others.append(side)
         else:
@@ -312,7 +327,7 @@ def _steps_after(start: Any, end: Any) -> int | None:
 
 
 def unfold(x: Any, dim: int, size: int, step: int) -> Any:
-    """`torch.Tensor.unfold`: windows of `dim` [..., count, ..., size], where neighbours may overlap."""
+    """Lower `torch.Tensor.unfold`: windows of `dim` [..., count, ..., size], where neighbours may overlap."""
     import jax.numpy as jnp
 
     count = (x.shape[dim] - size) // step + 1
@@ -321,37 +336,37 @@ def unfold(x: Any, dim: int, size: int, step: int) -> Any:
 
 
 def ceil(x: Any) -> Any:
-    """`torch.ceil`."""
+    """Lower `torch.ceil`."""
     import jax.numpy as jnp
 
     return jnp.ceil(x).astype(x.dtype)
 
 
 def add(x: Any, y: Any, *, alpha: Any = 1) -> Any:
-    """`x + alpha * y`."""
+    """Return `x + alpha * y`."""
     x, y = _promoted(x, y)
     return x + (y if alpha == 1 else y * alpha)
 
 
 def sub(x: Any, y: Any, *, alpha: Any = 1) -> Any:
-    """`x - alpha * y`."""
+    """Return `x - alpha * y`."""
     x, y = _promoted(x, y)
     return x - (y if alpha == 1 else y * alpha)
 
 
 def rsub(x: Any, y: Any, *, alpha: Any = 1) -> Any:
-    """`y - alpha * x`."""
+    """Return `y - alpha * x`."""
     return sub(y, x, alpha=alpha)
 
 
 def mul(x: Any, y: Any) -> Any:
-    """`x * y`."""
+    """Return `x * y`."""
     x, y = _promoted(x, y)
     return x * y
 
 
 def div(x: Any, y: Any, *, rounding_mode: str | None = None) -> Any:
-    """`x / y`; integers divide to floats unless a rounding mode is given."""
+    """Return `x / y`; integers divide to floats unless a rounding mode is given."""
     import jax.numpy as jnp
 
     x, y = _promoted(x, y)
@@ -364,14 +379,14 @@ def div(x: Any, y: Any, *, rounding_mode: str | None = None) -> Any:
 
 
 def power(x: Any, y: Any) -> Any:
-    """`x ** y`; small whole exponents become multiplications, which differentiate and run better."""
+    """Return `x ** y`; small whole exponents become multiplications, which differentiate and run better."""
     import jax
     import jax.numpy as jnp
 
     if isinstance(y, (int, float)) and not isinstance(x, (int, float)):
         if float(y).is_integer() and 0 < y <= 4:
-            whole = x if isinstance(y, int) or jnp.issubdtype(x.dtype, jnp.floating) else x.astype(jnp.float32)
-            return whole * whole if y == 2 else jax.lax.integer_pow(whole, int(y))
+            base = x if isinstance(y, int) or jnp.issubdtype(x.dtype, jnp.floating) else x.astype(jnp.float32)
+            return base * base if y == 2 else jax.lax.integer_pow(base, int(y))
         if y == 0.5:
             return jnp.sqrt(x)
     x, y = _promoted(x, y)
@@ -379,7 +394,10 @@ def power(x: Any, y: Any) -> Any:
 
 
 def _promoted(x: Any, y: Any) -> tuple[Any, Any]:
-    """torch's rule that a 0-d tensor does not widen a tensor of the same kind; JAX follows it for Python numbers."""
+    """Cast operands by torch's rule that a 0-d tensor does not widen a tensor of the same kind.
+
+    JAX follows this rule for Python numbers only.
+    """
     import jax.numpy as jnp
 
     def rank(value: Any) -> int:

@@ -1,4 +1,4 @@
-"""Recurrent layers as loops over steps, and pooling over windows as torch computes it."""
+"""Recurrent layers as loops over time steps, and torch's pooling over windows."""
 
 import contextlib
 import dataclasses
@@ -10,7 +10,7 @@ from autoshard.program import model_flops
 
 
 def recurrent_table() -> dict[Any, Callable[..., Any]]:
-    """torch callable -> lowering."""
+    """Return lowerings of recurrent layers by torch callable."""
     import torch
 
     return {
@@ -23,22 +23,26 @@ def recurrent_table() -> dict[Any, Callable[..., Any]]:
 
 
 _States = tuple[Any, ...]
-"""What goes from one step to the next, each [B, size]: the hidden state first."""
+"""States that one step passes to the next, each [B, size]; the hidden state is the first."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Cell:
-    """One step of a kind of recurrence."""
+    """One time step of a kind of recurrence."""
 
     gates: int
-    """Blocks of rows in a weight."""
+    """Number of gates: blocks of rows in a weight."""
     step: Callable[[Any, Any, _States], _States]
-    """From what the inputs and what the hidden state give the gates, both [B, gates, H], and the states before."""
+    """Function from the gates' contributions of inputs and hidden state, both [B, gates, H], and the states."""
     own: bool = False
-    """True if the last gate keeps the two apart: its inputs come with one part more, which is the hidden state's."""
+    """True if the last gate treats both contributions separately.
+
+    The inputs' contribution then has one part more: the hidden state's bias of the last gate.
+    """
 
 
 def _lstm(given: Any, recurrent: Any, states: _States) -> _States:
+    """Compute one step of an LSTM; the gates are input, forget, cell and output."""
     import jax
     import jax.numpy as jnp
 
@@ -49,6 +53,7 @@ def _lstm(given: Any, recurrent: Any, states: _States) -> _States:
 
 
 def _gru(given: Any, recurrent: Any, states: _States) -> _States:
+    """Compute one step of a GRU; the gates are reset, update and new."""
     import jax
     import jax.numpy as jnp
 
@@ -58,6 +63,8 @@ def _gru(given: Any, recurrent: Any, states: _States) -> _States:
 
 
 def _plain(name: str) -> Callable[[Any, Any, _States], _States]:
+    """Return one step of a plain RNN with the activation `name`."""
+
     def step(given: Any, recurrent: Any, states: _States) -> _States:
         import jax
         import jax.numpy as jnp
@@ -69,13 +76,18 @@ def _plain(name: str) -> Callable[[Any, Any, _States], _States]:
 
 
 def lstm(x: Any, states: Any, weights: Any, *others: Any) -> tuple[Any, Any, Any]:
-    """`torch.lstm` on whole sequences: the output, and the last hidden and cell states [layers, B, size]."""
+    """Lower `torch.lstm` on whole sequences: return the output and the last hidden and cell states [layers, B, size].
+
+    Raises `UserError` for packed sequences.
+    """
     _check(states)
     out, (hidden, cell) = _layers(Cell(4, _lstm), x, tuple(states), weights, *others)
     return out, hidden, cell
 
 
 def _one_state(cell: Cell) -> Callable[..., tuple[Any, Any]]:
+    """Return the lowering of a recurrence whose only state is the hidden state."""
+
     def run(x: Any, state: Any, weights: Any, *others: Any) -> tuple[Any, Any]:
         _check(weights)
         out, (hidden,) = _layers(cell, x, (state,), weights, *others)
@@ -85,11 +97,13 @@ def _one_state(cell: Cell) -> Callable[..., tuple[Any, Any]]:
 
 
 def _check(given: Any) -> None:
+    """Raise `UserError` for a packed sequence, which has a tensor in place of a list."""
     if not isinstance(given, (list, tuple)):
         _packed()
 
 
 def _packed(*_: Any) -> Any:
+    """Raise `UserError`, since packed sequences are not supported."""
     raise UserError(
         "a packed sequence has the lengths of its data in its shape, and a plan is made from shapes alone; give padded "
         "sequences [B, S, ...] and mask what lies after their ends, in the loss or by torch.where."
@@ -103,7 +117,12 @@ def _layers(
     weights: Sequence[Any],
     *others: Any,
 ) -> tuple[Any, _States]:
-    """All layers in all directions; `others` are `has_biases, num_layers, dropout, train, bidirectional, batch_first`.
+    """Run all layers in all directions, and return the outputs and the last states.
+
+    - `x`: inputs [S, B, in], or [B, S, in] with `batch_first`.
+    - `states`: first states, each [layers * directions, B, size].
+    - `weights`: weights and biases of all layers in torch's order.
+    - `others`: `has_biases, num_layers, dropout, train, bidirectional, batch_first`.
 
     Dropout between layers is off, as everywhere.
     """
@@ -130,13 +149,13 @@ def _layers(
 def _sequence(
     cell: Cell, x: Any, states: _States, weights: Sequence[Any], biases: bool, backwards: bool
 ) -> tuple[Any, _States]:
-    """One layer in one direction over `x` [S, B, in]: hidden states [S, B, size], and the last states."""
+    """Run one layer in one direction over `x` [S, B, in]; return hidden states [S, B, size] and the last states."""
     import jax
     import jax.numpy as jnp
 
     size = weights[0].shape[0] // cell.gates
     entering, recurrent = (w.reshape(cell.gates, size, -1) for w in weights[:2])
-    projection = weights[-1] if len(weights) % 2 else None  # of the hidden state, which an LSTM may have
+    projection = weights[-1] if len(weights) % 2 else None  # an LSTM may project its hidden state
     given = jax.lax.dot_general(x, entering, (((2,), (2,)), ((), ())))
     if biases:
         first, second = (b.reshape(cell.gates, size) for b in weights[2:4])
@@ -158,6 +177,7 @@ def _sequence(
 def _loop(
     cell: Cell, given: Any, states: _States, weight: Any, projection: Any, backwards: bool
 ) -> tuple[Any, _States]:
+    """Scan over the time steps, and return the hidden states of all steps and the last states."""
     import jax
 
     def step(before: _States, now: Any) -> tuple[_States, Any]:
@@ -173,7 +193,11 @@ def _loop(
 
 
 def _recurrence(cell: Cell, backwards: bool) -> Callable[..., tuple[Any, _States]]:
-    """The loop over what the inputs give the gates, the first states and the recurrent weights [gates, H, H]."""
+    """Return the loop over time steps, with a custom gradient.
+
+    It is a function of the inputs' gate contributions, the first states and the recurrent weights [gates, H, H]. Its
+    backward pass computes the weights' gradient as one matmul over all steps instead of one for each step.
+    """
     import jax
     import jax.numpy as jnp
 
@@ -193,7 +217,7 @@ def _recurrence(cell: Cell, backwards: bool) -> Callable[..., tuple[Any, _States
             before = jnp.concatenate([hidden[1:], first[None]])
         else:
             before = jnp.concatenate([first[None], hidden[:-1]])
-        # The hidden state gives a gate the gradient that the inputs give it; the last has a part of its own.
+        # A gate's gradient is the same for the hidden state as for the inputs; the last gate has a separate part.
         gates = jnp.concatenate([of_given[:, :, :-2], of_given[:, :, -1:]], axis=2) if cell.own else of_given
         of_weight = jax.lax.dot_general(gates, before, (((0, 1), (0, 1)), ((), ())))
         return of_given, of_states, of_weight
@@ -204,9 +228,9 @@ def _recurrence(cell: Cell, backwards: bool) -> Callable[..., tuple[Any, _States
 
 @contextlib.contextmanager
 def torchs_own_gru(module: Any) -> Iterator[None]:
-    """While inside, GRUs run torch's own code, which is lowered here.
+    """Restore torch's own `forward` of GRUs while inside, since that is the code with a lowering.
 
-    Importing torch_xla puts a class in the place of `torch.nn.GRU` whose loop is of its lazy tensors, and ends the
+    Importing torch_xla replaces `torch.nn.GRU` by a class whose loop is over its lazy tensors, and which ends the
     process in a trace.
     """
     from torch.nn.modules import rnn
@@ -223,15 +247,15 @@ def torchs_own_gru(module: Any) -> Iterator[None]:
 
 
 def pooling_table() -> dict[Any, Callable[..., Any]]:
-    """torch callable -> lowering."""
+    """Return lowerings of pooling by torch callable."""
     import torch
 
     aten = torch.ops.aten
     means = (aten.avg_pool1d, aten.avg_pool2d, aten.avg_pool3d)
     maxima = (aten.max_pool2d_with_indices, aten.max_pool3d_with_indices)
     adaptive = (aten.adaptive_max_pool2d, aten.adaptive_max_pool3d)
-    found = dict.fromkeys(means, avg_pool) | dict.fromkeys(maxima, max_pool_with_indices)
-    return found | dict.fromkeys(adaptive, adaptive_max_pool)
+    table = dict.fromkeys(means, avg_pool) | dict.fromkeys(maxima, max_pool_with_indices)
+    return table | dict.fromkeys(adaptive, adaptive_max_pool)
 
 
 def avg_pool(
@@ -243,7 +267,10 @@ def avg_pool(
     counted: bool = True,
     divisor: int | None = None,
 ) -> Any:
-    """`torch.nn.functional.avg_pool1d` to `3d` of [..., *sides]; `counted`: padding counts as elements of a window."""
+    """Lower `torch.nn.functional.avg_pool1d` to `3d` for [..., *sides].
+
+    `counted`: padding counts as elements of a window. `ceil`: a window may end beyond the padding.
+    """
     import jax
     import numpy as np
 
@@ -256,16 +283,16 @@ def avg_pool(
     shares = np.ones((1,) * len(kernel), np.float32)
     for dim, (side, width, step, pad) in enumerate(zip(sides, kernel, strides, pads, strict=True)):
         count = _windows(side, width, step, pad, ceil)
-        size = min(width, side + 2 * pad) if count == 1 else width  # what is outside of all padding adds nothing
+        size = min(width, side + 2 * pad) if count == 1 else width  # elements beyond the padding add nothing
         sizes.append(size)
         around.append((pad, (count - 1) * step + size - side - pad))
         begin = np.arange(count) * step - pad
         end = np.minimum(begin + width, side + pad)
-        held = end - begin if counted else np.minimum(end, side) - np.maximum(begin, 0)
-        shares = shares * held.reshape(-1, *([1] * (len(kernel) - 1 - dim)))
-    whole = ((1,) * lead, (1,) * lead)
-    zero = np.zeros((), x.dtype)  # a traced one would hide from JAX that these are sums
-    total = jax.lax.reduce_window(x, zero, jax.lax.add, whole[0] + tuple(sizes), whole[1] + strides, around)
+        elements = end - begin if counted else np.minimum(end, side) - np.maximum(begin, 0)
+        shares = shares * elements.reshape(-1, *([1] * (len(kernel) - 1 - dim)))
+    ones = ((1,) * lead, (1,) * lead)
+    zero = np.zeros((), x.dtype)  # a traced zero would hide the sum from JAX
+    total = jax.lax.reduce_window(x, zero, jax.lax.add, ones[0] + tuple(sizes), ones[1] + strides, around)
     return (total / (shares if divisor is None else divisor)).astype(x.dtype)
 
 
@@ -277,45 +304,54 @@ def max_pool_with_indices(
     dilation: Sequence[int] | int = 1,
     ceil: bool = False,
 ) -> Any:
-    """`torch.nn.functional.max_pool2d` or `3d` of [..., *sides] with `return_indices`: maxima, and where each is."""
+    """Lower `torch.nn.functional.max_pool2d` or `3d` for [..., *sides].
+
+    Returns the maxima and their flat indices.
+    """
     import jax
     import jax.numpy as jnp
     from torchax.ops import jaten
 
-    found: Any = jaten._aten_max_pool2d_with_indices
-    _, indices = found(jax.lax.stop_gradient(x), kernel, stride, padding, dilation, ceil)
+    pool: Any = jaten._aten_max_pool2d_with_indices
+    _, indices = pool(jax.lax.stop_gradient(x), kernel, stride, padding, dilation, ceil)
     flat = x.reshape(*x.shape[: x.ndim - len(kernel)], -1)
     places = indices.reshape(*flat.shape[:-1], -1)
     return jnp.take_along_axis(flat, places, axis=-1).reshape(indices.shape), indices
 
 
 def adaptive_max_pool(x: Any, sizes: Sequence[int]) -> Any:
-    """`torch.nn.functional.adaptive_max_pool2d` or `3d` of [..., *sides]: maxima, and where each is."""
+    """Lower `torch.nn.functional.adaptive_max_pool2d` or `3d` for [..., *sides].
+
+    Returns the maxima and their flat indices.
+    """
     import jax
     import jax.numpy as jnp
     import numpy as np
 
     lead, sides = x.shape[: x.ndim - len(sizes)], x.shape[x.ndim - len(sizes) :]
-    places, held = np.zeros((1,) * 2 * len(sizes), np.int64), np.ones((1,) * 2 * len(sizes), bool)
+    places, real = np.zeros((1,) * 2 * len(sizes), np.int64), np.ones((1,) * 2 * len(sizes), bool)
     for dim, (side, size) in enumerate(zip(sides, sizes, strict=True)):
         begin, end = np.arange(size) * side // size, -(-(np.arange(size) + 1) * side // size)
         within = begin[:, None] + np.arange((end - begin).max())
         shape = [1] * 2 * len(sizes)
         shape[dim], shape[dim + len(sizes)] = within.shape
         places = places * side + np.minimum(within, side - 1).reshape(shape)
-        held = held & (within < end[:, None]).reshape(shape)
-    places, held = (np.broadcast_to(each, np.broadcast_shapes(places.shape, held.shape)) for each in (places, held))
-    windows, mask = places.reshape(*sizes, -1), held.reshape(*sizes, -1)
+        real = real & (within < end[:, None]).reshape(shape)
+    places, real = (np.broadcast_to(each, np.broadcast_shapes(places.shape, real.shape)) for each in (places, real))
+    windows, mask = places.reshape(*sizes, -1), real.reshape(*sizes, -1)
     flat = x.reshape(*lead, -1)
     seen = jnp.where(mask, jax.lax.stop_gradient(flat)[..., windows], -jnp.inf)
     best = jnp.argmax(seen, axis=-1)
     indices = jnp.take_along_axis(jnp.broadcast_to(windows, seen.shape), best[..., None], axis=-1)[..., 0]
-    found = jnp.take_along_axis(flat, indices.reshape(*lead, -1), axis=-1)
-    return found.reshape(indices.shape), indices
+    maxima = jnp.take_along_axis(flat, indices.reshape(*lead, -1), axis=-1)
+    return maxima.reshape(indices.shape), indices
 
 
 def _windows(side: int, width: int, step: int, pad: int, ceil: bool) -> int:
-    """How many windows there are along a side; with `ceil` one may begin within what there is and end beyond."""
+    """Return the number of windows along a side.
+
+    With `ceil` a window may start inside the side or its front padding, and end beyond.
+    """
     room = side + 2 * pad - width
     if not ceil:
         return room // step + 1

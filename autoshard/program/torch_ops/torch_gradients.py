@@ -1,6 +1,7 @@
-"""Gradients where torch's differ from those of what is computed: under `no_grad`, and of functions with their own.
+"""Gradients that torch defines differently from JAX's derivative of the traced ops.
 
-torchax knows nothing of either: what it computes is differentiated by JAX.
+These are gradients under `no_grad`, and of functions with their own `backward`. torchax ignores both, since JAX
+differentiates what it computes.
 """
 
 import contextlib
@@ -18,18 +19,18 @@ _sparing: contextvars.ContextVar[bool] = contextvars.ContextVar("sparing", defau
 
 
 class TorchGradientError(Exception):
-    """Code asks torch for gradients, which torch does not follow through operations that JAX computes."""
+    """Raised when code asks torch for gradients, which torch does not track through operations that JAX computes."""
 
 
 def follows() -> bool:
-    """Whether torch follows gradients through what is computed now."""
+    """Return True if torch tracks gradients at present."""
     import torch
 
     return torch.is_grad_enabled()
 
 
 def has_gradient(array: Any) -> bool:
-    """Whether JAX may follow gradients through an array."""
+    """Return True if JAX may differentiate through an array: a tracer of floats."""
     import jax.numpy as jnp
     from jax import core
 
@@ -38,9 +39,9 @@ def has_gradient(array: Any) -> bool:
 
 @contextlib.contextmanager
 def sparing(constants: Any) -> Iterator[None]:
-    """While inside, count no backward FLOPs for the tensors in `constants` and for what is computed of such alone.
+    """Count no backward FLOPs, while inside, for the tensors in `constants` and values computed only from them.
 
-    None: every tensor is taken to need a gradient, and nothing is followed.
+    With None every tensor is assumed to need a gradient, and nothing is tracked.
     """
     mark_constant(constants)
     token = _sparing.set(constants is not None)
@@ -51,17 +52,18 @@ def sparing(constants: Any) -> Iterator[None]:
 
 
 def mark_constant(tensors: Any) -> None:
-    """Note that torchax tensors in a pytree need no gradient."""
+    """Mark the torchax tensors in a pytree as needing no gradient."""
     for each in _leaves(tensors):
         each.__dict__["_constant"] = True
 
 
 def is_constant(tensors: Any) -> bool:
-    """Return True if no torchax tensor in a pytree is known to need a gradient."""
+    """Return True if all torchax tensors in a pytree are marked as needing no gradient."""
     return all(each.__dict__.get("_constant", False) for each in _leaves(tensors))
 
 
 def _leaves(tensors: Any) -> list[Any]:
+    """Return the torch tensors in a pytree."""
     import torch
     from torch.utils import _pytree
 
@@ -70,13 +72,17 @@ def _leaves(tensors: Any) -> list[Any]:
 
 @contextlib.contextmanager
 def counted_gradients(given: Any) -> Iterator[list[Any]]:
-    """Run an operation on `given`; results that are added to the yielded list need a gradient if an operand does."""
+    """Run an operation on `given` inside; append its results to the yielded list.
+
+    The results need a gradient if an operand does.
+    """
     results: list[Any] = []
     if not _sparing.get():
         yield results
         return
     constant = is_constant(given)
     operands = [each for each in _leaves(given) if each.ndim > 1 and each.is_floating_point()]
+    # A matmul with one constant operand needs only one of its two backward matmuls.
     pair = sum(map(is_constant, operands)) if len(operands) == 2 else 0
     with model_flops.spared(2 if constant else pair):
         yield results
@@ -86,15 +92,16 @@ def counted_gradients(given: Any) -> Iterator[list[Any]]:
 
 @contextlib.contextmanager
 def _refusing() -> Iterator[None]:
-    """While inside, raise `TorchGradientError` where code asks torch for gradients.
+    """Raise `TorchGradientError`, while inside, where code asks torch for gradients.
 
-    torch follows a torchax tensor through some operations and loses it in others: gradients would lack parts.
-    Transforms of `torch.func` wrap tensors, so that operations that lose these raise an error of their own.
+    torch tracks a torchax tensor through some operations only, so gradients would lack parts. Transforms of
+    `torch.func` wrap tensors, so an operation that loses the wrapper raises its own error there.
     """
     import torch
     from torch.autograd import functional
 
     def refuse(owner: Any, name: str) -> None:
+        """Replace a function of torch by one that raises outside of transforms of `torch.func`."""
         before = getattr(owner, name)
 
         def run(*args: Any, **kwargs: Any) -> Any:
@@ -112,7 +119,7 @@ def _refusing() -> Iterator[None]:
 
 
 def _in_transform(frame: FrameType | None) -> bool:
-    """Return True if a frame is called by a transform of `torch.func`."""
+    """Return True if a transform of `torch.func` calls a frame."""
     while frame is not None:
         if frame.f_globals.get("__name__") == "torch._functorch.eager_transforms":
             return True
@@ -122,7 +129,7 @@ def _in_transform(frame: FrameType | None) -> bool:
 
 @contextlib.contextmanager
 def own_gradients(env: Any) -> Iterator[None]:
-    """While inside, a `torch.autograd.Function` is differentiated by its own `backward`, in torchax's `env`.
+    """Differentiate each `torch.autograd.Function` by its own `backward` while inside, in torchax's `env`.
 
     Raises `TorchGradientError` where code asks torch for other gradients.
     """
@@ -132,10 +139,10 @@ def own_gradients(env: Any) -> Iterator[None]:
     before = Function.__dict__["apply"]
 
     def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
-        if cls is CheckpointFunction:  # what computes again what it is given has the same gradients
+        if cls is CheckpointFunction:  # recomputation leaves gradients unchanged
             run, _, *given = args
             return run(*given)
-        if cls.__module__ == CheckpointFunction.__module__:  # what only tells torch of it
+        if cls.__module__ == CheckpointFunction.__module__:  # bookkeeping of torch's checkpoint
             return before.__get__(None, cls)(*args, **kwargs)
         return _apply(env, cls, args, kwargs)
 
@@ -148,7 +155,7 @@ def own_gradients(env: Any) -> Iterator[None]:
 
 
 class _Context:
-    """What a `torch.autograd.Function` is given as `ctx`; it holds what `forward` keeps for `backward`."""
+    """The `ctx` of a `torch.autograd.Function`, with the values that `forward` saves for `backward`."""
 
     def __init__(self, needed: tuple[bool, ...]) -> None:
         self.needs_input_grad = needed
@@ -159,20 +166,23 @@ class _Context:
         self.saved_tensors = tensors
 
     def save_for_forward(self, *tensors: Any) -> None:
-        """For derivatives forward, of which there are none here."""
+        """Ignore the tensors: they serve forward-mode derivatives, which are not used here."""
 
     def set_materialize_grads(self, value: bool) -> None:
         self.materialize_grads = value
 
     def mark_non_differentiable(self, *tensors: Any) -> None:
-        """`backward` gives no gradient of them anyway."""
+        """Ignore the tensors: `backward` returns no gradient of them."""
 
     def mark_dirty(self, *tensors: Any) -> None:
         raise NotImplementedError("an autograd.Function that writes in place (`mark_dirty`)")
 
 
 def _apply(env: Any, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """What a function computes of torchax tensors, differentiated by its own `backward`."""
+    """Return the results of an autograd function for torchax tensors, with its own `backward` as the derivative.
+
+    Raises `UserError` if the `backward` asks torch for gradients.
+    """
     import jax
     import torch
     from torch.utils import _pytree
@@ -181,9 +191,10 @@ def _apply(env: Any, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any
     places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
     arrays = env.t2j_iso([leaves[i] for i in places])
     needed = tuple(isinstance(each, torch.Tensor) and has_gradient(env.t2j_iso(each)) for each in args)
-    kept: dict[str, Any] = {}
+    record: dict[str, Any] = {}
 
     def forward(given: Sequence[Any]) -> tuple[_Context, list[Any]]:
+        """Run the function's `forward`, and return its context and result tensors."""
         filled = list(leaves)
         for i, tensor in zip(places, env.j2t_iso(list(given)), strict=True):
             filled[i] = tensor
@@ -191,46 +202,47 @@ def _apply(env: Any, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any
         context = _Context(needed)
         with torch.no_grad():
             result = _run(function, context, positional, named)
-        found, kept["result"] = _pytree.tree_flatten(result)
-        kept["tensors"] = [i for i, each in enumerate(found) if isinstance(each, torch.Tensor)]
-        kept["others"] = [None if isinstance(each, torch.Tensor) else each for each in found]
-        return context, env.t2j_iso([found[i] for i in kept["tensors"]])
+        outputs, record["result"] = _pytree.tree_flatten(result)
+        record["tensors"] = [i for i, each in enumerate(outputs) if isinstance(each, torch.Tensor)]
+        record["others"] = [None if isinstance(each, torch.Tensor) else each for each in outputs]
+        return context, env.t2j_iso([outputs[i] for i in record["tensors"]])
 
     def plain(*given: Any) -> list[Any]:
         return forward(given)[1]
 
     def ahead(*given: Any) -> tuple[list[Any], list[Any]]:
         context, results = forward(given)
-        held, kept["context"] = _pytree.tree_flatten(context.__dict__)
-        kept["saved"] = [i for i, each in enumerate(held) if isinstance(each, torch.Tensor)]
-        kept["held"] = [None if isinstance(each, torch.Tensor) else each for each in held]
-        return results, env.t2j_iso([held[i] for i in kept["saved"]])
+        values, record["context"] = _pytree.tree_flatten(context.__dict__)
+        record["saved"] = [i for i, each in enumerate(values) if isinstance(each, torch.Tensor)]
+        record["held"] = [None if isinstance(each, torch.Tensor) else each for each in values]
+        return results, env.t2j_iso([values[i] for i in record["saved"]])
 
     def back(saved: list[Any], gradients: list[Any]) -> tuple[Any, ...]:
-        held = list(kept["held"])
-        # JAX hands over what is constant in a loop as an array of numpy, which torch would multiply in numpy.
+        """Run the function's `backward`, and return the gradients of the input tensors."""
+        values = list(record["held"])
+        # JAX passes a loop's constants as numpy arrays, which torch would multiply in numpy.
         saved = [jax.numpy.asarray(each) for each in saved]
         with env, torch.no_grad(), _refusing():
-            for i, tensor in zip(kept["saved"], env.j2t_iso(saved), strict=True):
-                held[i] = tensor
+            for i, tensor in zip(record["saved"], env.j2t_iso(saved), strict=True):
+                values[i] = tensor
             context = _Context(needed)
-            context.__dict__.update(_pytree.tree_unflatten(held, kept["context"]))
-            given: list[Any] = [None] * len(kept["others"])
-            for i, gradient in zip(kept["tensors"], gradients, strict=True):
+            context.__dict__.update(_pytree.tree_unflatten(values, record["context"]))
+            given: list[Any] = [None] * len(record["others"])
+            for i, gradient in zip(record["tensors"], gradients, strict=True):
                 given[i] = env.j2t_iso(gradient) if has_gradient(gradient) else None
             try:
-                found = function.backward(context, *given)
+                grads = function.backward(context, *given)
             except TorchGradientError:
                 raise UserError(
                     f"`{function.__name__}.backward` asks torch for gradients (`torch.autograd.grad`), which "
                     "torch does not follow through lowered operations; write the derivative out."
                 ) from None
-            found = found if isinstance(found, tuple) else (found,)
-            of = {id(each): gradient for each, gradient in zip(args, found, strict=False) if gradient is not None}
-            taken = [of.get(id(leaves[i])) for i in places]
+            grads = grads if isinstance(grads, tuple) else (grads,)
+            of = {id(each): gradient for each, gradient in zip(args, grads, strict=False) if gradient is not None}
+            wanted = [of.get(id(leaves[i])) for i in places]
             return tuple(
                 env.t2j_iso(gradient).astype(array.dtype) if gradient is not None and has_gradient(array) else None
-                for gradient, array in zip(taken, arrays, strict=True)
+                for gradient, array in zip(wanted, arrays, strict=True)
             )
 
     if any(needed) and follows():
@@ -239,14 +251,14 @@ def _apply(env: Any, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any
         results = differentiated(*arrays)
     else:
         results = plain(*arrays)
-    found = list(kept["others"])
-    for i, tensor in zip(kept["tensors"], env.j2t_iso(results), strict=True):
-        found[i] = tensor
-    return _pytree.tree_unflatten(found, kept["result"])
+    outputs = list(record["others"])
+    for i, tensor in zip(record["tensors"], env.j2t_iso(results), strict=True):
+        outputs[i] = tensor
+    return _pytree.tree_unflatten(outputs, record["result"])
 
 
 def _run(function: Any, context: _Context, args: Any, kwargs: Any) -> Any:
-    """`forward` in either of the two forms that torch knows."""
+    """Run `forward` in either of the two forms that torch supports."""
     from torch.autograd.function import _SingleLevelFunction
 
     if function.setup_context is _SingleLevelFunction.setup_context:

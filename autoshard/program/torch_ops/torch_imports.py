@@ -1,4 +1,4 @@
-"""Imports of torch, torchax and model code, and modules built without their weights."""
+"""Imports of torch, torchax and model code, and construction of modules without their weights."""
 
 import contextlib
 import importlib.metadata
@@ -14,7 +14,7 @@ from autoshard.errors import UserError, reason_of
 
 
 _OLDEST = (2, 9)
-"""Minor version of torch that the lowerings need at least."""
+"""Oldest minor version of torch that the lowerings support."""
 
 
 def require_torch(*others: str) -> None:
@@ -34,7 +34,7 @@ def require_torch(*others: str) -> None:
 
 
 def untested_torch() -> str:
-    """Return a clause that says that torch is newer than the tested ones; empty if it is not."""
+    """Return a clause for messages if torch is newer than the tested versions, else an empty text."""
     version = _torch_version()
     if not newer_than_tested("torch", version):
         return ""
@@ -43,7 +43,7 @@ def untested_torch() -> str:
 
 @contextlib.contextmanager
 def importing_torchax() -> Iterator[None]:
-    """Let torchax be imported, while inside, though its tables name overloads that this torch has removed.
+    """Allow imports of torchax while inside, even if its tables name overloads that this torch has removed.
 
     Raises `UserError` if torchax does not load for another reason.
     """
@@ -60,7 +60,7 @@ def importing_torchax() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _removed_overloads() -> Iterator[None]:
-    """Give torchax, while inside, an object that equals no operation for each overload that this torch lacks.
+    """Give torchax, while inside, a placeholder for each overload that this torch lacks; it equals no operation.
 
     torchax 0.0.13 lists overloads by attribute (`torch.ops.aten.prod.dim_Dimname`); torch 2.13 has no named tensors.
     """
@@ -73,7 +73,7 @@ def _removed_overloads() -> Iterator[None]:
         try:
             return look_up(self, name)
         except AttributeError:
-            # Other code asks packets for attributes to find out what they are.
+            # Other code probes packets for attributes, so that only torchax may get a placeholder.
             asking = sys._getframe(1).f_globals.get("__name__", "")
             if name.startswith("_") or asking.partition(".")[0] != "torchax":
                 raise
@@ -92,21 +92,22 @@ def _torch_version() -> str:
     return str(torch.__version__)
 
 
+# Optional packages of transformers that `hf:` models do not need.
 _UNNEEDED = ("accelerate", "scipy")
 _lean = False
 
 
 def import_lean() -> None:
-    """From now on leave out of `hf:` models' imports what they do not need.
+    """Exclude packages that are not needed from all later imports of `hf:` models.
 
-    For a process that runs one command: transformers remembers for good that the packages are not there.
+    Only for a process that runs one command: transformers remembers for good that the packages are missing.
     """
     global _lean
     _lean = True
 
 
 def import_model_code(name: str) -> ModuleType:
-    """The module of that name; lean, if `import_lean` was called."""
+    """Import the module `name`, without unneeded packages if `import_lean` was called."""
     if not _lean:
         return importlib.import_module(name)
     try:
@@ -115,15 +116,15 @@ def import_model_code(name: str) -> ModuleType:
     except ModuleNotFoundError as error:
         if str(error.name).partition(".")[0] not in _UNNEEDED:
             raise
-        return importlib.import_module(name)  # it cannot do without after all
+        return importlib.import_module(name)  # the module needs a hidden package
 
 
 @contextlib.contextmanager
 def _hidden() -> Iterator[None]:
-    """Inside, the packages cannot be imported; one that is here already stays."""
+    """Prevent imports of the unneeded packages while inside; packages that are already imported stay."""
     hidden = [name for name in _UNNEEDED if name not in sys.modules]
     for name in hidden:
-        sys.modules[name] = None  # type: ignore[assignment]  # says that there is no such module
+        sys.modules[name] = None  # type: ignore[assignment]  # makes imports of it fail
     try:
         yield
     finally:
@@ -132,17 +133,17 @@ def _hidden() -> Iterator[None]:
 
 
 _LARGE = 1 << 20
-"""Elements above which a constructor with known values is not worth keeping: only weights are that large."""
+"""Number of elements above which a filled tensor goes to the meta device: only weights are that large."""
 
 _ZEROS = 1 << 26
-"""The same of zeros, which take no memory until they are written: tables of positions are filled from them."""
+"""The same limit for zeros, which use no memory until written: position tables are filled from zeros."""
 
 
 def build(make: Callable[[], Any]) -> Any:
-    """Run `make()` with weights on the meta device.
+    """Run `make()` with weights on the meta device, and return its result.
 
-    Uninitialised and random tensors have no values worth keeping and go to the meta device; small tensors with
-    computed values (rotary frequencies, position ids) stay real, so that they can be constants of the program.
+    Uninitialised and random tensors have no useful values and go to the meta device. Small tensors with computed values
+    (rotary frequencies, position ids) stay real, so that they can be constants of the program.
     """
     import torch
     from torch.overrides import TorchFunctionMode
@@ -162,7 +163,8 @@ def build(make: Callable[[], Any]) -> Any:
 
 
 def _elements(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
+    """Return the number of elements that a constructor such as `torch.ones` is called for."""
     size = kwargs.get("size", args[0] if args else ())
-    if not isinstance(size, (tuple, list)):  # whole numbers one after the other, or a tensor of one
+    if not isinstance(size, (tuple, list)):  # separate sizes, or one size
         size = tuple(int(a) for a in args) or (int(size),)
     return math.prod(int(each) for each in size)

@@ -1,7 +1,7 @@
-"""How torch itself would lay tensors out: which operations give a view of what they take, and which a copy.
+"""The memory layout that torch would give each tensor, which decides if an operation returns a view or a copy.
 
-torchax's tensors have shapes and no strides. Here each whose elements do not lie in order has a tensor of torch's
-without elements (of its meta device) that lies as it would in torch; all others lie in order.
+torchax's tensors have shapes and no strides. Here each tensor whose elements are not in row-major order has a torch
+tensor on the meta device with the strides of eager torch. All other tensors are contiguous.
 """
 
 import contextlib
@@ -13,11 +13,14 @@ from autoshard.program.torch_ops.views import root_of
 
 
 _AS_THEY_LIE = frozenset({"view", "reshape", "reshape_as", "flatten", "ravel", "contiguous", "to"})
-"""Operations of which torch makes a view of tensors that lie one way, and a copy of others."""
+"""Operations for which torch returns a view or a copy, depending on the strides of the operand."""
 
 
 def viewed(func: Any, args: Any, kwargs: Any) -> Any:
-    """The argument of a torch operation of which its results may be views, by its schema; None if it has none."""
+    """Return the argument of a torch operation that its results may be views of, by the operation's schema.
+
+    The result is None if there is no such argument.
+    """
     place = _place(func)
     if place is None:
         return None
@@ -27,7 +30,7 @@ def viewed(func: Any, args: Any, kwargs: Any) -> Any:
 
 @functools.cache
 def _place(func: Any) -> tuple[int, str] | None:
-    """Where an operation takes the tensor of which its results may be views."""
+    """Return position and name of the argument that an operation's results may be views of, or None."""
     import torch
 
     name = str(getattr(func, "__name__", func))
@@ -43,27 +46,27 @@ def _place(func: Any) -> tuple[int, str] | None:
         returned = {name for each in aliases for name in each.before_set}
         for position, argument in enumerate(schema.arguments):
             alias = argument.alias_info
-            listed = alias is not None and "*" in alias.after_set  # what lists of views are views of
+            listed = alias is not None and "*" in alias.after_set  # the result is a list of views
             if alias is not None and not alias.is_write and (listed or returned & alias.before_set):
                 return position, argument.name
     return None
 
 
 def is_told(tensors: list[Any]) -> bool:
-    """Whether one of some torchax tensors does not lie in order, or may not."""
+    """Return True if one of some torchax tensors is not contiguous, or may not be."""
     return any("_layout" in root_of(each).__dict__ for each in tensors)
 
 
 def note(tensor: Any, layout: Any) -> None:
-    """Remember how a torchax tensor lies; None: nobody knows."""
+    """Record the layout of a torchax tensor, a meta tensor; None if it is unknown."""
     if layout is None or not layout.is_contiguous():
         tensor.__dict__["_layout"] = layout
 
 
 def as_torch(func: Any, args: Any, kwargs: Any, parent: Any = None) -> list[tuple[bool | None, Any]] | None:
-    """Of each tensor that an operation makes: whether torch makes it a view of `parent`, and how it lies there.
+    """Return, for each result of an operation, True if torch makes it a view of `parent`, and its layout in torch.
 
-    What nobody knows is None.
+    Unknown answers are None; so is the whole result if an operand's layout is unknown.
     """
     import torch
     from torch.utils import _pytree
@@ -80,38 +83,39 @@ def as_torch(func: Any, args: Any, kwargs: Any, parent: Any = None) -> list[tupl
     with _torch_alone():
         try:
             results = [each for each in _pytree.tree_leaves(func(*args, **kwargs)) if isinstance(each, torch.Tensor)]
-        except RuntimeError:  # no view can be made of what lies so: `reshape`, which torch takes apart, makes a copy
+        except RuntimeError:  # no view is possible, so that `reshape` makes a copy
             return [(False, torch.empty((), device="meta"))] if depends(func) else None
-        except Exception:  # of operations that torch knows only with elements
+        except Exception:  # the op has no meta kernel
             return None
         place = None if own is None else own.untyped_storage()._cdata
         return [(each.untyped_storage()._cdata == place, each) for each in results]
 
 
 def depends(func: Any) -> bool:
-    """Whether it depends on how a tensor lies if an operation gives a view of it."""
+    """Return True if an operation returns a view or a copy depending on the strides of its operand."""
     return str(getattr(func, "__name__", func)).partition(".")[0] in _AS_THEY_LIE
 
 
 def _layout(tensor: Any) -> Any:
+    """Return the meta tensor with a tensor's strides in torch, or None if they are unknown."""
     import torch
 
     info = getattr(tensor, "view_info", None)
     if info is not None:
-        whole = _layout(tensor.parent)
+        base = _layout(tensor.parent)
         with _torch_alone():
-            return None if whole is None else whole[info.slices]
+            return None if base is None else base[info.slices]
     if "_layout" in tensor.__dict__:
         return tensor.__dict__["_layout"]
     with _torch_alone():
-        if not hasattr(tensor, "_env"):  # one of torch's own
+        if not hasattr(tensor, "_env"):  # a tensor of plain torch
             return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
         return torch.empty(tuple(tensor.shape), dtype=tensor.dtype, device="meta")
 
 
 @contextlib.contextmanager
 def _torch_alone() -> Iterator[None]:
-    """While inside, torch's operations are its own."""
+    """Disable torchax's dispatch while inside, so that torch's operations are its own."""
     import torch
     from torch.utils import _mode_utils
 

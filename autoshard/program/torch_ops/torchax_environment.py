@@ -1,4 +1,4 @@
-"""torchax's environment: where torch tensors and JAX arrays become one another."""
+"""torchax's environment, which converts between torch tensors and JAX arrays."""
 
 import contextlib
 import contextvars
@@ -17,17 +17,20 @@ from autoshard.program.torch_ops.views import root_of
 
 
 _FOLDED_ELEMENTS = 1 << 20
-"""Largest result that is computed beforehand and becomes a constant of the program."""
+"""Largest number of elements of a result that is folded into a constant of the program."""
 
 _KNOWN_ELEMENTS = 1 << 24
-"""Largest result whose values are known beforehand, though the program computes it."""
+"""Largest number of elements of a result whose values are computed at trace time in addition to the program's ops."""
 
 _folding: contextvars.ContextVar[bool] = contextvars.ContextVar("folding", default=False)
 
 
 @contextlib.contextmanager
 def folding(on: bool) -> Iterator[None]:
-    """While inside and `on`, what follows from sizes alone is computed at once, so that code may ask for its values."""
+    """Compute values that follow from sizes alone at trace time, while inside and if `on`.
+
+    Code may then read these values.
+    """
     token = _folding.set(on)
     try:
         yield
@@ -41,9 +44,10 @@ _elsewhere: contextvars.ContextVar[_Tensors | None] = contextvars.ContextVar("el
 
 @contextlib.contextmanager
 def used_elsewhere(tensors: _Tensors) -> Iterator[None]:
-    """While inside, what is computed of one of these tensors, by their `id`, calls what stands there.
+    """Report each op that consumes one of some tensors while inside.
 
-    They are a module's own, in whose place the program has arguments: computed with, they would be constants of it.
+    `tensors` maps the `id` of a tensor to the function that is called. The tensors are a module's own, for which the
+    program has arguments. An op that consumes one would make it a constant.
     """
     token = _elsewhere.set(tensors)
     try:
@@ -54,9 +58,9 @@ def used_elsewhere(tensors: _Tensors) -> Iterator[None]:
 
 @functools.cache
 def environment() -> Any:
-    """The one `torchax.tensor.Environment` of this process, of a class that takes ordinary CPU tensors.
+    """Return the only `torchax.tensor.Environment` of this process, which accepts ordinary CPU tensors.
 
-    It has torchax's own lowerings until `lowered_environment` puts ours in.
+    It has torchax's own lowerings until `lowered_environment` installs autoshard's.
     """
     root, level = logging.getLogger(), logging.getLogger().level
     root.setLevel(logging.ERROR)  # importing torchax logs about absent optional packages
@@ -68,7 +72,10 @@ def environment() -> Any:
 
 
 def _environment_type() -> type:
-    """torchax's environment, made to take ordinary CPU tensors that a module creates or holds as constants."""
+    """Return a subclass of torchax's environment that accepts CPU tensors created or stored by a module, as constants.
+
+    Shared elements, gradients, integer bounds and constant folding are tracked in its `dispatch`.
+    """
     import jax
     import jax.numpy as jnp
     import torch
@@ -78,24 +85,26 @@ def _environment_type() -> type:
     from torchax.view import View
 
     def folds(given: Any) -> bool:
+        """Return True if no tensor in a pytree has a traced array."""
         tensors = [each for each in _pytree.tree_leaves(given) if isinstance(each, (tensor.Tensor, View))]
         return not any(isinstance(root_of(each)._elem, core.Tracer) for each in tensors)
 
     def computed(value: Any) -> Any:
-        """The same tensor with the values that were computed beforehand, where the program does not hold them."""
+        """Return the same tensor with its values of trace time, if there are any."""
         if isinstance(value, View):
             parent = computed(value.parent)
-            with jax.ensure_compile_time_eval():  # it computes its shape by being made
+            with jax.ensure_compile_time_eval():  # the constructor computes the shape
                 return value if parent is value.parent else View(parent, value.view_info, value._env)
-        held: Any = getattr(value, "_beforehand", None)
-        return tensor.Tensor(held[1], value._env) if held is not None and held[0] is value._elem else value
+        known: Any = getattr(value, "_beforehand", None)
+        return tensor.Tensor(known[1], value._env) if known is not None and known[0] is value._elem else value
 
     def large(result: Any) -> bool:
+        """Return True if a result is too large to become a constant of the program."""
         leaves = [leaf for leaf in _pytree.tree_flatten(result)[0] if isinstance(leaf, torch.Tensor)]
         return any(leaf.numel() > _FOLDED_ELEMENTS for leaf in leaves)
 
     def note(traced: Any, result: Any) -> Any:
-        """Results as the program computes them, knowing their values; views know them from what they look at."""
+        """Attach the trace-time values of `result` to the traced tensors; views read them from their parents."""
         for each, known in zip(_pytree.tree_leaves(traced), _pytree.tree_leaves(result), strict=True):
             if isinstance(known, tensor.Tensor) and each.numel() <= _KNOWN_ELEMENTS:
                 setattr(each, "_beforehand", (each._elem, known._elem))  # noqa: B010  # no field of its class
@@ -104,64 +113,67 @@ def _environment_type() -> type:
     copying = {torch.Tensor.to, torch.ops.aten._to_copy, torch.ops.aten._to_copy.default}
 
     class Environment(tensor.Environment):
+        """torchax's environment with constant folding, shared elements, gradients and bounds of integers."""
+
         def _to_copy(self, the_tensor: Any, new_dtype: Any, new_device: Any) -> Any:
             given: Any = the_tensor.torch() if isinstance(the_tensor, View) else the_tensor
             traced = isinstance(given, tensor.Tensor) and isinstance(given._elem, core.Tracer)
-            return super()._to_copy(given, new_dtype, None if traced else new_device)  # there is no host to bring it to
+            return super()._to_copy(given, new_dtype, None if traced else new_device)  # tracers cannot move to the host
 
         def dispatch(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+            """Run one torch operation, and record bounds, gradients and shared elements of its results."""
             try:
                 with (
-                    wide_integers.bounded(func, (args, kwargs)) as whole,
+                    wide_integers.bounded(func, (args, kwargs)) as bounds,
                     torch_gradients.counted_gradients((args, kwargs)) as results,
                 ):
                     result = self._copied(func, args, kwargs or {}, self._folded(func, types, args, kwargs))
-                    whole.append(result)
+                    bounds.append(result)
                     results.append(result)
                 self._share(func, types, args, kwargs or {}, result)
                 if not torch_gradients.follows():
                     result = self._stopped(args, kwargs, result)
                 if own := _elsewhere.get():
-                    taken = [own[id(each)] for each in _pytree.tree_leaves((args, kwargs)) if id(each) in own]
-                    if taken and any(isinstance(each, torch.Tensor) for each in _pytree.tree_leaves(result)):
-                        for note in taken:
-                            note()
+                    callbacks = [own[id(each)] for each in _pytree.tree_leaves((args, kwargs)) if id(each) in own]
+                    if callbacks and any(isinstance(each, torch.Tensor) for each in _pytree.tree_leaves(result)):
+                        for callback in callbacks:
+                            callback()
                 return result
-            except TypeError as error:  # of which Python's operators make "unsupported operand" without its reason
+            except TypeError as error:  # Python's operators would hide the reason
                 if "incompatible shapes" not in str(error):
                     raise
                 raise ValueError(str(error)) from error
 
         def _copied(self, func: Any, args: Any, kwargs: Any, result: Any) -> Any:
-            """A copy of what was given, where torch makes one and torchax gives it back."""
+            """Return a copy of the argument if torch makes one but torchax returned the argument itself."""
             if func not in copying or result is not args[0] or not isinstance(result, tensor.Tensor):
                 return result
-            told = torch_layouts.as_torch(func, args, kwargs, result)
-            return tensor.Tensor(result.jax(), self) if told and told[0][0] is False else result
+            layouts = torch_layouts.as_torch(func, args, kwargs, result)
+            return tensor.Tensor(result.jax(), self) if layouts and layouts[0][0] is False else result
 
         def _share(self, func: Any, types: Any, args: Any, kwargs: Any, result: Any) -> None:
-            """Note which results share elements of which tensor, and which do not lie in order."""
+            """Record which results share elements with an argument, and which are not contiguous."""
             leaves = _pytree.tree_leaves((args, kwargs))
             given = [each for each in leaves if isinstance(each, (tensor.Tensor, View))]
-            made = _pytree.tree_leaves(result)
-            new = {k: each for k, each in enumerate(made) if isinstance(each, tensor.Tensor)}
+            results = _pytree.tree_leaves(result)
+            new = {k: each for k, each in enumerate(results) if isinstance(each, tensor.Tensor)}
             new = {k: each for k, each in new.items() if not any(each is other for other in given)}
             parent = torch_layouts.viewed(func, args, kwargs)
             views = isinstance(parent, (tensor.Tensor, View))
             if not new or not given or not (views or torch_layouts.is_told(given)):
                 return
-            told = torch_layouts.as_torch(func, args, kwargs, parent)
-            if told is not None and len(told) != len(made):
-                told = None
+            layouts = torch_layouts.as_torch(func, args, kwargs, parent)
+            if layouts is not None and len(layouts) != len(results):
+                layouts = None
             for k, each in new.items():
-                is_view, layout = told[k] if told else (None, None)
+                is_view, layout = layouts[k] if layouts else (None, None)
                 torch_layouts.note(each, layout)
                 if views and is_view is not False:
                     make = functools.partial(self._view, func, types, args, kwargs, parent, k)
                     shared_views.share(each, parent, make, is_view or not torch_layouts.depends(func))
 
         def _stopped(self, args: Any, kwargs: Any, result: Any) -> Any:
-            """Results through which JAX follows no gradients; what was only written to is what it was."""
+            """Stop JAX's gradients at the results; arguments that were only written to stay as they are."""
             given = {id(each) for each in _pytree.tree_leaves((args, kwargs))}
 
             def stopped(each: Any) -> Any:
@@ -170,21 +182,22 @@ def _environment_type() -> type:
                 array = each.jax()
                 if not torch_gradients.has_gradient(array):
                     return each
-                made = tensor.Tensor(jax.lax.stop_gradient(array), self)
-                shared_views.share(made, each, jax.lax.stop_gradient, certain=True)
+                constant = tensor.Tensor(jax.lax.stop_gradient(array), self)
+                shared_views.share(constant, each, jax.lax.stop_gradient, certain=True)
                 known: Any = getattr(each, "_beforehand", None)
-                return note(made, tensor.Tensor(known[1], self)) if known is not None else made
+                return note(constant, tensor.Tensor(known[1], self)) if known is not None else constant
 
             return _pytree.tree_map(stopped, result)
 
         def _view(self, func: Any, types: Any, args: Any, kwargs: Any, parent: Any, k: int, array: Any) -> Any:
-            """What a view of another array is: result `k` of an operation, with the array in the place of `parent`."""
+            """Return result `k` of an operation with `array` in place of the tensor `parent`."""
             standing = tensor.Tensor(array, self)
             given = _pytree.tree_map(lambda each: standing if each is parent else each, (args, kwargs))
             with torch.enable_grad():
                 return _pytree.tree_leaves(super().dispatch(func, types, *given))[k].jax()
 
         def _folded(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+            """Run one torch operation, at trace time if folding is on and its operands are known."""
             if any(isinstance(each, MaskedRows) for each in args):
                 return by_row(func, args, kwargs or {})
             with op_scope():
@@ -205,27 +218,30 @@ def _environment_type() -> type:
                 return note(super().dispatch(func, types, args, kwargs), result)
 
         def _get_op_or_decomp(self, func: Any) -> Any:
+            """Return torchax's operator; a write in place without one is built from its out-of-place form."""
             name = getattr(getattr(func, "_schema", None), "name", "").removeprefix("aten::")
             writes = name.endswith("_") and not name.startswith("_")
             plain = getattr(torch.ops.aten, name[:-1], None) if writes else None
             try:
-                found: Any = super()._get_op_or_decomp(func)
+                operator: Any = super()._get_op_or_decomp(func)
             except tensor.OperatorNotFound:
                 if plain is None:
                     raise
                 return indexed_writes.in_place(func, plain)
             if plain is not None and name in indexed_writes.RESHAPED:
                 return indexed_writes.reshaping(func, plain)
-            # torch's own decompositions are given copies of views, to which what they write is lost.
-            return indexed_writes.in_place(func, plain) if plain is not None and not found.is_view_op else found
+            # torch's own decompositions receive copies of views, so that their writes would be lost.
+            return indexed_writes.in_place(func, plain) if plain is not None and not operator.is_view_op else operator
 
         def _should_use_torchax_tensor(self, device: Any) -> bool:
             return True if device is None else bool(super()._should_use_torchax_tensor(device))
 
         def t2j_iso(self, torchtensors: Any) -> Any:
+            """Convert torch tensors to JAX arrays; CPU tensors become constants."""
+
             def wrapped(value: Any) -> Any:
                 if isinstance(value, View) and value.numel() == 1:
-                    return value.torch()  # torchax would ask for its value
+                    return value.torch()  # torchax would read the value
                 if isinstance(value, (tensor.Tensor, View)) or value.device.type != "cpu":
                     return value
                 wide_integers.refuse_float64(value)
@@ -241,6 +257,7 @@ def _environment_type() -> type:
         return self.jax()
 
     def put(tensor_or_view: Any, key: Any, value: Any) -> Any:
+        """Return the array of a tensor or view after a write, which may be of rows under a traced mask."""
         if isinstance(value, MaskedRows):
             under = key[0] if isinstance(key, tuple) else key
             mask, values = tensor_or_view._env.t2j_iso((under, value.under(under)))
@@ -255,7 +272,7 @@ def _environment_type() -> type:
             return indexed_writes.put(tensor_or_view.jax(), *env.t2j_iso(given))
 
     def known_after(tensor_or_view: Any, key: Any, value: Any) -> Any:
-        """The elements of what is written into, where they and what is written are known beforehand; else None."""
+        """Return the trace-time elements of a tensor after a write, or None if some are unknown."""
         if not _folding.get() or not folds(_pytree.tree_map_only((tensor.Tensor, View), computed, (key, value))):
             return None
         copy = computed(tensor_or_view)
@@ -301,19 +318,19 @@ def _environment_type() -> type:
     def type_as(self: Any, other: Any) -> Any:
         return self.to(other.dtype)
 
-    # `torch.random.fork_rng` of torch 2.13 asks the device that torchax registers, and names it.
+    # `torch.random.fork_rng` of torch 2.13 calls this function of the device that torchax registers, with an index.
     replaced: Any = device_module
     replaced.get_rng_state = lambda device=0: []
     replaced = tensor.Tensor
     replaced._elem = property(shared_views.elements, shared_views.write)
-    replaced.shape = property(lambda self: torch.Size(self.__dict__["_held"].shape))  # no reason to take writes in
+    replaced.shape = property(lambda self: torch.Size(self.__dict__["_held"].shape))  # writes change no shape
     replaced.detach = detached
     replaced.data = property(detached, held_elsewhere)
-    replaced.__setitem__ = set_elements  # torchax's own asks for the values of a mask
+    replaced.__setitem__ = set_elements  # torchax's own method reads the values of a mask
     replaced = View
-    replaced.__setitem__ = set_elements_of_view  # and takes no tensors as indices of a view
-    replaced._elem = property(elements_of_view, lambda self, value: self.update(value))  # which some operations expect
-    View.tolist = tolist  # a view of torchax's has none
-    setattr(tensor.Tensor, "flatten", flatten)  # noqa: B010  # torchax's own is no operation that is seen here
-    tensor.Tensor.type_as = type_as  # torchax's own changes the tensor that it is asked of, and knows no views
+    replaced.__setitem__ = set_elements_of_view  # torchax's own method rejects tensors as indices
+    replaced._elem = property(elements_of_view, lambda self, value: self.update(value))  # some ops expect it
+    View.tolist = tolist  # torchax's views have no `tolist`
+    setattr(tensor.Tensor, "flatten", flatten)  # noqa: B010  # torchax's own is not dispatched
+    tensor.Tensor.type_as = type_as  # torchax's own changes `self`, and fails for views
     return Environment

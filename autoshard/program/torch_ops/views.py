@@ -1,9 +1,9 @@
-"""Tensors that share elements: what is written to one of them is read from the others, as from torch's views.
+"""Tensors that share elements: a write to one is visible through the others, as with torch's views.
 
-torchax's own views are slices. What any other operation makes of a tensor is an array of its own there, so what is
-written to it would be lost. Here such a tensor knows what it was made of. A write is noted with the tensor whose
-elements are at the root of all; each other tensor takes it in when it is read next, by the inverse of what made the one
-and then by what made the other.
+torchax's own views are slices. Every other view operation gives a separate array there, so that writes to it would be
+lost. Here each such tensor has a link to the tensor that it views. A write is logged with the root tensor, which owns
+the elements. Every other tensor applies the logged writes at its next read. The inverse of the ops from the root to the
+written tensor updates the root's array. The ops from the root to the other tensor then compute that tensor's array.
 """
 
 import contextlib
@@ -17,16 +17,19 @@ from autoshard.program.torch_ops.torch_gradients import follows, has_gradient
 
 
 Make = Callable[[Any], Any]
-"""What makes the array of a view of the array of what it looks at."""
+"""Function from the array of a tensor to the array of its view."""
 
 
 class SharedWriteError(Exception):
-    """Code writes to what may share elements with another tensor, in a way that is not known, and reads that then."""
+    """Raised when code reads a tensor after a write to another one that may share its elements in an unknown way."""
 
 
 @dataclasses.dataclass(eq=False)
 class _Link:
-    """Of a tensor: what it was made of, and how. Not `certain`: torch may have made a copy of it."""
+    """The tensor that a view is of, and the function that makes the view.
+
+    The link is not `certain` if torch may have made a copy.
+    """
 
     parent: Any
     make: Make
@@ -35,9 +38,9 @@ class _Link:
 
 @dataclasses.dataclass(eq=False)
 class _Write:
-    """A write to `tensor`, which holds `value` since; None for one to the root itself.
+    """A write to `tensor`, whose new array is `value`; `tensor` is None for a write to the root.
 
-    Not `certain`: nobody knows what it is for others. `error` says where it was.
+    The effect on other tensors is unknown if it is not `certain`. `error` has the traceback of the write.
     """
 
     tensor: Any
@@ -49,7 +52,11 @@ class _Write:
 
 
 def share(tensor: Any, parent: Any, make: Make, certain: bool) -> None:
-    """Note that a new torchax `tensor` shares the elements of `parent`, a tensor or a view of torchax's."""
+    """Record that a new torchax `tensor` shares the elements of `parent`, a tensor or a view of torchax.
+
+    - `make`: function from the parent's array to that of `tensor`.
+    - `certain`: False if torch may have made a copy instead.
+    """
     root, _, _ = _path(parent)
     log = root.__dict__.setdefault("_log", [])
     root.__dict__.setdefault("_seen", 0)
@@ -59,15 +66,18 @@ def share(tensor: Any, parent: Any, make: Make, certain: bool) -> None:
 
 
 def elements(tensor: Any) -> Any:
-    """The array of a torchax tensor, with all that was written to those that share its elements."""
-    held = tensor.__dict__
-    if "_link" not in held:
-        return _synced(tensor) if held.get("_log") else held["_held"]
+    """Return the array of a torchax tensor after all writes to tensors that share its elements.
+
+    Raises `SharedWriteError` if the effect of a write is unknown.
+    """
+    attrs = tensor.__dict__
+    if "_link" not in attrs:
+        return _synced(tensor) if attrs.get("_log") else attrs["_held"]
     root, steps, certain = _path(tensor)
     log = root.__dict__["_log"]
-    if held["_seen"] == len(log):
-        return held["_held"]
-    for each in log[held["_seen"] :]:
+    if attrs["_seen"] == len(log):
+        return attrs["_held"]
+    for each in log[attrs["_seen"] :]:
         if not (certain and each.certain):
             raise each.error
     value = _synced(root)
@@ -78,13 +88,16 @@ def elements(tensor: Any) -> Any:
 
 
 def write(tensor: Any, value: Any) -> None:
-    """Let a torchax tensor hold an array, from now on or first of all."""
-    held = tensor.__dict__
-    first = "_held" not in held
-    if not first and not follows() and (value.shape, value.dtype) == (held["_held"].shape, held["_held"].dtype):
+    """Set the array of a torchax tensor, and log the write if others share its elements.
+
+    The first array of a tensor is no write.
+    """
+    attrs = tensor.__dict__
+    first = "_held" not in attrs
+    if not first and not follows() and (value.shape, value.dtype) == (attrs["_held"].shape, attrs["_held"].dtype):
         value = _written_beside(elements(tensor), value)
-    held["_held"] = value
-    if first or not ("_link" in held or "_log" in held):
+    attrs["_held"] = value
+    if first or not ("_link" in attrs or "_log" in attrs):
         return
     root, steps, certain = _path(tensor)
     log = root.__dict__["_log"]
@@ -94,21 +107,21 @@ def write(tensor: Any, value: Any) -> None:
         error = with_callers(SharedWriteError())
         known = certain and "_reshaped" not in root.__dict__
         log.append(_Write(None if root is tensor else tensor, steps, value, known, error))
-    held["_seen"] = len(log)
+    attrs["_seen"] = len(log)
 
 
 def reshape(tensor: Any, value: Any) -> None:
-    """Let a torchax tensor hold the same elements in another shape or order."""
-    held = tensor.__dict__
-    held["_held"] = value
-    if "_link" in held:
-        held["_link"] = dataclasses.replace(held["_link"], certain=False)
-    if "_log" in held:  # something looks at it as it was
-        held["_reshaped"] = True
+    """Set the array of a torchax tensor to the same elements in another shape or order."""
+    attrs = tensor.__dict__
+    attrs["_held"] = value
+    if "_link" in attrs:
+        attrs["_link"] = dataclasses.replace(attrs["_link"], certain=False)
+    if "_log" in attrs:  # a view of the old shape exists
+        attrs["_reshaped"] = True
 
 
 def lose(tensor: Any) -> None:
-    """Note that something was written to a torchax tensor or view, and that nobody knows what."""
+    """Record a write of unknown content to a torchax tensor or view."""
     root, _, _ = _path(tensor)
     root.__dict__.setdefault("_seen", 0)
     log = root.__dict__.setdefault("_log", [])
@@ -116,7 +129,7 @@ def lose(tensor: Any) -> None:
 
 
 def watched(tensors: Sequence[Any]) -> Callable[[], list[int]]:
-    """What tells, when called later, which of some torchax tensors and views have been written to since."""
+    """Return a function that lists which of some torchax tensors and views, by number, were written to since."""
     roots = [root_of(each) for each in tensors]
     before = [elements(each) for each in roots]
 
@@ -127,6 +140,7 @@ def watched(tensors: Sequence[Any]) -> Callable[[], list[int]]:
 
 
 def _is_written(tensor: Any, before: Any) -> bool:
+    """Return True if a tensor's array is no longer `before`, or unknown."""
     try:
         return elements(tensor) is not before
     except SharedWriteError:
@@ -134,14 +148,14 @@ def _is_written(tensor: Any, before: Any) -> bool:
 
 
 def root_of(value: Any) -> Any:
-    """The tensor that a torchax tensor is, or that a slice looks at."""
+    """Return the tensor that a slice is of, or the torchax tensor itself."""
     while hasattr(value, "view_info"):
         value = value.parent
     return value
 
 
 def _path(tensor: Any) -> tuple[Any, list[Make], bool]:
-    """The tensor at the root of another, what makes the one of the other in order, and whether all of it is known."""
+    """Return the root of a tensor, the functions from the root's array to the tensor's, and True if all are certain."""
     steps: list[Make] = []
     certain = True
     while True:
@@ -158,12 +172,12 @@ def _path(tensor: Any) -> tuple[Any, list[Make], bool]:
 
 
 def _synced(root: Any) -> Any:
-    """The array of a root, with what was written to others."""
-    held = root.__dict__
-    log, value = held["_log"], held["_held"]
-    if held["_seen"] == len(log):
+    """Return the array of a root after all logged writes."""
+    attrs = root.__dict__
+    log, value = attrs["_log"], attrs["_held"]
+    if attrs["_seen"] == len(log):
         return value
-    for each in log[held["_seen"] :]:
+    for each in log[attrs["_seen"] :]:
         each.read = True
         if not each.certain:
             raise each.error
@@ -177,16 +191,16 @@ def _synced(root: Any) -> Any:
 
 
 def _kept(tensor: Any, value: Any, seen: int) -> Any:
-    """`value`, which the tensor holds from now on, unless it is of a trace within that of what it held."""
-    held = tensor.__dict__
-    if getattr(value, "_trace", None) is getattr(held["_held"], "_trace", None):
-        held.update(_held=value, _seen=seen)
+    """Store `value` as the tensor's array, unless it belongs to a trace inside the array's own trace; return it."""
+    attrs = tensor.__dict__
+    if getattr(value, "_trace", None) is getattr(attrs["_held"], "_trace", None):
+        attrs.update(_held=value, _seen=seen)
     return value
 
 
 @contextlib.contextmanager
 def _at_once(values: Any) -> Iterator[None]:
-    """While inside, what is computed of arrays that are known is known as well."""
+    """Compute at trace time, while inside, if no array in `values` is a tracer."""
     import jax
     from jax import core
 
@@ -196,8 +210,10 @@ def _at_once(values: Any) -> Iterator[None]:
 
 
 def carried(array: Any, steps: Sequence[Make], value: Any) -> Any:
-    """`array` after `value` was written to what `steps` make of it; None where some element is there more than once, or
-    where what they do is not known."""
+    """Return `array` after a write of `value` to the view that `steps` make of it.
+
+    Returns None if the view has an element more than once, or if the inverse of a step is unknown.
+    """
     import jax
 
     def made(whole: Any) -> Any:
@@ -210,7 +226,13 @@ def carried(array: Any, steps: Sequence[Make], value: Any) -> Any:
 
 
 def _carried(jaxpr: Any, consts: Sequence[Any], given: Sequence[Any], position: int, value: Any) -> Any:
-    """What the argument at `position` of a program is after `value` was written to its one result."""
+    """Return the argument at `position` of a program after `value` was written to the program's only result.
+
+    - `jaxpr`, `consts`: the program and its constants.
+    - `given`: present arguments of the program.
+
+    Returns None if the inverse of an equation is unknown.
+    """
     from jax.extend.core import Literal
 
     known = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *given), strict=True))
@@ -221,53 +243,58 @@ def _carried(jaxpr: Any, consts: Sequence[Any], given: Sequence[Any], position: 
 
     for equation in jaxpr.eqns:
         operands = [read(each) for each in equation.invars]
-        with _at_once(operands):  # what does not depend on the array, as indices
-            found = equation.primitive.bind(*operands, **equation.params)
-        known.update(zip(equation.outvars, found if equation.primitive.multiple_results else [found], strict=True))
+        with _at_once(operands):  # values that do not depend on the array, such as indices
+            outputs = equation.primitive.bind(*operands, **equation.params)
+        known.update(zip(equation.outvars, outputs if equation.primitive.multiple_results else [outputs], strict=True))
         if any(var in depends for var in equation.invars if not isinstance(var, Literal)):
             depends.update(equation.outvars)
     var = jaxpr.outvars[0]
     for equation in reversed(jaxpr.eqns):
         if var not in equation.outvars:
             continue
-        taken = [k for k, each in enumerate(equation.invars) if not isinstance(each, Literal) and each in depends]
-        if len(taken) != 1:
+        dependent = [k for k, each in enumerate(equation.invars) if not isinstance(each, Literal) and each in depends]
+        if len(dependent) != 1:
             return None
         operands = [read(each) for each in equation.invars]
         results = [known[each] for each in equation.outvars]
-        value = _undone(equation, operands, taken[0], results, equation.outvars.index(var), value)
-        var = equation.invars[taken[0]]
+        value = _undone(equation, operands, dependent[0], results, equation.outvars.index(var), value)
+        var = equation.invars[dependent[0]]
         if value is None:
             return None
     return value
 
 
 def _undone(equation: Any, operands: list[Any], position: int, results: list[Any], which: int, value: Any) -> Any:
-    """The operand at `position` of an equation after `value` was written to its result `which`."""
+    """Return the operand at `position` of an equation after `value` was written to its result `which`.
+
+    - `operands`, `results`: present values of the equation.
+
+    The result is None if the inverse of the equation is unknown.
+    """
     import jax.numpy as jnp
     from jax import lax
 
-    name, params, whole = equation.primitive.name, equation.params, operands[position]
+    name, params, operand = equation.primitive.name, equation.params, operands[position]
     inner = params.get("jaxpr") or params.get("call_jaxpr")
     if inner is not None and name in ("jit", "pjit", "closed_call", "custom_jvp_call", "custom_vjp_call"):
         return _carried(inner.jaxpr, inner.consts, operands, position, value) if len(results) == 1 else None
-    if name in ("reshape", "squeeze", "copy", "broadcast_in_dim") and whole.size == value.size:
-        return value.reshape(whole.shape)
+    if name in ("reshape", "squeeze", "copy", "broadcast_in_dim") and operand.size == value.size:
+        return value.reshape(operand.shape)
     if name == "stop_gradient":
-        return _written_beside(whole, value)
+        return _written_beside(operand, value)
     if name == "transpose":
         permutation = params["permutation"]
         return lax.transpose(value, [permutation.index(dim) for dim in range(len(permutation))])
     if name == "slice":
-        starts, strides = params["start_indices"], params["strides"] or (1,) * whole.ndim
+        starts, strides = params["start_indices"], params["strides"] or (1,) * operand.ndim
         if set(strides) == {1}:
-            return lax.dynamic_update_slice(whole, value, starts)
+            return lax.dynamic_update_slice(operand, value, starts)
         limits = params["limit_indices"]
-        return whole.at[tuple(map(slice, starts, limits, strides))].set(value)
+        return operand.at[tuple(map(slice, starts, limits, strides))].set(value)
     if name == "split":
         return lax.concatenate([*results[:which], value, *results[which + 1 :]], params["axis"])
-    if name == "bitcast_convert_type" and whole.shape == value.shape:
-        return lax.bitcast_convert_type(value, whole.dtype)
+    if name == "bitcast_convert_type" and operand.shape == value.shape:
+        return lax.bitcast_convert_type(value, operand.dtype)
     if name == "gather" and _is_apart(operands[1], params):
         numbers = params["dimension_numbers"]
         places = lax.ScatterDimensionNumbers(
@@ -277,30 +304,31 @@ def _undone(equation: Any, operands: list[Any], position: int, results: list[Any
             operand_batching_dims=numbers.operand_batching_dims,
             scatter_indices_batching_dims=numbers.start_indices_batching_dims,
         )
-        return lax.scatter(whole, jnp.asarray(operands[1]), value, places, mode="drop")
+        return lax.scatter(operand, jnp.asarray(operands[1]), value, places, mode="drop")
     return None
 
 
 def _is_apart(indices: Any, params: Any) -> bool:
-    """Whether a gather is known to take no element twice."""
+    """Return True if a gather certainly reads no element twice."""
     import numpy as np
     from jax import core
 
     numbers = params["dimension_numbers"]
-    whole = any(params["slice_sizes"][dim] != 1 for dim in numbers.start_index_map)
-    if whole or numbers.operand_batching_dims or isinstance(indices, core.Tracer):
+    is_wide = any(params["slice_sizes"][dim] != 1 for dim in numbers.start_index_map)
+    if is_wide or numbers.operand_batching_dims or isinstance(indices, core.Tracer):
         return False
     rows = np.asarray(indices).reshape(-1, indices.shape[-1])
     return len(np.unique(rows, axis=0)) == len(rows)
 
 
 def _written_beside(before: Any, value: Any) -> Any:
-    """`value` in the place of `before`, whose gradient it has: it was written where torch follows no gradients."""
+    """Return `value` with the gradient of `before`, since torch tracked no gradient of the write."""
     return _beside()(before, value) if has_gradient(value) or has_gradient(before) else value
 
 
 @functools.cache
 def _beside() -> Callable[[Any, Any], Any]:
+    """Return a function of (before, value) that returns `value` and has the tangent of `before`."""
     import jax
 
     @jax.custom_jvp

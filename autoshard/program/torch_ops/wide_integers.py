@@ -1,10 +1,10 @@
-"""Programs that need numbers of 64 bits: found while a module is traced in 32, and then traced in 64.
+"""Detection of programs that need 64-bit numbers: a module is traced in 32 bits first, and in 64 if needed.
 
-torch's whole numbers have 64 bits, JAX's 32 by default. Most are ids, positions and counts, for which 32 bits do. While
-a module is traced in 32 bits, every tensor of whole numbers has a bound for its values. Inputs are bounded by four
-times the largest value of the examples, or by `ASSUMED` where these have no values. An operation whose bound passes 31
-bits, and one in float64, raises `WideNumberError`. The module is then traced again in 64 bits, inside of a program
-whose arguments have 32.
+torch's whole numbers have 64 bits, JAX's 32 by default. Most are ids, positions and counts, which fit into 32 bits.
+During a trace in 32 bits, every tensor of whole numbers has a bound for its values. Inputs are bounded by four times
+the largest value of the examples, or by `ASSUMED` if these have no values. An op whose bound exceeds 31 bits, and one
+in float64, raises `WideNumberError`. The module is then traced again in 64 bits, inside of a program with 32-bit
+arguments.
 """
 
 import contextlib
@@ -19,22 +19,22 @@ from autoshard.program.torch_ops.views import root_of
 
 
 ASSUMED = 1 << 16
-"""Bound of whole numbers that nothing else is known of."""
+"""Bound of whole numbers about which nothing else is known."""
 
 LARGEST = (1 << 31) - 1
 _CAP = 1 << 80
-"""Bounds are not followed beyond it."""
+"""Largest bound that is tracked; larger ones are clamped to it."""
 
 _narrow: contextvars.ContextVar[bool] = contextvars.ContextVar("narrow", default=False)
 
 
 class WideNumberError(Exception):
-    """Code computes what 32 bits do not hold; the message says what."""
+    """Raised when code computes a number that 32 bits cannot represent; the message names the op or dtype."""
 
 
 @contextlib.contextmanager
 def narrow() -> Iterator[None]:
-    """While inside, operations that need 64 bits raise `WideNumberError`."""
+    """Raise `WideNumberError`, while inside, for operations that need 64 bits."""
     token = _narrow.set(True)
     try:
         yield
@@ -55,7 +55,10 @@ def in_64_bits(fn: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def wide_reason(values: Any) -> str:
-    """Say why a torch tensor or an array does not fit into 32 bits; empty if it does, or if it has no values."""
+    """Return a clause with the reason why a torch tensor or an array does not fit into 32 bits.
+
+    The clause is empty if the tensor fits, or has no values.
+    """
     dtype = str(values.dtype).removeprefix("torch.")
     if dtype in ("float64", "complex128"):
         return f"is {dtype}"
@@ -66,7 +69,7 @@ def wide_reason(values: Any) -> str:
 
 
 def _largest(values: Any) -> int:
-    """Return the largest magnitude of whole numbers or flags; torch has no `abs` of all their dtypes."""
+    """Return the largest magnitude of whole numbers or flags; torch lacks `abs` for some of their dtypes."""
     import numpy as np
 
     array = np.asarray(values)
@@ -81,12 +84,12 @@ def bound_of_values(tensor: Any) -> int | None:
 
 
 def set_bound(tensor: Any, bound: int) -> None:
-    """Note the largest magnitude in a torchax tensor."""
+    """Record the largest magnitude in a torchax tensor."""
     root_of(tensor).__dict__["_bound"] = bound
 
 
 def refuse_float64(tensor: Any) -> None:
-    """Raise `WideNumberError` for a torch tensor [n, ...] of 64-bit floats, where these are not computed with."""
+    """Raise `WideNumberError` for a torch tensor [n, ...] of 64-bit floats during a trace in 32 bits."""
     import torch
 
     if _narrow.get() and tensor.dtype in (torch.float64, torch.complex128) and tensor.ndim:
@@ -95,7 +98,7 @@ def refuse_float64(tensor: Any) -> None:
 
 @contextlib.contextmanager
 def bounded(func: Any, given: Any) -> Iterator[list[Any]]:
-    """Run a torch operation on `given`, and note the bound of the results that are added to the yielded list.
+    """Run a torch operation on `given` inside; append its results to the yielded list, and their bound is recorded.
 
     Raises `WideNumberError` if the operation needs 64 bits.
     """
@@ -115,7 +118,10 @@ def bounded(func: Any, given: Any) -> Iterator[list[Any]]:
 
 
 def _bound_of(func: Any, given: Any) -> int | None:
-    """Return the bound of an operation's result; None if it is given no whole numbers."""
+    """Return the bound of an operation's result; None if its arguments have no whole numbers.
+
+    Raises `WideNumberError` if the operation needs 64 bits.
+    """
     import numpy as np
     import torch
     from torch.utils import _pytree
@@ -131,7 +137,7 @@ def _bound_of(func: Any, given: Any) -> int | None:
     tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
     numbers = [leaf for leaf in leaves if type(leaf) is int]
     if any(each.is_floating_point() or each.is_complex() for each in tensors) or any(type(x) is float for x in leaves):
-        return ASSUMED  # of whole numbers that are made of floats
+        return ASSUMED  # whole numbers that are computed from floats
     if not tensors:
         return max(map(abs, numbers), default=0) if name in ("arange", "full", "tensor", "range") else None
     bounds = [_bound(each) for each in tensors]
@@ -155,12 +161,12 @@ def _bound(tensor: Any) -> int:
     small = {torch.bool: 1, torch.uint8: 255, torch.int8: 128, torch.int16: 1 << 15}
     if tensor.dtype in small:
         return small[tensor.dtype]
-    held = root_of(tensor).__dict__
-    if "_bound" not in held:
-        array = held.get("_held")
+    attributes = root_of(tensor).__dict__
+    if "_bound" not in attributes:
+        array = attributes.get("_held")
         known = array is not None and not isinstance(array, core.Tracer)
-        held["_bound"] = int(abs(np.asarray(array).astype(np.int64)).max(initial=0)) if known else ASSUMED
-    return held["_bound"]
+        attributes["_bound"] = int(abs(np.asarray(array).astype(np.int64)).max(initial=0)) if known else ASSUMED
+    return attributes["_bound"]
 
 
 def _name_of(func: Any) -> str:
@@ -171,7 +177,7 @@ def _name_of(func: Any) -> str:
 
 
 _Rule = Callable[[Sequence[int], Sequence[int], Sequence[Any]], int]
-"""From bounds of the tensors, magnitudes of the plain numbers and the tensors: the bound of the result."""
+"""Function from bounds of tensors, magnitudes of plain numbers and the tensors to the result's bound."""
 
 
 def _sum(bounds: Sequence[int], numbers: Sequence[int], tensors: Sequence[Any]) -> int:
@@ -185,6 +191,7 @@ def _product(bounds: Sequence[int], numbers: Sequence[int], tensors: Sequence[An
 def _power(bounds: Sequence[int], numbers: Sequence[int], tensors: Sequence[Any]) -> int:
     base, exponent = (*bounds, *numbers)[:2]
     base, exponent = (base, exponent) if len(bounds) > 0 else (exponent, base)
+    # An exponent of 80 already exceeds every bound that is tracked.
     return max(1, base) ** min(exponent, 80)
 
 
@@ -218,6 +225,7 @@ def _last(bounds: Sequence[int], numbers: Sequence[int], tensors: Sequence[Any])
 
 
 def _bits(bounds: Sequence[int], numbers: Sequence[int], tensors: Sequence[Any]) -> int:
+    # Bitwise ops leave no bits above the highest bit of an operand.
     return (1 << max(*bounds, *numbers, 0).bit_length()) - 1
 
 
@@ -237,4 +245,4 @@ _RULES: dict[str, _Rule] = {
 _RULES["square"] = lambda bounds, numbers, tensors: bounds[0] ** 2
 
 _PLACES = {"slice", "narrow", "select", "getitem", "split", "chunk", "view", "reshape", "expand", "index_select", "to"}
-"""Operations whose plain numbers are places and sizes, which may stand for the end."""
+"""Operations whose plain numbers are positions and sizes; a huge one may mean the end of a dim."""

@@ -1,4 +1,4 @@
-"""What is drawn of a program's graph: ops put together into boxes, boxes into the sections of the step."""
+"""Layout of a program's graph: ops grouped into boxes, boxes into the sections of the step."""
 
 import dataclasses
 import itertools
@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     import networkx
 
 PASSED_THROUGH = frozenset({"loop_in", "loop_out"})
-"""Nodes that make nothing: where they are not drawn, lines begin at what makes the value."""
+"""Nodes that compute nothing; if they are not drawn, lines begin at the producer of the value."""
 
 ENDS = frozenset({"argument", "result"})
 
@@ -23,40 +23,40 @@ class Section:
 
     title: str
     nodes: tuple[str, ...]
-    """All nodes of the graph in it, drawn or not."""
+    """All nodes of the graph in the section, drawn or not."""
     rows: tuple[tuple[int, ...], ...]
-    """Numbers of boxes: what a row takes is made in rows above it."""
+    """Numbers of boxes; the operands of a row are computed in rows above it."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Drawing:
-    """Boxes and what goes between them."""
+    """Boxes and the lines between them."""
 
     sections: tuple[Section, ...]
     boxes: tuple[tuple[str, ...], ...]
     """Nodes of each box, in program order."""
     lines: dict[tuple[int, int], list[dict[str, Any]]]
-    """(box, box) -> the edges of the graph between them, as their attributes."""
+    """Attributes of the graph's edges between two boxes, by (box, box)."""
 
 
 def draw_boxes(made: "networkx.MultiDiGraph", whole: bool, columns: int) -> Drawing:
-    """What to draw of a graph of `ProgramGraph.to_networkx()`, at most `columns` boxes in a row.
+    """Lay out a graph of `ProgramGraph.to_networkx()` in boxes, at most `columns` boxes in a row.
 
-    Heavy ops have boxes of their own. Between them, the other ops of one section that are connected are one box, and
-    what only prepares stored tensors for one heavy op (a layer's slice, a conversion) is in that op's box. Arguments,
-    results, constants and what loops carry have none. With `whole` every node has a box.
+    Heavy ops have boxes of their own. The connected light ops of one section between them form one box. A light op that
+    only prepares stored tensors for one heavy op (a layer's slice, a conversion) is in that op's box. Arguments,
+    results, constants and values that loops carry have no box. With `whole` every node has a box.
     """
     import networkx
 
-    nodes = [node for node, said in made.nodes(data=True) if whole or said["op_class"] not in ("", "free")]
+    nodes = [node for node, attrs in made.nodes(data=True) if whole or attrs["op_class"] not in ("", "free")]
     section_of, titles = _sections(made, nodes)
     boxes = [(node,) for node in nodes] if whole else _collapsed(made, nodes, section_of)
     box_of = {node: number for number, box in enumerate(boxes) for node in box}
     lines: dict[tuple[int, int], list[dict[str, Any]]] = {}
-    for source, target, said in made.edges(data=True):
+    for source, target, attrs in made.edges(data=True):
         ends = (box_of.get(_maker(made, source, box_of)), box_of.get(target))
-        if ends[0] is not None and ends[1] is not None and ends[0] != ends[1] and not said["back"]:
-            lines.setdefault((ends[0], ends[1]), []).append(said)
+        if ends[0] is not None and ends[1] is not None and ends[0] != ends[1] and not attrs["back"]:
+            lines.setdefault((ends[0], ends[1]), []).append(attrs)
     drawn = networkx.DiGraph()
     drawn.add_nodes_from(range(len(boxes)))
     drawn.add_edges_from(lines)
@@ -70,18 +70,21 @@ def draw_boxes(made: "networkx.MultiDiGraph", whole: bool, columns: int) -> Draw
 
 
 def _maker(made: "networkx.MultiDiGraph", node: str, box_of: dict[str, int]) -> str:
-    """The node that makes what a node passes on: through loops, what they start with or what their bodies make."""
+    """Return the producer of a node's value; a loop's value leads to its initial value or to its body."""
     while node not in box_of and made.nodes[node]["kind"] in PASSED_THROUGH:
         node = next(source for source, _, back in made.in_edges(node, data="back") if not back)
     return node
 
 
 def _sections(made: "networkx.MultiDiGraph", nodes: list[str]) -> tuple[dict[str, int], list[str]]:
-    """The section of every node that is drawn: a run of program order within one block or branch; and their titles."""
+    """Return the section of every drawn node, and the sections' titles.
+
+    A section is a run of program order within one block or branch.
+    """
 
     def place(node: str) -> tuple[str, int, int]:
-        said = made.nodes[node]
-        return said["kind"] if said["kind"] in ENDS else "", said["block"], said["branch"]
+        attrs = made.nodes[node]
+        return attrs["kind"] if attrs["kind"] in ENDS else "", attrs["block"], attrs["branch"]
 
     section_of: dict[str, int] = {}
     titles: list[str] = []
@@ -94,6 +97,7 @@ def _sections(made: "networkx.MultiDiGraph", nodes: list[str]) -> tuple[dict[str
 
 
 def _title(made: "networkx.MultiDiGraph", kind: str, block: int, branch: int) -> str:
+    """Name a section by its loop or branch."""
     if kind:
         return f"{kind}s"
     loops = made.graph["loops"]
@@ -108,16 +112,17 @@ def _title(made: "networkx.MultiDiGraph", kind: str, block: int, branch: int) ->
 
 
 def _by_section(made: "networkx.MultiDiGraph", section_of: dict[str, int], count: int) -> Iterator[list[str]]:
-    """Nodes of every section; those that are not drawn belong to that of the node before them in the program."""
-    found: list[list[str]] = [[] for _ in range(max(1, count))]
+    """Return the nodes of every section; a node that is not drawn is in the section of the node before it."""
+    groups: list[list[str]] = [[] for _ in range(max(1, count))]
     current = 0
     for node in made:
         current = section_of.get(node, current)
-        found[current].append(node)
-    return iter(found)
+        groups[current].append(node)
+    return iter(groups)
 
 
 def _collapsed(made: "networkx.MultiDiGraph", nodes: list[str], section_of: dict[str, int]) -> list[tuple[str, ...]]:
+    """Group the nodes into boxes: heavy ops with their preparation, and connected light ops between them."""
     import networkx
 
     heavy = {node for node in nodes if made.nodes[node]["op_class"] == "heavy"}
@@ -130,7 +135,7 @@ def _collapsed(made: "networkx.MultiDiGraph", nodes: list[str], section_of: dict
     for source, target, shape in made.edges(data="shape"):
         if source in light and target in light:
             near = section_of[source] == section_of[target] and depth[source] == depth[target]
-            # Scalars alone, such as a learning rate, stay apart from the updates of all parameters that take them.
+            # A scalar such as a learning rate does not join the updates of all parameters that read it.
             if near and (shape or {source, target} <= scalar):
                 light.add_edge(source, target)
     with_heavy: dict[str, list[str]] = {node: [] for node in nodes if node in heavy}
@@ -142,7 +147,7 @@ def _collapsed(made: "networkx.MultiDiGraph", nodes: list[str], section_of: dict
 def _without_cycles(
     made: "networkx.MultiDiGraph", nodes: list[str], groups: list[Collection[str]]
 ) -> list[tuple[str, ...]]:
-    """Boxes in program order: groups of which each needs the other, over a scalar such as a norm, are one."""
+    """Merge groups that need each other, over a scalar such as a norm; return boxes in program order."""
     import networkx
 
     group_of = {node: number for number, group in enumerate(groups) for node in group}
@@ -160,7 +165,7 @@ def _without_cycles(
 def _depths(
     made: "networkx.MultiDiGraph", nodes: list[str], section_of: dict[str, int], heavy: set[str]
 ) -> dict[str, int]:
-    """The most heavy ops of its section on a way to each node, itself counted."""
+    """Return for each node the largest number of heavy ops of its section on a path to it, itself included."""
     depth: dict[str, int] = {}
     for node in nodes:
         before = [depth[p] for p in made.predecessors(node) if section_of.get(p) == section_of[node]]
@@ -171,8 +176,14 @@ def _depths(
 def _place_sources(
     made: "networkx.MultiDiGraph", nodes: list[str], section_of: dict[str, int], heavy: set[str], depth: dict[str, int]
 ) -> dict[str, str]:
-    """The heavy op whose box each node is in, if it is in one. What else makes something of stored tensors or of
-    nothing is given the depth of those that take it first."""
+    """Return the heavy op in whose box each node is, if any.
+
+    Other ops on stored tensors alone, or without operands, get the depth of their first users (in `depth`, in place).
+
+    - `section_of`: section of each node.
+    - `heavy`: the heavy ops.
+    - `depth`: heavy ops on a path to each node.
+    """
     home = {node: node for node in heavy}
     for node in reversed(_sources(made, nodes, heavy)):
         users = set(made.successors(node))
@@ -186,19 +197,21 @@ def _place_sources(
 
 
 def _sources(made: "networkx.MultiDiGraph", nodes: list[str], heavy: set[str]) -> list[str]:
-    """Light ops that take nothing but parameters, optimizer state, scalars, and what other such ops make."""
-    found: dict[str, None] = {}
+    """List light ops that read only parameters, optimizer state, scalars, and results of other such ops."""
+    sources: dict[str, None] = {}
     for node in nodes:
-        taken = [(p, made.nodes[p]) for p, _, shape in made.in_edges(node, data="shape") if shape]
-        stored = (p in found or said["role"] in STORED or said["op_class"] == "free" for p, said in taken)
+        operands = [(p, made.nodes[p]) for p, _, shape in made.in_edges(node, data="shape") if shape]
+        stored = (p in sources or attrs["role"] in STORED or attrs["op_class"] == "free" for p, attrs in operands)
         if node not in heavy and all(stored):
-            found[node] = None
-    return list(found)
+            sources[node] = None
+    return list(sources)
 
 
 def _rows(boxes: "networkx.DiGraph", columns: int) -> tuple[tuple[int, ...], ...]:
-    """Rows of boxes: each generation after those that it takes from, in as many rows as it needs; a box stands near
-    those above it that it takes from."""
+    """Place boxes in rows: each generation below its operands, in as many rows as it needs.
+
+    A box is placed near the boxes above it that it reads from.
+    """
     import networkx
 
     places: dict[int, float] = {}
@@ -210,6 +223,7 @@ def _rows(boxes: "networkx.DiGraph", columns: int) -> tuple[tuple[int, ...], ...
             above = {box: [places[p] for p in boxes.predecessors(box)] for box in row}
             wish = {box: sum(near) / len(near) if near else 0.0 for box, near in above.items()}
             row.sort(key=wish.__getitem__)
+            # A place is a fraction of the row from its middle, so that rows of different lengths compare.
             places |= {box: (place + 0.5) / len(row) - 0.5 for place, box in enumerate(row)}
             rows.append(tuple(row))
     return tuple(rows)

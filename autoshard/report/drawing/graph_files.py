@@ -26,7 +26,7 @@ FORMS = (".graphml", ".svg", ".json")
 
 
 def graph_form(path: str | os.PathLike[str]) -> str:
-    """The form in which a graph is written to a path, by its suffix. Raises `UserError` for any other suffix."""
+    """Return the format of a graph's file, by its suffix. Raises `UserError` for any other suffix."""
     suffix = Path(path).suffix.lower()
     if suffix not in FORMS:
         raise UserError(f"{path}: a graph is written as {', '.join(FORMS)}; {suffix or 'no suffix'} is none of them.")
@@ -34,11 +34,11 @@ def graph_form(path: str | os.PathLike[str]) -> str:
 
 
 def write_graph(graph: ProgramGraph, path: str | os.PathLike[str], *, whole: bool = False) -> None:
-    """Write a graph, whole or not at all, in the form that the suffix of `path` names.
+    """Write a graph atomically, in the format that the suffix of `path` names.
 
     `.graphml` is for `networkx.read_graphml` and most other graph tools: attributes that are lists become text, and
     collectives JSON. `.json` is for `networkx.node_link_graph(data, edges="edges")`. `.svg` is a picture, in which
-    `whole` gives every op a box of its own (see `graph_svg`). Raises `UserError` for any other suffix, and if the file
+    `whole` gives every op its own box (see `graph_svg`). Raises `UserError` for any other suffix, and if the file
     cannot be written.
     """
     form = graph_form(path)
@@ -50,37 +50,38 @@ def write_graph(graph: ProgramGraph, path: str | os.PathLike[str], *, whole: boo
 
 
 def graph_ml(graph: ProgramGraph) -> str:
-    """The graph as GraphML, all attributes strings, numbers or truth values."""
+    """Serialise the graph as GraphML; all attributes are strings, numbers or truth values."""
     import networkx
 
     made = graph.to_networkx()
     flat = networkx.MultiDiGraph()
     flat.graph.update(_scalars(made.graph))
-    flat.add_nodes_from((node, _scalars(said)) for node, said in made.nodes(data=True))
-    flat.add_edges_from((*ends, _scalars(said)) for *ends, said in made.edges(keys=True, data=True))
+    flat.add_nodes_from((node, _scalars(attrs)) for node, attrs in made.nodes(data=True))
+    flat.add_edges_from((*ends, _scalars(attrs)) for *ends, attrs in made.edges(keys=True, data=True))
     return "\n".join(networkx.generate_graphml(flat)) + "\n"
 
 
 def node_link_json(graph: ProgramGraph) -> str:
-    """The graph as networkx's node-link JSON, edges under `edges`."""
+    """Serialise the graph as networkx's node-link JSON, with edges under `edges`."""
     import networkx
 
     return json.dumps(networkx.node_link_data(graph.to_networkx(), edges="edges"), allow_nan=False) + "\n"
 
 
 def _scalars(said: dict[str, Any]) -> dict[str, str | int | float | bool]:
-    """Attributes as GraphML can hold them: lists of numbers or words as text, of objects as JSON."""
-    found = {}
+    """Convert attributes to GraphML's types: lists of numbers or words become text, lists of objects JSON."""
+    scalars = {}
     for key, value in said.items():
         if isinstance(value, str):
             value = clean(value)
         elif isinstance(value, list):
             value = clean(_text(value))
-        found[key] = value
-    return found
+        scalars[key] = value
+    return scalars
 
 
 def _text(values: list[Any]) -> str:
+    """Format a list as text: objects as JSON, shapes as `2 x 3`, other words separated by commas."""
     if any(isinstance(value, dict) for value in values):
         return json.dumps(values, allow_nan=False)
     if any(isinstance(value, list) for value in values):
@@ -89,35 +90,35 @@ def _text(values: list[Any]) -> str:
 
 
 LARGEST = 10
-"""Ops that are listed."""
+"""Number of ops that are listed."""
 
 _COUNTED = ("ops", "arguments", "results", "tensors", "clusters")
 
 
 def graph_figures(graph: ProgramGraph) -> dict[str, Any]:
-    """The JSON object of `autoshard graph --json`, but for the file that was written."""
+    """Return the JSON object of `autoshard graph --json`, without the name of the written file."""
     made = graph.to_networkx()
-    nodes = [said for _, said in made.nodes(data=True)]
-    edges = [said for *_, said in made.edges(data=True)]
+    nodes = [attrs for _, attrs in made.nodes(data=True)]
+    edges = [attrs for *_, attrs in made.edges(data=True)]
     figures = {
         "program": graph.program.name,
-        "ops": sum(bool(said["op_class"]) for said in nodes),
-        "heavy": sum(said["op_class"] == "heavy" for said in nodes),
-        "arguments": sum(said["kind"] == "argument" for said in nodes),
-        "results": sum(said["kind"] == "result" for said in nodes),
+        "ops": sum(bool(attrs["op_class"]) for attrs in nodes),
+        "heavy": sum(attrs["op_class"] == "heavy" for attrs in nodes),
+        "arguments": sum(attrs["kind"] == "argument" for attrs in nodes),
+        "results": sum(attrs["kind"] == "result" for attrs in nodes),
         "nodes": len(nodes),
         "edges": len(edges),
-        "tensors": len({said["tensor"] for said in edges}),
-        "clusters": len({said["cluster"] for said in edges} - {-1}),
+        "tensors": len({attrs["tensor"] for attrs in edges}),
+        "clusters": len({attrs["cluster"] for attrs in edges} - {-1}),
         "loops": [{key: loop[key] for key in ("loop", "parent", "trips", "known")} for loop in _loops(made)],
         "flops": made.graph["flops"],
         **dict.fromkeys(("topology", "mesh", "step_time_s", "compute_s", "reshards", "collective_s")),
         "largest": _largest(made),
     }
     if graph.priced is not None:
-        collectives = [each for said in (*nodes, *edges) for each in said["collectives"]]
+        collectives = [each for attrs in (*nodes, *edges) for each in attrs["collectives"]]
         figures |= {key: made.graph[key] for key in ("topology", "mesh", "step_time_s", "compute_s")}
-        figures["reshards"] = sum(bool(said["collectives"]) for said in (*nodes, *edges))
+        figures["reshards"] = sum(bool(attrs["collectives"]) for attrs in (*nodes, *edges))
         figures["collective_s"] = sum(each["seconds"] for each in collectives)
     return figures
 
@@ -127,22 +128,22 @@ def _loops(made: "networkx.MultiDiGraph") -> list[dict[str, Any]]:
 
 
 def _largest(made: "networkx.MultiDiGraph") -> list[dict[str, Any]]:
-    """The ops with the most seconds of compute, or FLOPs where there is no plan, and what they wait for."""
+    """Return the ops with the most seconds of compute and waiting; without a plan, with the most FLOPs."""
     rows = []
-    for node, said in made.nodes(data=True):
-        entering = [each for *_, found in made.in_edges(node, data="collectives") for each in found or ()]
-        row = {key: said[key] for key in ("kind", "name", "line", "block", "trips", "flops")}
-        row |= {"seconds": said.get("seconds"), "exposed_s": None}
+    for node, attrs in made.nodes(data=True):
+        entering = [each for *_, collectives in made.in_edges(node, data="collectives") for each in collectives or ()]
+        row = {key: attrs[key] for key in ("kind", "name", "line", "block", "trips", "flops")}
+        row |= {"seconds": attrs.get("seconds"), "exposed_s": None}
         if row["seconds"] is not None:
-            row["exposed_s"] = sum(each["exposed_s"] for each in (*entering, *said["collectives"]))
-        if said["op_class"]:
+            row["exposed_s"] = sum(each["exposed_s"] for each in (*entering, *attrs["collectives"]))
+        if attrs["op_class"]:
             rows.append({"op": node, **row})
     rows.sort(key=lambda row: -(row["flops"] if row["seconds"] is None else row["seconds"] + row["exposed_s"]))
     return rows[:LARGEST]
 
 
 def graph_report(figures: dict[str, Any]) -> RenderableType:
-    """What `graph_figures` found, for a terminal."""
+    """Format the figures of `graph_figures` for a terminal."""
     loops = [
         f"loop {each['loop']} with {each['trips'] if each['known'] else 'an unknown number of'} trips"
         for each in figures["loops"]

@@ -1,4 +1,4 @@
-"""A program's graph as a picture: one SVG file that needs nothing else, for light and dark pages."""
+"""A program's graph as a picture: one self-contained SVG file, for light and dark pages."""
 
 import dataclasses
 from collections import Counter, defaultdict
@@ -16,27 +16,27 @@ if TYPE_CHECKING:
     import networkx
 
 COLUMNS = 6
-"""Boxes in a row, at most."""
+"""Maximum number of boxes in a row."""
 WIDTH, GAP, ROW_GAP, MARGIN, LINE, TOP = 272, 24, 34, 24, 14, 130
-"""Pixels: of a box, between boxes of a row, between rows, around all, of a line of text, and above the sections."""
+"""Pixels of a box, between boxes, between rows, of the margin, of a line of text, and above the sections."""
 LETTERS, TITLE_LETTERS = 42, 38
-"""Letters of a box's width, plain and bold."""
+"""Letters that fit in a box's width, plain and bold."""
 LISTED = 3
-"""Arguments, and collectives, that a box lists; its tooltip has all."""
+"""Number of arguments, and of collectives, that a box lists; its tooltip lists all."""
 TOLD = 60
-"""Lines of a tooltip."""
+"""Maximum number of lines of a tooltip."""
 
 Collectives = dict[tuple[str, str], list[float]]
-"""(kind, axes) -> [seconds, seconds that compute waits for, bytes on the wire, count]."""
+"""Seconds, seconds that compute waits for, bytes on the wire, and count, by (kind, axes)."""
 
 
 @dataclasses.dataclass(slots=True)
 class _Box:
-    """One box: what is in it, and where it stands."""
+    """One box: its contents and its place."""
 
     heavy: bool
     texts: list[tuple[str, str]]
-    """(CSS class, line)"""
+    """Lines of text, each with its CSS class."""
     title: str
     compute: float
     exposed: float
@@ -44,7 +44,7 @@ class _Box:
     y: float = 0.0
     width: float = WIDTH
     bars: Sequence[tuple[str, float, float]] = ()
-    """(CSS class, start, length) in pixels."""
+    """Bars in pixels: (CSS class, start, length)."""
 
     @property
     def height(self) -> int:
@@ -52,11 +52,11 @@ class _Box:
 
 
 def graph_svg(graph: ProgramGraph, whole: bool = False) -> str:
-    """The graph as the text of an SVG file: boxes for ops, sections for loops, lines for tensors, tooltips for figures.
+    """Draw the graph as SVG text: boxes for ops, sections for loops, lines for tensors, tooltips for figures.
 
-    Heavy ops (matmuls, convolutions, gathers ...) have boxes of their own, the ops between them are put together; with
-    `whole` every op, argument and result has its own. With a plan, boxes say what they take and which collectives they
-    wait for.
+    Heavy ops (matmuls, convolutions, gathers ...) have boxes of their own; the ops between them share boxes. With
+    `whole` every op, argument and result has its own box. With a plan, boxes state their time and the collectives that
+    they wait for.
     """
     made = graph.to_networkx()
     drawing = draw_boxes(made, whole, COLUMNS)
@@ -84,15 +84,16 @@ def graph_svg(graph: ProgramGraph, whole: bool = False) -> str:
 
 
 def _about(made: "networkx.MultiDiGraph", drawing: Drawing, whole: bool) -> Iterable[str]:
-    said = made.graph
+    """Yield the lines below the picture's title."""
+    total = made.graph
     ops = sum(bool(op_class) for _, op_class in made.nodes(data="op_class"))
     boxes = "every node has a box"
     if not whole:
         boxes = f"in {len(drawing.boxes)} boxes: heavy ops, and what is between them; constants are left out"
-    yield f"{ops} ops, {boxes}. {format_count(said['flops'], 'FLOP')} of matrix work a step."
-    if "topology" in said:
-        parts = f"{format_seconds(said['compute_s'])} compute, {format_seconds(said['exposed_comm_s'])} waiting"
-        yield f"{said['topology']}, mesh {said['mesh']}: {format_seconds(said['step_time_s'])} a step, {parts}."
+    yield f"{ops} ops, {boxes}. {format_count(total['flops'], 'FLOP')} of matrix work a step."
+    if "topology" in total:
+        parts = f"{format_seconds(total['compute_s'])} compute, {format_seconds(total['exposed_comm_s'])} waiting"
+        yield f"{total['topology']}, mesh {total['mesh']}: {format_seconds(total['step_time_s'])} a step, {parts}."
         yield "Bars: time of a step in compute (blue) and waiting for collectives (red). Coloured lines: reshards."
     yield "Point at a box or a line for all that is known of it."
 
@@ -103,7 +104,7 @@ def _inner_width(drawing: Drawing) -> int:
 
 
 def _place(made: "networkx.MultiDiGraph", drawing: Drawing, boxes: list[_Box]) -> tuple[list[dict[str, Any]], float]:
-    """Gives every box its place; the sections' frames, and the height of all."""
+    """Place every box (in place); return the frames of the sections, and the total height."""
     inner, y = _inner_width(drawing), float(TOP)
     sections = []
     for section in drawing.sections:
@@ -122,6 +123,7 @@ def _place(made: "networkx.MultiDiGraph", drawing: Drawing, boxes: list[_Box]) -
 
 
 def _section_about(made: "networkx.MultiDiGraph", section: Section) -> str:
+    """Describe a section: its ops and their time, or FLOPs without a plan."""
     nodes = [made.nodes[node] for node in section.nodes]
     ops = [node for node in nodes if node["op_class"]]
     if not ops:
@@ -129,32 +131,32 @@ def _section_about(made: "networkx.MultiDiGraph", section: Section) -> str:
     if "topology" not in made.graph:
         return f"{len(ops)} ops, {format_count(sum(node['flops'] for node in ops), 'FLOP')}"
     edges = made.in_edges(section.nodes, data="collectives")
-    collectives = [c for *_, found in edges for c in found] + [c for node in nodes for c in node["collectives"]]
+    collectives = [c for *_, each in edges for c in each] + [c for node in nodes for c in node["collectives"]]
     compute = format_seconds(sum(node["seconds"] for node in nodes))
     waiting = format_seconds(sum(c["exposed_s"] for c in collectives))
     return f"{len(ops)} ops, {compute} compute, {waiting} waiting"
 
 
 def _box(made: "networkx.MultiDiGraph", members: tuple[str, ...], lone: bool) -> _Box:
-    """The lines and the tooltip of the box of some nodes."""
+    """Make the box of some nodes, with its lines and tooltip; `lone` if every node has its own box."""
     nodes = [made.nodes[node] for node in members]
     main = next((node for node in nodes if node["op_class"] == "heavy"), nodes[-1])
     heavy = main["op_class"] == "heavy"
-    entering = [(source, said) for source, _, said in made.in_edges(members, data=True)]
-    leaving = [(target, said) for _, target, said in made.out_edges(members, data=True)]
+    entering = [(source, attrs) for source, _, attrs in made.in_edges(members, data=True)]
+    leaving = [(target, attrs) for _, target, attrs in made.out_edges(members, data=True)]
     name, facts = _name([main] if heavy or lone else nodes)
     kinds = Counter(node["kind"] for node in nodes)
     head = main["kind"] if heavy or lone else _kinds(kinds)
     texts = [("title", head + (f", {len(nodes) - 1} more" if heavy and len(nodes) > 1 else ""))]
     texts += [("dim", text) for text in (name, facts) if text]
-    taken = _ends(made, (source for source, _ in entering), "argument")
-    given = _ends(made, (target for target, _ in leaving), "result")
-    texts += [("", f"takes {each}") for each in _some(taken)] + [("", f"gives {each}") for each in _some(given)]
+    arguments = _ends(made, (source for source, _ in entering), "argument")
+    results = _ends(made, (target for target, _ in leaving), "result")
+    texts += [("", f"takes {each}") for each in _some(arguments)] + [("", f"gives {each}") for each in _some(results)]
     planned = "specs" in main
     if main["shapes"]:
         texts.append(("spec", f"→ {_result(main)}"))
     collectives = _collectives(
-        nodes, [said for _, said in entering], [s for t, s in leaving if _is_result(made, t) and not lone]
+        nodes, [attrs for _, attrs in entering], [s for t, s in leaving if _is_result(made, t) and not lone]
     )
     compute = sum(node.get("seconds", 0.0) for node in nodes)
     figures = [format_seconds(compute)] if compute else []
@@ -168,7 +170,7 @@ def _box(made: "networkx.MultiDiGraph", members: tuple[str, ...], lone: bool) ->
     texts += [("dim", f"and {len(ranked) - LISTED} more collectives")] if len(ranked) > LISTED else []
     exposed = sum(seconds[1] for seconds in collectives.values())
     clipped = [(mark, clean(text, TITLE_LETTERS if mark == "title" else LETTERS)) for mark, text in texts]
-    return _Box(heavy, clipped, _tooltip(members, nodes, taken, given, ranked), compute, exposed)
+    return _Box(heavy, clipped, _tooltip(members, nodes, arguments, results, ranked), compute, exposed)
 
 
 def _tooltip(
@@ -178,6 +180,12 @@ def _tooltip(
     given: Sequence[str],
     collectives: Sequence[tuple[tuple[str, str], list[float]]],
 ) -> str:
+    """Return the lines of a box's tooltip: its nodes, arguments, results and collectives.
+
+    - `members`, `nodes`: names and attributes of the nodes.
+    - `taken`, `given`: names of the arguments that the box reads and of the results that it computes.
+    - `collectives`: figures by kind and axes, the longest first.
+    """
     lines = [
         " ".join(
             part
@@ -201,6 +209,7 @@ def _tooltip(
 
 
 def _collective(kind: str, axes: str, figures: list[float]) -> str:
+    """Format the figures of one collective."""
     seconds, exposed, wire, count = figures
     return (
         f"{kind} over {axes}: {format_seconds(seconds)}, {format_seconds(exposed)} of it waited for; "
@@ -209,6 +218,7 @@ def _collective(kind: str, axes: str, figures: list[float]) -> str:
 
 
 def _lines(drawing: Drawing, boxes: list[_Box]) -> Iterable[dict[str, str]]:
+    """Yield the curve between every pair of connected boxes, with its CSS classes and tooltip."""
     place = {number: k for k, section in enumerate(drawing.sections) for row in section.rows for number in row}
     for (source, target), edges in drawing.lines.items():
         start, end = boxes[source], boxes[target]
@@ -218,34 +228,35 @@ def _lines(drawing: Drawing, boxes: list[_Box]) -> Iterable[dict[str, str]]:
             f"M{x:.0f} {y:.0f}C{x:.0f} {y + bend:.0f} {end.x + WIDTH / 2:.0f} {end.y - bend:.0f} "
             f"{end.x + WIDTH / 2:.0f} {end.y:.0f}"
         )
-        found = _collectives([], edges, [])
+        collectives = _collectives([], edges, [])
         marks = ["far"] if place[source] != place[target] else []
-        if found:
-            marks = ["moves", f"k-{max(found, key=lambda key: found[key][0])[0]}"]
-        tensors = {said["tensor"]: said for said in edges}
+        if collectives:
+            marks = ["moves", f"k-{max(collectives, key=lambda key: collectives[key][0])[0]}"]
+        tensors = {attrs["tensor"]: attrs for attrs in edges}
         lines = [
-            f"{said.get('spec') or 'x'.join(map(str, said['shape'])) or 'scalar'} {said['dtype']}, "
-            f"{format_bytes(said['bytes'])} {said['name']}".rstrip()
-            for said in tensors.values()
+            f"{attrs.get('spec') or 'x'.join(map(str, attrs['shape'])) or 'scalar'} {attrs['dtype']}, "
+            f"{format_bytes(attrs['bytes'])} {attrs['name']}".rstrip()
+            for attrs in tensors.values()
         ]
-        lines += [_collective(*key, figures) for key, figures in found.items()]
+        lines += [_collective(*key, figures) for key, figures in collectives.items()]
         yield {"marks": " ".join(marks), "path": path, "title": "\n".join(clean(line) for line in lines[:TOLD])}
 
 
 def _collectives(
     nodes: Iterable[dict[str, Any]], entering: Iterable[dict[str, Any]], leaving: Iterable[dict[str, Any]]
 ) -> Collectives:
-    found: Collectives = defaultdict(lambda: [0.0, 0.0, 0.0, 0.0])
-    for said in (*nodes, *entering, *leaving):
-        for each in said.get("collectives", ()):
-            figures = found[each["kind"], ", ".join(each["axes"])]
+    """Sum the collectives of nodes and of the edges that enter and leave, by kind and axes."""
+    totals: Collectives = defaultdict(lambda: [0.0, 0.0, 0.0, 0.0])
+    for attrs in (*nodes, *entering, *leaving):
+        for each in attrs.get("collectives", ()):
+            figures = totals[each["kind"], ", ".join(each["axes"])]
             for place, name in enumerate(("seconds", "exposed_s", "wire_bytes", "count")):
                 figures[place] += each[name]
-    return dict(found)
+    return dict(totals)
 
 
 def _ends(made: "networkx.MultiDiGraph", nodes: Iterable[str], kind: str) -> list[str]:
-    """Names of the arguments or results among nodes, each once."""
+    """Return the names of the arguments or results among nodes, each once."""
     return list(dict.fromkeys(made.nodes[n]["name"] for n in nodes if made.nodes[n]["kind"] == kind))
 
 
@@ -254,16 +265,17 @@ def _is_result(made: "networkx.MultiDiGraph", node: str) -> bool:
 
 
 def _some(names: Sequence[str]) -> list[str]:
+    """Truncate a list of names to `LISTED` entries."""
     return [*names[: LISTED - 1], f"{len(names) - LISTED + 1} more"] if len(names) > LISTED else list(names)
 
 
 def _kinds(kinds: Counter[str]) -> str:
-    """`4 ops: multiply x3, add`, the most frequent first as far as there is room; one alone by its name."""
-    said = [kind + (f" x{count}" if count > 1 else "") for kind, count in kinds.most_common()]
+    """Format counts of kinds as `4 ops: multiply x3, add`, the most frequent first, up to `TITLE_LETTERS`."""
+    words = [kind + (f" x{count}" if count > 1 else "") for kind, count in kinds.most_common()]
     if kinds.total() == 1:
-        return said[0]
-    text = f"{kinds.total()} ops: {said[0]}"
-    for each in said[1:]:
+        return words[0]
+    text = f"{kinds.total()} ops: {words[0]}"
+    for each in words[1:]:
         if len(text) + len(each) + 6 > TITLE_LETTERS:
             return f"{text} ..."
         text += f", {each}"
@@ -271,13 +283,15 @@ def _kinds(kinds: Counter[str]) -> str:
 
 
 def _name(nodes: Sequence[dict[str, Any]]) -> tuple[str, str]:
-    """The name for people of one node, or where most of several are; and what else JAX says, and the user's line."""
-    said = [(node, *readable(node["name"]).partition(" (")) for node in nodes if node["name"]]
-    if not said:
+    """Return the readable name of one node, or the most common module of several, and JAX's facts with the user's
+    line.
+    """
+    named = [(node, *readable(node["name"]).partition(" (")) for node in nodes if node["name"]]
+    if not named:
         return "", next((node["line"].rpartition("/")[2] for node in nodes if node["line"]), "")
-    places = Counter(name.rpartition("/")[0] for _, name, _, _ in said)
+    places = Counter(name.rpartition("/")[0] for _, name, _, _ in named)
     place = places.most_common(1)[0][0]
-    node, name, _, facts = next(each for each in said if each[1].rpartition("/")[0] == place)
+    node, name, _, facts = next(each for each in named if each[1].rpartition("/")[0] == place)
     if len(nodes) > 1 or name.rpartition("/")[2] == node["kind"]:
         name = place
     facts = ", ".join(fact for fact in facts.rstrip(")").split(", ") if fact and fact != "in a loop")
@@ -285,7 +299,7 @@ def _name(nodes: Sequence[dict[str, Any]]) -> tuple[str, str]:
 
 
 def _result(node: dict[str, Any]) -> str:
-    """The first result's spec, or shape, and its dtype in few letters."""
+    """Format the first result's spec, or shape, and its abbreviated dtype."""
     dtype = node["dtypes"][0].replace("bfloat", "bf").replace("float", "f").replace("int", "i")
     return f"{node['specs'][0] if 'specs' in node else _shape(node)} {dtype}"
 

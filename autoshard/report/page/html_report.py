@@ -1,4 +1,4 @@
-"""A plan as one self-contained HTML page: no network, no other file."""
+"""A plan as one self-contained HTML page, which needs no network and no other file."""
 
 import functools
 import json
@@ -22,22 +22,23 @@ if TYPE_CHECKING:
     import jinja2
 
 DRAWN_DEVICES = 8192
-"""More chips than this are not drawn; the first ones stand for them."""
+"""Maximum number of chips that the page draws; of a larger topology it draws only the first ones."""
 
 MEMORY_KINDS = ("parameters", "optimizer_state", "gradients", "activations", "gathered", "temporaries", "batch")
 DIFFERENCES = 200
+"""Number of differences that a comparison lists; the rest is counted."""
 COLLECTIVES = 100
-"""Rows that are shown; the rest is summed up, so that the page stays quick."""
+"""Number of rows that are listed; the rest is summed, so that the page stays fast."""
 
 
 def html_report(plan: Plan, compare: Plan | None = None, measured: Mapping[str, Any] | None = None) -> str:
-    """The page, as text.
+    """Return the page as text.
 
-    `compare` is another plan to set beside this one; `measured` is what `autoshard measure --json` printed.
+    `compare` is another plan to compare with. `measured` is the output of `autoshard measure --json`.
     """
     prediction = plan.prediction
     slowest = max([prediction.step_time_s, *(b.step_time_s for b in plan.baselines.values())])
-    # A bar may be three times as long as the plan's, so that one hopeless baseline does not flatten the rest.
+    # Bars end at three times the plan's length, so that one very slow baseline does not shrink the others.
     scale = min(slowest, 3 * prediction.step_time_s) if prediction.step_time_s > 0 else slowest
     loads, timeline = link_loads(plan), timeline_data(plan)
     others = [row | {"id": number} for number, row in enumerate(alternatives(plan))]
@@ -83,7 +84,7 @@ def html_report(plan: Plan, compare: Plan | None = None, measured: Mapping[str, 
 
 @functools.cache
 def environment() -> "jinja2.Environment":
-    """Templates with everything escaped, and filters for units and names."""
+    """Return Jinja templates that escape everything, with filters for units and names."""
     import jinja2
 
     made = jinja2.Environment(
@@ -111,13 +112,13 @@ def environment() -> "jinja2.Environment":
 
 
 def _layout(plan: Plan) -> str:
-    """Which physical axes each axis of the mesh is made of; empty for a mesh that was laid by other rules."""
+    """Describe the physical axes of each mesh axis; empty for a mesh with another device order than ours."""
     mesh = make_mesh(Topology.parse(plan.topology), plan.mesh)
     return mesh.describe() if mesh.device_order == plan.device_order else ""
 
 
 def _time_bar(prediction: Prediction, scale: float) -> dict[str, Any]:
-    """Widths in percent of `scale` seconds; exposed communication by kind and axes, as the collectives tell it."""
+    """Return widths in percent of `scale` seconds, with exposed communication by kind and axes from the collectives."""
 
     def width(seconds: float) -> float:
         return round(100 * seconds / scale, 3) if scale > 0 else 0.0
@@ -128,7 +129,7 @@ def _time_bar(prediction: Prediction, scale: float) -> dict[str, Any]:
             key = (collective.kind, ", ".join(axis_words(collective.axes)))
             exposed[key] = exposed.get(key, 0.0) + collective.waited_s
     listed = sum(exposed.values())
-    # Plans of older versions do not say which part of a collective is hidden: there the list may add up to more.
+    # In plans of older versions the hidden part of a collective is unknown, so their sum may exceed the exposed time.
     shrink = min(1.0, prediction.exposed_comm_s / listed) if listed > 0 else 0.0
     parts = [
         {"kind": kind, "label": f"{kind} over {axes}", "seconds": seconds * shrink, "width": width(seconds * shrink)}
@@ -149,27 +150,28 @@ def _time_bar(prediction: Prediction, scale: float) -> dict[str, Any]:
 
 
 def _memory_bar(plan: Plan) -> dict[str, Any]:
+    """Return the memory at the peak by kind, in percent of the bar, and the place of the limit."""
     memory = plan.prediction.memory
-    whole = max(plan.memory_limit_bytes, plan.prediction.peak_bytes, 1)
+    total = max(plan.memory_limit_bytes, plan.prediction.peak_bytes, 1)
     kinds = [kind for kind in MEMORY_KINDS if kind in memory] + sorted(set(memory) - set(MEMORY_KINDS))
     return {
         "parts": [
-            {"kind": kind, "bytes": memory[kind], "width": round(100 * memory[kind] / whole, 3)}
+            {"kind": kind, "bytes": memory[kind], "width": round(100 * memory[kind] / total, 3)}
             for kind in kinds
             if memory[kind] > 0
         ],
-        "limit": round(100 * plan.memory_limit_bytes / whole, 3),
+        "limit": round(100 * plan.memory_limit_bytes / total, 3),
     }
 
 
 CHART_WIDTH, CHART_HEIGHT = 1000, 180
-"""Of the chart's own coordinates; the page scales it."""
+"""Size of the chart in its own coordinates; the page scales it."""
 
 
 def _memory_chart(plan: Plan) -> dict[str, Any] | None:
-    """Memory over the program: areas by kind, one above the other, at moments in program order, equally far apart.
+    """Return areas of memory by kind, stacked, over moments in program order at equal distances.
 
-    Not over seconds: one matmul may take as long as a thousand ops in which memory goes up and down.
+    The axis is not seconds: one matmul may last as long as a thousand ops in which memory rises and falls.
     """
     timeline = plan.timeline
     if timeline is None or len(timeline.moments_s) < 2:
@@ -179,6 +181,7 @@ def _memory_chart(plan: Plan) -> dict[str, Any] | None:
     kinds += sorted(set(timeline.memory) - set(kinds))
     totals = [sum(sizes[i] for sizes in timeline.memory.values()) for i in range(count)]
     peak = max(totals)
+    # A limit far above the peak would flatten the chart, so it is outside of the chart then.
     top = plan.memory_limit_bytes if peak > 0.4 * plan.memory_limit_bytes else 1.1 * peak
     top = max(top, peak, 1)
 
@@ -208,22 +211,24 @@ def _memory_chart(plan: Plan) -> dict[str, Any] | None:
 
 
 def _comparison(plan: Plan, other: Plan) -> dict[str, Any]:
-    found = difference(plan, other)
+    """Return the differences between this plan and another."""
+    changes = difference(plan, other)
     return {
         "plan": other,
-        "rows": [(figure_name(key), figure_text(key, a), figure_text(key, b)) for key, a, b in found.figures],
-        "specs": found.specs[:DIFFERENCES],
-        "more": max(len(found.specs) - DIFFERENCES, 0),
-        "different": len(found.specs),
-        "shared": found.shared,
-        "only": [len(found.only_first), len(found.only_second)],
-        "inside": found.inside[:DIFFERENCES],
-        "more_inside": max(len(found.inside) - DIFFERENCES, 0),
-        "collectives": [(kind, axes, sent_text(a), sent_text(b)) for kind, axes, a, b in found.collectives],
+        "rows": [(figure_name(key), figure_text(key, a), figure_text(key, b)) for key, a, b in changes.figures],
+        "specs": changes.specs[:DIFFERENCES],
+        "more": max(len(changes.specs) - DIFFERENCES, 0),
+        "different": len(changes.specs),
+        "shared": changes.shared,
+        "only": [len(changes.only_first), len(changes.only_second)],
+        "inside": changes.inside[:DIFFERENCES],
+        "more_inside": max(len(changes.inside) - DIFFERENCES, 0),
+        "collectives": [(kind, axes, sent_text(a), sent_text(b)) for kind, axes, a, b in changes.collectives],
     }
 
 
 def _measurement(plan: Plan, measured: Mapping[str, Any]) -> dict[str, Any]:
+    """Return measured figures and the ratio of the measured to the predicted step time."""
     step = measured.get("step_time_s")
     ratio = step / plan.prediction.step_time_s if step and plan.prediction.step_time_s > 0 else None
     collectives = measured.get("collectives") or {}
@@ -237,6 +242,7 @@ def _measurement(plan: Plan, measured: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _flat(value: Mapping[str, Any], prefix: str = "") -> list[tuple[str, str]]:
+    """Flatten nested mappings to rows of dotted keys and text."""
     rows = []
     for key, item in value.items():
         if isinstance(item, Mapping):
@@ -247,7 +253,7 @@ def _flat(value: Mapping[str, Any], prefix: str = "") -> list[tuple[str, str]]:
 
 
 def _page_data(plan: Plan) -> dict[str, Any]:
-    """What the page's script draws from."""
+    """Return the data that the page's script draws."""
     topology = Topology.parse(plan.topology)
     axes = [axis for axis in topology.physical_axes if axis.size > 1] or list(topology.physical_axes[-1:])
     return {
@@ -265,6 +271,7 @@ def _page_data(plan: Plan) -> dict[str, Any]:
 
 
 def _what_if(plan: Plan, others: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return the data of the page's what-if view: the plan's figures and its alternatives."""
     own = plan.prediction
     return {
         "step": own.step_time_s,
@@ -276,7 +283,7 @@ def _what_if(plan: Plan, others: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def script_json(data: Any) -> str:
-    """JSON that can stand in a script element. `<` is escaped: a name must not be able to close the element."""
+    """Serialise JSON for a script element. `<` is escaped, so that a name cannot close the element."""
     text = json.dumps(data, separators=(",", ":"), allow_nan=False)
     for character in "<>&\u2028\u2029":
         text = text.replace(character, f"\\u{ord(character):04x}")

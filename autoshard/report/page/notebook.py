@@ -1,4 +1,4 @@
-"""A plan in a notebook: a table, pictures, and what a cell shows."""
+"""A plan in a notebook: a table, pictures, and the HTML of a cell."""
 
 import dataclasses
 import functools
@@ -20,12 +20,12 @@ _TIME_COLORS = {"compute": "#4f7cac", "exposed": "#d1495b", "hidden": "#9dbcdc"}
 
 @dataclasses.dataclass(frozen=True)
 class NotebookView:
-    """What `Plan.to_frame`, `Plan.plot_*` and `Plan._repr_html_` call."""
+    """Provider of `Plan.to_frame`, `Plan.plot_*` and `Plan._repr_html_`."""
 
     plan: Plan
 
     def to_frame(self) -> Any:
-        """`pandas.DataFrame`, a row for each argument; sizes in bytes, `comm_s` in seconds of one step."""
+        """Return a `pandas.DataFrame` with a row for each argument; sizes in bytes, `comm_s` in seconds of one step."""
         pandas = import_or_hint("pandas")
         plan = self.plan
         seconds: dict[str, float] = {}
@@ -49,11 +49,11 @@ class NotebookView:
         return pandas.DataFrame(rows, index=pandas.Index(plan.arguments, name="argument"))
 
     def html(self) -> str:
-        """A short piece of HTML: the verdict, the plan in words, and the baselines."""
+        """Return a short piece of HTML: the verdict, the plan in words, and the baselines."""
         return _fragment().render(plan=self.plan, devices=math.prod(self.plan.mesh.values()))
 
     def plot_time(self) -> Any:
-        """`matplotlib` figure: the step times of the plan and of every baseline, split into their parts."""
+        """Plot the step times of the plan and of every baseline, split into their parts, as a `matplotlib` figure."""
         rows = [("this plan", self.plan.prediction), *sorted(self.plan.baselines.items(), key=_by_time)]
         figure, axes = _figure(height=0.8 + 0.42 * len(rows))
         axes.set_title(f"Step time of {clean(self.plan.program_name, 60)} on {self.plan.topology}", loc="left")
@@ -73,7 +73,7 @@ class NotebookView:
         return figure
 
     def plot_memory(self) -> Any:
-        """`matplotlib` figure: what fills one device at the peak, by kind, against the limit."""
+        """Plot the memory of one device at the peak, by kind, against the limit, as a `matplotlib` figure."""
         plan = self.plan
         kinds = sorted(((size, kind) for kind, size in plan.prediction.memory.items() if size > 0), reverse=True)
         figure, axes = _figure(height=1.2 + 0.36 * len(kinds))
@@ -94,7 +94,7 @@ class NotebookView:
         return figure
 
     def plot_sharding(self, name: str) -> Any:
-        """`matplotlib` figure: the devices as they lie in the topology, coloured by the part of `name` they hold.
+        """Plot the devices of the topology, coloured by their part of the argument `name`, as a `matplotlib` figure.
 
         Raises `UserError` for a name that is no argument of the plan.
         """
@@ -128,7 +128,7 @@ class NotebookView:
             if index >= len(panels):
                 cell.set_visible(False)
                 continue
-            # Few parts in colours far apart; of many, neighbours look alike but their order can be seen.
+            # Few parts get distinct colours. Many parts get a gradient, which shows their order.
             few = count <= 10
             cell.imshow(panels[index], cmap="tab10" if few else "turbo", vmin=0, vmax=9 if few else count - 1)
             if len(panels) > 1:
@@ -142,10 +142,12 @@ class NotebookView:
 
 
 def _by_time(item: tuple[str, Prediction]) -> tuple[bool, float]:
+    """Return a sort key: plans that fit first, then by step time."""
     return (not item[1].fits, item[1].step_time_s)
 
 
 def _near(name: str, names: Sequence[str]) -> str:
+    """Suggest names close to a wrong one."""
     import difflib
 
     near = difflib.get_close_matches(name, names, n=3, cutoff=0.4)
@@ -153,7 +155,7 @@ def _near(name: str, names: Sequence[str]) -> str:
 
 
 def import_or_hint(module: str) -> Any:
-    """A module of the optional packages; a `UserError` says how to install it."""
+    """Import a module of the optional packages. Raises `UserError` with the install command if it is missing."""
     import importlib
 
     try:
@@ -163,6 +165,7 @@ def import_or_hint(module: str) -> Any:
 
 
 def _figure(height: float) -> tuple[Any, Any]:
+    """Make a figure with one panel of this height in inches."""
     pyplot = import_or_hint("matplotlib.pyplot")
     figure, axes = pyplot.subplots(figsize=(8, height), layout="constrained")
     for side in ("top", "right", "left"):

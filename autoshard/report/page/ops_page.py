@@ -1,4 +1,4 @@
-"""Figures below the tensors of a plan's page: ops, roofline, memory, timeline and loads of links."""
+"""Figures below the tensors on a plan's page: ops, roofline, memory, timeline and loads of links."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -15,13 +15,13 @@ BOUNDS = {
     "overhead": "overhead: starting it takes at least half of its time",
     "host": "host: it waits for the host's memory",
 }
-"""What each of `PlannedOp.bound` means, for people."""
+"""Explanation for people of each value of `PlannedOp.bound`."""
 
 
 def ops_data(plan: Plan) -> list[dict[str, Any]]:
-    """Rows of the op table, the longest first: seconds, FLOPs and bytes of one device in one step.
+    """Return rows of the op table, the longest first: seconds, FLOPs and bytes of one device in one step.
 
-    `time_s` is what the step waits for: compute, and communication that is not hidden behind it.
+    `time_s` is the time that an op adds to the step: compute, and communication that is not hidden behind it.
     """
     rows = [
         {
@@ -46,7 +46,7 @@ def ops_data(plan: Plan) -> list[dict[str, Any]]:
 
 
 def ops_summary(plan: Plan) -> dict[str, Any] | None:
-    """What the rows of the op table come to together; None for a plan that does not know its ops."""
+    """Return the totals of the op table's rows; None for a plan that does not know its ops."""
     if not plan.ops:
         return None
     compute, waited = sum(op.compute_s for op in plan.ops), sum(op.waited_s for op in plan.ops)
@@ -60,11 +60,11 @@ def ops_summary(plan: Plan) -> dict[str, Any] | None:
 
 
 def roofs(plan: Plan) -> dict[str, Any]:
-    """Peaks of one device: FLOP/s by dtype, and bytes a second of main memory."""
+    """Return the peaks of one device: FLOP/s by dtype, and bytes per second of main memory."""
     topology = Topology.parse(plan.topology)
-    held = {plan.dtypes[name] for name in plan.arguments if plan.is_weight(name)}
+    dtypes = {plan.dtypes[name] for name in plan.arguments if plan.is_weight(name)}
     peaks: dict[float, str] = {}
-    for name in ("bf16", *sorted({dtype_class(dtype) for dtype in held})):
+    for name in ("bf16", *sorted({dtype_class(dtype) for dtype in dtypes})):
         peaks.setdefault(topology.peak_flops(name), name)
     return {
         "flops": {name: peak for peak, name in peaks.items()},
@@ -74,8 +74,10 @@ def roofs(plan: Plan) -> dict[str, Any]:
 
 
 def memory_data(plan: Plan) -> dict[str, Any] | None:
-    """What the memory chart shows at each moment, and the tensors it consists of: [name, kind, count, bytes, first,
-    last moment]. None for a plan that does not know."""
+    """Return the memory chart's figures at each moment, and the tensors in them; None for a plan without them.
+
+    A tensor is [name, kind, count, bytes, first moment, last moment].
+    """
     timeline = plan.timeline
     if timeline is None or len(timeline.moments_s) < 2 or not timeline.held:
         return None
@@ -93,10 +95,11 @@ MAIN = "compute, and what it waits for"
 
 
 def timeline_data(plan: Plan) -> dict[str, Any] | None:
-    """Rows of spans: what the device does and waits for, then each link of each loop. None for a plan without any.
+    """Return rows of spans: compute and waiting of the device, then each link of each loop; None for a plan without
+    spans.
 
-    `names` are those of spans; a span is [number of its name, kind, start, seconds], its kind `compute`, a kind of
-    collective or `other`. In a loop a span is all its trips together.
+    `names` are those of spans. A span is [number of its name, kind, start, seconds], in seconds. Its kind is `compute`,
+    a kind of collective or `other`. In a loop a span is the sum of all trips.
     """
     timeline = plan.timeline
     if timeline is None or not timeline.spans or timeline.end_s <= 0:
@@ -121,7 +124,7 @@ def timeline_data(plan: Plan) -> dict[str, Any] | None:
 
 
 def _shown(name: str) -> str:
-    """`all-gather over data: jit(f)/...` with the part after the colon as people read it."""
+    """Simplify the part after the colon of `all-gather over data: jit(f)/...` for people."""
     if name == WAITS_FOR_HOST:
         return name
     head, colon, cause = name.partition(": ")
@@ -137,11 +140,11 @@ def _block(block: int) -> str:
 
 
 def link_loads(plan: Plan) -> dict[str, Any] | None:
-    """Seconds and bytes by mesh axis, and by link along each physical axis; None without communication.
+    """Return seconds and bytes by mesh axis, and by link along each physical axis; None without communication.
 
-    All lines of chips along one physical axis are loaded alike, so that one stands for them. A link is busy while a
-    collective runs over any mesh axis that passes it. Where the mesh was laid by other rules than ours, nothing is
-    said of links (`physical` is empty).
+    All lines of chips along one physical axis carry equal loads, so one line represents them. A link is busy while a
+    collective runs over any mesh axis that passes it. If the plan's mesh has another device order than ours, the links
+    are not known and `physical` is empty.
     """
     if not plan.prediction.collectives:
         return None
@@ -163,50 +166,54 @@ def link_loads(plan: Plan) -> dict[str, Any] | None:
 
 
 def _busy(plan: Plan, axes: Iterable[str]) -> dict[str, float]:
-    """Seconds of all collectives over any of these mesh axes, and what of them compute waits for."""
+    """Sum the seconds of all collectives over any of these mesh axes, and the seconds that compute waits for them."""
     over = [each for each in plan.prediction.collectives if set(axes) & set(each.axes)]
     return {"seconds": sum(each.seconds for each in over), "waited_s": sum(each.waited_s for each in over)}
 
 
 def _on(mesh: Mesh, axis: str) -> str:
+    """Format the physical axes that a mesh axis covers."""
     return " + ".join(f"{each.axis}({each.size}{', ring' if each.wrap else ''})" for each in mesh.segments(axis))
 
 
 def _physical(plan: Plan, mesh: Mesh, axis: PhysicalAxis) -> dict[str, Any]:
-    """The links along a physical axis; for a switch or a network one, which stands for each device's own."""
+    """Return the links along a physical axis.
+
+    For a switch or a network a single link represents each device's own.
+    """
     segments = [(name, each) for name in mesh.names for each in mesh.segments(name) if each.axis == axis.name]
     line = axis.kind == "torus"
-    # A ring of two has one link between them, there and back.
+    # A ring of two chips has one link, used in both directions.
     count = 1 if not line else axis.size if axis.wrap and axis.size > 2 else axis.size - 1
     carried = _carried(plan, mesh, axis.name)
     links = []
     for place in range(count):
         passing = [name for name, each in segments if not line or _passes(each, place, axis.size)]
-        said = {"to": (place + 1) % axis.size, "axes": [clean(name, 80) for name in passing], **_busy(plan, passing)}
-        links.append(said | {"bytes": sum(size for axes, size in carried if set(passing) & set(axes))})
+        link = {"to": (place + 1) % axis.size, "axes": [clean(name, 80) for name in passing], **_busy(plan, passing)}
+        links.append(link | {"bytes": sum(size for axes, size in carried if set(passing) & set(axes))})
     return {"name": axis.name, "size": axis.size, "kind": axis.kind, "line": line, "links": links}
 
 
 def _carried(plan: Plan, mesh: Mesh, axis: str) -> list[tuple[tuple[str, ...], float]]:
-    """Of each collective its mesh axes, and the bytes that pass a link of a physical axis one way.
+    """Return for each collective its mesh axes and the bytes that pass a link of a physical axis one way.
 
-    A file may name axes that its mesh does not have: these are on no link.
+    A file may name axes that its mesh lacks: these are on no link.
     """
-    wires, found = Collectives(mesh), []
+    wires, loads = Collectives(mesh), []
     for each in plan.prediction.collectives:
         if not set(each.axes) <= set(mesh.names):
             continue
         kind: Any = each.kind
         one = sum(float(share) for share in wires.wire_bytes(kind, each.axes, 1.0).values())
         if one:
-            found.append((each.axes, wires.link_bytes(kind, each.axes, each.wire_bytes / one).get(axis, 0.0)))
-    return found
+            loads.append((each.axes, wires.link_bytes(kind, each.axes, each.wire_bytes / one).get(axis, 0.0)))
+    return loads
 
 
 def _passes(segment: Segment, place: int, size: int) -> bool:
-    """Whether traffic along a segment passes the link from a place to the next one; the last link closes the ring.
+    """Return True if traffic along a segment passes the link from a place to the next; the last link closes the ring.
 
-    A segment's groups lie within runs of `size * stride` devices, all of whose inner links they use between them.
+    A segment's groups lie within runs of `size * stride` devices. Together the groups use all links inside of a run.
     """
     run = segment.size * segment.stride
     if place == size - 1:

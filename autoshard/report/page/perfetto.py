@@ -1,6 +1,7 @@
 """Steps as a trace for ui.perfetto.dev (Chrome's trace event format, JSON): predicted, compiled, measured.
 
-Format: "Trace Event Format", Google, 2016 (events X, C, M; times in microseconds). Each is a process of the trace.
+Each of the three is a process of the trace. Format: "Trace Event Format", Google, 2016 (events X, C, M; times in
+microseconds).
 """
 
 import json
@@ -15,7 +16,7 @@ from autoshard.report.display import clean, readable
 
 
 PREDICTED, COMPILED, MEASURED = 1, 2, 3
-"""Processes; a profile has one for each of its own, from `MEASURED` on."""
+"""Numbers of the trace's processes; each process of a profile has a number from `MEASURED` on."""
 
 Event = dict[str, Any]
 
@@ -23,26 +24,29 @@ Event = dict[str, Any]
 def perfetto_trace(
     plan: Plan, compiled: Mapping[str, Any] | None = None, profile: Sequence[Event] | None = None
 ) -> dict[str, Any]:
-    """The trace as a JSON value: compute and exposed communication on one track, each link of each block on its own,
-    memory by kind as a counter.
+    """Build the trace as a JSON value: a track of compute and exposed communication, tracks of links, and memory
+    counters.
 
-    `compiled` is what `autoshard compile --json` printed: the estimate of the compiled program, laid out in time, is a
-    second process. `profile` has the events of a measured profile (see `read_profile`), which stand beside them.
-    `UserError` if the plan was saved without a timeline, or what was compiled without one.
+    Each link of each block has its own track; memory is a counter by kind. `compiled` is the output of `autoshard
+    compile --json`. The estimate of the compiled program, laid out in time, is a second process. `profile` has the
+    events of a measured profile (see `read_profile`), which are further processes.
+
+    Raises `UserError` if the plan or the compiled program has no timeline.
     """
     events = [*_predicted(plan), *(_compiled(compiled) if compiled else ()), *(_measured(profile) if profile else ())]
     return {"displayTimeUnit": "ms", "traceEvents": events}
 
 
 def perfetto_json(plan: Plan, compiled: Mapping[str, Any] | None = None, profile: Sequence[Event] | None = None) -> str:
-    """The trace as text, to be written to a file."""
+    """Return the trace as text for a file."""
     return json.dumps(perfetto_trace(plan, compiled, profile), separators=(",", ":"), allow_nan=False)
 
 
 def read_profile(path: pathlib.Path) -> list[Event]:
-    """Events of a profile in Chrome's trace format, also gzipped: what `autoshard measure --profile` and JAX write.
+    """Read the events of a profile in Chrome's trace format, also gzipped, as `autoshard measure --profile` and JAX
+    write.
 
-    Raises: UserError for a file that cannot be read or is none.
+    Raises `UserError` for a file that cannot be read or is no trace.
     """
     try:
         value = read_json(path, MOST_DATA_BYTES)
@@ -57,6 +61,7 @@ def read_profile(path: pathlib.Path) -> list[Event]:
 
 
 def _predicted(plan: Plan) -> list[Event]:
+    """Return the events of the plan's timeline: spans, stages, and memory."""
     timeline = plan.timeline
     if timeline is None:
         raise UserError("the plan has no timeline: it was saved by an older autoshard; make it again.")
@@ -64,17 +69,17 @@ def _predicted(plan: Plan) -> list[Event]:
     events = _spans(PREDICTED, f"{clean(plan.program_name, 80)}, predicted", spans)
     events += _stages(plan)
     for index, moment in enumerate(timeline.moments_s):
-        held = {kind: sizes[index] for kind, sizes in timeline.memory.items()}
-        events.append(_event(PREDICTED, "C", "memory of one device (bytes)", moment * 1e6, held))
+        memory = {kind: sizes[index] for kind, sizes in timeline.memory.items()}
+        events.append(_event(PREDICTED, "C", "memory of one device (bytes)", moment * 1e6, memory))
     return events
 
 
 FIRST_STAGE = 1000
-"""The track of the first stage, below those of links."""
+"""Number of the first stage's track, below the tracks of links."""
 
 
 def _stages(plan: Plan) -> list[Event]:
-    """A track for each stage of a pipeline: forward and backward work by microbatch, the bubble left blank."""
+    """Return a track for each stage of a pipeline: forward and backward work by microbatch; the bubble is blank."""
     events: list[Event] = []
     pipeline = plan.pipeline
     for stage, row in enumerate(pipeline.timetable().rows if pipeline else ()):
@@ -90,6 +95,7 @@ def _stages(plan: Plan) -> list[Event]:
 
 
 def _compiled(figures: Mapping[str, Any]) -> list[Event]:
+    """Return the events of the compiled program's estimate."""
     rows = (figures.get("time") or {}).get("spans")
     if not rows:
         raise UserError(
@@ -100,13 +106,13 @@ def _compiled(figures: Mapping[str, Any]) -> list[Event]:
 
 
 def _measured(profile: Sequence[Event]) -> list[Event]:
-    """A profile from its first event on, its processes numbered after ours."""
+    """Return a profile that starts at its first event, its processes numbered after ours."""
     timed = [e for e in profile if e.get("ph") == "X" and isinstance(e.get("ts"), (int, float)) and "pid" in e]
     if not timed:
         raise UserError("the profile holds no events with a duration; record it again.")
     start = min(event["ts"] for event in timed)
     numbers = {pid: MEASURED + k for k, pid in enumerate(dict.fromkeys(event["pid"] for event in timed))}
-    found = []
+    events = []
     for event in profile:
         if event.get("pid") not in numbers or event.get("ph") not in ("X", "M", "C"):
             continue
@@ -116,16 +122,16 @@ def _measured(profile: Sequence[Event]) -> list[Event]:
         if new.get("name") == "process_name":
             new["args"] = {"name": f"measured, {clean(str((event.get('args') or {}).get('name', '')), 80)}"}
         if new.get("name") != "process_sort_index":
-            found.append(new)
-    return found
+            events.append(new)
+    return events
 
 
 _Row = tuple[str, str, int | None, float, float]
-"""(name, lane, block or None, start, seconds)"""
+"""A span: (name, lane, block or None, start in seconds, seconds)."""
 
 
 def _spans(process: int, title: str, spans: Iterable[_Row]) -> list[Event]:
-    """A process with a track for what the device does and waits for, and one for each link (of each block)."""
+    """Return a process with a track for compute and waiting, and a track for each link (of each block)."""
     tracks: dict[tuple[str, int | None], int] = {("", None): 1}
     events = []
     for name, lane, block, start, seconds in spans:
@@ -144,11 +150,12 @@ def _spans(process: int, title: str, spans: Iterable[_Row]) -> list[Event]:
 
 
 def _event(process: int, phase: str, name: str, microseconds: float, arguments: Event, track: int = 0) -> Event:
+    """Build one event; `phase` is X for a span, M for metadata, C for a counter."""
     return {"ph": phase, "name": name, "pid": process, "tid": track, "ts": microseconds, "args": arguments}
 
 
 def _short(name: str) -> str:
-    """`all-gather over data: jit(f)/...` with the part after the colon as people read it."""
+    """Simplify the part after the colon of `all-gather over data: jit(f)/...` for people."""
     head, colon, cause = name.partition(": ")
     return f"{head}: {readable(cause)}" if colon else readable(name)
 

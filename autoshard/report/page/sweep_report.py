@@ -18,11 +18,14 @@ from autoshard.report.page.notebook import import_or_hint
 
 
 _SHORT = 4
-"""Characters of a remat policy that stands among the figures."""
+"""Maximum length in characters of a remat policy that is a column among the figures."""
 
 
 def sweep_figures(rows: Sequence[SweepRow], prices: Mapping[str, float], tokens: float | None = None) -> dict[str, Any]:
-    """The object that `autoshard sweep --json` prints; what is unknown is `None`. `tokens` are those of a whole run."""
+    """Return the object that `autoshard sweep --json` prints; unknown figures are `None`.
+
+    `prices` are of a chip's hour, by chip; `tokens` are those of a whole run.
+    """
     choice = choose_rows(rows, prices)
     return {
         "best": choice.best,
@@ -33,6 +36,7 @@ def sweep_figures(rows: Sequence[SweepRow], prices: Mapping[str, float], tokens:
 
 
 def _figures(row: SweepRow, prices: Mapping[str, float], tokens: float | None) -> dict[str, Any]:
+    """Return the figures of one row of the sweep."""
     return {
         "topology": row.topology,
         "batch": row.batch,
@@ -57,12 +61,12 @@ def _figures(row: SweepRow, prices: Mapping[str, float], tokens: float | None) -
 
 
 def sweep_report(rows: Sequence[SweepRow], prices: Mapping[str, float], tokens: float | None = None) -> RenderableType:
-    """A line for each row, what stands out marked; then recipe and mesh of each, and why others have no plan."""
+    """Format a line for each row with the best ones marked, then each row's mesh and recipe, then the failures."""
     choice = choose_rows(rows, prices)
     varied = [name for name in ("batch", "remat") if any(getattr(row, name) is not None for row in rows)]
     table = _table("")
     table.add_column("topology", no_wrap=True)
-    # What is the same in all rows, or long, stands with the mesh alone: 80 columns are few.
+    # A policy that is equal in all rows, or long, is only in the table of meshes, since a terminal has 80 columns.
     remats = {row.remat for row in rows}
     short = len(remats) > 1 and all(len(each or "") <= _SHORT for each in remats)
     shown = [name for name in varied if name == "batch" or short]
@@ -73,8 +77,8 @@ def sweep_report(rows: Sequence[SweepRow], prices: Mapping[str, float], tokens: 
     for number, row in enumerate(rows):
         cells = [row.topology, *(str(getattr(row, name) or "") for name in shown)]
         if row.failed:
-            said = [row.topology, *(f"{name} {getattr(row, name)}" for name in varied if getattr(row, name))]
-            notes.append(Text(f"- {', '.join(said)}: {clean(row.failed)}"))
+            parts = [row.topology, *(f"{name} {getattr(row, name)}" for name in varied if getattr(row, name))]
+            notes.append(Text(f"- {', '.join(parts)}: {clean(row.failed)}"))
             table.add_row("", *cells, Text("no plan", style="yellow"))
             continue
         assert row.step_time_s is not None
@@ -85,11 +89,12 @@ def sweep_report(rows: Sequence[SweepRow], prices: Mapping[str, float], tokens: 
         style = "bold" if number == choice.best else ""
         table.add_row(_mark(number, choice), *cells, _headroom(row), style=style)
     planned = [row for row in rows if not row.failed]
-    after = [Text()] + _legend(rows, choice, prices) + [Text(), _meshes(planned, varied)] if planned else []
-    return Group(table, *after, *([Text()] if notes else []), *notes)
+    below = [Text()] + _legend(rows, choice, prices) + [Text(), _meshes(planned, varied)] if planned else []
+    return Group(table, *below, *([Text()] if notes else []), *notes)
 
 
 def _table(*columns: str) -> Table:
+    """Make a table in the style of the sweep's report."""
     table = Table(box=SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0), header_style="dim")
     for name in columns:
         table.add_column(name, no_wrap=True)
@@ -97,11 +102,13 @@ def _table(*columns: str) -> Table:
 
 
 def _mark(number: int, choice: SweepChoice) -> str:
+    """Return the marks of a row: `*` for the best, `s` for the smallest, `f` on the frontier."""
     marks = ("*" if number == choice.best else "") + ("s" if number == choice.smallest else "")
     return marks + ("f" if number in choice.frontier else "")
 
 
 def _legend(rows: Sequence[SweepRow], choice: SweepChoice, prices: Mapping[str, float]) -> list[Text]:
+    """Return the lines that explain the marks, and the chips without a price."""
     assert choice.best is not None and choice.smallest is not None
     priced = all(row.price_per_token(prices) is not None for row in rows if not row.failed)
     best = "cheapest for each token" if priced else "fastest"
@@ -114,6 +121,7 @@ def _legend(rows: Sequence[SweepRow], choice: SweepChoice, prices: Mapping[str, 
 
 
 def _meshes(planned: Sequence[SweepRow], varied: Sequence[str]) -> Table:
+    """Return a table of mesh and recipe of each planned row."""
     table = _table("topology", *varied, "mesh")
     table.columns[-1].no_wrap = False
     recipes = any(set(row.recipe) - {"batch", "remat"} for row in planned)
@@ -143,6 +151,7 @@ def _days(days: float | None) -> str:
 
 
 def _money(row: SweepRow, prices: Mapping[str, float], tokens: float | None) -> str:
+    """Format the cost of a run of `tokens`, or of a million tokens if they are not given."""
     value = row.cost(tokens, prices) if tokens else row.price_per_token(prices)
     if value is None:
         return ""
@@ -150,9 +159,9 @@ def _money(row: SweepRow, prices: Mapping[str, float], tokens: float | None) -> 
 
 
 def plot_sweep(rows: Sequence[SweepRow], path: str | os.PathLike[str]) -> None:
-    """Write a picture (its kind by the suffix: `.png`, `.svg`, `.pdf`): step time, MFU and headroom over the batch.
+    """Write a picture (its format by the suffix: `.png`, `.svg`, `.pdf`): step time, MFU and headroom over the batch.
 
-    Raises `UserError` without matplotlib, for a suffix it does not know and where nothing could be planned.
+    Raises `UserError` without matplotlib, for an unknown suffix, and if no row could be planned.
     """
     planned = [row for row in rows if not row.failed]
     if not planned:
@@ -188,7 +197,7 @@ def plot_sweep(rows: Sequence[SweepRow], path: str | os.PathLike[str]) -> None:
 
 
 TOKENS = 1e12
-"""Tokens of a run, where nobody says how many; the page can change it."""
+"""Default number of tokens of a run; the page can change it."""
 
 
 def sweep_page(
@@ -197,9 +206,9 @@ def sweep_page(
     tokens: float | None = None,
     pages: Mapping[str, str] | None = None,
 ) -> str:
-    """The page, as text. `prices` (of a chip's hour, by chip) and `tokens` are what its fields begin with.
+    """Return the page as text. `prices` (of a chip's hour, by chip) and `tokens` are the initial values of its fields.
 
-    `pages` has the pages of plans, as paths seen from this one, by the names of their files (`SweepRow.plan`).
+    `pages` are paths of the plans' pages relative to this page, by the names of their files (`SweepRow.plan`).
     """
     planned = [row for row in rows if not row.failed]
     chips = list(dict.fromkeys(row.chip for row in planned))
@@ -221,6 +230,7 @@ def sweep_page(
 
 
 def _row(row: SweepRow) -> dict[str, Any]:
+    """Return the figures of one row for the page's script."""
     return {
         "topology": row.topology,
         "chip": row.chip,

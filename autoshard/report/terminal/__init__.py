@@ -1,1 +1,1 @@
-"""Plans, comparisons and measurements as text on a terminal."""
+"""Reports of plans, comparisons and measurements as text on a terminal."""

@@ -1,4 +1,4 @@
-"""The arguments of a plan as a tree of modules, repeated blocks folded into one."""
+"""The arguments of a plan as a tree of modules, with repeated blocks folded into one."""
 
 import dataclasses
 from collections.abc import Iterable, Mapping
@@ -11,7 +11,7 @@ from autoshard.report.figures import tensor_bytes
 
 @dataclasses.dataclass(slots=True)
 class TreeNode:
-    """A module or a tensor. Sizes in bytes, over all `repeats`; `device_bytes` is what one device holds."""
+    """A module or a tensor. Sizes are bytes over all `repeats`; `device_bytes` are those of one device."""
 
     label: str
     repeats: int = 1
@@ -20,16 +20,17 @@ class TreeNode:
     comm_s: float = 0.0
     children: list["TreeNode"] = dataclasses.field(default_factory=list)
     name: str = ""
-    """The full name of a tensor; empty for a module."""
+    """Full name of a tensor; empty for a module."""
     shape: tuple[int, ...] = ()
     dtype: str = ""
     dims: tuple[tuple[str, ...], ...] = ()
 
     def signature(self) -> Any:
-        """Equal for blocks that are split alike."""
+        """Return a value that is equal for blocks with the same tensors and specs."""
         return (self.shape, self.dtype, self.dims, tuple((child.label, child.signature()) for child in self.children))
 
     def to_json(self) -> dict[str, Any]:
+        """Return the tree as a JSON object."""
         value: dict[str, Any] = {
             "label": self.label,
             "repeats": self.repeats,
@@ -54,7 +55,7 @@ ROLE_TITLES = {
 
 
 def module_trees(plan: Plan) -> list[TreeNode]:
-    """One tree for each role of argument that the plan has, parameters first."""
+    """Return one tree for each role of the plan's arguments, parameters first."""
     trees = []
     for role, title in ROLE_TITLES.items():
         names = [name for name in plan.arguments if plan.roles[name] == role]
@@ -68,6 +69,7 @@ def module_trees(plan: Plan) -> list[TreeNode]:
 
 
 def _insert(root: TreeNode, name: str, plan: Plan) -> None:
+    """Insert an argument below the modules in its name."""
     node = root
     *modules, last = name.split(".")
     for part in modules:
@@ -84,6 +86,7 @@ def _insert(root: TreeNode, name: str, plan: Plan) -> None:
 
 
 def _seconds_by_cause(plan: Plan) -> dict[str, float]:
+    """Return the seconds of communication by the tensor that causes them."""
     seconds: dict[str, float] = {}
     for collective in plan.prediction.collectives:
         seconds[collective.cause] = seconds.get(collective.cause, 0.0) + collective.seconds
@@ -91,7 +94,7 @@ def _seconds_by_cause(plan: Plan) -> dict[str, float]:
 
 
 def _settle(node: TreeNode, seconds: Mapping[str, float]) -> None:
-    """Add sizes and times up from the leaves, and fold repeats."""
+    """Sum sizes and times from the leaves up, and fold repeats."""
     if node.name:
         node.comm_s = seconds.get(node.name, 0.0)
         return
@@ -106,7 +109,7 @@ def _settle(node: TreeNode, seconds: Mapping[str, float]) -> None:
 
 
 def _only_tensor(node: TreeNode) -> TreeNode:
-    """`q_proj` with nothing but a `weight` becomes one line, `q_proj.weight`."""
+    """Merge a module with a single tensor into one line: `q_proj.weight`."""
     if len(node.children) != 1 or not node.children[0].name or node.repeats > 1:
         return node
     (leaf,) = node.children
@@ -115,14 +118,14 @@ def _only_tensor(node: TreeNode) -> TreeNode:
 
 
 def _stacked(node: TreeNode) -> int:
-    """Layers of a stacked block: the leading dim that all its tensors share."""
+    """Return the number of layers of a stacked block: the leading dim that all its tensors share."""
     leading = {child.shape[:1] if child.name else (_stacked(child),) for child in node.children}
     (first,) = leading if len(leading) == 1 else ((),)
     return first[0] if first else 1
 
 
 def _folded(children: Iterable[TreeNode]) -> Iterable[TreeNode]:
-    """Neighbours with numbers for names become one where they are split alike."""
+    """Yield the children, with neighbours under numbers merged if their signatures are equal."""
     run: list[TreeNode] = []
     for child in children:
         if run and child.label.isdigit() and run[0].label.isdigit() and child.signature() == run[0].signature():
@@ -134,6 +137,7 @@ def _folded(children: Iterable[TreeNode]) -> Iterable[TreeNode]:
 
 
 def _merged(run: list[TreeNode]) -> Iterable[TreeNode]:
+    """Yield one node for a run of equal blocks."""
     if len(run) > 1:
         first = run[0]
         _add_up(first, run[1:])
@@ -143,6 +147,7 @@ def _merged(run: list[TreeNode]) -> Iterable[TreeNode]:
 
 
 def _add_up(node: TreeNode, others: list[TreeNode]) -> None:
+    """Add the sizes and times of other blocks to a node."""
     node.total_bytes += sum(other.total_bytes for other in others)
     node.device_bytes += sum(other.device_bytes for other in others)
     node.comm_s += sum(other.comm_s for other in others)

@@ -1,4 +1,4 @@
-"""The plan beside its baselines, and the plans of a portfolio beside one another."""
+"""Comparison of the plan with its baselines, and of the plans of a portfolio with each other."""
 
 import dataclasses
 from collections.abc import Mapping, Sequence
@@ -21,35 +21,38 @@ class ComparisonRow:
     """One way to split the program."""
 
     name: str
-    """`plan`; `fsdp*` for a baseline whose intermediates our solver chose; `fsdp` for one whose arguments alone are
-    given and whose intermediates XLA's own propagation chooses."""
+    """Name of the row: `plan`; `fsdp*` for a baseline that our solver completed; `fsdp` for one that XLA's propagation
+    completes from its arguments.
+    """
     prediction: Prediction | None
-    """None where propagation chooses: what it will choose is not known before compiling."""
+    """Prediction of the plan; None if propagation decides, whose choice is unknown before compiling."""
     compiled: dict[str, Any] | None = None
-    """What `compile_figures` gives of the compiled plan."""
+    """Result of `compile_figures` for the compiled plan."""
     measured: dict[str, Any] | None = None
-    """What `measurement_figures` gives of the plan's runs."""
+    """Result of `measurement_figures` for the plan's runs."""
     failed: str = ""
-    """Why it could not be compiled or measured."""
+    """Reason for which the plan could not be compiled or measured."""
 
 
 def candidates(
     plan: Plan, baselines: Mapping[str, Plan], propagated: bool, offered: Sequence[PlanCandidate] = ()
 ) -> list[tuple[str, Plan, bool]]:
-    """(name, plan, whether its prediction holds) of the plan, those `offered` beside it and all baselines; with
-    `propagated`, of each baseline once more without its pins."""
-    known = {"plan", *(f"{name}*" for name in baselines)}
-    found = [("plan", plan, True)]
-    found += [(each.name, each.plan, True) for each in offered if each.name not in known]
+    """Return (name, plan, True if its prediction holds) for the plan, the `offered` candidates and all baselines.
+
+    With `propagated`, each baseline occurs a second time without its pins.
+    """
+    names = {"plan", *(f"{name}*" for name in baselines)}
+    rows = [("plan", plan, True)]
+    rows += [(each.name, each.plan, True) for each in offered if each.name not in names]
     for name, baseline in baselines.items():
-        found.append((f"{name}*", baseline, True))
+        rows.append((f"{name}*", baseline, True))
         if propagated:
-            found.append((name, dataclasses.replace(baseline, pins=(), module_hash=""), False))
-    return found
+            rows.append((name, dataclasses.replace(baseline, pins=(), module_hash=""), False))
+    return rows
 
 
 def comparison_figures(rows: Sequence[ComparisonRow]) -> dict[str, Any]:
-    """The JSON object of `autoshard compare --json`."""
+    """Return the JSON object of `autoshard compare --json`."""
     return {
         "plans": {
             row.name: {
@@ -65,7 +68,7 @@ def comparison_figures(rows: Sequence[ComparisonRow]) -> dict[str, Any]:
 
 
 def undecided(row: ComparisonRow, rows: Sequence[ComparisonRow]) -> list[str]:
-    """Names of the other plans whose estimated step differs by less than the estimator's error for pairs."""
+    """Return the names of other plans whose estimated step differs by less than the estimator's error for pairs."""
     mine = _estimated(row)
     if mine is None:
         return []
@@ -78,16 +81,18 @@ def undecided(row: ComparisonRow, rows: Sequence[ComparisonRow]) -> list[str]:
 
 
 def _estimated(row: ComparisonRow) -> float | None:
+    """Return the estimated step of a compiled plan in seconds; None if it is not compiled."""
     return row.compiled["step_time_s"]["estimated"] if row.compiled else None
 
 
 def _pair_error(row: ComparisonRow, other: ComparisonRow) -> float:
+    """Return the relative error of the estimator for the ratio of two steps."""
     mine, theirs = (r.compiled["time"]["by_kind"] if r.compiled else {} for r in (row, other))
     return pair_error(mine, theirs, max(_estimated(row) or 0.0, _estimated(other) or 0.0))
 
 
 def comparison_report(plan: Plan, rows: Sequence[ComparisonRow]) -> RenderableType:
-    """The table for a terminal, fastest first by the best evidence there is."""
+    """Return the table for a terminal, fastest first by the best available evidence."""
     mesh = mesh_words(plan.mesh)
     title = Text(f"{clean(plan.program_name, 60)} on {plan.topology}, mesh {mesh}", style="bold")
     compiled = any(row.compiled for row in rows)
@@ -111,18 +116,19 @@ def comparison_report(plan: Plan, rows: Sequence[ComparisonRow]) -> RenderableTy
 
 
 def _close(rows: Sequence[ComparisonRow]) -> list[Text]:
-    """What the estimates cannot tell apart; nothing where a measurement does."""
+    """Return a note on plans that the estimates cannot separate and that are not measured; empty if there are none."""
     timed = sorted((r for r in rows if _estimated(r) is not None and not r.measured), key=lambda r: _estimated(r) or 0)
     close = undecided(timed[0], timed) if timed else []
     if not close:
         return []
     error = max(_pair_error(timed[0], row) for row in timed if row.name in close)
     among = ", ".join([timed[0].name, *close])
-    said = f"undecided among {clean(among, 300)}: the ratio of two estimates from schedules may be {error:.0%} wrong"
-    return [Text(said, style="dim")]
+    note = f"undecided among {clean(among, 300)}: the ratio of two estimates from schedules may be {error:.0%} wrong"
+    return [Text(note, style="dim")]
 
 
 def _evidence(row: ComparisonRow) -> tuple[bool, float]:
+    """Return the sort key of a row: measured time, else estimated, else predicted."""
     if row.measured:
         return False, row.measured["step_time_s"]
     estimated = row.compiled["step_time_s"]["estimated"] if row.compiled else None
@@ -133,6 +139,7 @@ def _evidence(row: ComparisonRow) -> tuple[bool, float]:
 
 
 def _predicted(prediction: Prediction | None) -> list[str]:
+    """Return the predicted figures of a row."""
     if prediction is None:
         return ["-"] * 5
     return [
@@ -145,6 +152,7 @@ def _predicted(prediction: Prediction | None) -> list[str]:
 
 
 def _compiled(figures: dict[str, Any] | None) -> list[str]:
+    """Return the compiled figures of a row."""
     if figures is None:
         return ["-"] * 3
     estimated, peak = figures["step_time_s"]["estimated"], figures["peak_bytes"]["compiled"]
@@ -153,7 +161,7 @@ def _compiled(figures: dict[str, Any] | None) -> list[str]:
 
 
 def candidate_figures(candidates: Sequence[PlanCandidate]) -> list[dict[str, Any]]:
-    """The list under `candidates` of `autoshard plan --json`."""
+    """Return the list under `candidates` of `autoshard plan --json`."""
     return [
         {"name": each.name, "why": each.why, "mesh": dict(each.plan.mesh), **prediction_figures(each.plan.prediction)}
         for each in candidates
@@ -161,7 +169,7 @@ def candidate_figures(candidates: Sequence[PlanCandidate]) -> list[dict[str, Any
 
 
 def candidates_report(candidates: Sequence[PlanCandidate]) -> RenderableType:
-    """A table for a terminal, in the order given: ours, then by predicted time."""
+    """Return the table of candidates for a terminal, in the given order: the plan, then by predicted time."""
     table = Table(box=SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0), header_style="dim")
     table.add_column("", no_wrap=True)
     for column in ("step", "vs plan", "exposed", "peak"):
@@ -180,5 +188,5 @@ def candidates_report(candidates: Sequence[PlanCandidate]) -> RenderableType:
             format_bytes(row.peak_bytes),
             Text(clean(f"{each.why}{elsewhere}")),
         )
-    alone = [Text("  no other plan was found that really differs", style="dim")] if len(candidates) == 1 else []
-    return Group(Text(), Text("Candidates that really differ", style="bold"), table, *alone)
+    note = [Text("  no other plan was found that really differs", style="dim")] if len(candidates) == 1 else []
+    return Group(Text(), Text("Candidates that really differ", style="bold"), table, *note)

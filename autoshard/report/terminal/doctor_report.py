@@ -1,4 +1,4 @@
-"""What is installed, what is here, and what will therefore work."""
+"""Report of the installation: packages, devices, and the abilities that they allow."""
 
 import dataclasses
 import glob
@@ -19,12 +19,12 @@ from autoshard.base.tested_versions import PACKAGES, TESTED, known_versions
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Ability:
-    """One thing that autoshard can do, if its packages are here."""
+    """One ability of autoshard that needs packages."""
 
     name: str
     works: bool
     note: str
-    """Versions if it works, else what is missing and how to get it."""
+    """Versions if the ability works, else the missing packages and how to install them."""
 
 
 _CORE = ("jax", "jaxlib", "numpy", "scipy", "ortools", "numba")
@@ -50,15 +50,15 @@ devices = [f"{device.id}: {device.device_kind}" for device in jax.devices()]
 print()
 print(json.dumps({"devices": devices, "backend": jax.default_backend()}))
 """
-"""What a process of its own runs to see devices."""
+"""Program that a separate process runs to list devices."""
 _WAIT_S = 120.0
-"""Seconds in which it must have seen them."""
+"""Seconds within which that process must list devices."""
 _ACCELERATORS = ("/dev/nvidia[0-9]*", "/dev/accel*", "/dev/vfio/[0-9]*")
-"""Files of Linux that say that GPUs or TPUs are here."""
+"""Device files of GPUs and TPUs on Linux."""
 
 
 def doctor() -> dict[str, Any]:
-    """Versions, abilities and devices, as plain values. JAX is started by another process, to see its devices."""
+    """Return versions, abilities and devices as plain values. A separate process starts JAX to list its devices."""
     abilities = [_ability(*row) for row in _ABILITIES]
     devices, backend, unused = _devices()
     return {
@@ -80,6 +80,7 @@ def doctor() -> dict[str, Any]:
 
 
 def _version(package: str) -> str | None:
+    """Return the version of a package; None if it is not installed."""
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
@@ -87,6 +88,7 @@ def _version(package: str) -> str | None:
 
 
 def _ability(name: str, packages: tuple[str, ...], install: str) -> Ability:
+    """Return an ability, with the versions of its packages or the missing ones."""
     versions = {package: _version(package) for package in packages}
     missing = [package for package, version in versions.items() if version is None]
     if missing:
@@ -95,34 +97,38 @@ def _ability(name: str, packages: tuple[str, ...], install: str) -> Ability:
 
 
 def _devices() -> tuple[list[str], str, str]:
-    """Devices and backend that JAX finds, or why it starts none, and what it says of an accelerator that is not used.
+    """Return the devices and the backend that JAX finds, and a warning about an accelerator that JAX does not use.
 
-    In a process of its own: plugins of accelerators that are not here complain on the terminal, and may wait for them.
+    If JAX starts no backend, the backend is the reason. A separate process runs JAX, since plugins of absent
+    accelerators print on the terminal and may wait for their device.
     """
-    told = told_by(_LOOK, _WAIT_S)
-    if told is None:
+    answer = told_by(_LOOK, _WAIT_S)
+    if answer is None:
         return [], f"none: JAX found no device in {_WAIT_S:.0f} s; JAX_PLATFORMS=cpu looks for no accelerator", ""
-    out, complaints, code = told
-    said = [line.strip() for line in complaints.splitlines() if line.strip()]
+    out, complaints, code = answer
+    log_lines = [line.strip() for line in complaints.splitlines() if line.strip()]
     if code or not out.strip():
-        return [], f"none: {said[-1] if said else 'JAX could not be started'}", ""
-    found = json.loads(out.splitlines()[-1])
-    here = [path for pattern in _ACCELERATORS for path in glob.glob(pattern)]
-    if found["backend"] != "cpu" or not here or os.environ.get("JAX_PLATFORMS", "") == "cpu":
-        return found["devices"], found["backend"], ""
-    why = next((line for line in reversed(said) if "Error" in line), "")
-    return found["devices"], found["backend"], f"{here[0]} is here, but JAX uses the CPU. {why}".strip()
+        return [], f"none: {log_lines[-1] if log_lines else 'JAX could not be started'}", ""
+    listed = json.loads(out.splitlines()[-1])
+    device_files = [path for pattern in _ACCELERATORS for path in glob.glob(pattern)]
+    if listed["backend"] != "cpu" or not device_files or os.environ.get("JAX_PLATFORMS", "") == "cpu":
+        return listed["devices"], listed["backend"], ""
+    reason = next((line for line in reversed(log_lines) if "Error" in line), "")
+    return listed["devices"], listed["backend"], f"{device_files[0]} is here, but JAX uses the CPU. {reason}".strip()
 
 
 def _warnings() -> list[str]:
-    found = []
+    """Return warnings about versions that do not work together."""
+    warnings = []
     torch, torch_xla = _version("torch"), _version("torch_xla")
     if torch and torch_xla and _minor(torch) != _minor(torch_xla):
-        found.append(f"torch {torch} and torch_xla {torch_xla} differ in their minor version; torch_xla will not load.")
+        warnings.append(
+            f"torch {torch} and torch_xla {torch_xla} differ in their minor version; torch_xla will not load."
+        )
     jax, jaxlib = _version("jax"), _version("jaxlib")
     if jax and jaxlib and jax != jaxlib:
-        found.append(f"jax {jax} and jaxlib {jaxlib} differ; install one version of both.")
-    return found
+        warnings.append(f"jax {jax} and jaxlib {jaxlib} differ; install one version of both.")
+    return warnings
 
 
 def _tested() -> str:
@@ -137,11 +143,12 @@ def _tested() -> str:
 
 
 def _minor(version: str) -> list[str]:
+    """Return the first two numbers of a version."""
     return re.findall(r"\d+", version)[:2]
 
 
 def doctor_report(found: dict[str, Any]) -> RenderableType:
-    """What `doctor` found, for a terminal."""
+    """Return the report of `doctor` for a terminal."""
     from autoshard.base.units import format_bytes
 
     head = Text(f"Python {found['python']}, {found['cores']} cores, {format_bytes(found['memory_bytes'])} of memory")

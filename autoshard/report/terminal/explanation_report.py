@@ -1,4 +1,4 @@
-"""One tensor's spec explained, the limits of a plan, and what else was possible."""
+"""Report of one tensor's spec, of the limits of a plan, and of its alternatives."""
 
 import math
 from typing import Any
@@ -25,7 +25,7 @@ from autoshard.report.schedule_picture import schedule_report
 
 
 SHOWN = 10
-"""Alternatives that are shown; the rest is counted."""
+"""Most alternatives that the report shows; the rest is counted."""
 
 HOW = {
     "solved": "everything else chosen again",
@@ -35,13 +35,16 @@ HOW = {
 
 
 def explanation_report(found: Explanation, plan: Plan | None = None) -> RenderableType:
-    """What the tensor has, who fixed it, and every other spec with its price; then the pipeline of its `plan`."""
-    drawn = None if plan is None else schedule_report(plan)
-    told = _explained(found)
-    return told if drawn is None else Group(told, Text(), Text("Pipeline", style="bold"), drawn)
+    """Return the report of a tensor's spec: its source, every other spec with its price, and the pipeline of its
+    `plan`.
+    """
+    pipeline = None if plan is None else schedule_report(plan)
+    explained = _explained(found)
+    return explained if pipeline is None else Group(explained, Text(), Text("Pipeline", style="bold"), pipeline)
 
 
 def _explained(found: Explanation) -> RenderableType:
+    """Return the report of a tensor's spec without the pipeline."""
     lines: list[RenderableType] = [
         Text.assemble(
             (clean(found.name), "bold"), f" ({found.role}) is split ", (spec_text(found.spec, found.shape), "cyan")
@@ -76,6 +79,7 @@ def _explained(found: Explanation) -> RenderableType:
 
 
 def _delta(one: Alternative) -> str:
+    """Return the seconds of an alternative against the plan, with a mark if all other decisions are fixed."""
     if one.chosen or one.delta_s is None:
         return "chosen" if one.chosen else "-"
     sign = "+" if one.delta_s >= 0 else "-"
@@ -83,6 +87,7 @@ def _delta(one: Alternative) -> str:
 
 
 def _what(one: Alternative) -> str:
+    """Return the largest collective that an alternative adds, and the change that would make it win."""
     if one.chosen:
         return ""
     if one.step_time_s is None:
@@ -94,44 +99,51 @@ def _what(one: Alternative) -> str:
 
 
 def alternatives(plan: Plan) -> list[dict[str, Any]]:
-    """Every alternative of which a time or a bound is known: its group and name, step time (or what it takes at
-    least), bytes of one device at the peak, seconds for an element of a batch, and in words why it was not chosen.
+    """Return every alternative to the plan with a known time or bound, as one dict each.
 
-    What is not known is None. Where a recipe has another batch, times compare by element.
+    Alternatives are recipes, meshes and baselines. Unknown figures are None. If a recipe has another batch, compare
+    times per element. A dict has these entries:
+
+    - `group`, `name`: kind of alternative and its name.
+    - `step_s`, `bound_s`: step time and lower bound in seconds.
+    - `peak_bytes`: peak of one device.
+    - `per_element_s`: seconds per element of a batch.
+    - `why`: reason against it in words.
     """
-    found = [*_recipes(plan), *_meshes(plan)]
+    rows = [*_recipes(plan), *_meshes(plan)]
     for name, row in sorted(plan.baselines.items(), key=lambda item: (not item[1].fits, item[1].step_time_s)):
-        said = " ".join(why_not(plan, name))
-        found.append(_row("baselines", name, row.step_time_s, None, row.peak_bytes, row.fits, said))
-    return [row for row in found if row["step_s"] is not None or row["bound_s"] is not None]
+        reason = " ".join(why_not(plan, name))
+        rows.append(_row("baselines", name, row.step_time_s, None, row.peak_bytes, row.fits, reason))
+    return [row for row in rows if row["step_s"] is not None or row["bound_s"] is not None]
 
 
 def chosen_per_element(plan: Plan) -> float | None:
-    """Seconds of the chosen recipe for one element of a batch; None where recipes do not differ in their batch."""
+    """Return the chosen recipe's seconds per element of a batch; None if recipes do not differ in their batch."""
     return next((row.get("seconds_per_element") for row in _tried(plan) if not row.get("verdict")), None)
 
 
 def _tried(plan: Plan) -> tuple[dict[str, Any], ...]:
+    """Return the recipes in a plan's provenance."""
     return plan.recipe.tried if plan.recipe is not None else ()
 
 
 def _recipes(plan: Plan) -> list[dict[str, Any]]:
-    """Where a recipe was not planned, with what was foreseen of it if it was."""
-    found = []
+    """Return the rows of recipes that were not chosen; for an unplanned one with its forecast, if there is one."""
+    rows = []
     for row in _tried(plan):
         if not row.get("verdict"):
             continue
         foreseen = row.get("foreseen") if row.get("step_time_s") is None else None
-        known = foreseen or row
+        figures = foreseen or row
         name = ", ".join(f"{name} {value}" for name, value in row["choices"].items() if value is not None)
-        times = (known.get("step_time_s"), row.get("bound_s"), known.get("peak_bytes"))
-        made = _row("recipes", name, *times, None, row["verdict"])
-        found.append(made | {"foreseen": foreseen is not None, "per_element_s": row.get("seconds_per_element")})
-    return found
+        times = (figures.get("step_time_s"), row.get("bound_s"), figures.get("peak_bytes"))
+        alternative = _row("recipes", name, *times, None, row["verdict"])
+        rows.append(alternative | {"foreseen": foreseen is not None, "per_element_s": row.get("seconds_per_element")})
+    return rows
 
 
 def _meshes(plan: Plan) -> list[dict[str, Any]]:
-    """All but the chosen one, which is the first."""
+    """Return the rows of all meshes but the chosen one, which is the first."""
     return [
         _row("meshes", row.mesh.replace(",", ", "), row.step_time_s, row.bound_s, None, None, row.verdict)
         for row in plan.meshes[1:]
@@ -141,6 +153,13 @@ def _meshes(plan: Plan) -> list[dict[str, Any]]:
 def _row(
     group: str, name: str, step: float | None, bound: float | None, peak: int | None, fits: bool | None, why: str
 ) -> dict[str, Any]:
+    """Return an alternative as a dict.
+
+    - `group`, `name`: kind of alternative and its name.
+    - `step`, `bound`: step time and lower bound in seconds.
+    - `peak`: bytes of one device.
+    - `why`: reason against it.
+    """
     return {
         "group": group,
         "name": clean(name, 120),
@@ -155,11 +174,12 @@ def _row(
 
 
 def step_limits(plan: Plan) -> tuple[str, ...]:
-    """What limits the step time and memory, what other compiler flags gain, and how much room the bound leaves."""
+    """Return sentences on the limits of step time and memory, on gains of compiler flags, and on the bound."""
     return (*_time(plan), *_memory(plan), *_flag_sets(plan), *_gaps(plan))
 
 
 def _time(plan: Plan) -> list[str]:
+    """Return sentences on the limits of the step time."""
     prediction = plan.prediction
     total = prediction.compute_s + prediction.exposed_comm_s
     if total <= 0:
@@ -183,7 +203,7 @@ def _time(plan: Plan) -> list[str]:
 
 
 def _flag_sets(plan: Plan) -> list[str]:
-    """The set of compiler flags that gains most for this very plan, if any gains enough to be said."""
+    """Return a sentence on the set of compiler flags that gains most for this plan, if one gains enough."""
     gains = plan.origin.flag_sets
     if not gains:
         return []
@@ -195,7 +215,9 @@ def _flag_sets(plan: Plan) -> list[str]:
 
 
 def _worst_exposed(prediction: Prediction) -> str:
-    """The kind of collective, and the axes, that expose most communication, with the largest of its causes."""
+    """Return the kind of collective and the axes that expose most communication, with its largest cause; empty if
+    none.
+    """
     groups: dict[tuple[str, tuple[str, ...]], list[Collective]] = {}
     for collective in prediction.collectives:
         if collective.waited_s > 0:
@@ -209,18 +231,20 @@ def _worst_exposed(prediction: Prediction) -> str:
 
 
 def _memory(plan: Plan) -> list[str]:
+    """Return a sentence on the memory peak."""
     prediction = plan.prediction
     if not prediction.memory:
         return []
     kind, size = max(prediction.memory.items(), key=lambda item: item[1])
     where = f" at {readable(prediction.peak_at)}" if prediction.peak_at else ""
     room = plan.memory_limit_bytes - prediction.peak_bytes
-    left = f"{format_bytes(room)} is left" if room >= 0 else f"{format_bytes(-room)} is missing"
+    remainder = f"{format_bytes(room)} is left" if room >= 0 else f"{format_bytes(-room)} is missing"
     words = kind.replace("_", " ") + (" hold" if kind.endswith("s") else " holds")
-    return [f"Memory peaks{where}, where {words} most ({format_bytes(size)}); {left}."]
+    return [f"Memory peaks{where}, where {words} most ({format_bytes(size)}); {remainder}."]
 
 
 def _gaps(plan: Plan) -> list[str]:
+    """Return a sentence on the solver gap and the plan gap."""
     if plan.by_stage:
         return [
             f"The step is within {plan.plan_gap:.1%} of a lower bound for all cuts between modules by this schedule, "
@@ -234,7 +258,7 @@ def _gaps(plan: Plan) -> list[str]:
 
 
 def why_not(plan: Plan, name: str) -> tuple[str, ...]:
-    """Why the plan was preferred to one of its baselines."""
+    """Return the reasons for which the plan was preferred to one of its baselines."""
     own, other = plan.prediction, plan.baselines[name]
     sentences = []
     if not other.fits:

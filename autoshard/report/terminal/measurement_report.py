@@ -1,4 +1,4 @@
-"""Measurements and refinements on a terminal."""
+"""Reports of measurements and refinements on a terminal."""
 
 import math
 from collections.abc import Mapping
@@ -16,7 +16,7 @@ from autoshard.report.display import clean
 
 
 def measurement_report(plan: Plan, figures: Mapping[str, Any]) -> RenderableType:
-    """`figures` is the object that `autoshard measure --json` prints."""
+    """Return the report of a measured plan; `figures` is the object that `autoshard measure --json` prints."""
     mesh = mesh_words(plan.mesh)
     title = Text(f"{clean(plan.program_name, 60)} on {figures['device']}, mesh {mesh}", style="bold")
     predicted = plan.prediction.step_time_s
@@ -48,6 +48,7 @@ def measurement_report(plan: Plan, figures: Mapping[str, Any]) -> RenderableType
 
 
 def _predicted_time(plan: Plan, time: Mapping[str, Any]) -> str:
+    """Return the predicted time of a measured collective."""
     alike = [
         c.seconds for c in plan.prediction.collectives if c.kind == time["kind"] and set(c.axes) == set(time["axes"])
     ]
@@ -55,6 +56,7 @@ def _predicted_time(plan: Plan, time: Mapping[str, Any]) -> str:
 
 
 def _eager(figures: Mapping[str, Any]) -> Text:
+    """Return the verdict of the comparison with eager torch."""
     if figures["skipped"]:
         return Text(clean(figures["skipped"], 400), style="yellow")
     passed, worst = figures["agrees"], figures["worst"]
@@ -77,6 +79,10 @@ def _eager(figures: Mapping[str, Any]) -> Text:
 
 
 def _edge(name: str, figures: Mapping[str, Any] | None, tolerance: float) -> Text:
+    """Return the verdict of the comparison with edge values among the arguments; `name` describes the values.
+
+    Without `figures` the values were not compared.
+    """
     if figures is None:
         why = "collectives of CPUs drop it under max and min, in plain JAX as well"
         return Text(f"Not compared with {name} among the arguments: {why}", style="dim")
@@ -90,6 +96,7 @@ def _edge(name: str, figures: Mapping[str, Any] | None, tolerance: float) -> Tex
 
 
 def _check(figures: Mapping[str, Any]) -> Text:
+    """Return the verdict of the comparison with the unplanned run."""
     passed = figures["passed"]
     text = Text("AGREES" if passed else "DIFFERS", style="bold green" if passed else "bold red")
     text.append(
@@ -109,7 +116,7 @@ def _check(figures: Mapping[str, Any]) -> Text:
 
 
 def refinement_report(result: Refinement) -> RenderableType:
-    """The plans as they were judged, best first, the figures that moved, and the plan in words."""
+    """Return the report of a refinement: judged plans, best first, the figures that changed, and the plan in words."""
     plan = result.plan
     title = Text(f"{clean(plan.program_name, 60)} on {plan.topology}, mesh {mesh_words(plan.mesh)}", style="bold")
     judged = "compiled" if result.judge == "compile" else "measured"
@@ -132,6 +139,7 @@ def refinement_report(result: Refinement) -> RenderableType:
 
 
 def _cells(each: Judged) -> list[str]:
+    """Return the figures of a judged plan for its row."""
     seen = each.seen
     verdict = "-" if seen.failed else "no" if not seen.fits else "remat" if "remat" in seen.verdict else "yes"
     return [
@@ -145,6 +153,7 @@ def _cells(each: Judged) -> list[str]:
 
 
 def _learned(result: Refinement) -> list[RenderableType]:
+    """Return the table of figures that the refinement learned."""
     fit = result.fit
     if not fit.figures:
         return [Text("Nothing was learned: what was seen moves no figure.")]
@@ -159,5 +168,5 @@ def _learned(result: Refinement) -> list[RenderableType]:
     what = "share of hidden communication"
     if result.judge == "measure":
         before, after, what = math.expm1(before), math.expm1(after), "time"
-    said = f"Learned from {fit.observations} {many}: median error of the {what} {before:.0%}, now {after:.0%}"
-    return [Text(said), table]
+    summary = f"Learned from {fit.observations} {many}: median error of the {what} {before:.0%}, now {after:.0%}"
+    return [Text(summary), table]

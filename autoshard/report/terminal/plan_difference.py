@@ -1,4 +1,4 @@
-"""What differs between two plans."""
+"""Differences between two plans."""
 
 import dataclasses
 from collections import defaultdict
@@ -27,9 +27,9 @@ class Inside:
     """A value or an op inside of the step that two plans treat differently."""
 
     name: str
-    """What the source calls it, and which op takes it where only that one is meant."""
+    """Source name, followed by the consuming op if only its use differs."""
     first: str
-    """Its specs in the first plan, one after the other; `not pinned` if propagation decides."""
+    """Specs in the first plan, one after the other; `not pinned` if propagation decides."""
     second: str
 
 
@@ -45,34 +45,34 @@ class Sent:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class PlanChange:
-    """Two plans side by side."""
+    """Differences between two plans."""
 
     figures: tuple[tuple[str, Any, Any], ...]
-    """(field of `Prediction`, in the first, in the second)."""
+    """Figures as (field of `Prediction`, in the first, in the second)."""
     settings: tuple[tuple[str, str, str], ...]
-    """What was asked for differently: program, topology, mesh, memory limit."""
+    """Differing inputs: program, topology, mesh, memory limit."""
     specs: tuple[tuple[str, str, str], ...]
-    """(argument, spec in the first, spec in the second), where both have the argument and the specs differ."""
+    """Differing specs of common arguments as (argument, spec in the first, spec in the second)."""
     shared: int
     only_first: tuple[str, ...]
     only_second: tuple[str, ...]
     inside: tuple[Inside, ...]
-    """Pins, ops split in space and calls on shards that differ, in program order."""
+    """Differing pins, ops split in space and calls on shards, in program order."""
     collectives: tuple[tuple[str, str, Sent, Sent], ...]
-    """(kind, axes, in the first, in the second), where they differ; what differs most in seconds first."""
+    """Differing communication as (kind, axes, in the first, in the second), the largest difference in seconds first."""
     state: StateReshard | None = None
-    """What moving the state from the first to the second takes; None where nothing moves or none is in common."""
+    """Reshard of the state from the first plan to the second; None if nothing moves or no state is common."""
 
     @property
     def is_empty(self) -> bool:
-        """Whether the two plans are one."""
+        """True if the two plans are the same."""
         figures = any(a != b for _, a, b in self.figures)
         named = self.settings or self.specs or self.only_first or self.only_second
         return not (figures or named or self.inside or self.collectives)
 
 
 def difference(first: Plan, second: Plan) -> PlanChange:
-    """Compare two plans; they may be of different meshes, topologies, or even programs."""
+    """Compare two plans, which may have different meshes, topologies or programs."""
     both = [name for name in first.arguments if name in second.arguments]
     settings = []
     for name, a, b in (
@@ -102,6 +102,7 @@ def difference(first: Plan, second: Plan) -> PlanChange:
 
 
 def _state(first: Plan, second: Plan) -> StateReshard | None:
+    """Return the reshard of the state; None if nothing moves or no state is common."""
     try:
         state = predict_reshard(first, second)
     except UserError:
@@ -110,11 +111,15 @@ def _state(first: Plan, second: Plan) -> StateReshard | None:
 
 
 def _argument(plan: Plan, name: str) -> str:
+    """Return the spec of an argument as text."""
     return spec_text(plan.arguments[name], plan.shapes[name])
 
 
 def _inside(first: Plan, second: Plan) -> Iterator[Inside]:
-    """Values of one program are found again by their ops; of two programs, by their names."""
+    """Yield the values that two plans treat differently.
+
+    Values are matched by their ops if both plans have the same program, else by their names.
+    """
     same = first.program_fingerprint == second.program_fingerprint
     a, b = _chosen(first, same), _chosen(second, same)
     for key in sorted({**a, **b}, key=lambda key: a[key][0] if key in a else b[key][0]):
@@ -124,33 +129,35 @@ def _inside(first: Plan, second: Plan) -> Iterator[Inside]:
 
 
 def _chosen(plan: Plan, by_op: bool) -> dict[Hashable, tuple[tuple[int, ...], str, list[str]]]:
-    """What a plan chooses inside of the step: place in the program, name and specs in their order."""
-    found: dict[Hashable, tuple[tuple[int, ...], str, list[str]]] = {}
+    """Return the plan's choices inside of the step: position in the program, name, and specs in order."""
+    choices: dict[Hashable, tuple[tuple[int, ...], str, list[str]]] = {}
     seen: dict[str, int] = defaultdict(int)
     numbers: dict[Hashable, str] = {}
 
     def add(place: tuple[int, ...], name: str, spec: str) -> None:
+        """Add a spec at a position."""
         if place not in numbers:
             numbers[place] = f"{name} {seen[name]}"
             seen[name] += 1
         key: Hashable = place if by_op else numbers[place]
-        found.setdefault(key, (place, name, []))[2].append(spec)
+        choices.setdefault(key, (place, name, []))[2].append(spec)
 
     for pin in plan.pins:
-        taken = "" if pin.operand is None else f" as op {pin.operand[0]} takes it"
+        use = "" if pin.operand is None else f" as op {pin.operand[0]} takes it"
         place = (pin.op, pin.index, *(pin.operand or ()))
-        add(place, f"{readable(pin.name) or f'op {pin.op}'}{taken}", spec_text(pin.spec))
+        add(place, f"{readable(pin.name) or f'op {pin.op}'}{use}", spec_text(pin.spec))
     for region in plan.regions:
         add((region.op, -1, 0), f"{readable(region.name) or f'op {region.op}'} in space", _sides(region))
     for call in plan.calls:
         add((call.op, -1, 1), f"call of {call.name}", _sides(call))
-    return found
+    return choices
 
 
 def _sides(op: Any) -> str:
-    """Specs of what an op takes and leaves on shards."""
+    """Return the specs of an op's operands and results on shards, as text."""
 
     def listed(specs: tuple[Spec, ...]) -> str:
+        """Return specs as text."""
         return ", ".join(spec_text(spec) for spec in specs)
 
     summed = f" summed over {', '.join(axis_words(op.summed))}" if op.summed else ""
@@ -158,32 +165,35 @@ def _sides(op: Any) -> str:
 
 
 def _collectives(first: Plan, second: Plan) -> tuple[tuple[str, str, Sent, Sent], ...]:
+    """Return the differing communication, the largest difference in seconds first."""
     a, b = _sent(first), _sent(second)
     rows = [(*key, a.get(key, Sent()), b.get(key, Sent())) for key in dict.fromkeys([*a, *b])]
-    found = [row for row in rows if row[2] != row[3]]
-    return tuple(sorted(found, key=lambda row: (-abs(row[2].seconds - row[3].seconds), row[0], row[1])))
+    differing = [row for row in rows if row[2] != row[3]]
+    return tuple(sorted(differing, key=lambda row: (-abs(row[2].seconds - row[3].seconds), row[0], row[1])))
 
 
 def _sent(plan: Plan) -> dict[tuple[str, str], Sent]:
-    found: dict[tuple[str, str], Sent] = {}
+    """Return the communication of a plan by kind and axes."""
+    sent: dict[tuple[str, str], Sent] = {}
     for each in plan.prediction.collectives:
         key = (each.kind, ", ".join(axis_words(each.axes)))
-        old = found.get(key, Sent())
-        found[key] = Sent(
+        old = sent.get(key, Sent())
+        sent[key] = Sent(
             old.count + each.count,
             old.wire_bytes + each.wire_bytes,
             old.seconds + each.seconds,
             old.exposed_s + each.waited_s,
         )
-    return found
+    return sent
 
 
 def _mesh(plan: Plan) -> str:
+    """Return the mesh of a plan as text without spaces."""
     return mesh_words(plan.mesh).replace(", ", ",")
 
 
 def figure_text(key: str, value: Any) -> str:
-    """One of `FIGURES` as people read it."""
+    """Return one of `FIGURES` as text for readers."""
     if value is None:
         return "-"
     if key == "fits":
@@ -194,11 +204,12 @@ def figure_text(key: str, value: Any) -> str:
 
 
 def figure_name(key: str) -> str:
+    """Return the name of one of `FIGURES` for readers."""
     return "MFU" if key == "mfu" else key.removesuffix("_s").removesuffix("_bytes").replace("_", " ")
 
 
 def difference_figures(found: PlanChange) -> dict[str, Any]:
-    """The JSON object of `autoshard diff --json`."""
+    """Return the JSON object of `autoshard diff --json`."""
     return {
         "figures": {key: {"first": a, "second": b} for key, a, b in found.figures},
         "settings": {name: {"first": a, "second": b} for name, a, b in found.settings},
@@ -216,7 +227,7 @@ def difference_figures(found: PlanChange) -> dict[str, Any]:
 
 
 def difference_report(found: PlanChange) -> RenderableType:
-    """The difference for a terminal: what it costs first, then what it is."""
+    """Return the difference for a terminal: figures first, then specs."""
     figures = Table.grid(padding=(0, 3, 0, 0))
     for key, a, b in found.figures:
         ratio = f"{b / a:.2f}x" if key.endswith("_s") and a and b else ""
@@ -241,6 +252,7 @@ def difference_report(found: PlanChange) -> RenderableType:
 
 
 def _inside_parts(found: PlanChange) -> list[RenderableType]:
+    """Return the table of values inside of the step that differ, layers folded."""
     if not found.inside:
         return []
     rows: dict[tuple[str, str, str], int] = defaultdict(int)
@@ -261,6 +273,7 @@ def _inside_parts(found: PlanChange) -> list[RenderableType]:
 
 
 def _collective_parts(found: PlanChange) -> list[RenderableType]:
+    """Return the table of communication that differs."""
     if not found.collectives:
         return []
     table = Table.grid(padding=(0, 2, 0, 2))
@@ -271,6 +284,7 @@ def _collective_parts(found: PlanChange) -> list[RenderableType]:
 
 
 def _state_parts(state: StateReshard | None) -> list[RenderableType]:
+    """Return the table on the reshard of the state."""
     if state is None:
         return []
     table = Table.grid(padding=(0, 2, 0, 2))
@@ -290,7 +304,7 @@ def _state_parts(state: StateReshard | None) -> list[RenderableType]:
 
 
 def sent_text(sent: Sent) -> str:
-    """`32 times, 1.5 GiB, 3.2 ms (1.1 ms exposed)`; `none` if nothing is sent."""
+    """Return communication as text: `32 times, 1.5 GiB, 3.2 ms (1.1 ms exposed)`; `none` if nothing is sent."""
     if not sent.count:
         return "none"
     times = f"{sent.count} time{'s' if sent.count > 1 else ''}, {format_bytes(sent.wire_bytes)}"

@@ -1,4 +1,4 @@
-"""Pictures of shardings in the terminal: which devices hold which part of a tensor."""
+"""Pictures of shardings in the terminal: the devices that store each part of a tensor."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -11,15 +11,15 @@ from autoshard.planning import Spec, tile_devices
 
 
 Placed = dict[tuple[tuple[int, int], ...], tuple[int, ...]]
-"""For each part of a tensor, as (start, end) of every dim: the devices that hold it."""
+"""Devices that store each part of a tensor, where a part is the (start, end) of every dim."""
 
 _COLOURS = ("cyan", "magenta", "green", "yellow", "blue", "red", "bright_cyan", "bright_magenta", "bright_green")
 
 
 def visualize_sharding(sharding: str, shape: Sequence[int] | None = None, **options: Any) -> Any:
-    """Draw an HLO sharding string such as `{devices=[2,2]<=[4]}` of a tensor with one or two dims that matter.
+    """Draw an HLO sharding string such as `{devices=[2,2]<=[4]}` of a tensor with at most two split dims.
 
-    `shape` is that of the tensor; without it every tile counts as one element. Options: `console` (a
+    `shape` is that of the tensor; without it every tile counts as one element. The options are `console` (a
     `rich.console.Console`; None draws nothing) and `width` in columns. Returns the `rich` table.
 
     Raises `UserError` for a string that cannot be read, or one that splits more than two dims.
@@ -39,7 +39,7 @@ def visualize_spec(
 def visualize_tensor_sharding(tensor: Any, **options: Any) -> Any:
     """Draw how a JAX array or a PyTorch/XLA tensor is split; see `visualize_sharding`.
 
-    Raises `UserError` for anything else, and for a tensor that is held by this process only in part.
+    Raises `UserError` for any other object, and for a tensor that this process stores only in part.
     """
     shape = tuple(int(size) for size in tensor.shape)
     if hasattr(tensor, "sharding") and hasattr(tensor.sharding, "devices_indices_map"):
@@ -62,16 +62,21 @@ def visualize_tensor_sharding(tensor: Any, **options: Any) -> Any:
 
 
 def _devices_here() -> int:
+    """Return the number of devices of all PyTorch/XLA processes."""
     import torch_xla.runtime as xr
 
     return xr.global_runtime_device_count()
 
 
 def parts_of_string(text: str, shape: Sequence[int] | None = None, devices: int | None = None) -> Placed:
-    """The parts that an HLO sharding string makes, and the devices of each; all devices (if known) if replicated."""
+    """Return the parts that an HLO sharding string makes, with the devices of each.
+
+    A replicated tensor is one part on all `devices`, if their number is given. Raises `UserError` if the shape has
+    another number of dims.
+    """
     if text.strip() in ("{replicated}", "replicated"):
-        whole = tuple((0, int(size)) for size in (shape or (1,)))
-        return {whole: tuple(range(devices or 0))}
+        whole_part = tuple((0, int(size)) for size in (shape or (1,)))
+        return {whole_part: tuple(range(devices or 0))}
     tiles, assigned = tile_devices(text)
     sizes = tuple(tiles) if shape is None else tuple(int(size) for size in shape)
     if len(sizes) != len(tiles):
@@ -88,6 +93,10 @@ def parts_of_string(text: str, shape: Sequence[int] | None = None, devices: int 
 
 
 def _draw(placed: Placed, console: Any = ..., width: int = 48) -> Any:
+    """Draw parts as a table, print it on the console and return it.
+
+    Raises `UserError` for more than two split dims.
+    """
     from rich.align import Align
     from rich.console import Console
     from rich.padding import Padding
@@ -100,7 +109,7 @@ def _draw(placed: Placed, console: Any = ..., width: int = 48) -> Any:
     shown = sorted(shown)
     rows = sorted({part[shown[0]] for part in placed}) if shown else [(0, 1)]
     columns = sorted({part[shown[1]] for part in placed}) if len(shown) > 1 else [(0, 1)]
-    where = {tuple(part[dim] for dim in shown): devices for part, devices in placed.items()}
+    devices_of = {tuple(part[dim] for dim in shown): devices for part, devices in placed.items()}
     table = Table(show_header=False, show_lines=True, padding=0, pad_edge=False)
     for _ in columns:
         table.add_column(justify="center")
@@ -110,7 +119,7 @@ def _draw(placed: Placed, console: Any = ..., width: int = 48) -> Any:
         cells = []
         for column in columns:
             key = (row, column)[: len(shown)]
-            devices = where[key]
+            devices = devices_of[key]
             colour = colours.setdefault(devices, _COLOURS[len(colours) % len(_COLOURS)])
             text = ",".join(map(str, devices)) if devices else "every device"
             cells.append(Padding(Align(text, "center", width=max(cell, len(text))), (1, 0), style=f"black on {colour}"))

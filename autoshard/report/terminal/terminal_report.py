@@ -1,4 +1,4 @@
-"""A plan on one screen."""
+"""The report of a plan on one screen."""
 
 import dataclasses
 import math
@@ -19,24 +19,26 @@ from autoshard.report.terminal.explanation_report import step_limits
 
 
 BAR = 46
-"""Characters in a full bar; with its label it stays within 80 columns."""
+"""Characters in a full bar, which with its label stays within 80 columns."""
 
 PARAMETERS = 8
 COLLECTIVES = 6
 MESHES = RECIPES = 6
-"""Rows that are shown; the rest is summed up."""
+"""Most rows that a table shows; the rest is counted."""
 
 
 def terminal_report(plan: Plan, wall_s: Mapping[str, float] | None = None) -> RenderableType:
-    """The plan as a rich renderable for 80 columns and more: the verdict first, details by weight after it.
+    """Return the plan as a rich renderable for 80 columns or more: the verdict first, then details by weight.
 
-    `wall_s` is how long each phase of planning took, if it is to be shown.
+    `wall_s` are the seconds of each planning phase, to be shown at the end.
     """
     return _Report(plan, wall_s)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Report:
+    """Renderable of a plan's report."""
+
     plan: Plan
     wall_s: Mapping[str, float] | None
 
@@ -62,12 +64,13 @@ class _Report:
 
 
 def _flag_lines(plan: Plan) -> list[str]:
-    """What the compiler flags that the plan was made for change in its prices; empty without flags."""
+    """Return the price changes from the plan's compiler flags; empty without flags."""
     prices = list(plan.origin.flag_prices)
     return prices or ([f"{', '.join(plan.flags)}: no price changes."] if plan.flags else [])
 
 
 def _verdict(plan: Plan) -> RenderableType:
+    """Return the head of the report: program, mesh, fit, step time and comparison with the best baseline."""
     prediction = plan.prediction
     mesh = mesh_words(plan.mesh)
     devices = math.prod(plan.mesh.values())
@@ -89,6 +92,7 @@ def _verdict(plan: Plan) -> RenderableType:
 
 
 def _against_best(plan: Plan) -> str:
+    """Return words that compare the plan with the best baseline that fits."""
     best = best_baseline(plan)
     if best is None:
         return "no baseline fits" if plan.baselines else "no baseline to compare with"
@@ -102,10 +106,12 @@ def _against_best(plan: Plan) -> str:
 
 
 def _section(title: str, body: RenderableType | None) -> list[RenderableType]:
+    """Return a section with its title; nothing if it has no body."""
     return [] if body is None else [Text(), Text(title, style="bold"), body]
 
 
 def _bullets(lines: Sequence[str], style: str = "") -> RenderableType | None:
+    """Return lines as a list with bullets; None without lines."""
     if not lines:
         return None
     table = Table.grid(padding=(0, 1, 0, 1))
@@ -115,7 +121,10 @@ def _bullets(lines: Sequence[str], style: str = "") -> RenderableType | None:
 
 
 def _table(*columns: str, left: int = 1) -> Table:
-    """The first `left` columns hold names, which give way where the terminal is narrow; figures never do."""
+    """Return an empty table whose first `left` columns contain names.
+
+    Names are cut on a narrow terminal, figures never.
+    """
     table = Table(box=SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0), header_style="dim")
     for index, column in enumerate(columns):
         table.add_column(column, justify="left" if index < left else "right", no_wrap=index >= left)
@@ -123,10 +132,12 @@ def _table(*columns: str, left: int = 1) -> Table:
 
 
 def _name(text: str, width: int | None = None, style: str = "") -> Text:
+    """Return a name in one line, cut with an ellipsis."""
     return Text(clean(text, width), style=style, no_wrap=True, overflow="ellipsis")
 
 
 def _parameters(plan: Plan, width: int) -> RenderableType | None:
+    """Return the table of the largest parameters, layers folded; None without parameters."""
     names = [name for name in plan.arguments if plan.is_weight(name)]
     groups = fold(names, key=lambda name: (plan.shapes[name], plan.arguments[name], plan.dtypes[name]))
     if not groups:
@@ -153,14 +164,17 @@ def _parameters(plan: Plan, width: int) -> RenderableType | None:
 
 
 def _split_shape(shape: tuple[int, ...], spec: Spec) -> Text:
-    """`32 x 14336/model x 4096/data`, axes in colour."""
+    """Return a shape with its axes in colour: `32 x 14336/model x 4096/data`."""
     text = Text(spec_text(spec, shape))
     text.highlight_regex(r"(?<=\d)/.*?(?= x |$)", "cyan")
     return text
 
 
 def _bar(parts: list[tuple[float, str, str]], whole: float) -> Text:
-    """Parts of (value, character, style), drawn to scale; a part too thin to draw is left out."""
+    """Return a bar of parts (value, character, style), drawn to scale; a part too thin to draw is left out.
+
+    `whole` is the value of a full bar.
+    """
     bar = Text("  ")
     drawn = position = 0.0
     for value, character, style in parts:
@@ -172,6 +186,7 @@ def _bar(parts: list[tuple[float, str, str]], whole: float) -> Text:
 
 
 def _time(prediction: Prediction) -> RenderableType:
+    """Return the bar of compute and exposed communication, with hidden communication below."""
     total = prediction.compute_s + prediction.exposed_comm_s
     bar = _bar([(prediction.compute_s, "█", "green"), (prediction.exposed_comm_s, "▒", "red")], total)
     legend = Text("  ")
@@ -188,6 +203,7 @@ _SHADES = "█▓▒░"
 
 
 def _memory(plan: Plan) -> RenderableType:
+    """Return the bar of memory by kind at the peak, up to the limit."""
     prediction = plan.prediction
     kinds = sorted(((size, kind) for kind, size in prediction.memory.items() if size > 0), reverse=True)
     marks = [
@@ -208,6 +224,7 @@ def _memory(plan: Plan) -> RenderableType:
 
 
 def _baselines(plan: Plan) -> RenderableType | None:
+    """Return the table of baselines, those that fit first and then by time; None without baselines."""
     if not plan.baselines:
         return None
     table = _table("", "step", "vs plan", "MFU", "compute", "exposed", "peak", "fits")
@@ -230,7 +247,9 @@ def _baselines(plan: Plan) -> RenderableType | None:
 
 
 def _recipes(plan: Plan) -> RenderableType | None:
-    """What the planner could have chosen beside mesh and sharding, and the frontier of memory against time."""
+    """Return the table of other recipes, with a mark for those on the frontier of memory against time; None without
+    others.
+    """
     tried = plan.recipe.tried if plan.recipe is not None else ()
     if len(tried) < 2:
         return None
@@ -248,13 +267,17 @@ def _recipes(plan: Plan) -> RenderableType | None:
             Text(clean(row["verdict"] or "chosen")),
         )
     body: list[RenderableType] = [Padding(table, (0, 0, 0, 2))]
-    left = len(tried) - RECIPES - 1
-    body.append(Text(f"  {f'and {left} more; ' if left > 0 else ''}* none is both faster and smaller", style="dim"))
+    hidden_rows = len(tried) - RECIPES - 1
+    body.append(
+        Text(
+            f"  {f'and {hidden_rows} more; ' if hidden_rows > 0 else ''}* none is both faster and smaller", style="dim"
+        )
+    )
     return Group(*body)
 
 
 def _meshes(plan: Plan) -> RenderableType | None:
-    """What the search for the mesh found beside the chosen one."""
+    """Return the table of meshes that the search considered and did not choose; None without any."""
     others = plan.meshes[1:]
     if not others:
         return None
@@ -272,7 +295,7 @@ def _meshes(plan: Plan) -> RenderableType | None:
 
 
 def _collectives(prediction: Prediction, width: int) -> RenderableType | None:
-    """One row for each kind, axes, and whether it is hidden; the costliest cause stands for the rest."""
+    """Return the table of collectives by kind, axes and overlap; each row names its costliest cause."""
     groups: dict[tuple[str, tuple[str, ...], bool], list[Collective]] = {}
     for collective in sorted(prediction.collectives, key=lambda c: -c.seconds):
         groups.setdefault((collective.kind, collective.axes, collective.hidden), []).append(collective)

@@ -1,7 +1,7 @@
-"""Compiled: the best choices of a block of nodes while all others stay, memory priced per time.
+"""Compiled kernels that find the best choices of a block while all other nodes stay, with memory priced at each time.
 
-A block is eliminated node by node, each into at most two neighbours (so its width is two); nodes that stand in the way
-of that keep their choice. What is planned once is solved for several prices.
+A block is eliminated node by node, each into at most two neighbours, so its width is two. Nodes that prevent this keep
+their choice. One plan serves several price vectors.
 """
 
 from typing import NamedTuple
@@ -15,26 +15,26 @@ from autoshard.solver.residual_graph import Ints
 
 
 class Workspace(NamedTuple):
-    """Room that the kernels need; one per thread."""
+    """Scratch arrays of the kernels; one workspace for each thread."""
 
     mark: Ints
     spot: Ints
     members: Ints
     frontier: Ints
     slot: NDArray[np.int32]
-    """[block, block] -> slot of the pair of members, -1 for none."""
+    """[block, block] slot of each pair of members, -1 for none."""
     degree: Ints
     fate: Ints
-    """Member -> 0 undecided, 1 eliminated, 2 keeps its choice."""
+    """State of each member: 0 undecided, 1 eliminated, 2 keeps its choice."""
     order: Ints
     up: Ints
-    """[block, 2] step -> the members it is eliminated into, -1 for none."""
+    """[block, 2] members into which each step eliminates, -1 for none."""
     slot_at: Ints
     slot_edge: Ints
-    """Slot -> directed edge from its first member to its second, -1 when elimination made the pair."""
+    """Directed edge of each slot, from its first member to its second; -1 if elimination created the pair."""
     slot_ends: Ints
     filled: Ints
-    """Slot -> 1 when elimination adds to it, so that it lives in `pool`."""
+    """1 for slots to which elimination adds costs, so that their table is in `pool`."""
     pool: Floats
     scratch: Floats
     at: Ints
@@ -51,13 +51,13 @@ class Workspace(NamedTuple):
     sums: Floats
     load: Ints
     gain: Floats
-    """Block size class -> merit gained lately."""
+    """Merit gained recently by each size class of blocks."""
     effort: Floats
-    """Block size class -> table entries touched lately."""
+    """Table entries touched recently by each size class of blocks."""
 
 
 def workspace(flat: Flat, largest: int) -> Workspace:
-    """Room for blocks of up to `largest` nodes of `flat`."""
+    """Allocate the arrays for blocks of up to `largest` nodes of `flat`."""
     count, times = len(flat.node_at) - 1, len(flat.capacity)
     widest = int(np.diff(flat.node_at).max())
     biggest = int(np.sort(np.diff(flat.node_at))[-largest:].sum())
@@ -101,9 +101,10 @@ def workspace(flat: Flat, largest: int) -> Workspace:
 
 @njit(cache=True, nogil=True)
 def plan(f, w, size, inside):
-    """Plans the elimination of the `size` members; returns (members eliminated, slots), (0, 0) when it is too large.
+    """Plan the elimination of the `size` members of a block.
 
-    Afterwards `mark` is `inside` for eliminated members only, and `sums[0]` the table entries that one solve touches.
+    Returns the numbers of eliminated members and of slots, both 0 when the block is too large. Afterwards `mark` is
+    `inside` for eliminated members only, and `sums[0]` is the number of table entries that one solve touches.
     """
     effort = 0.0
     slots = 0
@@ -131,7 +132,8 @@ def plan(f, w, size, inside):
                 slots += 1
     done, left, used = 0, size, 0
     while left > 0:
-        # Lowest degree first, at random among equals; if all have three or more, the busiest keeps its choice.
+        # Lowest degree first, random among equals. If all have degree three or more, the node of highest degree keeps
+        # its choice.
         shift = int(np.random.random() * size)
         pick, busiest = -1, -1
         for turn in range(size):
@@ -211,7 +213,7 @@ def plan(f, w, size, inside):
         w.at[k + 1] = w.at[k] + f.node_at[node + 1] - f.node_at[node]
         if w.fate[k] == 2:
             w.mark[node] = inside - 1
-    # A member may keep its choice after others were eliminated into it: it then stays as what is outside does.
+    # A member may keep its choice after others were eliminated into it. It is then fixed, like nodes outside the block.
     for step in range(done):
         if w.up[step, 1] >= 0 and w.fate[w.up[step, 1]] == 2:
             w.up[step, 1] = -1
@@ -223,7 +225,7 @@ def plan(f, w, size, inside):
 
 @njit(cache=True, nogil=True)
 def _table(f, w, first, second, part):
-    """(array, offset) of the table of two members, [alternatives of first, of second]."""
+    """Return (array, offset) of the table of two members, [alternatives of first, of second]."""
     slot = w.slot[first, second]
     edge = w.slot_edge[slot]
     if w.filled[slot] == 0:
@@ -244,7 +246,7 @@ def _table(f, w, first, second, part):
 
 @njit(cache=True, nogil=True)
 def minimise(f, w, done, slots, flip):
-    """Minimum over the planned block of `value` (changed) plus edges; `trial` is filled with choices that reach it."""
+    """Return the minimum over the planned block of `value` (changed) plus edges; fill `trial` with its choices."""
     for slot in range(slots):
         if w.filled[slot]:
             one, two = w.slot_ends[slot, 0], w.slot_ends[slot, 1]

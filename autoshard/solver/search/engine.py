@@ -1,4 +1,4 @@
-"""Searching what is left after the reductions: a bound, a local search and restricted exact solves side by side."""
+"""Search on the reduced graph: a lower bound, a local search and restricted exact solves run in parallel."""
 
 from collections.abc import Callable
 
@@ -13,17 +13,19 @@ from autoshard.solver.search.milp_worker import Answer, PartJob, Worker
 
 
 _ENTRIES = 40_000
-"""Table entries of the first restricted solve; later ones grow while they finish early."""
+"""Table entries of the first restricted solve; later solves grow while they finish early."""
 _TURN_S = 0.5
-"""Seconds of a turn of climbing, or of raising the bound, where rounds of work are not counted."""
+"""Seconds of one turn of local search, or of one ascent of the bound, without an iteration limit."""
 _PROVABLE = 150_000
-"""Table entries up to which a restricted solve that can prove the optimum is tried as it is."""
+"""Table entries up to which a restricted solve that can prove the optimum is tried without further pruning."""
 
 
 class Engine:
     """One search, until `deadline` by `clock`.
 
-    `found` is called with choices of `graph`, `bounded` with a lower bound (offset excluded).
+    - `found`: called with better choices of `graph`.
+    - `bounded`: called with a lower bound, offset excluded.
+    - `stopped`: returns True when the search must end.
     """
 
     def __init__(
@@ -61,7 +63,10 @@ class Engine:
         self.solves: list[tuple] = []
 
     def run(self, start: dict[int, int] | None) -> bool:
-        """Searches until proven (True), or out of time or rounds, or stopped (False), from choices if given."""
+        """Search until proven (return True), or until stopped or out of time or rounds (return False).
+
+        The search starts from the choices `start`, if given.
+        """
         if start is not None:
             self.climber.start(np.array([start[name] for name in self.names], dtype=np.int64))
             self._take()
@@ -76,17 +81,19 @@ class Engine:
         return False
 
     def choices(self) -> dict[int, int]:
-        """The present choices, feasible or not."""
+        """Return the current choices, feasible or not."""
         return dict(zip(self.names, self.climber.chosen.tolist(), strict=True))
 
     def _over(self) -> bool:
+        """Return True if time or rounds are used up."""
         return self._late() or (self.iterations is not None and self.rounds >= self.iterations)
 
     def _late(self) -> bool:
+        """Return True if the search was stopped or its time is up."""
         return self.stopped() or self.clock() >= self.deadline
 
     def _take(self) -> None:
-        """Reports the climber's best and the bound."""
+        """Report the climber's best choices and the bound."""
         if self.climber.cost < self.cost:
             self.cost, self.best = self.climber.cost, self.climber.best.copy()
             self.found(dict(zip(self.names, self.best.tolist(), strict=True)))
@@ -94,7 +101,7 @@ class Engine:
             self.bounded(self.dual.bound)
 
     def _bound_phase(self) -> None:
-        """Raises the bound on one thread while the other climbs from what the bound's sweeps decode."""
+        """Raise the bound on one thread while the other climbs from choices decoded by the bound's sweeps."""
         span = self.deadline - self.began
         sweeps = 4
         latest = self.dual.ascend(2, np.inf, 0.0)
@@ -107,7 +114,7 @@ class Engine:
                 break
             self.rounds += 1
             if self.dual.bound - origin > 0.03 * abs(self.dual.bound):
-                # A much better bound decodes to much better choices: begin again from those.
+                # A much better bound decodes to much better choices: restart from these.
                 origin = self.dual.bound
                 self._restart(latest)
             target = self.cost if np.isfinite(self.cost) else self.climber.merit
@@ -124,10 +131,12 @@ class Engine:
                 sweeps = int(np.clip(turn / max(self.sweep_s, 1e-4), 1, 4 * sweeps))
 
     def _restart(self, chosen: Ints) -> None:
+        """Restart the climber from `chosen`, with a penalty of at least three times the highest memory price."""
         self.climber.penalty = max(self.climber.penalty, 3 * float(self.dual.prices.max(initial=0.0)))
         self.climber.start(chosen)
 
     def _climb(self, climber: Climber, prices: np.ndarray, slack: float = 0.0) -> None:
+        """Run one turn of local search."""
         if self.iterations is not None:
             climber.run(prices, 1, slack)
             return
@@ -135,7 +144,7 @@ class Engine:
         climber.run_until(lambda: self.clock() >= until or self._over(), prices, slack)
 
     def _turn(self) -> None:
-        """Climbs a while on the present stage; begins another when its time has come."""
+        """Climb for one turn on the current stage; start the next stage when its time has passed."""
         now = self.turns if self.iterations is not None else self.clock()
         if now >= self.stage_end:
             self._begin_stage()
@@ -155,7 +164,10 @@ class Engine:
         self._take()
 
     def _begin_stage(self) -> None:
-        """A new start, and how much of the dearer alternatives to leave out, in turn: most, some, none."""
+        """Begin a new stage: another start, and alternatives restricted to a share of the cheapest by slack.
+
+        The shares rotate through 60 %, 75 %, 45 % and all alternatives.
+        """
         share = (0.6, 0.75, 0.45, 1.0)[self.stages % 4]
         early = self.stages < 6
         start = self.best
@@ -178,14 +190,14 @@ class Engine:
             self.stage.climber.penalty = self.climber.penalty
 
     def _exact_round(self, worker: Worker) -> bool:
-        """A restricted exact solve in another process while this one climbs; True when that proves the optimum."""
+        """Run a restricted exact solve in another process during a climb; return True if it proves the optimum."""
         self.rounds += 1
         slack = self.dual.slack()
         if len(self.solves) % 3 == 2:
-            # Something else now and then: which of the dearer alternatives come along is left to chance.
+            # Diversify every third solve: noise on the slack includes other expensive alternatives.
             slack = slack * np.exp(self.random.normal(0.0, 1.0, len(slack)))
         left = self.deadline - self.clock()
-        # A proof that was cut short is begun again only with more time than it had, and then with all there is.
+        # Retry an interrupted proof only with more time than its last run used, and then with all remaining time.
         proving = len(self.solves) % 3 != 2 and (self.iterations is not None or left > self.unproven_s)
         job = PartJob(
             slack=slack,
@@ -202,7 +214,7 @@ class Engine:
             seed=self.seed,
         )
         if self.threads == 1:
-            # One after the other; a turn of climbing may use up the time that was left.
+            # With one thread climb first, then solve; the turns may use up the remaining time.
             for _ in range(10):
                 if self._over():
                     return False
@@ -231,6 +243,7 @@ class Engine:
         return False
 
     def _adapt(self, answer: Answer) -> None:
+        """Change the size of the next restricted solve according to the time of the last one."""
         left = max(self.deadline - self.clock(), 1.0)
         if not answer.finished:
             self.entries = max(2_000, int(min(self.entries, max(answer.entries, 4_000)) * 0.5))

@@ -16,11 +16,11 @@ from autoshard.solver.search.search_kernels import improve, profile
 _LARGEST = 200
 _STEPS = 12
 _MOVES = 50
-"""Block moves between two looks at the price of memory."""
+"""Block moves between two updates of the memory penalty."""
 _HIGHEST = 1e30
-"""Largest price of a byte for one time, where no choices keep memory however long the search goes on."""
+"""Largest penalty of one byte at one time. It caps the growth if no choices fit in memory."""
 _PAUSE_S = 0.2
-"""Seconds after which a timed run wants to be asked whether it is due: fewer moves are then made at a time."""
+"""Longest seconds between two checks of `due` in a timed run; slower chunks are halved."""
 
 
 class Climber:
@@ -41,16 +41,16 @@ class Climber:
 
     @property
     def cost(self) -> float:
-        """Cost of `best`; infinite when no choices met so far keep memory."""
+        """Cost of `best`; infinite when no choices so far fit in memory."""
         return float(self._state[2])
 
     @property
     def merit(self) -> float:
-        """Cost plus penalty of the present choices."""
+        """Cost plus memory penalty of the current choices."""
         return float(self._state[0] + self.penalty * self._state[1])
 
     def start(self, chosen: Ints) -> None:
-        """Goes on from `chosen`."""
+        """Continue from `chosen`."""
         self.chosen = chosen.copy()
         cost, excess = profile(self.flat, self.chosen, self._used)
         self._state[0], self._state[1] = cost, excess
@@ -60,12 +60,12 @@ class Climber:
         self._state[3] = self.merit
 
     def run(self, prices: np.ndarray, chunks: int, slack: float = 0.0) -> None:
-        """So many chunks of block moves; `slack` is how far (in cost) the search may leave the best behind."""
+        """Run `chunks` chunks of block moves; `slack` is the cost by which the search may move away from the best."""
         for _ in range(chunks):
             self._chunk(prices, _MOVES, slack)
 
     def run_until(self, due: Due, prices: np.ndarray, slack: float = 0.0) -> None:
-        """At least one chunk of block moves, and more until `due`."""
+        """Run at least one chunk of block moves, and more until `due`."""
         while True:
             tick = time.monotonic()
             self._chunk(prices, self._at_once, slack)
@@ -78,6 +78,7 @@ class Climber:
                 return
 
     def _chunk(self, prices: np.ndarray, moves: int, slack: float) -> None:
+        """Run one chunk of block moves, then raise the penalty if memory is exceeded, or lower it otherwise."""
         self._state[3] = min(self.merit, self._state[2])
         seed = int(self._random.integers(2**31))
         improve(
@@ -90,18 +91,20 @@ class Climber:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Stage:
+    """Local search on a smaller graph, with the mapping back to the larger one."""
+
     climber: Climber
     prices: np.ndarray
-    """[times of the smaller graph]"""
+    """[times of the smaller graph] memory prices."""
     offset: float
-    """What a cost of the smaller graph lacks to be one of the larger."""
+    """Cost in the larger graph minus cost in the smaller graph."""
     _graph: Graph
     _names: list[int]
     _after: int
     _outer: list[int]
 
     def whole(self, chosen: Ints) -> Ints:
-        """Flat choices of the larger graph from those of the smaller."""
+        """Return flat choices of the larger graph from those of the smaller."""
         full = self._graph.restore(dict(zip(self._names, chosen.tolist(), strict=True)), self._after)
         return full[self._outer]
 
@@ -117,9 +120,16 @@ def make_stage(
     seed: int,
     due: Due,
 ) -> Stage | None:
-    """A searcher on `graph` with only alternatives up to the slack `limit` and those of `start`, beginning there.
+    """Build a climber on `graph`, restricted to alternatives with slack up to `limit` and to those of `start`.
 
-    None when the reductions leave nothing to search, or `start` uses what no feasible choices can.
+    - `names`, `flat`: the result of `flatten(graph)`.
+    - `slack`: slack of each alternative, [alternatives].
+    - `start`: flat choices where the climber begins.
+    - `prices`: memory prices of `graph`, [times].
+    - `due`: returns True when the reductions must end.
+
+    Returns None when the reductions leave nothing to search, or when `start` uses an alternative that cannot be
+    feasible.
     """
     small = restricted(graph, names, flat, slack, limit, np.inf, start, due).graph
     if small is None or len(small.costs) < 2:
@@ -133,7 +143,7 @@ def make_stage(
     inner, arrays = flatten(small)
     merged = np.zeros(len(small.times))
     if len(small.times):
-        # A time that is gone is covered by one nearby.
+        # A time that the reductions dropped is implied by a nearby one.
         places = np.searchsorted(small.times, graph.times).clip(0, len(small.times) - 1)
         np.add.at(merged, places, prices)
     climber = Climber(arrays, seed)

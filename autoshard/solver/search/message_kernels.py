@@ -1,8 +1,9 @@
-"""Compiled message passing: a lower bound by sequential tree-reweighted messages, memory priced by multipliers.
+"""Compiled message passing: a lower bound by sequential tree-reweighted messages, with memory priced by multipliers.
 
-TRW-S: Kolmogorov, PAMI 28, 2006. Nodes are taken in order; each shares its reparametrised cost out among the edges that
-lead onward. After a sweep, costs are split into one function per node and one per edge, whatever the messages are, so
-the sum of their minima is a lower bound; multipliers on memory only change the node costs (Lagrangian).
+The method is TRW-S (Kolmogorov, PAMI 28, 2006). A sweep visits the nodes in order. Each node distributes its
+reparametrised cost among the edges that lead onward. After a sweep, the costs are split into one function for each node
+and one for each edge. This holds for any messages, so the sum of the minima is a lower bound. Multipliers on memory
+only change the node costs (Lagrangian relaxation).
 """
 
 import numpy as np
@@ -12,7 +13,7 @@ from autoshard.base.numba_jit import njit
 
 @njit(cache=True, nogil=True)
 def entry(f, edge, a, b):
-    """Cost of a directed edge between alternative `a` of its node and `b` of the other."""
+    """Return the cost of a directed edge between alternative `a` of its source node and `b` of its target node."""
     back = f.back[edge]
     row, column = f.classes[f.class_at[edge] + a], f.classes[f.class_at[back] + b]
     if f.flipped[edge]:
@@ -22,7 +23,9 @@ def entry(f, edge, a, b):
 
 @njit(cache=True, nogil=True, fastmath={"nnan", "nsz"})
 def _least_rows(f, edge, values, out):
-    """Fills `out` [classes of the other node] with the least of `values` [classes of this one] plus the table."""
+    """Fill `out` [classes of the target node] with the minimum of `values` [classes of the source node] plus the
+    table.
+    """
     rows, columns = f.height[edge], f.height[f.back[edge]]
     at, scale = f.table_at[edge], f.scale[edge]
     if f.flipped[edge]:
@@ -48,11 +51,12 @@ def _least_rows(f, edge, values, out):
 
 @njit(cache=True, nogil=True)
 def sweep(f, messages, unary, forward, decode, chosen, keep_slack, slack):
-    """One sweep over all nodes, ascending when `forward`; returns the lower bound.
+    """Run one sweep over all nodes, ascending if `forward`; return the lower bound.
 
-    `messages` [directed edge -> alternatives of the node it leads to]; `unary` [alternatives] node costs with memory
-    priced in. With `decode`, `chosen` [nodes] is filled with choices made on the way. With `keep_slack`, `slack`
-    [alternatives] is filled with a bound on what an alternative costs above the lower bound.
+    - `messages`: for each directed edge, one value per alternative of its target node; updated.
+    - `unary`: node costs plus priced memory, [alternatives].
+    - `decode`: if True, `chosen` [nodes] receives choices decoded on the way.
+    - `keep_slack`: if True, `slack` [alternatives] receives a lower bound on each alternative's cost above the bound.
     """
     count = len(f.node_at) - 1
     widest = 0
@@ -120,8 +124,8 @@ def sweep(f, messages, unary, forward, decode, chosen, keep_slack, slack):
             for b in range(f.node_at[other + 1] - f.node_at[other]):
                 messages[to + b] = out[f.classes[there + b]] - small
             if keep_slack:
-                # With its new message every column of the edge has least 0; what a row has left over is slack of its
-                # alternative. A column is 0 at its least, so the far end gets nothing from this edge.
+                # With its new message every column of the edge has minimum 0. The rest of a row is slack of its
+                # alternative. The column's minimum is 0, so the target node gets no slack from this edge.
                 for c in range(f.height[back]):
                     out[c] = -out[c]
                 _least_rows(f, back, out, left)
@@ -133,7 +137,9 @@ def sweep(f, messages, unary, forward, decode, chosen, keep_slack, slack):
 
 @njit(cache=True, nogil=True)
 def price_memory(f, prices, unary):
-    """Fills `unary` with node costs plus memory at `prices` [times]; returns what the prices pay for the capacity."""
+    """Fill `unary` with node costs plus memory at `prices` [times]; return the value of the capacity at these
+    prices.
+    """
     times = len(f.capacity)
     sums = np.zeros(times + 1)
     paid = 0.0

@@ -1,4 +1,4 @@
-"""Raising the lower bound: message passing and prices on memory together, with choices decoded on the way."""
+"""Lower bound by message passing combined with memory prices (Lagrange multipliers); choices are decoded on the way."""
 
 import numpy as np
 
@@ -11,10 +11,18 @@ from autoshard.solver.search.search_kernels import profile
 
 @njit(cache=True, nogil=True)
 def _ascend(f, messages, prices, unary, load, used, chosen, best_prices, best_messages, best_chosen, state, rounds):
-    """`rounds` of two sweeps and one step of the prices.
+    """Run `rounds` rounds, each of two sweeps and one step of the prices.
 
-    `state`: best bound, pace of the prices, rounds since the bound rose, cost to aim at, weight of bytes past the limit
-    when decoded choices are compared, cost and excess of the best decoded choices, rounds so far.
+    The eight entries of `state` are, in order:
+
+    - best bound;
+    - step size of the prices;
+    - rounds since the bound rose;
+    - target cost;
+    - weight of one excess byte in the comparison of decoded choices;
+    - cost of the best decoded choices;
+    - excess of the best decoded choices;
+    - number of rounds so far.
     """
     slack = np.zeros(0)
     for _ in range(rounds):
@@ -38,7 +46,7 @@ def _ascend(f, messages, prices, unary, load, used, chosen, best_prices, best_me
         fresh = 1.0 if state[7] == 0 else 0.1
         state[7] += 1
         if state[2] >= 15:
-            # Stalled: back to the best place, with smaller steps.
+            # Stalled: return to the best point, with smaller steps.
             state[2] = 0
             state[1] *= 0.6
             prices[:] = best_prices
@@ -50,13 +58,14 @@ def _ascend(f, messages, prices, unary, load, used, chosen, best_prices, best_me
             if over > 0 or prices[time] > 0:
                 square += over * over
         if square > 0:
+            # Polyak's step: (target - bound) / squared norm of the subgradient, damped.
             stride = 0.05 * state[1] * aim / square
             for time in range(len(prices)):
                 prices[time] = max(prices[time] + stride * (load[time] - f.capacity[time]), 0.0)
 
 
 class Dual:
-    """The lower bound of one flat graph, and what proves it."""
+    """Lower bound of one flat graph, and the messages and prices that prove it."""
 
     def __init__(self, flat: Flat):
         self.flat = flat
@@ -69,25 +78,26 @@ class Dual:
         self._chosen = np.zeros(len(flat.node_at) - 1, dtype=np.int64)
         self._state = np.array([-np.inf, 1.0, 0.0, 0.0, 0.0, np.inf, 0.0, 0.0])
         self.best_messages = self._messages.copy()
-        """Where the bound is best, per directed edge a message over the alternatives of the node it leads to."""
+        """Messages at the best bound: for each directed edge one value per alternative of its target node."""
         self.prices = np.zeros(times)
-        """Bytes past the limit at a time cost this much each, where the bound is best."""
+        """Cost of one byte above the limit at each time, at the best bound, [times]."""
         self.decoded = self._chosen.copy()
 
     @property
     def bound(self) -> float:
-        """No choices of the flat graph cost less; a millionth of a millionth is taken off for rounding."""
+        """Lower bound on the cost of the flat graph's choices, less 1e-12 of it for rounding."""
         value = float(self._state[0])
         return value - 1e-12 * abs(value) - 1e-6
 
     @property
     def pace(self) -> float:
+        """Relative step size of the prices, at most 1."""
         return float(self._state[1])
 
     def ascend(self, rounds: int, target: float, weight: float) -> Ints:
-        """Goes on for some rounds; returns the best choices decoded in them (they may exceed memory).
+        """Continue for some rounds and return the best choices decoded in them, which may exceed memory.
 
-        `target` is the cost to aim at, `weight` what one byte past the limit counts in the comparison.
+        `target` is the cost to aim at, `weight` the cost of one excess byte in the comparison.
         """
         self._state[3], self._state[4], self._state[5], self._state[6] = target, weight, np.inf, 0.0
         _ascend(
@@ -97,12 +107,12 @@ class Dual:
         return self.decoded.copy()
 
     def messages(self) -> list[Floats]:
-        """Those where the bound is best, one by one."""
+        """Return the messages at the best bound, one array for each directed edge."""
         at = self.flat.message_at.tolist()
         return [self.best_messages[low:high] for low, high in zip(at, at[1:], strict=False)]
 
     def begin(self, messages: Floats, other: "Dual | None" = None) -> None:
-        """Goes on from these messages, and with the prices on memory that `other` has come to."""
+        """Start from these messages, and from the memory prices of `other`."""
         self._messages[:] = messages
         self.best_messages[:] = self._messages
         if other is not None:
@@ -110,7 +120,9 @@ class Dual:
             self._state[1] = other.pace
 
     def slack(self) -> np.ndarray:
-        """[alternatives] what choosing one costs above the bound, at the least; the better of both sweeps."""
+        """Return for each alternative a lower bound on its cost above the bound, [alternatives]; the better of two
+        sweeps.
+        """
         messages, unary = self.best_messages.copy(), np.zeros(len(self.flat.cost))
         paid = price_memory(self.flat, self.prices, unary)
         result = np.zeros(len(self.flat.cost))

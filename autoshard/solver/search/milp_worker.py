@@ -1,4 +1,4 @@
-"""Exact solves of restricted problems, one after the other, in a process beside the search."""
+"""Exact solves of restricted problems, one after the other, in a child process that runs parallel to the search."""
 
 import dataclasses
 import math
@@ -14,60 +14,67 @@ from autoshard.solver.search.pruning import Restricted, restricted
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class PartJob:
+    """Arguments of one restricted solve."""
+
     slack: np.ndarray
     gap: float
-    """Best cost above the bound; infinite when there is none."""
+    """Best cost minus bound; infinite when there are no choices yet."""
     best: Ints | None
-    """Flat choices to keep in, and to start from."""
+    """Flat choices that stay included, and from which the solve starts."""
     cutoff: float | None
     entries: int
-    """Table entries to aim at."""
+    """Target number of table entries."""
     provable: int
-    """Table entries up to which everything that could be better is kept."""
+    """Table entries up to which all alternatives that could be better are included."""
     prices: np.ndarray
     seconds: float
     proof_seconds: float
-    """What it may take where it proves the optimum of the whole."""
+    """Time limit of a solve that can prove the optimum of the whole problem."""
     nodes: int | None
     clock: Clock
-    """The clock that counts the seconds of all limits."""
+    """Clock that counts the seconds of all limits."""
     seed: int
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Answer:
+    """Result of one restricted solve."""
+
     chosen: Ints | None
-    """Flat choices, better than the best given; None when none were found."""
+    """Flat choices that are better than the given best; None when none were found."""
     bound: float
-    """A bound where `proves` says so: no choices cost less, the offset of the graph excluded."""
+    """Lower bound on the cost, the graph's offset excluded; valid for the whole problem if `proves`."""
     finished: bool
     exact: bool
     proves: bool
     entries: int
     seconds: float
     stopped: bool = False
-    """The process goes on with it: it should be ended."""
+    """True if the run continues in the background, so that its process should be terminated."""
 
 
 class Worker:
-    """The process, or the one after it; its jobs are about parts of one graph."""
+    """The child process, or its successor; all jobs restrict one graph."""
 
     def __init__(self, graph: Graph, names: list[int], flat: Flat):
         self._told = graph, names, flat
         self._begin()
 
     def start(self, job: PartJob) -> None:
+        """Send a job."""
         self._apart.give([*self._first, job])
         self._first = []
 
     def done(self) -> bool:
+        """Return True if the answer has arrived."""
         return self._apart.done()
 
     def wait(self, seconds: float) -> None:
+        """Wait up to `seconds` for the answer."""
         self._apart.wait(seconds)
 
     def answer(self) -> Answer:
-        """The answer, waited for."""
+        """Wait for the answer and return it; start a new process if a run still occupies this one."""
         answer: Answer = self._apart.answer()
         if answer.stopped:
             self.end()
@@ -75,29 +82,34 @@ class Worker:
         return answer
 
     def end(self) -> None:
+        """Terminate the process."""
         self._apart.end()
 
     def _begin(self) -> None:
+        """Start a process, whose first message is the graph."""
         self._apart = Apart(__name__)
         self._first: list[object] = [self._told]
 
 
 class _Sizer:
-    """Finds the slack limit that leaves about so many entries after reducing; learns from what it has seen."""
+    """Search for the slack limit that leaves a target number of entries after reductions; learns from earlier cuts."""
 
     def __init__(self, graph: Graph, names: list[int], flat: Flat):
         self._graph, self._names, self._flat = graph, names, flat
         self._seen: list[tuple[float, float]] = [(1.0, 0.01), (1e6, 1e5)]
-        """(entries before reducing, after) of earlier cuts, with a guess to begin with."""
+        """(entries before reductions, entries after) of earlier cuts; the first two are guesses."""
 
     def raw(self, slack: np.ndarray, limit: float) -> float:
-        """Entries of the edge tables before reducing, of edges whose ends both have a choice."""
+        """Return the entries of the edge tables before reductions, for edges whose ends both have several
+        alternatives.
+        """
         kept = np.add.reduceat((slack <= limit).astype(np.float64), self._flat.node_at[:-1])
         first = np.repeat(np.arange(len(kept)), np.diff(self._flat.near_at))
         one, two = kept[first], kept[self._flat.near]
         return float((one * two)[(one > 1) & (two > 1)].sum()) / 2
 
     def find(self, job: PartJob, until: float) -> Restricted:
+        """Return a restricted problem of about `job.entries` entries; one that proves the optimum, if small enough."""
         if np.isfinite(job.gap):
             whole = self.raw(job.slack, job.gap)
             if 0.1 * whole <= job.provable:
@@ -124,7 +136,9 @@ class _Sizer:
         return best if best is not None else self._cut(job, 0.0)
 
     def _guess(self, target: float) -> float:
-        """Entries before reducing that should leave `target`: between the nearest of what was seen, in logarithms."""
+        """Return the entries before reductions that should leave `target`, interpolated in logarithms between earlier
+        cuts.
+        """
         under = max((pair for pair in self._seen if pair[1] <= target), default=(1.0, 0.01))
         over = min((pair for pair in self._seen if pair[1] > target and pair[0] > under[0]), default=None)
         if over is None:
@@ -134,6 +148,7 @@ class _Sizer:
         return math.exp(math.log(under[0]) + share * (math.log(over[0]) - math.log(under[0])))
 
     def _limit(self, slack: np.ndarray, raw: float, low: float, high: float) -> float:
+        """Return the slack limit with about `raw` entries before reductions, strictly between `low` and `high`."""
         top = min(high, float(slack[np.isfinite(slack)].max(initial=0.0)))
         bottom = low
         for _ in range(40):
@@ -142,7 +157,7 @@ class _Sizer:
                 top = middle
             else:
                 bottom = middle
-        # Away from both ends that were seen already.
+        # Stay away from both ends, which were tried already.
         if math.isfinite(high):
             bottom = min(max(bottom, low + 0.1 * (high - low)), high - 0.1 * (high - low))
         elif low > 0:
@@ -150,10 +165,12 @@ class _Sizer:
         return bottom
 
     def _cut(self, job: PartJob, limit: float) -> Restricted:
+        """Restrict the graph to alternatives with slack up to `limit`, and reduce it."""
         return restricted(self._graph, self._names, self._flat, job.slack, limit, job.gap, job.best)
 
 
 def _do(sizer: _Sizer, graph: Graph, names: list[int], job: PartJob) -> Answer:
+    """Solve one job: choose the restricted problem, then solve it exactly."""
     tick = job.clock()
     small = sizer.find(job, tick + 0.3 * job.seconds)
     left = small.graph
@@ -199,15 +216,19 @@ def _do(sizer: _Sizer, graph: Graph, names: list[int], job: PartJob) -> Answer:
 
 
 class _Server:
+    """State of the child process: the graph and the sizer."""
+
     def begin(self, first: tuple[Graph, list[int], Flat]) -> None:
+        """Store the graph of all jobs."""
         self.graph, self.names, flat = first
         self.sizer = _Sizer(self.graph, self.names, flat)
 
     def do(self, job: PartJob, _: Due) -> Answer:
+        """Solve one job."""
         return _do(self.sizer, self.graph, self.names, job)
 
 
 def main() -> None:
-    """The process."""
+    """Serve jobs: the entry point of the child process."""
     server = _Server()
     serve(server.do, server.begin)

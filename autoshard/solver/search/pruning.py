@@ -1,4 +1,4 @@
-"""Alternatives pruned by message passing, and smaller problems around the best choices."""
+"""Pruning of alternatives by message passing, and smaller problems around the best choices."""
 
 import copy
 import dataclasses
@@ -16,28 +16,31 @@ from autoshard.solver.residual_graph import Graph, InfeasibleGraph, Ints, OverLi
 
 _TURNS = 60
 _SWEEPS = 6
-"""Rounds of message passing between two looks at what can go."""
+"""Rounds of message passing between two pruning attempts."""
 _ENOUGH = 20_000
-"""Table entries at which narrowing further saves nothing."""
+"""Table entries at which further pruning saves nothing."""
 _MOST = 6_000_000
-"""Table entries, written out, that are handed on at most."""
+"""Largest number of table entries, written out, of the result."""
 _PATIENCE = 5
-"""Turns without a better bound before giving up."""
+"""Turns without a better bound before pruning ends."""
 
 
 def narrow(
     network: Network, hint: Ints | None = None, start: Messages | None = None, enough: float = math.inf
 ) -> Narrowed:
-    """Leaves out alternatives with which no choices can be as good as the best met (`hint` among them).
+    """Prune alternatives that cannot be part of choices as good as the best found, `hint` included.
 
-    Message passing bounds from below what every alternative costs; the gap to the best choices decides. Costs may be
-    rounded to whole picoseconds afterwards: what could be better by that is kept. `start` are messages of a network
-    with the same links and other costs; they save most of the work if the costs are alike. A bound of `enough` ends
-    it: then nothing more is left out.
+    Message passing computes a lower bound on the cost of every alternative. An alternative is pruned if its slack
+    exceeds the gap between the best choices and the bound. The gap includes a margin, since costs may later be rounded
+    to whole picoseconds.
+
+    - `start`: messages of a network with the same links and other costs; they save most of the work if the costs are
+      similar.
+    - `enough`: lower bound at which pruning ends.
     """
     state = _State(network)
     if not state.narrow_to_reachable():
-        # There are no choices at all; that is for the solver to say.
+        # No choices are feasible; the solver reports this.
         allowed = (np.flatnonzero(cost < CLOSED) for cost in network.costs)
         left = (mine if len(mine) else np.arange(len(c)) for mine, c in zip(allowed, network.costs, strict=True))
         return Narrowed(tuple(left), -math.inf, None, True)
@@ -48,8 +51,8 @@ def narrow(
     best, upper = (None, math.inf) if hint is None else state.offer(np.asarray(hint), None, math.inf)
     bound, idle = -math.inf, 0
     for _ in range(_TURNS):
-        found = state.dual.ascend(_SWEEPS, upper, 1.0)
-        best, upper = state.offer(state.whole(found), best, upper)
+        decoded = state.dual.ascend(_SWEEPS, upper, 1.0)
+        best, upper = state.offer(state.whole(decoded), best, upper)
         before, bound = bound, max(bound, min(state.dual.bound, upper))
         if bound >= enough:
             break
@@ -70,17 +73,17 @@ def narrow(
 
 
 class _State:
-    """The network without what is gone, as flat arrays, and the messages on it."""
+    """The remaining network as flat arrays, with its messages."""
 
     def __init__(self, network: Network):
-        # Imported here, as below: the kernels bring numba, which most problems never need.
+        # Imported here, as below, because the kernels load numba, which most problems never need.
         from autoshard.solver.packed_network import Packer
 
         self.network, self.packer = network, Packer(network)
         self._cut = False
 
     def narrow_to_reachable(self) -> bool:
-        """Begins with what may be chosen at all; False if there are no such choices."""
+        """Start with all alternatives that hard constraints allow; return False if there are no such choices."""
         kept = self.packer.reachable(np.flatnonzero(self.packer.cost < CLOSED))
         if kept is None:
             return False
@@ -88,21 +91,22 @@ class _State:
         return True
 
     def _pack(self, kept: Ints) -> None:
+        """Build flat arrays and messages for the remaining alternatives."""
         from autoshard.solver.search.message_passing import Dual
 
         self.kept = kept
-        """Of all alternatives of all nodes those left."""
+        """Remaining alternatives, numbered over all nodes."""
         self.flat = self.packer.pack(kept)
         self.dual = Dual(self.flat)
         self.node_of = self.packer.node_of[kept]
 
     def left(self) -> tuple[Ints, ...]:
-        """For every node the alternatives left."""
+        """Return the remaining alternatives of every node."""
         own, at = self.kept - self.packer.whole_at[self.node_of], self.flat.node_at.tolist()
         return tuple(own[low:high] for low, high in zip(at, at[1:], strict=False))
 
     def begin(self, start: Messages) -> None:
-        """Takes over messages of a network with the same links that has all of these alternatives."""
+        """Start from the messages of a network with the same links, if they cover all remaining alternatives."""
         if start.ends != self._ends():
             return
         counts = np.array([len(old) for old in start.kept], dtype=np.int64)
@@ -115,11 +119,11 @@ class _State:
             return
         near, values = self.flat.near, np.concatenate(start.values) if start.values else np.zeros(0)
         into = np.diff(self.flat.message_at)
-        taken = places[ragged(self.flat.node_at[near], into)] + np.repeat(offsets(counts[near])[:-1], into)
-        self.dual.begin(values[taken])
+        positions = places[ragged(self.flat.node_at[near], into)] + np.repeat(offsets(counts[near])[:-1], into)
+        self.dual.begin(values[positions])
 
     def messages(self) -> Messages | None:
-        """The best so far, over what is left; None once something has been left out by its cost."""
+        """Return the best messages so far; None once an alternative was pruned by its cost."""
         return None if self._cut else Messages(self.left(), self._ends(), tuple(self.dual.messages()))
 
     def _ends(self) -> tuple[tuple[int, int], ...]:
@@ -127,20 +131,23 @@ class _State:
 
     @property
     def entries(self) -> int:
+        """Number of stored table entries."""
         return len(self.flat.tables)
 
     def written_out(self, sizes: Ints | None = None) -> int:
-        """Entries of all tables, written out, for so many alternatives of each node."""
+        """Return the entries of all tables without sharing, for these numbers of alternatives of each node."""
         sizes = np.diff(self.flat.node_at) if sizes is None else sizes
         ends = self.packer.ends
         return int((sizes[ends[0::2]] * sizes[ends[1::2]]).sum())
 
     def whole(self, chosen: Ints) -> Ints:
-        """Choices of the whole network from those of what is left."""
+        """Return choices of the whole network from choices of the remaining one."""
         return self.kept[self.flat.node_at[:-1] + chosen] - self.packer.whole_at[:-1]
 
     def offer(self, choices: Ints, best: Ints | None, upper: float) -> tuple[Ints | None, float]:
-        """The better of two choices of the whole network, and its cost; those that exceed memory are of no use."""
+        """Return the better of two choices of the whole network, and its cost; choices that exceed memory do not
+        count.
+        """
         from autoshard.solver.search.search_kernels import profile
 
         place = np.full(len(self.packer.cost), -1, dtype=np.int64)
@@ -153,13 +160,13 @@ class _State:
         return (choices, cost) if excess == 0 and cost < min(upper, CLOSED) else (best, upper)
 
     def cut(self, limit: float, best: Ints | None, always: bool) -> None:
-        """Leaves out what has more slack than `limit` if that is a good part, or `always`."""
+        """Prune alternatives with more slack than `limit` if they are more than 30 %, or if `always`."""
         stays = self._up_to(self.dual.slack(), limit, best)
         if always or np.count_nonzero(stays) < 0.7 * len(stays):
             self._keep(stays)
 
     def cut_to(self, most: int, best: Ints | None) -> None:
-        """Leaves out the dearest until the tables, written out, have about so many entries."""
+        """Prune the alternatives with most slack until the written-out tables have about `most` entries."""
         slack = self.dual.slack()
         share, stays = 1.0, np.ones(len(self.kept), dtype=bool)
         nodes = len(self.packer.whole_at) - 1
@@ -169,7 +176,7 @@ class _State:
         self._keep(stays)
 
     def _up_to(self, slack: Floats, limit: float, best: Ints | None) -> NDArray[np.bool_]:
-        """Whether each has at most `limit` slack, is what `best` uses, or the least of its node."""
+        """Return a mask of alternatives that stay: slack up to `limit`, part of `best`, or least slack of the node."""
         least = np.minimum.reduceat(slack, self.flat.node_at[:-1])
         stays = slack <= np.maximum(limit, least)[self.node_of]
         if best is not None:
@@ -177,6 +184,7 @@ class _State:
         return stays
 
     def _keep(self, stays: NDArray[np.bool_]) -> None:
+        """Prune all alternatives outside the mask `stays`, and continue from the current messages."""
         kept = self.packer.reachable(self.kept[stays])
         if kept is None:
             return
@@ -184,24 +192,26 @@ class _State:
         left[kept] = True
         stays = left[self.kept]
         near = self.flat.near
-        taken = stays[ragged(self.flat.node_at[near], np.diff(self.flat.message_at))]
-        values, old, self._cut = self.dual.best_messages[taken], self.dual, True
+        entries = stays[ragged(self.flat.node_at[near], np.diff(self.flat.message_at))]
+        values, old, self._cut = self.dual.best_messages[entries], self.dual, True
         self._pack(kept)
         self.dual.begin(values, old)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Restricted:
+    """A restricted and reduced problem."""
+
     graph: Graph | None
-    """None when nothing is left that could be better."""
+    """Reduced graph; None when no choices in it can be better."""
     size: int
-    """Entries of all edge tables."""
+    """Number of entries of all edge tables."""
     proves: bool
-    """No alternative that could lead to a lower cost was left out."""
+    """True if every alternative that could lead to a lower cost is included."""
 
 
 def clone(graph: Graph) -> Graph:
-    """A copy that can be reduced further; its way back goes through the original's."""
+    """Return a copy that can be reduced further; its undo steps begin with those of the original."""
     edges: dict[int, dict[int, Ints]] = {node: {} for node in graph.edges}
     for node, near in graph.edges.items():
         for other, table in near.items():
@@ -230,7 +240,12 @@ def restricted(
     chosen: Ints | None,
     due: Due = never,
 ) -> Restricted:
-    """`graph` with only alternatives whose `slack` is at most `limit`, and those of `chosen`, reduced until `due`."""
+    """Return `graph` with only the alternatives with slack up to `limit` and those of `chosen`, reduced until `due`.
+
+    - `names`, `flat`: the result of `flatten(graph)`.
+    - `slack`: slack of each alternative, [alternatives].
+    - `gap`: best cost minus bound; a `limit` of at least this makes the result a proof.
+    """
     smaller = clone(graph)
     keeps: dict[int, Ints] = {}
     for place, name in enumerate(names):

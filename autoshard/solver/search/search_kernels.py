@@ -1,7 +1,7 @@
-"""Compiled local search: free a random block of nodes, re-choose all of them at once, keep what is no worse.
+"""Compiled local search: free a random block of nodes, choose all of them again at once, accept if no worse.
 
-Prices on the times that a block can exceed are moved by a subgradient (Held, Wolfe and Crowder, Math. Prog. 6, 1974)
-until the block's own dual bound says that nothing better exists, or the steps run out.
+Prices on the times that a block can exceed are updated by a subgradient method (`Held, Wolfe and Crowder, Math. Prog.
+6, 1974`). It ends when the block's own dual bound proves that nothing better exists, or after a fixed number of steps.
 """
 
 import numpy as np
@@ -13,7 +13,7 @@ from autoshard.solver.search.message_kernels import entry
 
 @njit(cache=True, nogil=True)
 def profile(f, chosen, used):
-    """Fills `used` [times] with the bytes that `chosen` uses; returns node and edge costs, and bytes past capacity."""
+    """Fill `used` [times] with the bytes that `chosen` uses; return node and edge costs, and bytes above capacity."""
     total, excess = 0.0, 0.0
     used[:] = 0
     for node in range(len(chosen)):
@@ -29,7 +29,7 @@ def profile(f, chosen, used):
                 if f.stop[term] < len(used):
                     used[f.stop[term]] -= amount
     for time in range(len(f.capacity)):
-        if time > 0:  # so far what comes and goes at a time
+        if time > 0:  # turns changes at each time into totals
             used[time] += used[time - 1]
         if used[time] > f.capacity[time]:
             excess += used[time] - f.capacity[time]
@@ -38,6 +38,7 @@ def profile(f, chosen, used):
 
 @njit(cache=True, nogil=True)
 def _live(f, node, time):
+    """Return True if a node has memory in use at a time."""
     for term in range(f.term_at[node], f.term_at[node + 1]):
         if f.start[term] <= time < f.stop[term]:
             return True
@@ -46,7 +47,11 @@ def _live(f, node, time):
 
 @njit(cache=True, nogil=True)
 def _grow(f, w, used, broken, goal, inside):
-    """Picks the members of a block around one or several seeds; returns how many."""
+    """Choose the members of a block around one or several random seeds; return their number.
+
+    Seeds are often live at a time near or above capacity, always if memory is `broken`. `goal` is the target size.
+    `w.mark` of a member becomes `inside`, that of a candidate `inside - 1`.
+    """
     count, times = len(f.node_at) - 1, len(f.capacity)
     seeds = 1
     if np.random.random() < 0.4:
@@ -82,7 +87,7 @@ def _grow(f, w, used, broken, goal, inside):
     head = 0
     while waiting > head and size < goal:
         if style < 0.5:
-            # Breadth first: a compact ball.
+            # Breadth first gives a compact ball.
             node = w.frontier[head]
             head += 1
         else:
@@ -107,9 +112,9 @@ def _grow(f, w, used, broken, goal, inside):
 
 @njit(cache=True, nogil=True)
 def _residual(f, w, chosen, used, prices, penalty, done, inside):
-    """Costs of the block given what stays, and the times it can exceed.
+    """Compute the costs of the block with all other nodes fixed, and the times at which the block can exceed memory.
 
-    Returns how many such times there are and the bytes past them now.
+    Returns the number of these times, and the bytes above capacity at present.
     """
     times = len(f.capacity)
     first, last = times, 0
@@ -141,26 +146,28 @@ def _residual(f, w, chosen, used, prices, penalty, done, inside):
             w.low[f.stop[term]] -= amount
             w.high[f.start[term]] += f.most[term]
             w.high[f.stop[term]] -= f.most[term]
-    kept, now, high = 0, 0, 0
+    count, now, high = 0, 0, 0
     excess = 0.0
     for time in range(first, last):
-        w.rank[time] = kept
+        w.rank[time] = count
         now += w.low[time]
         high += w.high[time]
         left = f.capacity[time] - used[time] + now
         if high > left:
-            w.room[kept] = left
-            w.price[kept] = min(prices[time], penalty)
+            w.room[count] = left
+            w.price[count] = min(prices[time], penalty)
             if now > left:
                 excess += now - left
-            kept += 1
-    w.rank[last] = kept
-    return kept, excess
+            count += 1
+    w.rank[last] = count
+    return count, excess
 
 
 @njit(cache=True, nogil=True)
 def _price(f, w, kept, done):
-    """Fills `value` with the block's costs plus memory at the present prices; returns what the prices pay for room."""
+    """Fill `w.value` with the block's costs plus memory at the current prices; return the room's value at these
+    prices.
+    """
     w.sums[0] = 0.0
     paid = 0.0
     for k in range(kept):
@@ -184,6 +191,7 @@ def _price(f, w, kept, done):
 
 @njit(cache=True, nogil=True)
 def _block_cost(f, w, picks, done, inside):
+    """Return the block's cost of `picks`, edges inside the block included."""
     total = 0.0
     for step in range(done):
         k = w.order[step]
@@ -199,7 +207,7 @@ def _block_cost(f, w, picks, done, inside):
 
 @njit(cache=True, nogil=True)
 def _overload(f, w, picks, kept, done):
-    """Fills `load` with the bytes past room at each kept time; returns their sum where positive, and a squared norm."""
+    """Fill `w.load` with the bytes above room at each critical time; return their positive sum, and a squared norm."""
     for k in range(kept + 1):
         w.load[k] = 0
     for step in range(done):
@@ -224,7 +232,7 @@ def _overload(f, w, picks, kept, done):
 
 @njit(cache=True, nogil=True)
 def _kind(w):
-    """Which size of block to try: mostly what gained most for its effort lately, each of them now and then."""
+    """Return the size class of the next block: mostly the one with the best recent gain per effort."""
     best, rate, even = 0, -1.0, 0
     for kind in range(4):
         if w.gain[kind] / w.effort[kind] > rate:
@@ -235,18 +243,22 @@ def _kind(w):
         w.gain[kind] *= 0.998
         w.effort[kind] *= 0.998
     if np.random.random() < 0.3 or rate <= 0:
-        # The one that had least effort: so all get about the same time.
+        # The class with the least effort, so that all get about the same time.
         return even
     return best
 
 
 @njit(cache=True, nogil=True)
 def improve(f, w, prices, chosen, used, seed, moves, penalty, largest, steps, slack, best, state):
-    """`moves` block moves on `chosen` and its profile `used` (both changed in place).
+    """Run `moves` block moves on `chosen` and its memory profile `used`, both changed in place.
 
-    `prices` [times] to start from; `penalty` is the cost of one byte past the limit for one time; blocks have up to
-    `largest` nodes; `slack` is by how much a move may leave the merit (cost plus penalty) above the best. `state` holds
-    cost, bytes past the limit summed over times, the best cost without any such, the best merit; `best` the choices.
+    - `prices`: initial memory prices, [times].
+    - `penalty`: cost of one byte above the limit at one time.
+    - `largest`: largest number of nodes of a block.
+    - `steps`: subgradient steps of one move.
+    - `slack`: largest merit (cost plus penalty) above the best that a move may leave.
+    - `best`: receives the best choices within memory.
+    - `state`: cost; excess bytes summed over times; best cost without excess; best merit.
     """
     np.random.seed(seed)
     stamp = w.mark.max() // 2 + 1
@@ -288,10 +300,11 @@ def improve(f, w, prices, chosen, used, seed, moves, penalty, largest, steps, sl
             else:
                 pace *= 0.7
             target = min(old_merit, new_merit)
+            # Polyak's step: (target - bound) / squared norm of the subgradient; the second term keeps it positive.
             stride = pace * (max(target - bound, 0.0) + 1e-3 * abs(target) / (step + 1)) / square
             for k in range(kept):
                 w.price[k] = min(max(w.price[k] + stride * w.load[k], 0.0), penalty)
-        if not new_merit <= allowed:  # nothing was found, or what was is not known to be better
+        if not new_merit <= allowed:  # no trial is known to be better; also true for NaN
             continue
         w.gain[kind] += max(old_merit - new_merit, 0.0)
         for step in range(done):

@@ -1,7 +1,7 @@
-"""Modules that `torch.compile(model, backend="openxla")` made: planned like others, compiled for inference only.
+"""Modules compiled by `torch.compile(model, backend="openxla")`: planned like others, but compiled for inference only.
 
-In SPMD mode on several devices PyTorch/XLA 2.9 computes wrong gradients in compiled regions, with or without a plan. A
-lazy graph is compiled by XLA anyway, so while auto-sharding is on such a module trains as a lazy one.
+With auto-sharding such a module trains as a lazy one, since gradients of compiled regions are wrong in SPMD mode. XLA
+compiles a lazy graph anyway. Evidence: docs/compiler_behaviour.md, "Gradients in compiled regions of PyTorch/XLA".
 """
 
 import functools
@@ -12,14 +12,14 @@ from autoshard.exec.torch_xla_hook.values.lazy_tensors import on_xla
 
 
 def uncompiled(module: Any) -> Any:
-    """The module that a compiled one was made of; None for any other."""
+    """Return the module that a compiled module wraps; None for any other."""
     from torch._dynamo import OptimizedModule
 
     return module._orig_mod if isinstance(module, OptimizedModule) else None
 
 
 def lazily(module: Any, call: Callable[..., Any]) -> Callable[..., Any]:
-    """How to call a module so that its ops are seen: `call` is `Module.__call__`."""
+    """Return a function that calls a module so that its ops are visible; `call` is `Module.__call__`."""
     original = uncompiled(module)
     if original is not None:
         return original
@@ -27,7 +27,7 @@ def lazily(module: Any, call: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def train_lazily(module: Any) -> None:
-    """Have a compiled module run what it was made of where gradients are kept. No other module is changed."""
+    """Make a compiled module run its original where gradients are enabled. No other module is changed."""
     original, compiled = uncompiled(module), module._compiled_call_impl
     if original is not None and not isinstance(module.forward, _Lazily):
         module.forward = _Lazily(original, original, module.forward)
@@ -36,7 +36,7 @@ def train_lazily(module: Any) -> None:
 
 
 class _Lazily:
-    """Runs one of two functions of a module on the XLA device: the second where no gradients are kept."""
+    """Dispatcher between two functions of a module: `lazy` if it trains on the XLA device, else `compiled`."""
 
     def __init__(self, module: Any, lazy: Callable[..., Any], compiled: Callable[..., Any]) -> None:
         self._module = module
@@ -52,7 +52,7 @@ class _Lazily:
 
 @functools.cache
 def train_all_lazily() -> None:
-    """Have every module that is compiled from here on trained so, and every copy of one."""
+    """Apply `train_lazily` to every module that is compiled from here on, and to its copies."""
     import torch
     from torch._dynamo import OptimizedModule
 

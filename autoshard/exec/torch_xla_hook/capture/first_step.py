@@ -1,4 +1,4 @@
-"""Watching the first step: which modules run, what they are given, and what they give to each other."""
+"""Observation of the first step: the modules that run, their arguments, and the values between them."""
 
 import contextlib
 import functools
@@ -27,7 +27,7 @@ from autoshard.program import Role
 
 
 class Watch:
-    """Hooks on every module while a step is to be captured; names tensors before the step changes them."""
+    """Hooks on every module while a step is captured; tensors are named before the step changes them."""
 
     def __init__(
         self,
@@ -36,45 +36,46 @@ class Watch:
         live: Callable[[], list[tuple[int, Any]]] = live_data,
     ) -> None:
         self.known: dict[int, Known] = {}
-        """Device data handle -> the tensor that held it."""
+        """The named tensor that owned the data, by device data handle."""
         self.recorded: dict[Place, Any] = {}
+        """A copy of each pending value, by its place in the script."""
         self.held: dict[Place, tuple[tuple[int, ...], int]] = {}
-        """Shape and handle of device data that an op takes as it is, such as a parameter."""
+        """Shape and handle of device data that an op reads directly, such as a parameter, by place."""
         self.outermost: list[Any] = []
         """Modules that the user's code calls, in order."""
         self.modules: dict[str, Any] = {}
         self.optimizers: list[Any] = []
         self.training = False
-        """Whether gradients could be asked for."""
+        """True if the script could ask for gradients."""
         self.went_back = False
-        """Whether gradients have been asked for, or parameters updated."""
+        """True if the script has asked for gradients or updated parameters."""
         self.infers = False
-        """Whether the same was called again without that, so that no one will."""
+        """True if the same call was repeated without a backward pass, which marks inference."""
         self.read_whole: set[int] = set()
-        """Handles of the device data that the script has read something of in the middle of the step."""
+        """Handles of the device data from which the script has read a value in the middle of the step."""
         self._on_forward = on_forward
         self._find_live = live
         self.guard = guard
         self.is_on = False
         self._live: dict[int, weakref.ref[Any]] = {}
-        """Device data handle -> a tensor that held it, of all that there were when the step began."""
+        """A tensor that owned the data, by handle, for all tensors at the start of the step."""
         self._names: dict[int, str] = {}
         self._calls: dict[str, int] = {}
         self._nodes: set[Any] = set()
-        """Nodes of autograd that are of a module already."""
+        """Autograd nodes that are already assigned to a module."""
         self._running: list[_RecordedOps] = []
         self._depth = 0
         self._hooks = contextlib.ExitStack()
 
     def start(self) -> None:
-        """Stand in for `Module.__call__`: hooks of all modules are not told keyword arguments."""
+        """Replace `Module.__call__`: global module hooks do not receive keyword arguments."""
         import torch
 
         call = torch.nn.Module.__call__
 
         @functools.wraps(call)
         def watched(module: Any, *args: Any, **kwargs: Any) -> Any:
-            # What is made of the method meanwhile, such as a compiled module, keeps this for good.
+            # Objects that copy the method during the step, such as a compiled module, retain this function forever.
             if torch.compiler.is_compiling() or not self.is_on or is_traced():
                 return call(module, *args, **kwargs)
             ops = None
@@ -102,6 +103,7 @@ class Watch:
         self._hooks.callback(setattr, torch.nn.Module, "__call__", call)
 
     def stop(self) -> None:
+        """Stop observing, and forget the step."""
         self.is_on = False
         self._hooks.close()
         self.restart()
@@ -121,7 +123,7 @@ class Watch:
         handle = module.register_forward_hook(ModuleHook(leave, self.guard), with_kwargs=True, always_call=True)
 
     def restart(self) -> None:
-        """Forget the step so far, and go on watching."""
+        """Forget the step so far, and continue observing."""
         self.forget()
         self.known.clear()
         self.outermost.clear()
@@ -135,28 +137,31 @@ class Watch:
 
     @property
     def seen(self) -> bool:
-        """Whether a module has run since the start."""
+        """True if a module has run since the start."""
         return bool(self.outermost)
 
     @property
     def is_calling(self) -> bool:
-        """Whether a module is in the middle of a call."""
+        """True if a module is in the middle of a call."""
         return self._depth > 0
 
     def note_read(self, tensor: Any) -> None:
-        """A value is read in the middle of the step: it is computed with nothing split."""
+        """Record the data behind a value that is read in the middle of the step, and so computed with nothing split."""
         if all(pending([tensor])):
             self.read_whole.update(handles(xlac()._get_tensors_xla_device_data_node([tensor])[1]))
 
     def learn(self, named: Iterator[tuple[str, Any]], role: Callable[[Any], Role]) -> None:
-        """Remember the device data that tensors hold now. Pending tensors have none, and scalars may be constants."""
+        """Remember the device data of these tensors. Pending tensors have none, and scalars may be constants."""
         tensors = [(name, plain(tensor)) for name, tensor in named if on_xla(tensor) and tensor.dim() > 0]
         waiting = pending([tensor for _, tensor in tensors])
-        held = [each for each, waits in zip(tensors, waiting, strict=True) if not waits]
-        for handle, (name, tensor) in zip(handles([tensor for _, tensor in held]), held, strict=True):
+        computed = [each for each, waits in zip(tensors, waiting, strict=True) if not waits]
+        for handle, (name, tensor) in zip(handles([tensor for _, tensor in computed]), computed, strict=True):
             self.known.setdefault(handle, Known(name, role(tensor), tensor))
 
     def _enter(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Record a call of a module that the script makes: its parameters, buffers and batch; start the step if it is
+        the first.
+        """
         import torch
 
         tensors = (module.parameters(), module.buffers(), (tensor for _, tensor in leaves((args, kwargs), "")))
@@ -169,7 +174,7 @@ class Watch:
             self._live = {handle: weakref.ref(tensor) for handle, tensor in self._find_live()}
         again = any(each is module for each in self.outermost)
         if not again and id(module) in self._names:
-            return  # a part that is run by itself: a checkpointed one in the backward pass
+            return  # a part run alone: a checkpointed one in the backward pass
         if not again:
             prefix = f"model{len(self.outermost) or ''}." if self.outermost else ""
             self.outermost.append(module)
@@ -184,7 +189,9 @@ class Watch:
         self.learn(leaves((args, kwargs), "batch"), lambda _: Role.BATCH)
 
     def _ops_of(self, module: Any) -> "_RecordedOps | None":
-        """Record, until it is left, the ops that a module runs itself; its children's are theirs, but counted."""
+        """Record the ops that a module runs, until the recorder is left. Children record their own ops, but both count
+        them.
+        """
         name = self._names.get(id(module))
         if name is None:
             return None
@@ -195,6 +202,7 @@ class Watch:
         return ops
 
     def _after(self, module: Any, inputs: Any, output: Any) -> None:
+        """Record the outputs of a module's call, and the ops of its backward pass."""
         name = self._names.get(id(module))
         if name is None:
             return
@@ -209,6 +217,7 @@ class Watch:
                 self._record_output(functools.partial(Place, name, call, number=number), tensor)
 
     def _record_output(self, where: Callable[..., Place], tensor: Any) -> None:
+        """Record an output of a module, and later its gradient."""
         import torch
 
         self.record(where(what="output"), tensor)
@@ -222,19 +231,19 @@ class Watch:
                 self.record(where, tensor)
 
     def record(self, where: Place, tensor: Any) -> None:
-        """Keep the value that the tensor has now: in-place ops may follow."""
+        """Save a copy of the tensor's current value, since in-place ops may follow."""
         import torch
 
         with torch.no_grad(), unseen():
             self.recorded[where] = tensor.detach().clone()
 
     def hold(self, where: Place, tensor: Any) -> None:
-        """Keep which data an op takes. No copy of it: that would constrain what the tensor is given next."""
+        """Save the handle of the data that an op reads. A copy would constrain the tensor's next value."""
         (handle,) = handles([plain(tensor)])
         self.held[where] = tuple(tensor.shape), handle
 
     def forget(self) -> None:
-        """Let go of the values that are kept."""
+        """Release the recorded values."""
         self.recorded.clear()
         self.held.clear()
 
@@ -243,14 +252,14 @@ class Watch:
         self._live = {handle: ref for handle, ref in self._live.items() if all(ref() is not each for each in tensors)}
 
     def persistent(self) -> list[Any]:
-        """Tensors that outlive a step, in an order that is the same in every run."""
+        """Return tensors that outlive a step, in an order that is the same in every run."""
         states = [tensor for optimizer in self.optimizers for _, _, tensor in optimizer_state(optimizer)]
         return [*(each.tensor for each in self.known.values()), *states]
 
     def explain(self, roots: Sequence[Any]) -> None:
-        """Name what no module or optimizer holds: state that the step has updated, and other parameters.
+        """Name tensors that no module or optimizer owns: state that the step has updated, and other parameters.
 
-        What is left is data.
+        All remaining tensors are batch data.
         """
         import torch
 
@@ -266,17 +275,17 @@ class Watch:
                 self.known[handle] = Known(f"parameter.{len(self.known)}", Role.PARAMETER, tensor)
 
     def changed(self, roots: Sequence[Any]) -> bool:
-        """Whether these pending tensors hold an updated parameter."""
+        """Return True if these pending tensors include an updated parameter."""
         parameters = {id(each.tensor) for each in self.known.values() if each.role is Role.PARAMETER}
         return any(id(root) in parameters for root in roots)
 
     def title(self) -> str:
-        """What to call the captured program."""
+        """Return a name for the captured program."""
         names = [type(module).__name__ for module in self.outermost]
         return "+".join(dict.fromkeys(names)) or "graph"
 
     def learn_state(self, optimizer: Any) -> None:
-        """An optimizer begins its step."""
+        """Remember the state of an optimizer that begins its step."""
         self.went_back = True
         if not any(each is optimizer for each in self.optimizers):
             self.optimizers.append(optimizer)
@@ -289,7 +298,7 @@ class Watch:
 
 
 class _RecordedOps(Ops):
-    """Records what ops take, and what they make."""
+    """Observer that records operands and results of ops."""
 
     def __init__(
         self, name: Callable[[str, int], LazyOp], watch: Watch, mine: Callable[[], bool] = lambda: True
@@ -309,6 +318,7 @@ class _RecordedOps(Ops):
             self._keep("result", kind, turn, results)
 
     def _keep(self, what: str, kind: str, turn: int, values: Sequence[Any]) -> None:
+        """Record the pending values among an op's operands or results; note the data of the computed operands."""
         if not self._mine() or not self._watch.is_on:
             return
         op = self._name(kind, turn)
@@ -323,7 +333,7 @@ class _RecordedOps(Ops):
 
 
 def optimizer_state(optimizer: Any) -> Iterator[tuple[Any, str, Any]]:
-    """Parameter, key and tensor of everything that an optimizer keeps on the XLA device."""
+    """Yield parameter, key and tensor of all state that an optimizer stores on the XLA device."""
     import torch
 
     for group in optimizer.param_groups:

@@ -1,7 +1,7 @@
-"""Ops that PyTorch/XLA computes on the host, for want of a kernel of its own.
+"""Ops that PyTorch/XLA computes on the host, since it has no kernel for them.
 
-It compiles a program each time that it gathers a split tensor for the host: for such an op in every step. What is split
-is put together from the shards instead.
+PyTorch/XLA compiles a program each time that it gathers a split tensor for the host, so in every step for such an op.
+Here the tensor is assembled on the host from its shards instead.
 """
 
 import functools
@@ -18,16 +18,16 @@ from autoshard.exec.torch_xla_hook.values.lazy_tensors import compute, on_xla
 
 
 _standing: set[str] = set()
-"""Ops that are stood in for already, and those that cannot be."""
+"""Ops that are replaced already, and ops that cannot be."""
 
 _ran: set[str] = set()
-"""Ops stood in for that have run since `keep_out_of_regions` looked last."""
+"""Replaced ops that have run since `keep_out_of_regions` last cleared the set."""
 
 
 def keep_out_of_regions() -> None:
-    """Have `torch.compile` leave what is stood in for out of its regions, as it leaves PyTorch/XLA's own such ops.
+    """Make `torch.compile` exclude the replaced ops from its regions, as it excludes PyTorch/XLA's own host ops.
 
-    It runs each op and asks which were computed on the host. What a region took from there would be the same for ever.
+    It runs each op and asks which ops ran on the host. A region would store such an op's first result as a constant.
     """
     bridge: Any = importlib.import_module("torch_xla._dynamo.dynamo_bridge")
     theirs, run_node = bridge.get_fallback_ops, bridge.UnsupportedNodesCollector.run_node
@@ -42,7 +42,7 @@ def keep_out_of_regions() -> None:
 
 
 def stand_in_on_host(whole: Callable[[Any], Any]) -> None:
-    """Stand in for the ops that were computed on the host so far; `whole(tensor)` reads one that may be split."""
+    """Replace the ops that ran on the host so far; `whole(tensor)` reads a tensor that may be split."""
     import torch_xla.debug.metrics as metrics
 
     names = {name.removeprefix("aten::") for name in metrics.counter_names() if name.startswith("aten::")}
@@ -53,7 +53,7 @@ def stand_in_on_host(whole: Callable[[Any], Any]) -> None:
 
 
 def _op(name: str) -> Any:
-    """The op of a name that makes tensors from tensors; None for others, and for reads of a number."""
+    """Return the op of a name if it computes tensors from tensors; None for others, and for reads of a number."""
     packet, _, overload = name.partition(".")
     op = getattr(getattr(torch.ops.aten, packet, None), overload or "default", None)
     if op is None or packet == "_local_scalar_dense":
@@ -64,12 +64,13 @@ def _op(name: str) -> Any:
 
 
 def _run(name: str, op: Any, whole: Callable[[Any], Any], *args: Any, **kwargs: Any) -> Any:
+    """Run an op on the host: copy its tensors there, and copy the results and written arguments back."""
     _ran.add(name)
     given = [each for each in tree_leaves((args, kwargs)) if isinstance(each, torch.Tensor) and on_xla(each)]
     with torch.no_grad(), unseen():
         compute(given)
         here = {id(each): _copied(whole(each), "cpu") for each in given}
-        there = {id(here[id(each)]): each for each in given}
+        device_tensors = {id(here[id(each)]): each for each in given}
         made = op(*_each(args, here), **_each(kwargs, here))
         named = dict(zip((argument.name for argument in op._schema.arguments), args, strict=False)) | kwargs
         for argument in op._schema.arguments:
@@ -77,12 +78,14 @@ def _run(name: str, op: Any, whole: Callable[[Any], Any], *args: Any, **kwargs: 
                 written = named[argument.name]
                 torch.ops.aten._copy_from_and_resize.default(here[id(written)], written)
         return tree_map_only(
-            torch.Tensor, lambda each: there[id(each)] if id(each) in there else _copied(each, given[0].device), made
+            torch.Tensor,
+            lambda each: device_tensors[id(each)] if id(each) in device_tensors else _copied(each, given[0].device),
+            made,
         )
 
 
 def _each(values: Any, known: Mapping[int, Any]) -> Any:
-    """Nested values with those that are known by their identity in the place of others."""
+    """Replace tensors in nested values by the ones that `known` has for their identity."""
     return tree_map_only(torch.Tensor, lambda each: known.get(id(each), each), values)
 
 

@@ -15,35 +15,35 @@ from autoshard.program import Argument, Program, Result, Role
 
 @dataclasses.dataclass(frozen=True)
 class Known:
-    """A tensor that the watcher saw before it was changed: what it is called and what it is for."""
+    """Name and role of a tensor that the watcher saw before the step changed it."""
 
     name: str
     role: Role
     tensor: Any
     whole: tuple[int, ...] | None = None
-    """The shape of what the device data only stands for."""
+    """The full shape of the tensor that the device data is a stand-in for."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Capture:
-    """One pending graph: the program, and the tensors that go with its arguments and results."""
+    """One pending graph: the program, and the tensors of its arguments and results."""
 
     program: Program
     inputs: tuple[Any, ...]
-    """Tensors that hold the data of each argument."""
+    """Tensors with the data of each argument."""
     handles: tuple[int, ...]
     """The device's handles of this data."""
     tensors: tuple[Any, ...]
-    """The user's tensor that each argument was the value of, before the step; None if nobody knows it."""
+    """The user's tensor that had each argument's value before the step; None if it is not known."""
     roots: tuple[Any, ...]
-    """The live tensor that each result is the value of."""
+    """The live tensor that has each result as its value."""
     places: tuple[tuple[int, int] | None, ...]
-    """Where each recorded value is made: op number and result of the module; None if the roots do not need it."""
+    """Op number and result number that compute each recorded value; None if the roots do not need it."""
     flow: mlir.Flow
     split: Mapping[int, str]
     """HLO sharding strings of arguments that are split already, by argument number."""
     users: frozenset[int]
-    """Which of these arguments the script has split itself."""
+    """Numbers of the split arguments that the script itself has marked."""
 
 
 def capture(
@@ -56,14 +56,20 @@ def capture(
     marks: UserMarks,
     own_pins: frozenset[tuple[str, tuple[int, ...]]] = frozenset(),
 ) -> Capture:
-    """Read the graph that computes `roots` and `recorded`; nothing is executed.
+    """Read the graph that computes `roots` and `recorded`; execute nothing.
 
-    `known` maps data handles to what is known of the tensors that held them. `recorded` become places, not results.
-    Constraints in the graph that the mesh can express stay in it, but for our own: `own_pins` (sharding strings, and
-    shapes of what they are on) of an earlier plan, and those by which PyTorch/XLA keeps how state is split that is
-    updated in place.
+    - `roots`: live pending tensors, which become the results.
+    - `recorded`: pending copies of values inside the step, which become places.
+    - `known`: the named tensors, by handle of their data.
+    - `training`, `name`: flag and name of the program.
+    - `mesh`: the mesh on which constraints and splits are parsed.
+    - `marks`: the script's own marks.
+    - `own_pins`: sharding strings and shapes of an earlier plan's pins.
 
-    Raises `UserError` where an op gives a tuple.
+    Constraints in the graph that the mesh can express stay in it, except our own. Our own are `own_pins`, and those by
+    which PyTorch/XLA retains the split of state that is updated in place.
+
+    Raises `UserError` if an op returns a tuple.
     """
 
     every = [*roots, *recorded]
@@ -73,20 +79,23 @@ def capture(
     if tupled := mlir.tuple_calls(module):
         raise UserError(f"the step calls {', '.join(tupled)}, whose results are a tuple: such a step cannot be planned")
     of_data = handles(data)
-    found = [known.get(handle) for handle in of_data]
-    whole = {number: each.whole for number, each in enumerate(found) if each is not None and each.whole is not None}
-    mlir.give_whole(module, whole)
-    held = {number: held_spec(value) for number, value in enumerate(data) if value.dim() > 0}
-    theirs = marks.data() if any(held.values()) else set()
+    named = [known.get(handle) for handle in of_data]
+    full_shapes = {
+        number: each.whole for number, each in enumerate(named) if each is not None and each.whole is not None
+    }
+    mlir.give_whole(module, full_shapes)
+    shardings = {number: held_spec(value) for number, value in enumerate(data) if value.dim() > 0}
+    theirs = marks.data() if any(shardings.values()) else set()
     marked = {
         number
-        for number, each in enumerate(found)
+        for number, each in enumerate(named)
         if of_data[number] in theirs or (each is not None and marks.holds(each.tensor))
     }
-    ours = {(text, tuple(data[number].shape)) for number, text in held.items() if number not in marked} | own_pins
+    ours = {(text, tuple(data[number].shape)) for number, text in shardings.items() if number not in marked} | own_pins
     own = 0
 
     def read(text: str, shape: tuple[int, ...]) -> tuple[tuple[str, ...], ...] | None:
+        """Return the axes of a constraint; None for our own, and for one that the mesh cannot express."""
         nonlocal own
         if (text, shape) in ours:
             own += 1
@@ -96,14 +105,14 @@ def capture(
     dropped = mlir.constrain_custom_calls(module, "mesh", mesh.sizes, read) - own
     places = mlir.cut_results(module, len(roots))
     types, result_types = mlir.main_types(module)
-    shapes = [whole.get(number, tuple(value.shape)) for number, value in enumerate(data)]
+    shapes = [full_shapes.get(number, tuple(value.shape)) for number, value in enumerate(data)]
     if shapes != [shape for shape, _ in types]:
         raise RuntimeError(
             f"the graph's inputs {shapes} are not the module's arguments {[shape for shape, _ in types]}: "
             "this version of torch_xla orders them in another way"
         )
-    names, roles = _classify(found, types)
-    by_tensor = {id(each.tensor): number for number, each in enumerate(found) if each is not None}
+    names, roles = _classify(named, types)
+    by_tensor = {id(each.tensor): number for number, each in enumerate(named) if each is not None}
     ties = {}
     for number, root in enumerate(roots):
         argument = by_tensor.get(id(root))
@@ -130,8 +139,8 @@ def capture(
         training=training,
         notes=(f"{dropped} constraints that the mesh cannot express were dropped.",) if dropped else (),
     )
-    split = {number: text for number, text in held.items() if is_split(text)}
-    tensors = [None if each is None else each.tensor for each in found]
+    split = {number: text for number, text in shardings.items() if is_split(text)}
+    tensors = [None if each is None else each.tensor for each in named]
     return Capture(
         program=program,
         inputs=tuple(data),
@@ -150,15 +159,15 @@ def _not_callable(*_: Any) -> Any:
 
 
 def _classify(found: Sequence[Known | None], types: Sequence[tuple[tuple[int, ...], str]]) -> tuple[list[str], list]:
-    """A name and a role for each argument. Data that nobody knows is data: labels, masks, and scalars of ops."""
+    """Return a name and a role for each argument. Unknown data is batch data (labels, masks) or a scalar of an op."""
     names: list[str] = []
     roles: list[Role] = []
-    taken: set[str] = set()
+    used: set[str] = set()
     for number, (each, (shape, _)) in enumerate(zip(found, types, strict=True)):
         name = each.name if each is not None else f"input.{number}" if shape else f"scalar.{number}"
-        while name in taken:
+        while name in used:
             name += "_"
-        taken.add(name)
+        used.add(name)
         names.append(name)
         roles.append(each.role if each is not None else Role.BATCH if shape else Role.OTHER)
     return names, roles
@@ -177,9 +186,10 @@ def _fingerprint(module: Any, arguments: Sequence[Argument]) -> str:
 
 
 def own_sharding(taken: Capture, number: int | None, mesh: LiveMesh) -> Any:
-    """The user's own sharding of an argument that the mesh cannot express: what replaces it is split so too.
+    """Return the user's own sharding of an argument that the mesh cannot express; the argument's update is split so
+    too.
 
-    None where there is none.
+    None if the user has not marked the argument, or if the mesh can express the mark.
     """
     if number is None or number not in taken.users:
         return None

@@ -1,8 +1,8 @@
-"""Being told of the ops that a call of a module, or a node of autograd, runs on the XLA device.
+"""Observation of the ops that a call of a module, or an autograd node, runs on the XLA device.
 
-A dispatch mode stands before every op that runs while it is there, and makes each of them several times slower. So
-PyTorch/XLA's kernels of the ops that plans pin most are stood in for: these cost something where they run alone. A mode
-is there for those calls and nodes only in which other ops are to be told of.
+A dispatch mode intercepts every op while it is active, and makes each of them several times slower. So the PyTorch/XLA
+kernels of the ops that plans pin most are replaced: these cost time only where they run. A mode is active only in those
+calls and nodes in which other ops are observed.
 """
 
 import collections
@@ -20,10 +20,10 @@ from autoshard.exec.torch_xla_hook.values.lazy_tensors import is_traced, on_xla,
 
 
 WITH_BIAS = " with bias"
-"""Ends the kind of what an op makes in the end that is a product and adds a bias to it."""
+"""Suffix of the kind of the addition by which an op adds a bias to a product."""
 
 OF_WEIGHT = " of weight"
-"""Ends the kind of the part of a convolution's backward pass that makes the gradients of its weight and bias."""
+"""Suffix of the kind of the part of a convolution's backward pass that computes gradients of weight and bias."""
 
 
 LOOP = "xla.scan"
@@ -31,7 +31,7 @@ LOOP = "xla.scan"
 
 
 def whole_kind(kind: str) -> str:
-    """The kind of the op that this is a part of, or is."""
+    """Return the kind of the whole op that a part of this kind belongs to."""
     return kind.removesuffix(WITH_BIAS).removesuffix(OF_WEIGHT)
 
 
@@ -64,14 +64,14 @@ _KERNELS = (
     "silu_backward",
     "threshold_backward",
 )
-"""Ops whose kernels can be stood in for. None takes a number for a tensor: a kernel in Python could not hand it on."""
+"""Ops whose kernels can be replaced. None accepts a number as a tensor, which a kernel in Python could not pass on."""
 
 
 class Ops:
-    """Told of the ops of some kinds (of all, if None) that run on this thread while it is entered.
+    """Observer of ops of some kinds (all kinds, if None) that run on this thread while it is entered.
 
-    Copies of views are not counted, nor told: whether a view is made anew depends on what earlier steps did to its
-    base.
+    Copies of views are neither counted nor observed: earlier steps' changes of a base decide if its view is computed
+    again.
     """
 
     def __init__(self, kinds: Collection[str] | None = None) -> None:
@@ -92,30 +92,32 @@ class Ops:
         _thread.told.remove(self)
 
     def around(self, node: Any) -> None:
-        """Be entered whenever this node of autograd runs."""
+        """Enter this observer whenever an autograd node runs."""
         node.register_prehook(lambda gradients: self.__enter__())
         node.register_hook(lambda given, taken: self.__exit__())
 
     def tells(self, kind: str) -> bool:
-        """Whether to be told of ops of this kind; the others run by themselves."""
+        """Return True if ops of this kind are observed; the others run unchanged."""
         return self._kinds is None or kind in self._kinds
 
     def turn(self, kind: str) -> int:
-        """How many ops of this kind came before this one."""
+        """Return the number of earlier ops of this kind."""
         turn = self._turns[kind]
         self._turns[kind] += 1
         return turn
 
     def before(self, kind: str, turn: int, operands: Sequence[Any]) -> Sequence[Any]:
-        """What the op is given instead of these positional arguments. What is done here is told to no one."""
+        """Return the positional arguments that the op receives instead of these. Ops in this method are not
+        observed.
+        """
         return operands
 
     def after(self, kind: str, turn: int, results: Sequence[Any]) -> None:
-        """Be told what the op has made. What is done here is told to no one."""
+        """Use the results of the op. Ops in this method are not observed."""
 
 
 class _Mode(TorchDispatchMode):
-    """Tells of ops whose kernels are not stood in for."""
+    """Dispatch mode that reports ops whose kernels are not replaced."""
 
     def __init__(self, ops: Ops) -> None:
         super().__init__()
@@ -142,10 +144,10 @@ _forced: Any = vars(torch._C)["_ForceDispatchKeyGuard"]
 
 
 def _run(func: Any, args: Any, kwargs: Any) -> Any:
-    """Run an op under a mode as it runs without one.
+    """Run an op under a mode exactly as it runs without one.
 
-    PyTorch/XLA wraps what it makes out of nothing for functionalisation, but not below it, where a mode is. Without
-    that, a view of it is a copy: what is written to the view is lost, and what is read of it is gathered.
+    PyTorch/XLA wraps tensors that it creates for functionalisation, but not below it, where a mode is. Without the
+    wrapper a view of the tensor is a copy. Writes to the view are then lost, and reads of it are gathered.
     """
     if any(map(_has_xla, args)) or any(map(_has_xla, kwargs.values())):
         return func(*args, **kwargs)
@@ -154,16 +156,18 @@ def _run(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _has_xla(given: Any) -> bool:
-    """Whether this is a tensor on the XLA device, or a list with one."""
+    """Return True for a tensor on the XLA device, or a list with one."""
     if isinstance(given, torch.Tensor):
         return on_xla(given)
     return isinstance(given, (list, tuple)) and any(map(_has_xla, given))
 
 
 class _Thread(threading.local):
+    """The observers of one thread."""
+
     def __init__(self) -> None:
         self.told: list[Ops] = []
-        """Who is entered, the innermost last."""
+        """The observers that are entered, the innermost last."""
 
 
 _thread = _Thread()
@@ -171,17 +175,17 @@ _thread = _Thread()
 
 @contextlib.contextmanager
 def unseen() -> Iterator[None]:
-    """A context whose ops no one is told of."""
-    told, _thread.told = _thread.told, []
+    """Hide the ops in the context from all observers."""
+    observers, _thread.told = _thread.told, []
     try:
         with contextlib.nullcontext() if _get_current_dispatch_mode() is None else _disable_current_modes():
             yield
     finally:
-        _thread.told = told
+        _thread.told = observers
 
 
 def untold(function: Callable[..., Any]) -> Callable[..., Any]:
-    """A function that traces another program, of whose modules and ops no one is told."""
+    """Wrap a function that traces another program, so that its modules and ops are not observed."""
 
     @functools.wraps(function)
     def run(*args: Any, **kwargs: Any) -> Any:
@@ -192,14 +196,14 @@ def untold(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 _standing: set[str] = set()
-"""Ops whose kernels are stood in for now."""
+"""Ops whose kernels are replaced now."""
 
 
 def stand_in(kinds: Collection[str] | None = None) -> None:
-    """Stand in for PyTorch/XLA's kernels of these kinds of ops (of all that can be, if None), and of no others.
+    """Replace PyTorch/XLA's kernels of exactly these kinds of ops (of all in `_KERNELS`, if None).
 
-    No one is told of ops whose kernels can be stood in for and are not. Those that are cost some microseconds each,
-    also where no one is entered.
+    Ops in `_KERNELS` that are not replaced are not observed. A replaced kernel costs some microseconds per op, even
+    without an observer.
     """
     apart = None if kinds is None else set(map(whole_kind, kinds))
     wanted = {name for name in _KERNELS if apart is None or _kind_of(name) in apart}
@@ -211,14 +215,14 @@ def stand_in(kinds: Collection[str] | None = None) -> None:
 
 @functools.cache
 def _telling(name: str) -> Callable[..., Any]:
-    """PyTorch/XLA's kernel of an op, which tells all who are entered."""
+    """Wrap PyTorch/XLA's kernel of an op so that it notifies all entered observers."""
     kind = _kind_of(name)
     kernel = torch.library.get_kernel(f"aten::{name}", "XLA").call_boxed
     keys = torch._C.DispatchKeySet(torch._C.DispatchKey.XLA)
 
     def run(*args: Any, **kwargs: Any) -> Any:
-        told = _thread.told
-        asking = [each for each in told if each.tells(kind)] if told else ()
+        observers = _thread.told
+        asking = [each for each in observers if each.tells(kind)] if observers else ()
         if not asking:
             return kernel(keys, *args, **kwargs)
         with _telling_no_one():
@@ -229,9 +233,9 @@ def _telling(name: str) -> Callable[..., Any]:
                 made = _tell(asking, kind, product, factors, {})
                 return _tell(asking, kind + WITH_BIAS, torch.ops.aten.add.Tensor, (made, bias), {})
             if not kwargs and _makes_two(kind, args):
-                *taken, (_, weight, bias) = args
-                given, _, _ = _tell(asking, kind, by_kernel, (*taken, [True, False, False]), {})
-                _, *rest = _tell(asking, kind + OF_WEIGHT, by_kernel, (*taken, [False, weight, bias]), {})
+                *operands, (_, weight, bias) = args
+                given, _, _ = _tell(asking, kind, by_kernel, (*operands, [True, False, False]), {})
+                _, *rest = _tell(asking, kind + OF_WEIGHT, by_kernel, (*operands, [False, weight, bias]), {})
                 return given, *rest
             return _tell(asking, kind, by_kernel, args, kwargs)
 
@@ -240,16 +244,16 @@ def _telling(name: str) -> Callable[..., Any]:
 
 @contextlib.contextmanager
 def _telling_no_one() -> Iterator[None]:
-    """Around an op that is told of already: of what it does in turn no one is."""
-    told, _thread.told = _thread.told, []
+    """Hide the ops that an observed op runs inside from all observers."""
+    observers, _thread.told = _thread.told, []
     try:
         yield
     finally:
-        _thread.told = told
+        _thread.told = observers
 
 
 def tell_of_loop(loop: Callable[..., Sequence[Any]], args: Sequence[Any]) -> Sequence[Any]:
-    """Run a loop of PyTorch/XLA's, which is an op of its own, and tell all who are entered."""
+    """Run a loop of PyTorch/XLA's as one op, and notify all entered observers."""
     asking = [each for each in _thread.told if each.tells(LOOP)]
     if not asking:
         return loop(*args)
@@ -258,7 +262,12 @@ def tell_of_loop(loop: Callable[..., Sequence[Any]], args: Sequence[Any]) -> Seq
 
 
 def _tell(asking: Sequence[Ops], kind: str, run: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    """Run an op. What it takes is told to the innermost first, what it makes to the outermost."""
+    """Run an op. The innermost observer sees the operands first; the outermost sees the results first.
+
+    - `asking`: the observers of this kind of op, the innermost last.
+    - `kind`: kind that the observers see.
+    - `run`: function that runs the op on `args` and `kwargs`.
+    """
     turns = [each.turn(kind) for each in asking]
     for each, turn in zip(reversed(asking), reversed(turns), strict=True):
         args = each.before(kind, turn, args)
@@ -269,22 +278,24 @@ def _tell(asking: Sequence[Ops], kind: str, run: Callable[..., Any], args: Any, 
 
 
 def _bias_apart(kind: str, args: Sequence[Any]) -> tuple[Any, tuple[Any, ...], Any] | None:
-    """A product, what it takes, and the bias that is added to it, if this op is both.
+    """Split an op into a product, its operands, and the bias that is added; None if the op is not both.
 
-    What the product makes is to be held between the two: XLA would gather the bias spread over all of the result.
+    The product's result is pinned between the two: XLA would otherwise gather the bias broadcast over the whole result.
     """
     if kind == "aten.addmm.default":
         bias, *factors = args
         return torch.ops.aten.mm.default, tuple(factors), bias
     if kind == "aten.convolution.default" and args[2] is not None:
-        taken, weight, bias, *how = args
-        spread = bias.reshape(-1, *[1] * (taken.dim() - 2))
-        return torch.ops.aten.convolution.default, (taken, weight, None, *how), spread
+        data, weight, bias, *how = args
+        spread = bias.reshape(-1, *[1] * (data.dim() - 2))
+        return torch.ops.aten.convolution.default, (data, weight, None, *how), spread
     return None
 
 
 def _makes_two(kind: str, args: Sequence[Any]) -> bool:
-    """Whether this op convolves twice: a plan may want each with other operands. What no one takes XLA drops."""
+    """Return True if this op runs two convolutions: a plan may want other operands for each. XLA removes unused
+    results.
+    """
     return kind == "aten.convolution_backward.default" and args[-1][0] and any(args[-1][1:])
 
 
@@ -293,12 +304,12 @@ def _results(made: Any) -> Sequence[Any]:
 
 
 _KNOWN_AS = {"aten._native_batch_norm_legit.no_stats": "aten.native_batch_norm.default"}
-"""Ops of compiled regions -> those that a script runs in their place; what is pinned has the same numbers in both."""
+"""Ops of compiled regions -> the ops that a script runs for them; pins have the same numbers in both."""
 
 
 @functools.cache
 def _kind(func: Any) -> str | None:
-    """The name of an op's overload; None for copies of views."""
+    """Return the name of an op's overload; None for copies of views."""
     kind = str(func)
     return None if kind.split(".")[1].endswith("_copy") else _KNOWN_AS.get(kind, kind)
 

@@ -1,4 +1,4 @@
-"""Noticing that a value of a tensor is read: such a read runs what is pending inside C++."""
+"""Detection of reads of a tensor's value, since such a read runs the pending graph inside C++."""
 
 import functools
 from collections.abc import Callable
@@ -23,11 +23,11 @@ _METHODS = (
 
 
 _WHOLE = ("cpu", "tolist")
-"""Those by which the values of a tensor of many come to the host."""
+"""Methods that copy a tensor of many elements to the host."""
 
 
 def read_whole(whole: Callable[[Any], Any]) -> None:
-    """Have `whole(tensor)` read in the place of each tensor that is read whole, until the process ends."""
+    """Read `whole(tensor)` instead of each tensor that is copied whole to the host, until the process ends."""
     import torch
 
     for name in _WHOLE:
@@ -37,9 +37,9 @@ def read_whole(whole: Callable[[Any], Any]) -> None:
 
 
 def from_shards(tensor: Any) -> Any:
-    """A split tensor's values on the host, put together from the shards: nothing is compiled, and nothing gathered.
+    """Assemble a split tensor's values on the host from its shards, without a compilation or a gather.
 
-    None where devices of other processes hold some of them.
+    Return None if devices of other processes own some shards.
     """
     import torch
     import torch_xla.runtime as xr
@@ -48,16 +48,18 @@ def from_shards(tensor: Any) -> Any:
         return None
     xlac()._xla_wait_device_ops([])
     (shards,), (places,) = xlac()._get_local_shards([tensor]), xlac()._get_local_shard_replica_and_indices([tensor])
-    whole = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
+    values = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
     for (shard, _), (replica, place) in zip(shards, places, strict=True):
         if place is Ellipsis:
             return shard
         if not replica:  # the last shards may be padded
-            whole[tuple(place)] = shard[tuple(slice(part.stop - part.start) for part in place)]
-    return whole
+            values[tuple(place)] = shard[tuple(slice(part.stop - part.start) for part in place)]
+    return values
 
 
 def _of_whole(method: Callable[..., Any], whole: Callable[[Any], Any]) -> Callable[..., Any]:
+    """Wrap a method of tensors so that it reads `whole(tensor)`."""
+
     @functools.wraps(method)
     def read(tensor: Any, *args: Any, **kwargs: Any) -> Any:
         return method(whole(tensor), *args, **kwargs)
@@ -66,28 +68,29 @@ def _of_whole(method: Callable[..., Any], whole: Callable[[Any], Any]) -> Callab
 
 
 def _of_all_whole(fetch: Callable[..., Any], whole: Callable[[Any], Any]) -> Callable[..., Any]:
-    """As PyTorch/XLA fetches what is saved."""
+    """Wrap the function by which PyTorch/XLA fetches tensors that are saved."""
     import torch
 
     @functools.wraps(fetch)
     def read(tensors: Any) -> list[Any]:
         with torch.no_grad():
             compute(tensors)
-            found = [whole(each) for each in tensors]
-        rest = iter(fetch([each for each in found if on_xla(each)]))
-        return [next(rest) if on_xla(each) else each for each in found]
+            wholes = [whole(each) for each in tensors]
+        rest = iter(fetch([each for each in wholes if on_xla(each)]))
+        return [next(rest) if on_xla(each) else each for each in wholes]
 
     return read
 
 
 class Reads:
-    """Calls `on_read(tensor)` before a tensor's value is read, between `start` and `stop`."""
+    """Hook that calls `on_read(tensor)` before a tensor's value is read, between `start` and `stop`."""
 
     def __init__(self, on_read: Callable[[Any], None]) -> None:
         self._on_read = on_read
         self._replaced: dict[str, Any] = {}
 
     def start(self) -> None:
+        """Replace the methods that read a tensor's value."""
         import torch
 
         for name in _METHODS:
@@ -96,6 +99,7 @@ class Reads:
             setattr(torch.Tensor, name, self._noticed(getattr(torch.Tensor, name)))
 
     def stop(self) -> None:
+        """Restore the replaced methods."""
         import torch
 
         for name, own in self._replaced.items():

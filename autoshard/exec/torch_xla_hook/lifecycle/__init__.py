@@ -1,1 +1,1 @@
-"""The states between which the hook moves a script, and the doors through which it is turned on."""
+"""The states between which the hook moves a script, and the functions that turn the hook on."""

@@ -1,7 +1,7 @@
-"""Modules too large to be uploaded whole: planned from an abstract first step, while they are on the host still.
+"""Planning of modules that are too large to be uploaded whole, from an abstract first step while they are on the host.
 
-PyTorch/XLA uploads a tensor when it is first used, and then to every device whole, unless it is marked before. So the
-step is traced once on stand-ins of no size, and its plan says how each parameter goes to the devices.
+PyTorch/XLA uploads a tensor at its first use, whole to every device, unless it is marked before. So the step is traced
+once on stand-ins of one element. Its plan says how to split each parameter for the upload.
 """
 
 import copy
@@ -36,7 +36,7 @@ AHEAD_VARIABLE = "XLA_AUTO_PLAN_AHEAD"
 
 
 class Ahead:
-    """Modules that were moved to the device, of which nothing was used there yet."""
+    """Modules that were moved to the device, but whose tensors no op has used there yet."""
 
     def __init__(self, marks: UserMarks, applied: Applied) -> None:
         from torch.utils.weak import WeakIdKeyDictionary
@@ -44,25 +44,25 @@ class Ahead:
         self.waiting: Any = WeakIdKeyDictionary()
         """Parameters and buffers that are still to be uploaded."""
         self._meta: weakref.WeakSet[Any] = weakref.WeakSet()
-        """Modules that are to be made on the device, and are on the meta device."""
+        """Modules on the meta device that are to be materialised on the XLA device."""
         self._marks = marks
         self._applied = applied
 
     def moved(self, module: Any) -> None:
-        """A module has come from the host."""
+        """Record the tensors of a module that has moved from the host to the XLA device."""
         for tensor in it.chain(module.parameters(), module.buffers()):
             if on_xla(tensor):
                 self.waiting[plain(tensor)] = None
 
     def promised(self, module: Any) -> None:
-        """A module on the meta device was moved: it is made at its first call."""
+        """Record a module on the meta device that was moved; its first call materialises it."""
         self._meta.add(module)
 
     def needs(self, module: Any, topology: str) -> bool:
-        """Whether this module is to be planned before its first call.
+        """Return True if this module must be planned before its first call.
 
-        That is so where what waits would take more than half of a device's memory: the plan's first run may need what
-        is uploaded whole beside the step itself.
+        The module needs it if the tensors in `waiting` would fill more than half of a device's memory. The plan's first
+        run may need the whole tensors in addition to the step's own memory.
         """
         if any(parameter.is_meta for parameter in module.parameters()):
             return any(inner is module for each in self._meta for inner in each.modules())
@@ -72,6 +72,7 @@ class Ahead:
         if asked is not None:
             return asked
         limit = memory_limit_here() or Topology.parse(topology).usable_bytes
+        # The first run may need the whole tensors and the step at once, so they may fill half of the memory.
         return 2 * sum(each.numel() * each.element_size() for each in self.waiting) > limit
 
     def split(
@@ -81,10 +82,14 @@ class Ahead:
         topology: str,
         find_mesh: Callable[[Callable[[LiveMesh], Capture]], LiveMesh],
     ) -> None:
-        """Send a module's parameters and buffers to the devices, each split as a plan of an abstract step has it.
+        """Send a module's parameters and buffers to the devices, each split as in a plan of an abstract step.
 
-        `call` are the arguments of its first call. Where that cannot be planned, everything is split evenly over all
-        devices, with a warning; if `AUTOSHARD_STRICT` is set the error is raised.
+        - `call`: positional and keyword arguments of the module's first call.
+        - `topology`: name of the devices' topology.
+        - `find_mesh`: returns the mesh to plan for, from a function that captures the step.
+
+        If the step cannot be planned, every tensor is split evenly over all devices, with a warning. If
+        `AUTOSHARD_STRICT` is set the error is raised.
         """
         specs: dict[str, Spec] = {}
         trains: bool | None = None
@@ -95,9 +100,9 @@ class Ahead:
                 step = untold(AbstractStep)(module, *call)
                 read = functools.partial(step.capture, marks=self._marks)
                 mesh = find_mesh(read)
-                taken = read(mesh)
-                decision = kept_decision(taken, topology, mesh, step.fixed(taken, mesh), free=True)
-            arguments = zip(taken.program.arguments, decision.specs, strict=True)
+                captured = read(mesh)
+                decision = kept_decision(captured, topology, mesh, step.fixed(captured, mesh), free=True)
+            arguments = zip(captured.program.arguments, decision.specs, strict=True)
             specs = {a.name: spec for a, spec in arguments if spec is not None and a.name in step.tensors}
             trains = step.trains
         except Exception as error:
@@ -108,11 +113,16 @@ class Ahead:
                 f"planned with nothing on the devices: {said_of(error)}",
                 stacklevel=6,
             )
-        step = read = taken = None
-        gc.collect()  # what is pending of the copy would be taken for results of the script's step
+        step = read = captured = None
+        gc.collect()  # pending tensors of the copy would count as results of the script's step
         self._send(module, mesh, specs, trains)
 
     def _send(self, module: Any, mesh: LiveMesh, specs: Mapping[str, Spec], trains: bool | None) -> None:
+        """Upload a module's tensors by these specs, and remember the specs.
+
+        - `specs`: the planned specs, by name.
+        - `trains`: True if the planned step trains; None if nothing was planned, then every tensor is split evenly.
+        """
         named = dict(_tensors_of(module))
         if trains is None:
             specs = {name: _evenly(tensor, mesh) for name, tensor in named.items()}
@@ -127,15 +137,15 @@ class Ahead:
                 self._applied.keep(tensor, specs[name], mesh, trains)
 
     def live_data(self) -> list[tuple[int, Any]]:
-        """As `live_data`, without what is not uploaded yet: that stays where it is."""
+        """Return `live_data` without tensors that are not uploaded yet, which stay on the host."""
         return live_data(self.waiting)
 
 
 class AbstractStep:
-    """One step of a copy of a module: tensors of no size stand for its parameters, and nothing is computed.
+    """One step of a copy of a module whose parameters are stand-ins of one element; nothing is computed.
 
-    A training step goes back from the output's loss, or from the mean of its squares, and is that of the optimizer
-    which the script has made for these parameters, or else of AdamW.
+    A training step differentiates the output's loss, or the mean of the output's squares. Its optimizer is the one that
+    the script has made for these parameters, else AdamW.
     """
 
     def __init__(self, module: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
@@ -146,7 +156,7 @@ class AbstractStep:
         """The module's own tensors by name."""
         self._title = type(module).__name__
         self._stand_ins: dict[str, tuple[Any, Any]] = {}
-        """Name -> what stands for a tensor, and the device data that this is spread out of."""
+        """The stand-in of each tensor, by name, and the device data that it is broadcast from."""
         memo: dict[int, Any] = {}
         for name, tensor in self.tensors.items():
             memo[id(tensor)] = self._stand_in(name, tensor)
@@ -171,12 +181,13 @@ class AbstractStep:
         self._roots = [each for each, waits in zip(tensors, pending(tensors), strict=True) if waits]
 
     def _stand_in(self, name: str, tensor: Any) -> Any:
+        """Make the stand-in of a tensor: one element, broadcast to the tensor's shape."""
         import torch
 
         data = torch.zeros([1] * tensor.dim(), dtype=tensor.dtype, device="cpu").to("xla")
         made = data
         if tensor.dim():
-            # What is only spread XLA's builder would fold into each use of it.
+            # XLA's builder would fold a plain broadcast into each of its uses.
             made = annotated(data.expand(tensor.shape), [_whole(tensor.dim())])
         if isinstance(tensor, torch.nn.Parameter):
             made = torch.nn.Parameter(made, requires_grad=tensor.requires_grad)
@@ -184,7 +195,7 @@ class AbstractStep:
         return made
 
     def capture(self, mesh: LiveMesh, marks: UserMarks) -> Capture:
-        """The step as a program whose arguments have the names of the module's parameters and buffers."""
+        """Read the step as a program whose arguments are named as the module's parameters and buffers."""
         import torch
 
         spread = {name: pair for name, pair in self._stand_ins.items() if self.tensors[name].dim()}
@@ -199,24 +210,24 @@ class AbstractStep:
         for handle, (name, tensor) in zip(handles([tensor for _, tensor in ready]), ready, strict=True):
             known.setdefault(handle, Known(name, Role.BATCH, tensor))
         shapes = {each.whole for each in known.values() if each.whole is not None}
-        # What stands for a parameter is constrained to be whole, and PyTorch/XLA holds its updates so too.
+        # Stand-ins are constrained to be replicated, and PyTorch/XLA constrains their updates likewise.
         own = frozenset((mesh.write(Spec(((),) * len(shape))), shape) for shape in shapes)
         return capture(self._roots, [], known, self.trains, self._title, mesh, marks, own)
 
     def fixed(self, taken: Capture, mesh: LiveMesh) -> dict[int, Spec]:
-        """Specs of arguments that are split already: the script has marked them."""
-        found = {}
+        """Return the specs of arguments that the script has already marked."""
+        specs = {}
         for number, argument in enumerate(taken.program.arguments):
             own = self.tensors.get(argument.name)
             text = held_spec(plain(own)) if own is not None and on_xla(own) else ""
             spec = mesh.read(text, len(argument.shape)) if is_split(text) else None
             if spec is not None:
-                found[number] = spec
-        return found
+                specs[number] = spec
+        return specs
 
 
 def _tensors_of(module: Any) -> Iterator[tuple[str, Any]]:
-    """Parameters and buffers with their names; one that a module has twice comes once."""
+    """Yield parameters and buffers with their names; a tensor that a module has twice is yielded once."""
     from autoshard.exec.devices.torch_names import own_name
 
     for name, tensor in it.chain(module.named_parameters(), module.named_buffers()):
@@ -224,7 +235,7 @@ def _tensors_of(module: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _whole(rank: int) -> Any:
-    """`_XLAC.OpSharding` of what every device holds whole."""
+    """Return the `_XLAC.OpSharding` of a tensor that is replicated on every device."""
     import numpy as np
     import torch_xla.distributed.spmd as xs
     import torch_xla.runtime as xr
@@ -234,6 +245,7 @@ def _whole(rank: int) -> Any:
 
 
 def _loss(output: Any) -> Any:
+    """Return the output's loss, or the mean of the squares of its first differentiable tensor."""
     loss = output.get("loss") if isinstance(output, dict) else getattr(output, "loss", None)
     if loss is not None:
         return loss.float().mean()
@@ -242,7 +254,7 @@ def _loss(output: Any) -> Any:
 
 
 def _updater(module: Any, copies: Mapping[int, Any], parameters: Sequence[Any]) -> Any:
-    """An optimizer of the copies like the one that the script has made; AdamW if that is not found, or cannot be."""
+    """Make an optimizer of the copies like the script's own; AdamW if none is found or none can be made."""
     import torch
 
     own = {id(parameter) for parameter in module.parameters()}
@@ -256,14 +268,14 @@ def _updater(module: Any, copies: Mapping[int, Any], parameters: Sequence[Any]) 
         if any(group["params"] for group in groups):
             try:
                 return type(thing)([group for group in groups if group["params"]])
-            except Exception as error:  # it is made in another way
+            except Exception as error:  # its constructor needs other arguments
                 log.warning("the first step is planned as one of AdamW: %s: %s", type(thing).__name__, error)
                 break
     return torch.optim.AdamW(parameters)
 
 
 def _evenly(tensor: Any, mesh: LiveMesh) -> Spec:
-    """The largest dim that all devices divide over all axes; whole if there is none."""
+    """Split the largest divisible dim over all axes; return a whole spec if no dim divides."""
     axes = tuple(axis for axis, size in mesh.sizes.items() if size > 1)
     parts = math.prod(mesh.sizes[axis] for axis in axes)
     fit = [(size, -dim) for dim, size in enumerate(tensor.shape) if size % parts == 0]
@@ -272,7 +284,9 @@ def _evenly(tensor: Any, mesh: LiveMesh) -> Spec:
 
 
 def _make(module: Any, shardings: Mapping[str, Any]) -> None:
-    """Make what is on the meta device on the XLA devices; parameters stay the objects that an optimizer may hold."""
+    """Materialise a module's meta tensors on the XLA devices; its parameters stay the same Python objects for an
+    optimizer.
+    """
     import torch
 
     before = {

@@ -1,4 +1,4 @@
-"""Auto-sharding through PyTorch's own door: `distribute_module(module, device_mesh, autoshard.auto_policy)`."""
+"""Auto-sharding through PyTorch's own interface: `distribute_module(module, device_mesh, autoshard.auto_policy)`."""
 
 import os
 from typing import Any
@@ -11,13 +11,15 @@ from autoshard.exec.torch_xla_hook.planning.runtime_topology import mesh_here
 
 
 def plan_first_step(name: str, module: Any, device_mesh: Any) -> None:
-    """A `partition_fn` of `torch.distributed.tensor.distribute_module` that has the first step planned.
+    """Turn auto-sharding on for a module, as a `partition_fn` of `torch.distributed.tensor.distribute_module`.
 
-    The module is moved to the XLA device; the mesh planned for has the axes and sizes of `device_mesh` (devices are
-    laid out as the topology wants it). Raises `UserError` for a device mesh of other devices than XLA's, for a module
-    that is on the XLA device already, and where `XLA_AUTO_SPMD_MESH` says another mesh.
+    The module is moved to the XLA device. Its first step is planned for a mesh with the axes and sizes of
+    `device_mesh`, laid out on the topology.
 
-    PyTorch/XLA knows its own policy, which sees no mesh, by its name; so this one is named otherwise.
+    Raises `UserError` if the device mesh is not of XLA devices, or if the module is on the XLA device already. Also
+    raises it if `XLA_AUTO_SPMD_MESH` names another mesh.
+
+    PyTorch/XLA recognises its own policy, which sees no mesh, by its name. So this function has another name.
     """
     if name:
         return  # called for every submodule; the first call is for the whole

@@ -1,4 +1,4 @@
-"""Turning auto-sharding on in a process: what stands in for PyTorch/XLA's own functions, and when."""
+"""Activation of auto-sharding in a process: the functions that replace PyTorch/XLA's own, and when."""
 
 import functools
 import importlib
@@ -44,17 +44,17 @@ _installed: list[Callable[..., None]] = []
 
 
 def session() -> Session | None:
-    """The auto-sharding of this process, once it is on."""
+    """Return the auto-sharding session of this process; None until it is on."""
     return _session[0] if _session else None
 
 
 def asked_by_environment() -> bool:
-    """Whether `XLA_AUTO_SPMD` asks for auto-sharding."""
+    """Return True if `XLA_AUTO_SPMD` asks for auto-sharding."""
     return os.environ.get(AUTO_VARIABLE, "").strip().lower() in ("1", "true")
 
 
 def install() -> None:
-    """Make `xr.use_spmd(auto=True)` and `XLA_AUTO_SPMD=1` mean autoshard; nothing else changes until one is used."""
+    """Make `xr.use_spmd(auto=True)` and `XLA_AUTO_SPMD=1` turn on autoshard; nothing else changes until one is used."""
     import torch_xla.runtime as xr
 
     original = xr.use_spmd
@@ -77,7 +77,7 @@ def install() -> None:
 def enable(use_spmd: Callable[[], None]) -> Session:
     """Turn SPMD mode and auto-sharding on; the next step is planned.
 
-    Raises `UserError` for a version of torch_xla that is not known, or when tensors are on the device already.
+    Raises `UserError` for an unknown version of torch_xla, or if tensors are on the device already.
     """
     import torch_xla.runtime as xr
 
@@ -128,7 +128,7 @@ def check_version(version: str, extension: Any) -> None:
 
 
 def _stand_in(made: Session) -> None:
-    """Be told of step boundaries and of data that goes to the device."""
+    """Replace the functions through which the session learns of step boundaries and of data that goes to the device."""
     import torch_xla.core.xla_model as xm
     from torch.optim.optimizer import register_optimizer_step_pre_hook
 
@@ -157,14 +157,14 @@ def _stand_in(made: Session) -> None:
         if input_sharding is None:
             return send(datas, device, PlannedInputs(made.applied.batch_spec))
         sent = send(datas, device, input_sharding)
-        made.marks.record(tensor for _, tensor in leaves(sent, ""))  # of a list of dicts, say
+        made.marks.record(tensor for _, tensor in leaves(sent, ""))  # `sent` may be nested, such as a list of dicts
         return sent
 
     xm.send_cpu_data_to_device = send_planned
 
 
 def _let_swap(made: Session) -> None:
-    """Have `torch.utils.swap_tensors` work on tensors that the session refers to."""
+    """Make `torch.utils.swap_tensors` work on tensors that the session refers to."""
     import torch
 
     utilities: Any = torch.utils
@@ -179,7 +179,7 @@ def _let_swap(made: Session) -> None:
 
 
 def _tell_of_scans() -> None:
-    """Be told of PyTorch/XLA's `scan` as one op, of nothing that it runs to trace and to lower its body."""
+    """Report PyTorch/XLA's `scan` as one op; hide the ops that it runs to trace and lower its body."""
     scan = importlib.import_module("torch_xla.experimental.scan")
     for name in ("value_and_grad_partitioned", "_scan_impl_flat"):
         setattr(scan, name, untold(getattr(scan, name)))
@@ -187,6 +187,8 @@ def _tell_of_scans() -> None:
 
     @functools.wraps(loop)
     def told(fn: Any, init: Any, xs: Any, reverse: bool = False) -> tuple[list[Any], list[Any]]:
+        """Run a scan as one op with flat operands and results."""
+
         def flat(*args: Any) -> Sequence[Any]:
             carry, ys = loop(fn, args[: len(init)], args[len(init) :], reverse=reverse)
             return *carry, *ys

@@ -1,4 +1,4 @@
-"""From the first step of a script to its planned steps: the states between which the hook moves."""
+"""The session of a script, from its first step to its planned steps, and its states."""
 
 import contextlib
 import functools
@@ -49,17 +49,17 @@ from autoshard.program import Role
 log = logging.getLogger("autoshard.torch_xla")
 
 _KNOWN_STEPS = 2
-"""So many steps in turn that are planned already, and watching ends; what was moved meanwhile is awaited otherwise."""
+"""Number of consecutive planned steps after which watching ends. Modules moved until then are awaited by call hooks."""
 
 
 _ABSENT = object()
 
 _HOST_STEPS = 2
-"""What is computed on the host is known after so many steps from a plan on, with the one that was planned."""
+"""Number of steps, from the planned step on, after which all ops that run on the host are known."""
 
 
 class Session:
-    """Auto-sharding of one process. `armed`: the next step boundary plans the pending graph."""
+    """Auto-sharding of one process. If `armed`, the next step boundary plans the pending graph."""
 
     def __init__(self) -> None:
         from torch.utils.weak import WeakIdKeyDictionary
@@ -75,34 +75,34 @@ class Session:
         self._watch: Watch | None = None
         self._reads = Reads(self.on_read)
         self._seen: dict[tuple[Any, ...], int | None] = {}
-        """Signatures of forward calls that are planned, with the plan's number; None if they could not be."""
+        """The plan's number for each signature of a planned forward call; None if the call could not be planned."""
         self._current: set[tuple[Any, ...]] = set()
         self._looked: set[tuple[Any, ...]] = set()
-        """Of those whose results were read before it was known whether gradients would be asked for."""
+        """Signatures whose results were read before the script could have asked for gradients."""
         self._known_steps = 0
         self._host_steps = 0
-        """So many steps more it is looked for ops that are computed on the host."""
+        """Number of further steps that are searched for ops on the host."""
         self._moved: weakref.WeakSet[Any] = weakref.WeakSet()
-        """Modules that were moved to the device, and are awaited."""
+        """Modules that were moved to the device; call hooks await their first call when watching ends."""
         self._numbers: Any = WeakIdKeyDictionary()
-        """Module -> a number of its own."""
+        """A unique number for each module."""
         self._count = it.count()
         self._live: LiveMesh | None = None
         """The mesh of the last plan."""
         self._unsure: set[tuple[Any, ...]] = set()
-        """Signatures that are planned as inference, though gradients could be asked for still."""
+        """Signatures that are planned as inference, though the script could still ask for gradients."""
         self._settled: set[tuple[Any, ...]] = set()
-        """Those that are planned anew, since something was trained after all."""
+        """Signatures whose plan as inference was dropped, since an optimizer step followed."""
 
     @property
     def mesh(self) -> dict[str, int] | None:
-        """What the script says, or what was found to be best; otherwise the environment's."""
+        """The mesh that the script gave or the search found; None to use the environment's."""
         return self._mesh
 
     @mesh.setter
     def mesh(self, sizes: dict[str, int] | None) -> None:
         if sizes != self._mesh:
-            self.applied.batches.clear()  # new batches were split over axes that are no more
+            self.applied.batches.clear()  # new batches were split over axes that no longer exist
         self._mesh = sizes
 
     @contextlib.contextmanager
@@ -111,7 +111,7 @@ class Session:
         by_object = (self.applied.state, self.applied.specs, self.applied.trained)
         by_data = (self.ahead.waiting, self.marks.tensors)
         pair = (plain(one), plain(other))
-        kept = [(table, [table.pop(each, _ABSENT) for each in pair]) for table in (*by_object, *by_data)]
+        entries = [(table, [table.pop(each, _ABSENT) for each in pair]) for table in (*by_object, *by_data)]
         self.applied.forget_list()
         if self._watch is not None:
             self._watch.forget_live(pair)
@@ -119,7 +119,7 @@ class Session:
         try:
             yield
         finally:
-            for table, values in kept:
+            for table, values in entries:
                 if any(table is each for each in by_data):
                     values = reversed(values)
                 elif not same_shape:
@@ -142,6 +142,7 @@ class Session:
             stand_in()
 
     def disarm(self) -> None:
+        """Stop watching, and observe only the ops that are pinned."""
         if self._watch is not None:
             self._watch.stop()
         self._watch = None
@@ -150,50 +151,53 @@ class Session:
         stand_in(self.applied.kinds)
 
     def _give_up(self) -> None:
-        """Leave the script to itself: what is split stays split, and nothing else is done."""
+        """Stop all work on the script: split tensors stay split, and nothing else is done."""
         self.applied.now.plan = None
         self.disarm()
 
     def await_module(self, module: Any) -> None:
-        """A module has come to the device: its first step is to be planned."""
+        """Prepare to plan the first step of a module that has moved to the device."""
         self._moved.add(module)
         self.ahead.moved(module)
         self.arm()
 
     def promise_module(self, module: Any) -> None:
-        """A module on the meta device is to come to the device: it is made there at its first call."""
+        """Prepare to materialise a module on the meta device, which was moved, at its first call."""
         self.ahead.promised(module)
         self.arm()
 
     def _on_forward(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        """Whether a step of inference begins: what was read is called again, and no one has asked for gradients."""
+        """Record a forward call; return True if a step of inference begins.
+
+        It does if the same call was read before, and the script has not asked for gradients since.
+        """
         topology = topology_here()
         if self.ahead.needs(module, topology):
             find_mesh = functools.partial(self._mesh_for, topology, self.mesh or mesh_here())
             self.ahead.split(module, (args, kwargs), topology, find_mesh)
-        found = self.signature(module, args, kwargs)
+        signature = self.signature(module, args, kwargs)
         watch = self._watch
-        again = watch is not None and found in self._looked and not watch.went_back
+        again = watch is not None and signature in self._looked and not watch.went_back
         if again:
             self._current = set()
-        self._current.add(found)
+        self._current.add(signature)
         return again
 
     def on_call(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """A known module is called in a planned step: mark its batch; what was never seen is planned next."""
+        """Mark the batch of a known module's call in a planned step; watch the step if the call is new."""
         self.applied.mark_batch(leaves((args, kwargs), "batch"))
         if self.armed:
             return
-        found = self.signature(module, args, kwargs)
-        if found in self._seen:
-            self.applied.now.plan = self._seen[found]
+        signature = self.signature(module, args, kwargs)
+        if signature in self._seen:
+            self.applied.now.plan = self._seen[signature]
             return
         self.arm()
         assert self._watch is not None
         self._watch.join(module, args, kwargs)
 
     def on_sync(self) -> None:
-        """A step boundary: everything pending is about to run."""
+        """Plan the pending graph at a step boundary if it is watched and new; else mark the state."""
         if self.guard.failed:
             return
         roots: Sequence[Any] = ()
@@ -217,7 +221,7 @@ class Session:
                 stand_in_on_host(self.whole)
 
     def on_read(self, tensor: Any) -> None:
-        """A value is about to be read. If a whole step is pending it is planned and run now."""
+        """Respond to a read of a value: if a whole step is pending, plan and run it now."""
         watch = self._watch
         if watch is None or not on_xla(tensor) or not watch.seen or is_traced():
             return
@@ -230,7 +234,7 @@ class Session:
             if watch.training and not watch.infers and not watch.changed(roots):
                 self._looked |= self._current
                 watch.note_read(plain(tensor))
-                return  # a loss that is looked at in the middle of a step, or inference: what follows will show
+                return  # a loss read in the middle of a step, or inference: the next call shows which
             if self._is_known():
                 self._pass_by(watch)
                 return
@@ -239,10 +243,11 @@ class Session:
             xlac()._xla_sync_multi([*computed], [], wait=False, sync_xla_data=True)
 
     def whole(self, tensor: Any) -> Any:
-        """A tensor with the same values on the host, or whole on every device, if this one is split.
+        """Return a tensor with the same values on the host, or replicated on every device, if this tensor is split.
 
-        PyTorch/XLA compiles a program each time that it gathers a split tensor for the host. To read shards nothing is
-        compiled. Where they are not all here, or gradients are to go back, a lazy graph gathers: compiled once.
+        PyTorch/XLA compiles a program each time that it gathers a split tensor for the host. Reading the shards needs
+        no compilation. If other processes own some shards, or gradients must flow back, a lazy graph gathers, which is
+        compiled once.
         """
         import torch
 
@@ -251,7 +256,7 @@ class Session:
         with self.guard, unseen():
             inner = plain(tensor)
             if type(inner) not in (torch.Tensor, torch.nn.Parameter):
-                return tensor  # it wraps others
+                return tensor  # the tensor wraps other tensors
             compute([inner])
             if not is_split(held_spec(inner)):
                 return tensor
@@ -263,11 +268,13 @@ class Session:
         return tensor
 
     def _is_known(self) -> bool:
-        """Whether the step that is watched is planned already."""
+        """Return True if the watched step is planned already."""
         return bool(self._current) and self._current <= self._seen.keys()
 
     def _pass_by(self, watch: Watch) -> None:
-        """Let a known step go. After some of them watching ends, and whatever else was moved is awaited at its call."""
+        """Skip a known step. After `_KNOWN_STEPS` of them watching ends, and moved modules are awaited by call
+        hooks.
+        """
         self._current = set()
         watch.restart()
         self._known_steps += 1
@@ -276,7 +283,9 @@ class Session:
             self.applied.hook_calls(list(self._moved), self.on_call)
 
     def signature(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
-        """What makes two calls of a module the same graph: shapes, and whether gradients are kept."""
+        """Return the properties that give two calls of a module the same graph: shapes, modes, and if gradients are
+        enabled.
+        """
         import torch
 
         if module not in self._numbers:
@@ -286,13 +295,13 @@ class Session:
         return number, module.training, torch.is_grad_enabled(), shapes
 
     def on_optimizer(self, optimizer: Any, args: Any, kwargs: Any) -> None:
-        """An optimizer begins its step: what was planned as inference with gradients is planned anew."""
+        """Record an optimizer that begins its step; drop plans that took its step for inference."""
         watch, unsure = self._watch, self._unsure
         if (watch is None and not unsure) or is_traced():
             return
         with self.guard:
             if not any(on_xla(parameter) for group in optimizer.param_groups for parameter in group["params"]):
-                return  # of a model on the host
+                return  # an optimizer of a model on the host
             if watch is not None:
                 watch.learn_state(optimizer)
             self._seen = {key: plan for key, plan in self._seen.items() if key not in unsure}
@@ -300,18 +309,20 @@ class Session:
             self._unsure = set()
 
     def _roots(self, watch: Watch) -> list[Any]:
-        kept = {id(tensor) for tensor in watch.recorded.values()}
-        return [root for root in live_pending(watch.persistent()) if id(root) not in kept]
+        """Return the live pending tensors, without the recorded copies."""
+        recorded = {id(tensor) for tensor in watch.recorded.values()}
+        return [root for root in live_pending(watch.persistent()) if id(root) not in recorded]
 
     def _plan(self, watch: Watch, roots: Sequence[Any]) -> Sequence[Any]:
-        """Plan the pending graph, and make `roots` the results of its planned run.
+        """Plan the pending graph, and replace `roots` by the results of its planned run.
 
-        The tensors that this run computes: `roots` and what is split on the way; none if it could not be planned.
+        Return the tensors that this run computes: `roots`, and inputs that are split on the way. Return none if
+        planning failed.
         """
         current, self._current = self._current, set()
         self._seen |= dict.fromkeys(current)
         topology = topology_here()
-        sizes = self.mesh or mesh_here()  # what is wrong with these, the user has to mend
+        sizes = self.mesh or mesh_here()  # the user must correct errors in these
         group = group_here()
         mesh = None if sizes is None else live_mesh(topology, sizes)
         try:
@@ -323,7 +334,7 @@ class Session:
             if not watch.went_back:
                 self._unsure |= {key for key in current - self._settled if key[2]}
             return computed
-        except Exception as error:  # whatever went wrong, the user's training goes on
+        except Exception as error:  # the user's training continues after any error
             if is_strict():
                 raise
             if not self.failed:
@@ -337,17 +348,26 @@ class Session:
             self.disarm()
 
     def _mesh_for(self, topology: str, sizes: dict[str, int] | None, read: Callable[[LiveMesh], Capture]) -> LiveMesh:
-        """The mesh of these sizes; without them, the best one for what is read."""
+        """Return the mesh of these sizes; if they are None, search the best mesh for the captured graph."""
         if sizes is None:
-            whole = live_mesh(topology, {"data": Topology.parse(topology).num_devices})
-            sizes = self.mesh = kept_mesh(read(whole), topology)
+            one_axis = live_mesh(topology, {"data": Topology.parse(topology).num_devices})
+            sizes = self.mesh = kept_mesh(read(one_axis), topology)
         return live_mesh(topology, sizes)
 
     def _plan_pending(
         self, watch: Watch, roots: Sequence[Any], topology: str, mesh: LiveMesh | None, group: bool | None
     ) -> Sequence[Any]:
+        """Plan the pending graph after capturing it, and replace its tensors by the results of the planned run.
+
+        - `roots`: live pending tensors, which become the results.
+        - `topology`: name of the devices' topology.
+        - `mesh`: the mesh to plan for; None to search it.
+        - `group`: if True, inputs are split in one run; None to decide by memory.
+
+        Return the tensors that the planned run computes.
+        """
         every = list(watch.recorded.items())
-        waits = pending([tensor for _, tensor in every])  # what a script has read in between is computed already
+        waits = pending([tensor for _, tensor in every])  # values that the script has read are computed already
         calls = [call for (call, _), waiting in zip(every, waits, strict=True) if waiting]
         recorded = [tensor for (_, tensor), waiting in zip(every, waits, strict=True) if waiting]
         del every
@@ -366,42 +386,46 @@ class Session:
         )
         mesh = mesh or self._mesh_for(topology, None, lambda mesh, read=read: read(mesh=mesh))
         self._live = mesh
-        taken = read(mesh=mesh)
+        captured = read(mesh=mesh)
         del recorded, read
-        numbers = {handle: number for number, handle in enumerate(taken.handles)}
-        held = [
+        numbers = {handle: number for number, handle in enumerate(captured.handles)}
+        reads = [
             (call, shape, (-1, numbers[handle])) for call, (shape, handle) in watch.held.items() if handle in numbers
         ]
         watch.forget()
         replaces = training and not any(
-            tensor in self.applied.trained for tensor in taken.tensors if tensor is not None
+            tensor in self.applied.trained for tensor in captured.tensors if tensor is not None
         )
-        fixed = {} if replaces else self.applied.decided(taken, watch.outermost)
-        decide = functools.partial(kept_decision, taken, topology, mesh, free=replaces)
+        fixed = {} if replaces else self.applied.decided(captured, watch.outermost)
+        decide = functools.partial(kept_decision, captured, topology, mesh, free=replaces)
         try:
             decision = decide(fixed)
         except UserError:
-            # New batches are split as an earlier plan has them, which this step may not be able to use.
-            arguments = taken.program.arguments
+            # New batches have the earlier plan's split, under which this step may have no plan.
+            arguments = captured.program.arguments
             state = {number: spec for number, spec in fixed.items() if arguments[number].role is not Role.BATCH}
             if state == fixed:
                 raise
             decision = decide(state)
         plan = decision.plan
-        if replaces and self.applied.moves(taken, decision):
-            # Plans of inference know these tensors split in another way.
+        if replaces and self.applied.moves(captured, decision):
+            # Plans of inference expect another split of these tensors.
             self._seen = {key: plan for key, plan in self._seen.items() if key[2]}
-        group = fits_whole(taken, decision) if group is None else group
+        group = fits_whole(captured, decision) if group is None else group
         shared = shared_storages()
-        inputs, waiting = split_inputs(taken, decision, mesh, group, shared)
-        outputs = replay(planned_proto(taken, plan, mesh), inputs)
-        for root, output, result in zip(taken.roots, outputs, taken.program.results, strict=True):
+        inputs, waiting = split_inputs(captured, decision, mesh, group, shared)
+        outputs = replay(planned_proto(captured, plan, mesh), inputs)
+        for root, output, result in zip(captured.roots, outputs, captured.program.results, strict=True):
             become(root, output, shared)
             if result.shape:
-                own = own_sharding(taken, result.argument, mesh)
+                own = own_sharding(captured, result.argument, mesh)
                 mark(root, mesh.sharding(plan.results[result.name]) if own is None else own)
         self.applied.take(
-            taken, decision, mesh, Pins([*zip(calls, shapes, taken.places, strict=True), *held], taken.flow), watch
+            captured,
+            decision,
+            mesh,
+            Pins([*zip(calls, shapes, captured.places, strict=True), *reads], captured.flow),
+            watch,
         )
         self.applied.hook_calls(watch.outermost, self.on_call)
         self.plans.append(plan)
@@ -412,7 +436,7 @@ class Session:
 
 
 def _is_heavy(roots: Sequence[Any]) -> bool:
-    """Whether a graph without modules is worth planning: it has a matmul or a convolution."""
+    """Return True if a graph without modules is worth planning: it has a matmul or a convolution."""
 
     text = xlac()._get_xla_tensors_text(list(roots))
     return any(f"aten::{op}" in text for op in ("mm", "bmm", "addmm", "einsum", "convolution", "matmul"))

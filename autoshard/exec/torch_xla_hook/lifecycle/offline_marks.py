@@ -1,4 +1,4 @@
-"""Marking a module before anything of it is on a device, one module at a time."""
+"""Marks on a module before any of its tensors is on a device, one submodule at a time."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -8,10 +8,11 @@ from autoshard.exec.torch_xla_hook.values.live_marks import mark
 
 
 def move_marked(model: Any, shardings: Mapping[str, Any]) -> None:
-    """Put a module's parameters and buffers on the XLA device, split from the start (in place).
+    """Move a module's parameters and buffers to the XLA device, split from the start (in place).
 
-    Parameters on the meta device are made by the `reset_parameters` of their module, so that the host never holds
-    more than the own parameters of one module. `shardings` are `_XLAC.OpSharding`s by name; others are replicated.
+    The `reset_parameters` of each submodule materialises its parameters on the meta device. So the host never stores
+    more than the own parameters of one submodule. `shardings` are `_XLAC.OpSharding`s by name; other tensors are
+    replicated. Raises `UserError` if a submodule on the meta device has no `reset_parameters`.
     """
     import torch
 
@@ -41,6 +42,7 @@ def move_marked(model: Any, shardings: Mapping[str, Any]) -> None:
 
 
 def _materialise(module: Any, name: str) -> None:
+    """Materialise the own parameters of a submodule on the host by its `reset_parameters`."""
     reset = getattr(module, "reset_parameters", None)
     if reset is None:
         raise UserError(

@@ -1,4 +1,4 @@
-"""State that is saved as it is split and loaded as it is split then, in PyTorch/XLA's checkpoint format."""
+"""State saved and loaded in its shards, in PyTorch/XLA's checkpoint format."""
 
 import dataclasses
 import functools
@@ -17,23 +17,23 @@ from autoshard.planning import Plan, StateReshard, load_plan, predict_reshard
 log = logging.getLogger("autoshard.torch_xla")
 
 PLAN_FILE = "autoshard-plan.json"
-"""In the folder of a checkpoint, the plan that it was saved under."""
+"""File in a checkpoint's folder: the plan that the state was saved under."""
 
 
 def save_state(state: Mapping[str, Any], folder: str | os.PathLike[str], plan: Plan | None = None) -> None:
     """Save a (nested) state dict of tensors on the XLA devices; every process calls it, and writes its own shards.
 
-    The plan goes with it, so that `load_state` knows what loading under another takes: by default that of the last
-    training step that auto-sharding has planned.
+    The plan is saved too, so that `load_state` can predict the cost of loading under another plan. By default it is the
+    plan of the last training step that auto-sharding planned.
 
-    What `torch.distributed.checkpoint.save` does with PyTorch/XLA's planner, whose checkpoints lack each tensor that
-    several devices of one process hold the same shard of.
+    This does the same as `torch.distributed.checkpoint.save` with PyTorch/XLA's planner. A checkpoint of that planner
+    alone lacks each tensor of which several devices of one process have the same shard.
     """
     import torch_xla.runtime as xr
     from torch.distributed.checkpoint.filesystem import FileSystemWriter
     from torch.distributed.checkpoint.state_dict_saver import save
 
-    # Copying ahead is for streams of one device, and fails on the XLA device where torchax is loaded.
+    # Copying ahead is for streams of one device, and fails on the XLA device if torchax is loaded.
     writer = FileSystemWriter(folder, per_thread_copy_ahead=0)
     save(dict(state), storage_writer=writer, planner=_save_planner()())
     plan = plan or _planned()
@@ -44,12 +44,14 @@ def save_state(state: Mapping[str, Any], folder: str | os.PathLike[str], plan: P
 def load_state(
     state: Mapping[str, Any], folder: str | os.PathLike[str], plan: Plan | None = None
 ) -> StateReshard | None:
-    """Load what `save_state` saved into the tensors of a state dict, each of which stays split as it is.
+    """Load a checkpoint of `save_state` into the tensors of a state dict; each tensor keeps its current split.
 
-    The checkpoint may be of another plan or mesh; a process reads no more than its own shards, tensor by tensor. The
-    state of an optimizer has to exist. Returns what this takes, as `predict_reshard` says, also in the log before it
-    begins; None where the plan of the checkpoint or that of now (`plan`; by default as in `save_state`) is not known.
-    Raises `UserError` for a tensor that the checkpoint lacks, or has in another shape.
+    The checkpoint may be of another plan or mesh. A process reads no more than its own shards, tensor by tensor. The
+    state of an optimizer has to exist.
+
+    Returns the prediction of `predict_reshard`, which is also logged before loading begins. Returns None if the
+    checkpoint's plan or the current one (`plan`; the default is that of `save_state`) is not known. Raises `UserError`
+    for a tensor that the checkpoint lacks, or has in another shape.
     """
     import torch_xla
     from torch.distributed.checkpoint.filesystem import FileSystemReader
@@ -69,7 +71,7 @@ def load_state(
 
 
 def _planned() -> Plan | None:
-    """The plan of the last training step that auto-sharding has planned; of anything, if it has planned none."""
+    """Return the plan of the last training step that auto-sharding planned; else the last plan of any step."""
     made = session()
     plans = [] if made is None else made.plans
     trained = [plan for plan in plans if "optimizer_state" in plan.roles.values()]
@@ -77,28 +79,29 @@ def _planned() -> Plan | None:
 
 
 def _predicted(file: Path, plan: Plan | None) -> StateReshard | None:
-    """What moving the state of a saved plan to this one takes; None if one is not known, or they are of two models."""
+    """Estimate the cost of moving a saved plan's state to this plan; None if a plan is unknown or of another model."""
     if plan is None or not file.exists():
         return None
     try:
-        found = predict_reshard(load_plan(file), plan)
+        reshard = predict_reshard(load_plan(file), plan)
     except UserError as error:
         log.warning("what loading takes is not predicted: %s", error)
         return None
     log.info(
         "loading %s: each device receives at most %s and holds at most %s; a host reads at most %s",
         file.parent,
-        *(format_bytes(max(sizes)) for sizes in (found.received_bytes, found.peak_bytes, found.read_bytes)),
+        *(format_bytes(max(sizes)) for sizes in (reshard.received_bytes, reshard.peak_bytes, reshard.read_bytes)),
     )
-    return found
+    return reshard
 
 
 @functools.cache
 def _save_planner() -> type[Any]:
+    """Make the planner's class; the import is deferred, since it needs torch_xla."""
     from torch_xla.experimental.distributed_checkpoint import SPMDSavePlanner
 
     class OnceEach(SPMDSavePlanner):
-        """Writes a shard that several devices of this process hold once."""
+        """Planner that writes a shard once if several devices of this process have it."""
 
         def create_local_plan(self) -> Any:
             plan = super().create_local_plan()
@@ -111,14 +114,15 @@ def _save_planner() -> type[Any]:
 
 
 def _check(state: Mapping[str, Any], saved: Mapping[str, Any], folder: Any) -> None:
+    """Raise `UserError` for a tensor that the checkpoint lacks, or has in another shape."""
     from torch_xla.experimental.distributed_checkpoint._helpers import flatten_state_dict
 
     for name, value in flatten_state_dict(dict(state))[0].items():
         if name not in saved:
             raise UserError(f"the checkpoint in {folder} has no `{name}`: load into the state that was saved.")
-        shape, held = getattr(value, "shape", None), getattr(saved[name], "size", None)
-        if shape is not None and held is not None and tuple(shape) != tuple(held):
+        shape, size = getattr(value, "shape", None), getattr(saved[name], "size", None)
+        if shape is not None and size is not None and tuple(shape) != tuple(size):
             raise UserError(
-                f"`{name}` is of shape {list(shape)}, but the checkpoint in {folder} has it in {list(held)}: load into "
+                f"`{name}` is of shape {list(shape)}, but the checkpoint in {folder} has it in {list(size)}: load into "
                 "the model that was saved."
             )

@@ -1,4 +1,4 @@
-"""The specs that a plan gives to the values of a captured graph, and which of them follow from others."""
+"""The specs that a plan gives to the values of a captured graph, and the specs that follow from them by propagation."""
 
 from collections.abc import Collection, Iterator
 
@@ -7,11 +7,11 @@ from autoshard.planning import Plan, Spec
 
 
 class Planned:
-    """The specs of a plan by the values of the captured graph."""
+    """The specs of a plan, by the values of the captured graph."""
 
     def __init__(self, plan: Plan) -> None:
         self.made: dict[Value, tuple[Spec, ...]] = {}
-        """Pinned where it is made, to one spec after the other."""
+        """The specs that each value is pinned to where an op computes it, in order."""
         self._handed: dict[Value, dict[int, tuple[Spec, ...]]] = {}
         self._arguments = tuple(plan.arguments.values())
         for pin in plan.pins:
@@ -23,29 +23,29 @@ class Planned:
                 path[pin.operand[0]] = (*path.get(pin.operand[0], ()), pin.spec)
 
     def held(self, value: Value) -> tuple[Spec, ...]:
-        """One spec after the other; none if the plan leaves it to propagation."""
+        """Return the specs of a value in order: its pins, or the spec of an argument; empty if propagation decides."""
         return self.made.get(value, self._arguments[value[1] : value[1] + 1] if value[0] < 0 else ())
 
     def handed_to(self, value: Value, ops: Collection[int]) -> set[tuple[Spec, ...]]:
-        """The specs that it is pinned to for some of these ops alone, one after the other."""
+        """Return the specs in order that the value is pinned to as an operand of some of these ops alone."""
         return {specs for op, specs in self._handed.get(value, {}).items() if op in ops}
 
     def axes(self, value: Value, ops: Collection[int] | None = None) -> set[str]:
-        """The axes over which it is split in all of its specs; with `ops`, as one of these takes it."""
+        """Return the axes that split the value in any of its specs; with `ops`, the axes as these ops read it."""
         specs = self.held(value)
         seen = specs if ops is None else [path[-1] for path in self.handed_to(value, ops)] or specs[-1:]
         return {axis for spec in seen for axis in spec.axes}
 
     def handed_axes(self, value: Value) -> set[str]:
-        """The axes over which it is split as it is handed to any op."""
+        """Return the axes that split the value as an operand of any op that has a pin of its own on it."""
         return {axis for specs in self._handed.get(value, {}).values() for axis in specs[-1].axes}
 
 
 class Following:
-    """What XLA's propagation makes of a plan where only `fixed` values and the arguments are pinned.
+    """Model of XLA's propagation where only the `fixed` values and the arguments are pinned.
 
-    GSPMD splits a value over every axis that reaches it from what makes it or takes it. So a spec follows from others
-    if it reaches the value from these and no other axis does.
+    GSPMD splits a value over every axis that reaches the value from its producer or its users. A spec follows from
+    others if it reaches the value and no other axis does.
     """
 
     def __init__(self, planned: Planned, flow: Flow, fixed: Collection[Value]) -> None:
@@ -54,9 +54,10 @@ class Following:
         self._fixed = fixed
 
     def reaches(self, value: Value) -> bool:
-        """Whether its planned spec comes to it from what is held, through views and element by element.
+        """Return True if the planned spec reaches the value from fixed values, through views and elementwise ops.
 
-        Not if something on the way is handed to an op in more axes: these would come back from there.
+        The spec does not reach the value if an op on the way reads it in more axes: propagation would bring these axes
+        back.
         """
         own = self._planned.axes(value)
         queue, seen = [value], {value}
@@ -75,16 +76,19 @@ class Following:
         return bool(self._planned.held(value))
 
     def around(self, value: Value) -> set[str]:
-        """Axes of what a value meets up to where it is held again: these may come into what it is made from."""
-        met = {value}
+        """Collect the axes of all values near this one, up to the next fixed values.
+
+        Propagation may bring these axes into the operands that the value is computed from.
+        """
+        neighbours = {value}
         for each in self._onward(value):
-            met.add(each)
+            neighbours.add(each)
             for op in () if each in self._fixed else self._flow.users.get(each, ()):
-                met |= {(op, 0), *(other for other in self._flow.operands[op] if other is not None)}
-        return {axis for each in met for axis in self._planned.axes(each) | self._planned.handed_axes(each)}
+                neighbours |= {(op, 0), *(other for other in self._flow.operands[op] if other is not None)}
+        return {axis for each in neighbours for axis in self._planned.axes(each) | self._planned.handed_axes(each)}
 
     def _onward(self, value: Value) -> Iterator[Value]:
-        """A value, and what it becomes through views and element by element up to where that is held."""
+        """Yield a value, then the results of views and elementwise ops on it, up to fixed values."""
         queue, seen = [value], {value}
         for each in queue:  # grows as it is walked
             yield each
@@ -98,7 +102,7 @@ class Following:
         return self._flow.operands[op] if op in self._flow.views else self._flow.alike[op]
 
     def _same(self, value: Value, before: Value) -> bool:
-        """Whether a value is split as the one that it is made from."""
+        """Return True if a value has the split of the value `before` that it is computed from."""
         specs = [self._planned.held(each)[-1:] for each in (value, before)]
         if not all(specs):
             return False
@@ -107,13 +111,18 @@ class Following:
 
 
 def is_split_alike(flow: Flow, op: int, before: Spec, after: Spec) -> bool:
-    """Whether an op leaves what it makes over the same axes as what it takes, in the dims where that is found again."""
+    """Return True if an op splits its result over the same axes as its operand, in all dims that the result retains.
+
+    - `flow`: flow of values of the module.
+    - `op`: number of the op.
+    - `before`, `after`: specs of the operand and of the result.
+    """
     if op not in flow.views:
         return splits(before, flow.kept.get(op)) == splits(after)
-    found = {place: axes for axes, place in zip(before.dims, flow.views[op], strict=True) if axes}
-    return found == {dim: axes for dim, axes in enumerate(after.dims) if axes}
+    expected = {place: axes for axes, place in zip(before.dims, flow.views[op], strict=True) if axes}
+    return expected == {dim: axes for dim, axes in enumerate(after.dims) if axes}
 
 
 def splits(spec: Spec, dims: Collection[int] | None = None) -> list[tuple[str, ...]]:
-    """The axes of the dims (of these, if given) that are split, in order."""
+    """Return the axes of the split dims in order; with `dims`, of these dims only."""
     return [axes for dim, axes in enumerate(spec.dims) if axes and (dims is None or dim in dims)]

@@ -1,7 +1,8 @@
 """Pins in the regions that `torch.compile(backend="openxla")` compiles for inference.
 
-Hooks of modules do not run there: PyTorch/XLA runs the ops that dynamo has recorded, once, and compiles what becomes
-pending. Each of these ops knows which modules' calls it is from. Where these begin and end, the modules' pins are told.
+Hooks of modules do not run in such a region: PyTorch/XLA runs the ops that dynamo recorded once, and compiles the
+pending graph. Each op records the module calls that it belongs to. The pins of a module are entered and left where its
+call begins and ends.
 """
 
 import functools
@@ -17,11 +18,11 @@ from autoshard.exec.torch_xla_hook.values.module_hooks import Guard
 
 
 _ORDER = "autoshard_order"
-"""What an op's record is called that says how many came before it in the script: regions hold them in another order."""
+"""Key in an op's metadata: the number of ops before it in the script. Regions store their ops in another order."""
 
 
 def pin_regions(pins: Callable[[], Mapping[int, ModulePins]], guard: Guard) -> None:
-    """Have every region that is compiled from here on pinned. `pins` are those of modules, by their `id`."""
+    """Pin every region that is compiled from here on. `pins` returns the pins of modules, by the module's `id`."""
     bridge: Any = importlib.import_module("torch_xla._dynamo.dynamo_bridge")
     extract_graph, extract_region = bridge.extract_compiled_graph, bridge.extract_graph_helper
 
@@ -44,7 +45,8 @@ def pin_regions(pins: Callable[[], Mapping[int, ModulePins]], guard: Guard) -> N
 
 
 def _run(region: Any, pins: Mapping[int, ModulePins], guard: Guard, *args: Any) -> Any:
-    running = _PinnedRun(region, pins, guard)  # what it holds of the batch goes with it
+    """Run a region with its pins."""
+    running = _PinnedRun(region, pins, guard)  # its references to the batch end with it
     try:
         return running.run(*args)
     finally:
@@ -52,24 +54,24 @@ def _run(region: Any, pins: Mapping[int, ModulePins], guard: Guard, *args: Any) 
 
 
 def _in_order(graph: Any) -> None:
-    """Put a region's ops in the order of the script: pins count ops of a kind in it."""
+    """Sort a region's ops into the order of the script: pins count the ops of a kind in that order."""
     *nodes, output = graph.nodes
     order: dict[Any, int] = {}
-    for node in nodes:  # never before what it takes: some are added, and have no number
-        order[node] = max([node.meta.get(_ORDER, -1), *(order[taken] for taken in node.all_input_nodes)])
+    for node in nodes:  # never before its operands: added ops have no number
+        order[node] = max([node.meta.get(_ORDER, -1), *(order[operand] for operand in node.all_input_nodes)])
     for node in sorted((node for node in nodes if node.op != "placeholder"), key=order.__getitem__):
         output.prepend(node)
 
 
 class _PinnedRun(torch.fx.Interpreter):
-    """Runs a region's ops, and tells the modules' pins of the calls that they are from."""
+    """Interpreter of a region's ops that enters and leaves the pins of the modules that the ops belong to."""
 
     def __init__(self, region: Any, pins: Mapping[int, ModulePins], guard: Guard) -> None:
         super().__init__(region, garbage_collect_values=False)
         self._pins = pins
         self._guard = guard
         self._calls: list[str] = []
-        """The calls that run, the outermost first, as dynamo names them."""
+        """The calls that run now, the outermost first, by dynamo's names."""
         self._ended: set[str] = set()
         self._given = _given(region.graph)
 
@@ -81,12 +83,12 @@ class _PinnedRun(torch.fx.Interpreter):
         return super().run_node(node)
 
     def _move(self, calls: list[str]) -> None:
-        """End the calls that an op is not from, and begin those that it is the first of."""
+        """End the calls that the next op does not belong to, and begin the calls whose first op it is."""
         common = len(os.path.commonprefix([self._calls, calls]))
         while len(self._calls) > common:
             call = self._calls[-1]
             self._leave()
-            # One that goes on later, between ops of others, is counted once.
+            # A call can continue later, between ops of other calls: its outputs are pinned only once.
             if (pins := self._of(call)) is not None and call not in self._ended:
                 self._ended.add(call)
                 pins.give((), tuple(self.env[node] for node in self._given.get(call, ()) if node in self.env))
@@ -96,7 +98,7 @@ class _PinnedRun(torch.fx.Interpreter):
                 pins.enter()
 
     def end(self) -> None:
-        """End what runs still, where an op has failed."""
+        """End all calls that still run, as after an op that failed."""
         with self._guard:
             while self._calls:
                 self._leave()
@@ -106,22 +108,28 @@ class _PinnedRun(torch.fx.Interpreter):
             pins.leave()
 
     def _of(self, call: str) -> ModulePins | None:
-        """The pins of a call's module, which dynamo names by its `id` (in other settings in ways unknown here)."""
+        """Return the pins of a call's module, whose `id` dynamo puts into the call's name.
+
+        In some settings dynamo writes another name; then the call has no pins.
+        """
         name = call.partition("@")[0]
         return self._pins.get(int(name)) if name.isdigit() else None
 
 
 def _calls_of(node: Any) -> list[str] | None:
-    """The calls of modules that an op is from; None if it does not say."""
+    """Return the module calls that an op belongs to; None if its metadata lacks them."""
     stack = node.meta.get("nn_module_stack")
     return None if stack is None or node.op == "placeholder" else list(stack)
 
 
 def _given(graph: Any) -> dict[str, Sequence[Any]]:
-    """What each call gives to others: of several values it is not known which is which, so these are left out."""
-    found: dict[str, list[Any]] = {}
+    """Return the output node of each call: the node that other calls read.
+
+    A call with several outputs is omitted, since the graph does not say which output is which.
+    """
+    outputs: dict[str, list[Any]] = {}
     for node in graph.nodes:
         for call in _calls_of(node) or ():
             if any(call not in (_calls_of(user) or ()) for user in node.users):
-                found.setdefault(call, []).append(node)
-    return {call: nodes for call, nodes in found.items() if len(nodes) == 1}
+                outputs.setdefault(call, []).append(node)
+    return {call: nodes for call, nodes in outputs.items() if len(nodes) == 1}

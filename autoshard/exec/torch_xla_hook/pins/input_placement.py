@@ -1,4 +1,4 @@
-"""Data on its way to the device, inputs split as planned, and the planned run of a captured graph."""
+"""Placement of data: tensors on their way to the device, inputs split as planned, and the planned run of a graph."""
 
 import functools
 import os
@@ -23,9 +23,9 @@ from autoshard.planning import Plan, Spec, spec_text
 
 
 class PlannedInputs:
-    """Stands where PyTorch/XLA's loaders take one `ShardingSpec` for all tensors; here each has its own.
+    """Replacement for the one `ShardingSpec` that PyTorch/XLA's loaders apply to all tensors; each tensor has its own.
 
-    `find` says how a tensor of the host is split, None if it is not. Nested batches work, since it is asked of each.
+    `find` returns the spec and mesh of a host tensor, or None. The loader asks for each tensor, so nested batches work.
     """
 
     minibatch = False
@@ -34,13 +34,13 @@ class PlannedInputs:
         self._find = find
 
     def xla_spec(self, tensor: Any) -> Any:
-        """`_XLAC.XlaShardingSpec` of a host tensor; None if it is not split."""
+        """Return the `_XLAC.XlaShardingSpec` of a host tensor; None if it is not split."""
         import torch_xla.distributed.spmd as xs
 
-        found = self._find(tensor)
-        if found is None:
+        planned = self._find(tensor)
+        if planned is None:
             return None
-        spec, mesh = found
+        spec, mesh = planned
         return xs.ShardingSpec(mesh.mesh, partition(spec)).xla_spec(tensor)
 
     def can_apply(self, tensor: Any) -> bool:
@@ -48,29 +48,31 @@ class PlannedInputs:
 
 
 def inputs_by_shape(inputs: Mapping[str, tuple[tuple[int, ...], Spec]], mesh: LiveMesh) -> PlannedInputs:
-    """The sharding of a nested batch, whose tensors a loader hands over without their names.
+    """Find the spec of each tensor of a nested batch by its shape, since a loader passes tensors without names.
 
-    `inputs` are shapes and specs by name. Raises `UserError` for inputs of one shape that are split in several ways.
+    `inputs` are shapes and specs by name. Raises `UserError` if inputs of one shape have several specs.
     """
     known: dict[tuple[int, ...], tuple[str, Spec]] = {}
     for name, (shape, spec) in inputs.items():
-        other, held = known.setdefault(shape, (name, spec))
-        if held != spec:
+        other, first = known.setdefault(shape, (name, spec))
+        if first != spec:
             raise UserError(
                 f"the inputs {other} and {name} are both of shape {list(shape)}, but the plan splits one as "
-                f"{spec_text(held, shape)} and the other as {spec_text(spec, shape)}: a loader cannot tell them apart "
+                f"{spec_text(first, shape)} and the other as {spec_text(spec, shape)}: a loader cannot tell them apart "
                 "in a nested batch; give it a flat dict, or pin both to one spec."
             )
 
     def find(tensor: Any) -> tuple[Spec, LiveMesh] | None:
-        found = known.get(tuple(tensor.shape))
-        return None if found is None else (found[1], mesh)
+        named = known.get(tuple(tensor.shape))
+        return None if named is None else (named[1], mesh)
 
     return PlannedInputs(find)
 
 
 def watch_moves(made: Any) -> None:
-    """Have `Tensor.to` split what it moves from the host, if the plan knows such an input; await modules that move."""
+    """Replace `Tensor.to` and `Module.to`: planned inputs are split when they leave the host; moved modules are
+    awaited.
+    """
     import torch
 
     tensors: Any = torch.Tensor
@@ -115,7 +117,7 @@ def watch_moves(made: Any) -> None:
 
 
 def _goes_to_host(first: Any = None, *_: Any, device: Any = None, other: Any = None, **__: Any) -> bool:
-    """Return whether `Tensor.to` with these arguments moves to the host. A tensor gives its device, unread."""
+    """Return True if `Tensor.to` with these arguments moves to the host. A tensor argument stands for its device."""
     import torch
 
     target = next((each for each in (first, device, other) if each is not None), None)
@@ -129,17 +131,17 @@ _ANSWERS = {"1": True, "true": True, "0": False, "false": False}
 
 
 def group_here() -> bool | None:
-    """Whether `XLA_AUTO_USE_GROUP_SHARDING` asks for inputs to be split in a group; None if it says nothing.
+    """Return the answer of `XLA_AUTO_USE_GROUP_SHARDING`: True to split inputs in a group; None if it is empty.
 
-    Raises `UserError` for what is no answer.
+    Raises `UserError` for a value that is no answer.
     """
     return answer_here(GROUP_VARIABLE, "to split parameters in a group", "one by one")
 
 
 def answer_here(variable: str, yes: str, no: str) -> bool | None:
-    """What an environment variable answers; None if it says nothing. `yes` and `no` say what 1 and 0 do.
+    """Read a yes-or-no environment variable; None if it is empty. `yes` and `no` describe 1 and 0 in the error.
 
-    Raises `UserError` for what is no answer.
+    Raises `UserError` for a value that is no answer.
     """
     text = os.environ.get(variable, "").strip().lower()
     if text and text not in _ANSWERS:
@@ -148,29 +150,32 @@ def answer_here(variable: str, yes: str, no: str) -> bool | None:
 
 
 def fits_whole(taken: Capture, decision: Decision) -> bool:
-    """Whether a device has room for the whole inputs that are to be split, beside what the plan needs."""
-    whole = sum(
+    """Return True if a device has room for the whole inputs that will be split, in addition to the plan's peak."""
+    input_bytes = sum(
         value.numel() * value.element_size()
         for value, spec in zip(taken.inputs, decision.specs, strict=True)
         if spec is not None
     )
-    return whole + decision.plan.prediction.peak_bytes <= decision.plan.memory_limit_bytes
+    return input_bytes + decision.plan.prediction.peak_bytes <= decision.plan.memory_limit_bytes
 
 
 def split_inputs(
     taken: Capture, decision: Decision, mesh: LiveMesh, group: bool, shared: Container[int]
 ) -> tuple[list[Any], list[Any]]:
-    """The graph's inputs, split as decided, and those of the user's tensors that the planned run is to compute.
+    """Split the graph's inputs as decided. Return them, and the user's tensors that the planned run must compute.
 
-    The user's tensors hold the split data from here on, but for those that the step gives a new value. What is split
-    in another way already is split anew. `shared` are the storages that aliases share.
+    - `group`: if True, the run of the graph splits the inputs; else each is split on its own.
+    - `shared`: identities of the storages that several tensors share.
+
+    The user's tensors own the split data afterwards, except tensors that the step gives a new value. An input that has
+    another split already is split again.
     """
     inputs: list[Any] = list(taken.inputs)
     stays = _still_held(taken)
     for number, tensor in sorted(stays.items(), key=lambda each: xlac()._xla_get_tensor_id(each[1])):
-        # Reading the graph has left the data to a tensor of its own, and only that one can donate it. The user's
-        # becomes it here, and gets another number. These come in the order of those before: PyTorch/XLA compiles a
-        # step again that finds its tensors in another one.
+        # Reading the graph moves the data to a new tensor, and only that tensor can donate it. The user's tensor
+        # becomes the new tensor here and gets another number. The loop retains the order of the earlier numbers:
+        # PyTorch/XLA compiles a step again if its tensors change their order.
         (inputs[number],) = xlac()._get_tensors_xla_device_data_node([tensor])[1]
         inputs[number] = _split(inputs[number], decision.specs[number], mesh, group)
         hold(tensor, inputs[number], shared)
@@ -182,29 +187,29 @@ def split_inputs(
 
 
 def _still_held(taken: Capture) -> dict[int, Any]:
-    """The user's tensor of each argument whose data it still holds."""
+    """Return the user's tensor of each argument if it still has the argument's data, by argument number."""
     known = {number: tensor for number, tensor in enumerate(taken.tensors) if tensor is not None}
     waits = pending(list(known.values()))
     stays = [number for number, waiting in zip(known, waits, strict=True) if not waiting]
-    held = handles([known[number] for number in stays])
-    return {n: known[n] for n, handle in zip(stays, held, strict=True) if handle == taken.handles[n]}
+    current_handles = handles([known[number] for number in stays])
+    return {n: known[n] for n, handle in zip(stays, current_handles, strict=True) if handle == taken.handles[n]}
 
 
 def _split(value: Any, spec: Spec | None, mesh: LiveMesh, group: bool) -> Any:
-    """Device data split as a spec says; as it is, if there is none."""
-    held = held_spec(value)
-    if spec is None or (held and mesh.read(held, value.dim()) == spec):  # the same can be written in several ways
+    """Split device data by a spec; return the data unchanged if the spec is None."""
+    text = held_spec(value)
+    if spec is None or (text and mesh.read(text, value.dim()) == spec):  # one spec has several HLO strings
         return value
     if group:
         return annotated(value, [mesh.sharding(spec)])
-    if is_split(held):
+    if is_split(text):
         unmark(value)
     mark(value, mesh.sharding(spec))
     return value
 
 
 def planned_proto(capture: Capture, plan: Plan, mesh: LiveMesh) -> bytes:
-    """The captured module as a serialised HLO module, the plan's pins in it as GSPMD reads them."""
+    """Serialise the captured module as HLO, with the plan's pins as GSPMD custom calls."""
     module = mlir.parse_module(capture.program.module)
     mlir.insert_pins(module, "mesh", plan.mesh, plan.pins)
     mlir.guard_indexing(module)
@@ -213,7 +218,7 @@ def planned_proto(capture: Capture, plan: Plan, mesh: LiveMesh) -> bytes:
 
 
 def replay(proto: bytes, inputs: Sequence[Any]) -> list[Any]:
-    """Pending tensors, one for each result, that the computation yields on these inputs."""
+    """Run the computation on these inputs lazily; return one pending tensor for each result."""
     import torch_xla.core.xla_builder as xb
 
     computation = xb.computation_from_module_proto("autoshard_step", proto)

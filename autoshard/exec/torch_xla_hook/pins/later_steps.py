@@ -1,4 +1,4 @@
-"""What stays after the planned first step: marks on state, on new batches, and on activations."""
+"""Marks that persist after the planned first step: on state, on new batches, and on activations."""
 
 import weakref
 from collections.abc import Callable, Iterable
@@ -19,62 +19,70 @@ from autoshard.program import Role
 
 
 class Applied:
-    """Marks that later steps need. Shardings are kept ready-made, since these run in every step."""
+    """Shardings that later steps apply. They are stored as ready-made objects, since every step applies them."""
 
     def __init__(self, guard: Guard) -> None:
         from torch.utils.weak import WeakIdKeyDictionary
 
         self.state: Any = WeakIdKeyDictionary()
-        """Parameter, buffer or state of an optimizer -> its sharding."""
+        """The sharding of each parameter, buffer and tensor of optimizer state."""
         self.specs: Any = WeakIdKeyDictionary()
         self.trained: Any = WeakIdKeyDictionary()
-        """Those of them that a plan of a training step has split: such a split stays."""
+        """Tensors among them that a plan of a training step has split; this split is final."""
         self.batches: dict[tuple[Any, ...], tuple[Spec, LiveMesh]] = {}
-        """Shape and dtype of an input -> how it is split."""
+        """The spec of an input, by shape and dtype, and the mesh that the spec is of."""
         self.kinds: set[str] = set()
-        """Of the ops that are pinned."""
+        """Kinds of the ops whose operands or results are pinned."""
         self._held: list[tuple[weakref.ref[Any], Any]] | None = None
-        """What `state` has, as it is gone through in every step; None where it is to be made anew."""
+        """The items of `state` as a list for the loop in every step; None if the list is stale."""
         self._optimizers: Any = WeakIdKeyDictionary()
-        """Optimizer -> what told its state apart from any other when all of it was known; None before."""
+        """A hash of each optimizer's state tensors when all of them were known; None before."""
         self._pinned: Any = WeakIdKeyDictionary()
-        """Module -> the pins on what it gives."""
+        """The pins on the outputs of each module."""
         self.now = Now()
         self.pins: list[frozenset[tuple[str, tuple[int, ...]]]] = []
-        """By plan, the sharding strings and shapes of what is pinned."""
+        """Sharding strings and shapes of the pinned values, by plan number."""
         self._guard = guard
 
     def decided(self, taken: Capture, modules: Iterable[Any]) -> dict[int, Spec]:
-        """Specs by argument that an earlier plan gave to the same tensors; these are held that way already.
+        """Return the specs, by argument number, that an earlier plan gave to the same tensors; they are split so
+        already.
 
-        What an earlier plan of one of these modules has left whole stays so, too: its steps know no other data.
+        A batch array also keeps its earlier spec if one of these modules was planned before. The steps of that plan
+        expect data of no other spec.
         """
         again = any(CallHook.on(module) for module in modules)
-        found = {}
+        specs = {}
         for number, tensor in enumerate(taken.tensors):
             if tensor is not None and tensor in self.specs:
-                found[number] = self.specs[tensor]
+                specs[number] = self.specs[tensor]
         for number, (value, argument) in enumerate(zip(taken.inputs, taken.program.arguments, strict=True)):
             key = (tuple(value.shape), value.dtype)
             if argument.role is Role.BATCH and key in self.batches and (again or number in taken.split):
-                found[number] = self.batches[key][0]
-        return found
+                specs[number] = self.batches[key][0]
+        return specs
 
     def moves(self, taken: Capture, decision: Decision) -> bool:
-        """Whether a decision splits anything that an earlier plan knows in another way."""
+        """Return True if a decision gives any tensor another spec than an earlier plan."""
         return any(
             tensor is not None and spec is not None and self.specs.get(tensor, spec) != spec
             for tensor, spec in zip(taken.tensors, decision.specs, strict=True)
         )
 
     def take(self, taken: Capture, decision: Decision, mesh: LiveMesh, pins: Pins, watch: Watch) -> None:
-        """Remember how a script's tensors are split, and pin the modules' outputs from the next call on.
+        """Remember the specs of a script's tensors, and pin the modules' outputs from the next call on.
 
-        A small input of which the script has read something in the middle of the step is sent whole from the next step
-        on: what computes that is compiled already, and needs no collective. The step itself slices it.
+        - `taken`: the captured graph and its tensors.
+        - `decision`: the plan of the graph, with specs by argument.
+        - `pins`: places in the script and in the graph of the recorded values.
+        - `watch`: the watcher of the step, with its modules and optimizers.
+
+        A script can read some elements of an input in the middle of the step. If the input is small, every device
+        receives all of it from the next step on. The program that computes such elements is compiled already and then
+        needs no collective. The step slices the input.
         """
         plan = decision.plan
-        whole = {
+        unsplit = {
             (tuple(value.shape), value.dtype)
             for value, handle in zip(taken.inputs, taken.handles, strict=True)
             if handle in watch.read_whole and _is_small(value, plan)
@@ -84,7 +92,7 @@ class Applied:
             if spec is None:
                 continue
             if argument.role is Role.BATCH:
-                if (tuple(value.shape), value.dtype) not in whole:
+                if (tuple(value.shape), value.dtype) not in unsplit:
                     self.batches[tuple(value.shape), value.dtype] = (spec, mesh)
             elif tensor is not None:
                 self.keep(tensor, spec, mesh, taken.program.training)
@@ -106,15 +114,15 @@ class Applied:
         self.pins.append(frozenset(written))
 
     def pins_by_module(self) -> dict[int, ModulePins]:
-        """The pins of each module that has any, by its `id`."""
+        """Return the pins of each module that has pins, by the module's `id`."""
         return {id(module): pins for module, pins in self._pinned.items()}
 
     def waiting_pins(self) -> frozenset[tuple[str, tuple[int, ...]]]:
-        """Sharding strings and shapes of the pins that are in what is pending."""
+        """Return sharding strings and shapes of the pins in the pending graph."""
         return frozenset().union(*(self.pins[plan] for plan in self.now.pinned))
 
     def keep(self, tensor: Any, spec: Spec, mesh: LiveMesh, trains: bool) -> None:
-        """Remember how a plan of a step, which `trains` or not, splits a tensor."""
+        """Remember the spec that a plan gives to a tensor; `trains` is True for the plan of a training step."""
         self.specs[tensor] = spec
         if trains:
             self.trained[tensor] = None
@@ -123,7 +131,7 @@ class Applied:
     def hook_calls(
         self, modules: Iterable[Any], on_call: Callable[[Any, tuple[Any, ...], dict[str, Any]], None]
     ) -> None:
-        """Have `on_call` told before each call of these modules."""
+        """Call `on_call` before each call of these modules."""
 
         for module in modules:
             if not CallHook.on(module):
@@ -131,37 +139,38 @@ class Applied:
                 train_lazily(module)
 
     def mark_batch(self, named: Iterable[tuple[str, Any]]) -> None:
-        """Split the inputs among these tensors as planned."""
+        """Split the planned inputs among these tensors."""
         for _, tensor in named:
             self.mark_input(tensor)
 
     def batch_spec(self, tensor: Any) -> tuple[Spec, LiveMesh] | None:
-        """How an input of this shape and dtype is split, None if it is not, or the plan does not know it."""
-        found = self.batches.get((tuple(tensor.shape), tensor.dtype))
-        return found if found is not None and found[0].axes else None
+        """Return the spec of an input of this shape and dtype; None if it is not split or the plan does not know it."""
+        planned = self.batches.get((tuple(tensor.shape), tensor.dtype))
+        return planned if planned is not None and planned[0].axes else None
 
     def mark_input(self, tensor: Any) -> None:
-        found = self.batch_spec(tensor)
-        if found is not None and on_xla(tensor) and not tensor.requires_grad and not is_split(held_spec(tensor)):
-            spec, mesh = found
+        """Split an input as planned, unless it is split already or needs a gradient."""
+        planned = self.batch_spec(tensor)
+        if planned is not None and on_xla(tensor) and not tensor.requires_grad and not is_split(held_spec(tensor)):
+            spec, mesh = planned
             mark(tensor, mesh.sharding(spec))
 
     def mark_state(self) -> None:
-        """Keep the specs of updated state: what a graph computes is else split as propagation has it."""
+        """Mark updated state with its planned spec: propagation alone may split a graph's results in another way."""
         for optimizer, before in list(self._optimizers.items()):
-            held = _held(optimizer)
-            if held == before:
+            identity = _held(optimizer)
+            if identity == before:
                 continue
-            self._optimizers[optimizer] = held
+            self._optimizers[optimizer] = identity
             for parameter, _, tensor in optimizer_state(optimizer):
                 if tensor not in self.state and parameter in self.state and tensor.shape == parameter.shape:
                     self.specs[tensor] = self.specs[parameter]
                     self._hold(tensor, self.state[parameter])
         if self._held is None:
             self._held = [(weakref.ref(tensor), sharding) for tensor, sharding in self.state.items()]
-        there = [(ref(), sharding) for ref, sharding in self._held]
-        known = [each for each in there if each[0] is not None]
-        if len(known) < len(there):
+        tensors = [(ref(), sharding) for ref, sharding in self._held]
+        known = [each for each in tensors if each[0] is not None]
+        if len(known) < len(tensors):
             self._held = None
         for (tensor, sharding), waits in zip(known, pending([tensor for tensor, _ in known]), strict=True):
             if waits:
@@ -172,20 +181,20 @@ class Applied:
         self.forget_list()
 
     def forget_list(self) -> None:
-        """Drop the list of `state` that `mark_state` iterates over, which the next step makes again."""
+        """Drop the list of `state` that `mark_state` iterates over; the next step builds a new list."""
         self._held = None
 
 
 def _held(optimizer: Any) -> int:
-    """What tells the tensors of an optimizer's state apart from those of another step. Asked in every step."""
+    """Hash the identities of an optimizer's state tensors; every step calls this to notice new tensors."""
     return hash(tuple(id(value) for state in optimizer.state.values() for value in state.values()))
 
 
 _SMALL = 0.01
-"""Sending an input whole may take so much of a step."""
+"""Share of a step's time that an input may cost if every device receives all of it."""
 
 
 def _is_small(value: Any, plan: Plan) -> bool:
-    """Whether all devices can be sent the whole of an input in no time."""
+    """Return True if sending the whole input to all devices costs at most `_SMALL` of a step."""
     seconds = Compute(Topology.parse(plan.topology)).host_seconds(value.numel() * value.element_size())
     return float(seconds) <= _SMALL * plan.prediction.step_time_s

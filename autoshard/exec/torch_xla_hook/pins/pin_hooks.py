@@ -1,4 +1,4 @@
-"""Pins on the values of later steps: hooks on modules, on what they give and its gradients, and on some ops inside."""
+"""Pins on the values of later steps: hooks on module outputs, on their gradients, and on some ops inside."""
 
 import functools
 import itertools as it
@@ -13,7 +13,7 @@ from autoshard.exec.torch_xla_hook.values.module_hooks import CallHook, Guard, M
 
 
 class OpPins:
-    """Shardings, ready-made, of what some ops take and make."""
+    """Ready-made shardings of the operands and results of some ops."""
 
     def __init__(self) -> None:
         self._pins: dict[tuple[str, int, str], list[tuple[int, tuple[int, ...], Sequence[Any]]]] = {}
@@ -23,25 +23,26 @@ class OpPins:
         return bool(self._pins)
 
     def add(self, op: LazyOp, place: Place, shape: tuple[int, ...], shardings: Sequence[Any]) -> None:
+        """Add the shardings of an operand or a result of an op."""
         self.kinds.add(whole_kind(op.kind))
         self._pins.setdefault((op.kind, op.turn, place.what), []).append((place.number, shape, shardings))
 
     def of(self, kind: str, turn: int, what: str, values: Sequence[Any]) -> Iterator[tuple[int, Any, Sequence[Any]]]:
-        """Number, value and shardings of those values that are pinned; one of another shape is another value."""
+        """Yield number, value and shardings of the pinned values; a value of another shape is not the pinned one."""
         for number, shape, shardings in self._pins.get((kind, turn, what), ()):
             if number < len(values) and getattr(values[number], "shape", None) == shape:
                 yield number, values[number], shardings
 
 
 class PinnedOps(Ops):
-    """Pins what ops take, for them alone, and what they make."""
+    """Observer of ops that pins their operands, for these ops alone, and their results."""
 
     def __init__(self, pins: OpPins, guard: Guard) -> None:
         super().__init__(pins.kinds)
         self._pins = pins
         self._guard = guard
         self._given: dict[tuple[int, ...], tuple[Any, Any]] = {}
-        """Values, by themselves and their shardings, with what ops are given instead."""
+        """Annotated copies of operands, by the identities of the value and its shardings."""
 
     def __exit__(self, *error: object) -> None:
         super().__exit__(*error)
@@ -52,15 +53,19 @@ class PinnedOps(Ops):
         with self._guard:
             for number, value, shardings in self._pins.of(kind, turn, "operand", operands):
                 if kind.endswith(WITH_BIAS) and number:
-                    # A bias is multiplied by one, which XLA leaves out: its clone is the same node, and with a
-                    # checkpoint around it PyTorch/XLA then traces the next step in another way.
+                    # A clone of a bias is the same node as the bias, so that with a checkpoint PyTorch/XLA would trace
+                    # the next step differently. Multiplication by one makes a new node, and XLA removes it.
                     given[number] = annotated(value * 1, shardings)
                 else:
                     given[number] = self._annotated(value, shardings)
         return given
 
     def _annotated(self, value: Any, shardings: Sequence[Any]) -> Any:
-        """One for all ops that take a value alike: XLA would move it for each. Below functionalisation none changes."""
+        """Return one annotated copy for all ops that read a value in the same shardings: XLA would reshard once per
+        copy.
+
+        Tensors below functionalisation do not change, so the copy stays valid.
+        """
         if not is_wrapped():
             return annotated(value, shardings)
         key = id(value), *map(id, shardings)
@@ -75,7 +80,7 @@ class PinnedOps(Ops):
 
 
 class CallPins:
-    """Shardings, ready-made, of the values of one call of a module."""
+    """Ready-made shardings of the values of one call of a module."""
 
     def __init__(self, guard: Guard) -> None:
         self._guard = guard
@@ -84,6 +89,7 @@ class CallPins:
         self.ops = OpPins()
 
     def add(self, place: Place, shape: tuple[int, ...], shardings: Sequence[Any]) -> None:
+        """Add the shardings of a module output, of its gradient, or of an op's operand or result."""
         if place.op is None:
             self._given[place.what, place.number, shape] = shardings
         else:
@@ -91,9 +97,9 @@ class CallPins:
             ops.add(place.op, place, shape, shardings)
 
     def apply(self, inputs: Any, output: Any) -> None:
-        """Pin what a call has given, and what its backward pass will take and make.
+        """Pin the outputs of a call, and the operands and results of its backward pass.
 
-        What is computed already, as by a compiled module, is not moved.
+        Values that are computed already, as by a compiled module, are not moved.
         """
         given = self._given
         for number, (_, tensor) in enumerate(leaves(output, "") if given else ()):
@@ -116,18 +122,18 @@ class CallPins:
 
 
 class Now:
-    """What runs now: the plan whose pins hold, and the step, by numbers."""
+    """Numbers of the current plan, whose pins are active, and of the current step."""
 
     def __init__(self) -> None:
         self.plan: int | None = None
-        """None while a step is watched that is to be planned, or that could not be."""
+        """Number of the plan; None while a step is watched, or if the step could not be planned."""
         self.step = 0
         self.pinned: set[int] = set()
-        """Plans whose pins are in what is pending."""
+        """Plans whose pins are in the pending graph."""
 
 
 class ModulePins:
-    """Hooks that pin the values of the calls of one module, in turn, under each of the plans that it is in."""
+    """Hooks that pin the values of one module's calls in turn, for each plan that includes the module."""
 
     def __init__(self, module: Any, now: Now, guard: Guard) -> None:
         self._now = now
@@ -141,6 +147,13 @@ class ModulePins:
         module.register_forward_hook(ModuleHook(self._give, guard), with_kwargs=True)
 
     def add(self, module: Any, plan: int, place: Place, shape: tuple[int, ...], shardings: Sequence[Any]) -> None:
+        """Add the shardings of a value under a plan; the first pin on an op starts the observation of the module's ops.
+
+        - `module`: the module whose call has the value.
+        - `plan`: number of the plan.
+        - `place`, `shape`: place and shape of the value.
+        - `shardings`: shardings to apply in order.
+        """
         calls = self._plans.setdefault(plan, [])
         while len(calls) <= place.call:
             calls.append(CallPins(self._guard))
@@ -152,7 +165,7 @@ class ModulePins:
             CallHook.to_front(module)
 
     def _pins(self) -> CallPins | None:
-        """Of the call that runs."""
+        """Return the pins of the call that runs now."""
         now = self._now
         calls = None if now.plan is None else self._plans.get(now.plan)
         if not calls:
@@ -163,7 +176,7 @@ class ModulePins:
         return calls[self._number % len(calls)]
 
     def enter(self) -> None:
-        """A call begins."""
+        """Begin a call: observe and pin its ops."""
         pins = self._pins()
         running = PinnedOps(pins.ops, self._guard) if pins is not None and pins.ops else None
         if running is not None:
@@ -171,13 +184,13 @@ class ModulePins:
         self._running.append(running)
 
     def leave(self) -> None:
-        """A call ends, or fails."""
+        """End a call, also one that failed."""
         running = self._running.pop() if self._running else None
         if running is not None:
             running.__exit__(None, None, None)
 
     def give(self, inputs: Any, output: Any) -> None:
-        """A call has ended: pin what it gives."""
+        """Pin the outputs of a call that has ended."""
         pins = self._pins()
         self._number += 1
         if pins is not None and self._now.plan is not None:

@@ -1,4 +1,4 @@
-"""Planning a captured graph, with what is already decided held fixed."""
+"""Planning of a captured graph under the specs that are already decided."""
 
 import dataclasses
 import math
@@ -15,17 +15,17 @@ from autoshard.program import Argument, Role
 
 @dataclasses.dataclass(frozen=True)
 class Decision:
-    """A plan, and how it splits the inputs of the captured graph."""
+    """A plan, and the specs that it gives to the inputs of the captured graph."""
 
     plan: Plan
     specs: tuple[Spec | None, ...]
-    """The spec of each argument; None for what stays as it is: the user's own marks, and scalars."""
+    """The spec of each argument; None for arguments that stay as they are: the user's own marks, and scalars."""
     notes: tuple[str, ...]
-    """What was decided otherwise than the planner alone would have; also among the plan's warnings."""
+    """Sentences about decisions that differ from the planner's own; they are also among the plan's warnings."""
 
     @classmethod
     def of(cls, taken: Capture, plan: Plan, notes: tuple[str, ...]) -> "Decision":
-        """With the specs that a plan of a captured graph gives to its inputs."""
+        """Make a decision from a plan of a captured graph: scalars and arguments that the user marked get no spec."""
         specs = [
             None if not argument.shape or number in taken.users else plan.arguments[argument.name]
             for number, argument in enumerate(taken.program.arguments)
@@ -34,18 +34,22 @@ class Decision:
 
 
 def best_mesh(taken: Capture, topology: str) -> dict[str, int]:
-    """The mesh on which a captured graph has the fastest plan, of all that the devices can form."""
+    """Search all meshes that the devices can form; return the one with the fastest plan of a captured graph."""
     options = Options(topology=topology, mesh="auto", refine_axes=False, memory_limit=memory_limit_here())
     return make_plan(taken.program, options).plan.mesh
 
 
 def decide(taken: Capture, topology: str, mesh: LiveMesh, fixed: Mapping[int, Spec], free: bool = False) -> Decision:
-    """Plan a captured graph. `fixed` are specs by argument that an earlier plan gave, or an earlier step.
+    """Plan a captured graph.
 
-    Arguments that the user has split keep their marks. What else is split already followed from an earlier plan, and
-    stays so where that can be (not if `free`). Where a plan that splits nothing is the fastest, as for small steps on
-    CPU devices, the fastest baseline that splits something is taken: a split was asked for. Data of one shape and dtype
-    gets one spec, since of a batch that is moved later nobody can tell which of them it will be.
+    - `fixed`: specs by argument number that an earlier plan or an earlier step gave.
+    - `free`: if True, arguments that are split for another reason may change their spec.
+
+    Arguments that the user has split keep their marks. Other split arguments got their split from an earlier plan by
+    propagation; they keep it where a plan with it exists. The plan that splits nothing can be the fastest, as for small
+    steps on CPU devices. Then the fastest baseline that splits something is chosen, since the user asked for a split.
+    Batch arrays of one shape and dtype get one spec, since nothing distinguishes such batches when they are moved
+    later. Raises `UserError` if no plan satisfies the marks.
     """
     arguments = taken.program.arguments
     pins: dict[str, Spec] = {arguments[number].name: spec for number, spec in fixed.items()}
@@ -63,12 +67,13 @@ def decide(taken: Capture, topology: str, mesh: LiveMesh, fixed: Mapping[int, Sp
     limit = memory_limit_here()
 
     def make() -> tuple[Plan, tuple[str, ...]]:
-        """Return a plan, and what is to be said of it."""
-        plan, said = choose()
-        return _without_ffts(taken, plan), said
+        """Return a plan, and the sentences that describe how the plan was chosen."""
+        plan, explanation = choose()
+        return _without_ffts(taken, plan), explanation
 
     def choose() -> tuple[Plan, tuple[str, ...]]:
-        # What only followed gives way where something is asked for.
+        # Splits that merely follow from earlier plans give way to an explicit restriction of the axes.
+        """Plan under the current pins; choose a baseline that splits something if the plan splits nothing."""
         asked = read_asked((loose if not axis_only else {}) | pins, axis_only=axis_only)
         options = Options(topology=topology, mesh=mesh.sizes, asked=asked, refine_axes=False, memory_limit=limit)
         made = make_plan(taken.program, options)
@@ -76,36 +81,36 @@ def decide(taken: Capture, topology: str, mesh: LiveMesh, fixed: Mapping[int, Sp
             return made.plan, ()
         if axis_only and not any(axis_only.values()):
             return made.plan, ()  # no axis may split anything
-        kept = (p for p in made.baseline_plans.values() if not (axis_only and p.regions))
-        split = [p for p in kept if splits(p) and _holds(taken, p, pins, bool(axis_only))]
+        allowed = (p for p in made.baseline_plans.values() if not (axis_only and p.regions))
+        split = [p for p in allowed if splits(p) and _holds(taken, p, pins, bool(axis_only))]
         if not split:
             return made.plan, ()
         best = min(split, key=lambda plan: plan.prediction.step_time_s)
         whole, parted = (f"{1e3 * p.prediction.step_time_s:.3g} ms" for p in (made.plan, best))
         if made.plan.prediction.step_time_s > best.prediction.step_time_s:
             return best, ()
-        said = f"with nothing split a step is predicted to take {whole}, not {parted}; a split was asked for."
-        return best, (said,)
+        explanation = f"with nothing split a step is predicted to take {whole}, not {parted}; a split was asked for."
+        return best, (explanation,)
 
     try:
-        plan, said = make()
+        plan, explanation = make()
     except UserError:
         if not loose:
             raise
         loose = {}
-        plan, said = make()
+        plan, explanation = make()
     if plan.regions:
-        whole = plan, said
+        whole = plan, explanation
         axis_only = dict.fromkeys(mesh.sizes, ("batch",))
         try:
-            plan, said = make()
+            plan, explanation = make()
             notes.append("only the batch is split: PyTorch/XLA cannot be given the regions that convolutions run in.")
         except UserError:
             if not fixed:
                 raise
-            # What an earlier plan has split stays so.
+            # Splits of an earlier plan stay, even if they are not of the batch.
             axis_only = {}
-            plan, said = dataclasses.replace(whole[0], regions=()), whole[1]
+            plan, explanation = dataclasses.replace(whole[0], regions=()), whole[1]
             notes.append("what convolutions exchange along the edges of images is left to XLA, not planned.")
     if _has_groups(taken) and len(_axes(mesh)) > 1:
         axis_only = dict.fromkeys(mesh.sizes, ("batch",))
@@ -113,36 +118,42 @@ def decide(taken: Capture, topology: str, mesh: LiveMesh, fixed: Mapping[int, Sp
         data, why = _all_or_nothing(taken, mesh)
         pins |= {name: spec for name, spec in data.items() if name not in pins}
         if not any(axes for spec in pins.values() for axes in spec.dims):
-            axis_only = dict.fromkeys(mesh.sizes, ())  # not inside of the step either
+            axis_only = dict.fromkeys(mesh.sizes, ())  # values inside of the step stay whole too
         notes.append(why)
-        plan, said = make()
+        plan, explanation = make()
     agreed = _agreed(taken, plan, loose | pins)
     if agreed:
         pins |= agreed
-        plan, said = make()
-    notes = list(dict.fromkeys((*notes, *said)))
+        plan, explanation = make()
+    notes = list(dict.fromkeys((*notes, *explanation)))
     if notes:
         plan = dataclasses.replace(plan, warnings=(*plan.warnings, *notes))
     return Decision.of(taken, plan, tuple(notes))
 
 
 def _followed(taken: Capture, mesh: LiveMesh, fixed: Mapping[int, Spec]) -> dict[str, Spec]:
-    """Specs of what is split, but neither by the user nor as an earlier plan says: it is made from what is."""
-    arguments, found = taken.program.arguments, {}
+    """Return the specs of arguments that are split, but neither by the user nor by an earlier plan.
+
+    Propagation split these arguments, since they are computed from split tensors.
+    """
+    arguments, specs = taken.program.arguments, {}
     for number, text in taken.split.items():
         spec = mesh.read(text, len(arguments[number].shape))
         if spec is not None and number not in taken.users and number not in fixed:
-            found[arguments[number].name] = spec
-    return found
+            specs[arguments[number].name] = spec
+    return specs
 
 
 def splits(plan: Plan) -> bool:
-    """Whether any argument is split."""
+    """Return True if the plan splits any argument."""
     return any(spec.shards(plan.mesh) > 1 for spec in plan.arguments.values())
 
 
 def _holds(taken: Capture, plan: Plan, pins: Mapping[str, Spec], batch_only: bool) -> bool:
-    """Whether a baseline, which is made without regard to what is decided, keeps it all the same."""
+    """Return True if a baseline satisfies the pins, and with `batch_only` splits no dim but that of the batch.
+
+    Baselines are built without regard to the pins.
+    """
     if any(plan.arguments[name] != spec for name, spec in pins.items()):
         return False
     inner = [plan.arguments[a.name].dims[a.role is Role.BATCH :] for a in taken.program.arguments]
@@ -150,7 +161,7 @@ def _holds(taken: Capture, plan: Plan, pins: Mapping[str, Spec], batch_only: boo
 
 
 def _without_ffts(taken: Capture, plan: Plan) -> Plan:
-    """Return a plan that leaves ffts to XLA's partitioner, which gathers them where it must."""
+    """Return the plan without manual regions of ffts: XLA's partitioner gathers their operands where it must."""
     if not plan.regions:
         return plan
     ffts = {op.number for op in read_graph(taken.program.module).ops if op.kind == "fft"}
@@ -158,7 +169,7 @@ def _without_ffts(taken: Capture, plan: Plan) -> Plan:
 
 
 def _has_groups(taken: Capture) -> bool:
-    """Whether a captured graph has a convolution of groups."""
+    """Return True if a captured graph has a grouped convolution."""
     return any(op.grouped for op in read_graph(taken.program.module).ops)
 
 
@@ -166,9 +177,11 @@ _WRONG = "PyTorch/XLA gives wrong gradients of convolutions of groups where an a
 
 
 def _all_or_nothing(taken: Capture, mesh: LiveMesh) -> tuple[dict[str, Spec], str]:
-    """Every array of the batch split over all axes along its first dim, whole if one of them does not divide; and why.
+    """Return specs for all batch arrays, and the sentence that explains them.
 
-    The axes that do divide would not do: those beside them would be idle.
+    Every array is split over all axes along its first dim. If one array does not divide, all arrays stay whole. A split
+    over only the axes that divide would leave other axes idle, where PyTorch/XLA computes wrong gradients. Evidence:
+    docs/compiler_behaviour.md, "Gradients of grouped convolutions in PyTorch/XLA".
     """
     data = _batch(taken)
     axes = _axes(mesh)
@@ -184,16 +197,16 @@ def _all_or_nothing(taken: Capture, mesh: LiveMesh) -> tuple[dict[str, Spec], st
 
 
 def _idle_marks(taken: Capture, mesh: LiveMesh, pins: Mapping[str, Spec]) -> list[str]:
-    """A sentence for each array of the batch that the user or an earlier plan splits over some of the axes only."""
-    axes, found = _axes(mesh), []
+    """Return a warning for each batch array that the user or an earlier plan splits over only some of the axes."""
+    axes, marks = _axes(mesh), []
     for argument in _batch(taken):
         spec = pins.get(argument.name)
         used = set() if spec is None else {axis for dim in spec.dims for axis in dim}
         idle = [axis for axis in axes if axis not in used]
         if spec is not None and used and idle:
             text = spec_text(spec, argument.shape)
-            found.append(f"{argument.name} is split {text}, with {', '.join(idle)} idle: {_WRONG}; split it over all.")
-    return found
+            marks.append(f"{argument.name} is split {text}, with {', '.join(idle)} idle: {_WRONG}; split it over all.")
+    return marks
 
 
 def _batch(taken: Capture) -> list[Argument]:
@@ -201,14 +214,14 @@ def _batch(taken: Capture) -> list[Argument]:
 
 
 def _axes(mesh: LiveMesh) -> tuple[str, ...]:
-    """Axes of more than one device."""
+    """Return the axes of more than one device."""
     return tuple(axis for axis, size in mesh.sizes.items() if size > 1)
 
 
 def _agreed(taken: Capture, plan: Plan, pins: Mapping[str, Spec]) -> dict[str, Spec]:
-    """One spec for data of one shape and dtype that the plan splits in several ways.
+    """Choose one spec for batch arrays of one shape and dtype that the plan splits in several ways.
 
-    It is the one that the script marks some of it with, else the most split one.
+    The spec is the one that the script marks some of these arrays with, else the one with the most shards.
     """
     alike: dict[tuple[tuple[int, ...], str], list[str]] = {}
     for argument in taken.program.arguments:

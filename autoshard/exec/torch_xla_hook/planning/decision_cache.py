@@ -1,7 +1,7 @@
-"""Decisions kept on disk: a process that traces a step which was planned before plans nothing.
+"""Decisions cached on disk: a process that traces a step which is planned already plans nothing.
 
-A key holds all that goes into a decision: the captured program and what is split in it, the topology and the mesh, what
-an earlier plan has decided, the memory limit, prices, and the sources and versions of what plans.
+A cache key covers the captured program, the splits in it, the topology, the mesh and the specs of an earlier plan. It
+also covers the memory limit, the prices, and the sources and versions of the packages that plan.
 """
 
 import json
@@ -27,7 +27,9 @@ _SOURCES = ("*.py", *(f"{room}/**/*.{kind}" for room in _ROOMS for kind in ("py"
 def kept_decision(
     taken: Capture, topology: str, mesh: LiveMesh, fixed: Mapping[int, Spec], free: bool = False
 ) -> Decision:
-    """`decide`, from disk where it is there."""
+    """Return what `decide` returns, from the disk cache if it has an entry; else call `decide` and store its
+    decision.
+    """
     here = {
         "mesh": list(mesh.sizes.items()),
         "devices": mesh.devices,
@@ -37,24 +39,26 @@ def kept_decision(
         "free": free,
     }
     key = _key(taken, topology, here)
-    found = _read(key)
-    if found is not None:
+    entry = _read(key)
+    if entry is not None:
         try:
-            plan, notes = plan_from_json(found["plan"]), tuple(found["notes"])
+            plan, notes = plan_from_json(entry["plan"]), tuple(entry["notes"])
             return Decision.of(taken, plan, notes)
         except (KeyError, TypeError, UserError):
-            pass  # not what was written here, whatever its hash says
+            pass  # the entry is not one that this module wrote
     made = decide(taken, topology, mesh, fixed, free)
     _write(key, {"plan": plan_to_json(made.plan), "notes": made.notes})
     return made
 
 
 def kept_mesh(taken: Capture, topology: str) -> dict[str, int]:
-    """`best_mesh`, from disk where it is there."""
+    """Return what `best_mesh` returns, from the disk cache if it has an entry; else call `best_mesh` and store its
+    mesh.
+    """
     key = _key(taken, topology, "best mesh")
-    found = _read(key)
-    if isinstance(found, dict):
-        return found
+    entry = _read(key)
+    if isinstance(entry, dict):
+        return entry
     made = best_mesh(taken, topology)
     _write(key, made)
     return made
@@ -64,11 +68,11 @@ _KIND = "torch-xla"
 
 
 def _key(taken: Capture, topology: str, here: Any) -> str | None:
-    """The key of what is decided; None with rules that were registered, which are in no file of ours."""
+    """Hash all inputs of a decision into a cache key; None if rules were registered, since no file of ours has them."""
     if registrations():
         return None
     program = taken.program
-    said = [
+    inputs = [
         program.fingerprint,
         [program.name, program.training, [repr(each) for each in (*program.arguments, *program.results)]],
         topology,
@@ -76,10 +80,11 @@ def _key(taken: Capture, topology: str, here: Any) -> str | None:
         repr(priced_with(Options(topology=topology), Topology.parse(topology))),
         here,
     ]
-    return key_of(said, _PACKAGES, _SOURCES)
+    return key_of(inputs, _PACKAGES, _SOURCES)
 
 
 def _read(key: str | None) -> Any:
+    """Return the JSON value of a cache entry; None if there is none."""
     body = None if key is None else read_entry(_KIND, key)
     try:
         return None if body is None else json.loads(body)

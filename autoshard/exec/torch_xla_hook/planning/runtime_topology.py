@@ -1,4 +1,4 @@
-"""The devices that PyTorch/XLA sees: which topology they form, and their numbers over a plan's mesh."""
+"""The devices that PyTorch/XLA sees: their topology, and their numbers over a plan's mesh."""
 
 import math
 import os
@@ -19,7 +19,7 @@ LIMIT_VARIABLE = "AUTOSHARD_MEMORY_LIMIT"
 
 
 def topology_here() -> str:
-    """Name of the topology that PyTorch/XLA's devices form, such as `cpu:8` or `v5e:4x4`.
+    """Return the name of the topology that PyTorch/XLA's devices form, such as `cpu:8` or `v5e:4x4`.
 
     `AUTOSHARD_TOPOLOGY` overrides it. Raises `UserError` for devices that are not known.
     """
@@ -39,7 +39,7 @@ def topology_here() -> str:
 
 
 def tpu_topology(kind: str, attributes: list[dict[str, Any]]) -> str:
-    """The topology of TPUs of a kind (`TPU v5 lite`) with coordinates and slices, as `v5e:4x4*2`.
+    """Name the topology of TPUs of a kind (`TPU v5 lite`) from their coordinates and slices, such as `v5e:4x4*2`.
 
     Raises `UserError` for a kind that is not known.
     """
@@ -59,9 +59,10 @@ def _device_kind() -> str:
 
 
 def mesh_here() -> dict[str, int] | None:
-    """The mesh that `XLA_AUTO_SPMD_MESH` names, None for `auto`; without it all devices on the first of two axes.
+    """Return the mesh that `XLA_AUTO_SPMD_MESH` names; None for `auto`.
 
-    Raises `UserError` if it does not multiply to the number of devices.
+    If the variable is empty, all devices form the first of two axes. Raises `UserError` if the product of the sizes is
+    not the number of devices.
     """
     import torch_xla.runtime as xr
 
@@ -70,21 +71,21 @@ def mesh_here() -> dict[str, int] | None:
     if text.lower() == AUTO:
         return None
     sizes = parse_mesh(text) if text else {"data": count, "model": 1}
-    product = 1
+    devices = 1
     for size in sizes.values():
-        product *= size
-    if product != count:
+        devices *= size
+    if devices != count:
         raise UserError(
-            f"{MESH_VARIABLE}={text} names {product} devices, but PyTorch/XLA sees {count}: "
+            f"{MESH_VARIABLE}={text} names {devices} devices, but PyTorch/XLA sees {count}: "
             f"give sizes whose product is {count}."
         )
     return sizes
 
 
 def memory_limit_here() -> int | None:
-    """Bytes of one device that `AUTOSHARD_MEMORY_LIMIT` (GiB) allows; None if it says nothing.
+    """Return the bytes of one device that `AUTOSHARD_MEMORY_LIMIT` (GiB) allows; None if the variable is empty.
 
-    Raises `UserError` for what is no number above 0.
+    Raises `UserError` if the value is no number above 0.
     """
     text = os.environ.get(LIMIT_VARIABLE, "").strip()
     if not text:
@@ -99,16 +100,16 @@ def memory_limit_here() -> int | None:
 
 
 def live_mesh(topology: str, mesh: Mapping[str, int]) -> LiveMesh:
-    """The mesh that a plan for `topology` has, over the devices that are here."""
+    """Make the mesh of a plan for `topology` over the devices that the runtime has."""
     order = make_mesh(Topology.parse(topology), mesh).device_order
     return LiveMesh(mesh, xla_devices(topology, order))
 
 
 def xla_devices(topology: str, device_order: Sequence[int]) -> tuple[int, ...]:
-    """PyTorch/XLA's device numbers of a plan's devices, row-major over its mesh.
+    """Return PyTorch/XLA's numbers of a plan's devices, row-major over its mesh.
 
-    A plan numbers devices by their place in its topology; TPUs are found by slice and coordinates.
-    Raises `UserError` if the devices here are not those of the topology.
+    A plan numbers devices by their place in its topology; TPUs are found by slice and coordinates. Raises `UserError`
+    if the devices of the runtime are not those of the topology.
     """
     import torch_xla.runtime as xr
 
@@ -128,7 +129,7 @@ def xla_devices(topology: str, device_order: Sequence[int]) -> tuple[int, ...]:
 def numbers_by_coordinates(
     topology: Topology, device_order: Sequence[int], attributes: Sequence[Mapping[str, Any]]
 ) -> tuple[int, ...]:
-    """Device numbers (`TPU:3` is 3) of places in the topology, from what the runtime says of each device."""
+    """Return device numbers (`TPU:3` is 3) in a plan's device order, from the attributes that the runtime reports."""
     pool = [
         SimpleNamespace(
             slice_index=each.get("slice_index", 0),

@@ -1,7 +1,8 @@
-"""Where in a script a value is made or taken: what a module gives, or an op inside of a module and its backward pass.
+"""Places in a script where a value is computed or read: a module's output, or an op inside of a module's call or
+backward pass.
 
-Ops have no names in a script. They are found by the call of the module that runs them, or by the node of autograd that
-does, which the walk from the module's outputs back to its inputs numbers alike in every step.
+Ops have no names in a script. An op is identified by the module call that runs it, or by the autograd node that runs
+it. A walk from the module's outputs back to its inputs numbers these nodes alike in every step.
 """
 
 from collections.abc import Iterator
@@ -14,16 +15,16 @@ from autoshard.exec.torch_xla_hook.values.lazy_tensors import leaves, on_xla
 
 
 class LazyOp(NamedTuple):
-    """An op that one call of a module runs, its children's ops among them, or its backward pass."""
+    """An op that one call of a module runs, including its children's ops, or that its backward pass runs."""
 
     module: str
     call: int
     node: int
-    """The node of autograd that made it, as `nodes_between` numbers them; -1 in the forward pass."""
+    """Number of the autograd node that runs the op, as `nodes_between` counts; -1 in the forward pass."""
     kind: str
-    """The name that the lazy graph has for the op, such as `aten.bmm.default`."""
+    """Name of the op in the lazy graph, such as `aten.bmm.default`."""
     turn: int
-    """How many of this kind came before."""
+    """Number of earlier ops of this kind in the same call or node."""
 
 
 class Place(NamedTuple):
@@ -32,17 +33,17 @@ class Place(NamedTuple):
     module: str
     call: int
     what: str
-    """`output` of the module or its `gradient`; `operand` or `result` of an op."""
+    """Part of the call: `output` of the module or its `gradient`; `operand` or `result` of an op."""
     number: int
-    """Which of the module's output tensors, of the op's positional arguments, or of its results."""
+    """Index among the module's output tensors, the op's positional arguments, or the op's results."""
     op: LazyOp | None = None
 
 
 def nodes_between(inputs: Any, output: Any) -> Iterator[Any]:
-    """Nodes of autograd that lead from a module's output back to its inputs, nearest first.
+    """Yield the autograd nodes that lead from a module's output back to its inputs, nearest first.
 
-    Left out are functions written in Python, whose backward pass is anybody's (but for PyTorch/XLA's loops), and what
-    accumulates gradients.
+    The walk omits nodes that accumulate gradients. It also omits functions written in Python, whose backward pass can
+    be any code, except PyTorch/XLA's loops.
     """
     ends = {tensor.grad_fn for _, tensor in leaves(inputs, "")}
     queue = [tensor.grad_fn for _, tensor in leaves(output, "")]
@@ -61,5 +62,5 @@ def _is_loop(node: Any) -> bool:
 
 
 def is_value(thing: Any) -> bool:
-    """Whether this is a tensor on the XLA device whose spec matters: no scalar, no mask."""
+    """Return True for a tensor on the XLA device whose spec matters: neither a scalar nor a mask."""
     return isinstance(thing, torch.Tensor) and on_xla(thing) and thing.dim() > 0 and thing.dtype is not torch.bool

@@ -1,4 +1,4 @@
-"""Kernels on the XLA device in the place of PyTorch/XLA's."""
+"""Kernels on the XLA device that replace PyTorch/XLA's."""
 
 import functools
 import warnings
@@ -7,14 +7,14 @@ from typing import Any
 
 
 _ROUGH = ("torch.bfloat16", "torch.float16")
-"""Types whose sums are made in float32."""
+"""Types whose sums are computed in float32."""
 
 
 @functools.cache
 def expand_norms() -> None:
-    """Stand in for PyTorch/XLA's kernels of batch norm, until the process ends."""
+    """Replace PyTorch/XLA's kernels of batch norm until the process ends."""
     kernels = {kernel.__name__: kernel for kernel in (native_batch_norm, native_batch_norm_backward)}
-    # What `torch.compile` has in its regions instead.
+    # The overloads that `torch.compile` uses in its regions.
     replace_kernels(
         kernels | {"_native_batch_norm_legit": native_batch_norm, "_native_batch_norm_legit.no_stats": _without_stats}
     )
@@ -34,9 +34,16 @@ def native_batch_norm(
     momentum: float,
     eps: float,
 ) -> tuple[Any, Any, Any]:
-    """`aten::native_batch_norm`: the normed value, and in training the mean and 1 / deviation by channel (dim 1).
+    """Compute `aten::native_batch_norm`: the normed value, and in training the mean and 1 / deviation.
 
-    Running statistics are updated in place, the variance as that of a sample (n - 1), as PyTorch has it.
+    Mean and deviation are by channel (dim 1). Running statistics are updated in place. Their variance is that of a
+    sample (n - 1), as in PyTorch.
+
+    - `value`: input, `[batch, channels, ...]`.
+    - `weight`, `bias`: scale and shift, `[channels]`, or None.
+    - `running_mean`, `running_var`: running statistics, `[channels]`, or None.
+    - `momentum`: weight of this batch in the running statistics.
+    - `eps`: addend to the variance.
     """
     import torch
 
@@ -74,7 +81,12 @@ def native_batch_norm_backward(
     eps: float,
     wanted: Any,
 ) -> tuple[Any, Any, Any]:
-    """`aten::native_batch_norm_backward`: gradients of value, weight and bias; None for what is not wanted."""
+    """Compute `aten::native_batch_norm_backward`: gradients of value, weight and bias.
+
+    - `gradient`, `value`: gradient of the output, and the input, `[batch, channels, ...]`.
+    - `save_mean`, `save_inverse`: mean and 1 / deviation that the forward pass returned, `[channels]`.
+    - `wanted`: three booleans; a gradient that is not wanted is None.
+    """
     import torch
 
     x, g = _wide(value), _wide(gradient)
@@ -104,13 +116,13 @@ def _others(value: Any) -> list[int]:
 
 
 def _spread(row: Any, value: Any) -> Any:
-    """One number for each channel, as a tensor that broadcasts with `value`."""
+    """View one number per channel as a tensor that broadcasts with `value`."""
     return row.view([1, -1, *(1 for _ in range(value.dim() - 2))])
 
 
 @functools.cache
 def lower_to_slices() -> None:
-    """Give PyTorch/XLA kernels that slice, until the process ends."""
+    """Replace PyTorch/XLA's kernels of split and pad by kernels that slice, until the process ends."""
     import torch
 
     pad = torch.library.get_kernel("aten::constant_pad_nd", "XLA").call_boxed
@@ -137,7 +149,12 @@ def _split_with_sizes(value: Any, sizes: Sequence[int], dim: int = 0) -> list[An
 
 
 def _pad(pad: Any, value: Any, edges: Sequence[int], fill: Any = 0) -> Any:
-    """Cut by the negative edges, then pad by the others; `pad` is PyTorch/XLA's kernel. The last dim's edges lead."""
+    """Slice off the negative edges, then pad by the others.
+
+    - `pad`: PyTorch/XLA's kernel; it is called without negative edges.
+    - `edges`: elements to add before and after each dim, from the last dim on; negative to cut.
+    - `fill`: value of the added elements.
+    """
     import torch
 
     for number in range(len(edges) // 2):
@@ -153,21 +170,23 @@ def _pad(pad: Any, value: Any, edges: Sequence[int], fill: Any = 0) -> Any:
 
 
 _libraries: dict[str, Any] = {}
-"""By `aten` op. A library that is collected takes its kernels along."""
+"""The library of each replaced `aten` op; a library that is garbage-collected removes its kernels."""
 
 
 def replace_kernels(kernels: Mapping[str, Callable[..., Any]]) -> None:
-    """Run these for `aten` ops by name (`addmm`) on the XLA device, until they are restored; once for each op."""
+    """Run these kernels for `aten` ops by name (`addmm`) on the XLA device, until `restore_kernels`; once for each
+    op.
+    """
     import torch
 
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)  # that they replace others
+        warnings.simplefilter("ignore", UserWarning)  # a warning about the replacement
         for name, kernel in kernels.items():
             _libraries[name] = torch.library.Library("aten", "IMPL")
             _libraries[name].impl(name, kernel, "XLA")
 
 
 def restore_kernels(names: Iterable[str]) -> None:
-    """Run PyTorch/XLA's own kernels again for these ops."""
+    """Restore PyTorch/XLA's own kernels of these ops."""
     for name in names:
         _libraries.pop(name)._destroy()

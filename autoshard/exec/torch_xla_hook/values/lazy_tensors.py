@@ -1,4 +1,4 @@
-"""Tensors of the lazy backend: live, pending, traced, and the data that a graph reads."""
+"""Tensors of the lazy backend: live, pending and traced tensors, and the device data that a graph reads."""
 
 import collections
 import contextlib
@@ -14,23 +14,24 @@ import torch
 
 
 def pending(tensors: Sequence[Any]) -> list[bool]:
-    """For each tensor on the XLA device: whether its value is still to be computed."""
+    """Return for each tensor on the XLA device True if its value is still to be computed."""
 
     return list(xlac()._check_tensor_need_materialization(list(tensors))) if tensors else []
 
 
 def compute(tensors: Sequence[Any]) -> None:
-    """Compute those of these tensors that are pending, in one program."""
+    """Compute the pending ones of these tensors in one program."""
     waiting = [tensor for tensor, waits in zip(tensors, pending(tensors), strict=True) if waits]
     if waiting:
         xlac()._xla_sync_multi(waiting, [], wait=False, sync_xla_data=False)
 
 
 def handles(tensors: Sequence[Any]) -> list[int]:
-    """An identity of the device data of each tensor, equal for tensors that share it.
+    """Return an identity of the device data of each tensor, equal for tensors that share the data.
 
-    Data that is on the host still is uploaded. Not for pending tensors: these would be computed. Waits for the step
-    that runs: what a running step makes has no handle yet, and torch_xla 2.9 ends the process when it is asked for one.
+    Data that is still on the host is uploaded. Do not pass pending tensors: they would be computed. The function waits
+    for the running step, since its results have no handle yet. Evidence: docs/compiler_behaviour.md, "Handles of
+    running results in torch_xla 2.9".
     """
     if not tensors:
         return []
@@ -39,23 +40,23 @@ def handles(tensors: Sequence[Any]) -> list[int]:
 
 
 def plain(tensor: Any) -> Any:
-    """The tensor inside of an `XLAShardedTensor`, which is what `xs.mark_sharding` and `distribute_tensor` return."""
+    """Return the tensor inside of an `XLAShardedTensor`, which `xs.mark_sharding` and `distribute_tensor` return."""
     return getattr(tensor, "global_tensor", tensor)
 
 
 def is_functional(tensor: Any) -> bool:
-    """Whether functionalisation wraps this tensor, as it does all that a script sees by itself."""
+    """Return True if functionalisation wraps this tensor, as every tensor that a script sees."""
     import torch
 
     return vars(torch)["_is_functional_tensor"](tensor)
 
 
 def become(tensor: Any, value: Any, shared: Container[int]) -> None:
-    """Make a tensor compute what `value`, of the same shape and dtype, computes, and with it all its aliases.
+    """Replace the value of a tensor and of all its aliases by `value`, of the same shape and dtype.
 
     `shared` are the storages of `shared_storages`. A tensor in one of them receives the node of `value` below
     functionalisation, in the lazy tensor that the aliases share. Any other tensor receives a new storage, which frees
-    the old one: there a gradient may be a view of what only C++ knows.
+    the old one. There a gradient may be a view of a tensor that only C++ knows.
     """
     import torch
 
@@ -67,9 +68,9 @@ def become(tensor: Any, value: Any, shared: Container[int]) -> None:
 
 
 def hold(tensor: Any, value: Any, shared: Container[int]) -> None:
-    """Replace the device data of a tensor and its aliases by `value`, which has the same values.
+    """Replace the device data of a tensor and its aliases by `value`, which has the same elements.
 
-    A part of a shared storage stays as it is.
+    A part of a shared storage stays unchanged.
     """
     import torch
 
@@ -86,7 +87,7 @@ def storage_of(tensor: Any) -> int:
 
 
 def shared_storages() -> set[int]:
-    """Return the storages that several tensors on the XLA device use, of those that Python can see."""
+    """Return the storages that several tensors on the XLA device use, among tensors that Python can see."""
     return _shared({id(plain(tensor)): plain(tensor) for tensor in live_on_xla()}.values())
 
 
@@ -96,14 +97,14 @@ def _shared(tensors: Iterable[Any]) -> set[int]:
 
 
 def _base_of(tensor: Any) -> Any:
-    """Return a tensor of the whole storage of a wrapped one: the base of its views, which Python may not know."""
+    """Return a tensor of the whole storage of a wrapped tensor: the base of its views, which Python may not know."""
     import torch
 
     torch_vars = vars(torch)
     base = torch.empty((), dtype=tensor.dtype, device=tensor.device)
     own = base.detach()
     while True:
-        # A wrapper reads the base of its storage where the generations of the two differ.
+        # A wrapper reads the base of its storage if the two generations differ.
         torch_vars["_functionalize_commit_update"](base)
         torch_vars["_functionalize_sync"](base)
         before = xlac()._xla_get_tensor_id(base)
@@ -126,19 +127,19 @@ def on_xla(tensor: Any) -> bool:
 
 
 def live_pending(first: Iterable[Any]) -> list[Any]:
-    """All live pending tensors that Python can see: those in `first` in its order, then the others.
+    """Return all live pending tensors that Python can see: those in `first` in its order, then the others.
 
-    Of aliases that share one lazy tensor the first stands for all; the base of several views follows them. A
-    parameter's gradient may have no Python object until it is asked for. What only C++ holds (tensors saved for a
-    backward pass that has not run) is not found.
+    The first alias stands for all aliases of one lazy tensor; the bases of views follow. A parameter's gradient may
+    have no Python object until it is read. Tensors that only C++ owns (saved for a backward pass that has not run) are
+    missing.
     """
-    found: dict[int, Any] = {}
+    seen: dict[int, Any] = {}
     wrapped = is_wrapped()
 
     def take(tensor: Any) -> None:
         inner = plain(tensor)
-        if id(inner) not in found and on_xla(inner) and (inner is not tensor or is_functional(inner) == wrapped):
-            found[id(inner)] = inner
+        if id(inner) not in seen and on_xla(inner) and (inner is not tensor or is_functional(inner) == wrapped):
+            seen[id(inner)] = inner
 
     everything = [*first, *_tensors_of_process()]
     for tensor in everything:
@@ -146,7 +147,7 @@ def live_pending(first: Iterable[Any]) -> list[Any]:
         gradient = _gradient(tensor)
         if gradient is not None:
             take(gradient)
-    tensors = list(found.values())
+    tensors = list(seen.values())
     waiting = [tensor for tensor, is_pending in zip(tensors, pending(tensors), strict=True) if is_pending]
     shared = _shared(tensors) if wrapped else ()
     viewed = {storage_of(tensor): tensor for tensor in waiting if storage_of(tensor) in shared}
@@ -162,26 +163,26 @@ def _gradient(tensor: Any) -> Any:
     """Return the gradient of a leaf; None for any other tensor."""
     try:
         return tensor.grad if tensor.is_leaf else None
-    except RuntimeError:  # a view made without gradients, whose base has changed since: autograd gives no answer
+    except RuntimeError:  # autograd rejects a view that was made without gradients and whose base has changed
         return None
 
 
 def live_data(but: Container[Any] = ()) -> list[tuple[int, Any]]:
-    """Device data handle and tensor of all tensors of one dim and more that Python can see and that are not pending.
+    """Return device data handle and tensor of all computed tensors of at least one dim that Python can see.
 
-    Those in `but` are left out.
+    Tensors in `but` are omitted.
     """
     wrapped = is_wrapped()
     seen = (plain(tensor) for tensor in _tensors_of_process() if on_xla(tensor) and tensor.dim())
     seen = (tensor for tensor in seen if tensor not in but)
     tensors = list({id(tensor): tensor for tensor in seen if is_functional(tensor) == wrapped}.values())
-    held = [tensor for tensor, waits in zip(tensors, pending(tensors), strict=True) if not waits]
-    return list(zip(handles(held), held, strict=True))
+    computed = [tensor for tensor, waits in zip(tensors, pending(tensors), strict=True) if not waits]
+    return list(zip(handles(computed), computed, strict=True))
 
 
 @functools.cache
 def is_wrapped() -> bool:
-    """Whether a script's tensors are wrapped: kernels in Python see those below functionalisation, no one else's."""
+    """Return True if functionalisation wraps a script's tensors; only kernels in Python see the tensors below it."""
     return not _flag("XLA_DISABLE_FUNCTIONALIZATION")
 
 
@@ -190,25 +191,28 @@ def _flag(name: str) -> bool:
 
 
 def live_on_xla() -> list[Any]:
-    """All tensors on the XLA device that Python can see."""
+    """Return all tensors on the XLA device that Python can see."""
     return [tensor for tensor in _tensors_of_process() if on_xla(tensor)]
 
 
 def _tensors_of_process() -> Iterator[Any]:
+    """Yield all tensors that Python's garbage collector knows, without fake tensors and those of transforms."""
     import torch
     from torch._subclasses.fake_tensor import FakeTensor
     from torch._subclasses.functional_tensor import FunctionalTensor
 
     kinds = _subclasses(torch.Tensor) - _subclasses(FakeTensor) - _subclasses(FunctionalTensor)
-    wanted = set(map(id, kinds))  # to ask each of a million objects for its class is slow, and not all can be hashed
+    wanted = set(map(id, kinds))  # isinstance on a million objects is slow, and some cannot be hashed
     for thing in gc.get_objects():
         if id(type(thing)) in wanted and not _is_of_transform(thing):
-            thing._fix_weakref()  # a tensor that only C++ held is Python's too from here on
+            thing._fix_weakref()  # Python now owns a tensor that only C++ owned
             yield thing
 
 
 def _is_of_transform(tensor: Any) -> bool:
-    """Return whether a functional transform made this tensor for itself: a wrapper, or a tensor without a device."""
+    """Return True if a functional transform made this tensor for internal use: a wrapper, or a tensor without a
+    device.
+    """
     import torch
 
     if vars(torch._C)["_functorch"].is_functorch_wrapped_tensor(tensor):
@@ -220,12 +224,12 @@ def _is_of_transform(tensor: Any) -> bool:
 
 
 def _subclasses(kind: type) -> set[type]:
-    """A class and all that are made from it."""
+    """Return a class and all its subclasses."""
     return {kind}.union(*map(_subclasses, kind.__subclasses__()))
 
 
 def leaves(value: Any, name: str) -> Iterator[tuple[str, Any]]:
-    """Tensors in nested tuples, lists, mappings and model outputs, with dotted names."""
+    """Yield the tensors in nested tuples, lists, mappings and model outputs, with dotted names."""
     import torch
 
     if isinstance(value, torch.Tensor):
@@ -238,14 +242,14 @@ def leaves(value: Any, name: str) -> Iterator[tuple[str, Any]]:
             yield from leaves(inner, f"{name}.{index}" if name else str(index))
 
 
-@functools.cache  # asked for each tensor of every step
+@functools.cache  # called for each tensor of every step
 def xlac() -> Any:
-    """`torch_xla._XLAC`."""
+    """Return the extension module `torch_xla._XLAC`."""
     return importlib.import_module("torch_xla")._XLAC
 
 
 _MODES = tuple(torch._C._TorchDispatchModeKey.__members__.values())
-"""Of fake tensors, of functionalisation and of proxies: AOT autograd, `make_fx` and export trace in them."""
+"""Modes of fake tensors, functionalisation and proxies: AOT autograd, `make_fx` and export trace in them."""
 
 
 _is_transformed: Any = vars(torch._C)["_are_functorch_transforms_active"]
@@ -261,7 +265,7 @@ _traces = _Traces()
 
 @contextlib.contextmanager
 def traced() -> Iterator[None]:
-    """A context in which what runs on this thread is traced, by means of its own."""
+    """Declare that the ops on this thread are only traced while the context is entered."""
     _traces.depth += 1
     try:
         yield
@@ -270,10 +274,10 @@ def traced() -> Iterator[None]:
 
 
 def is_traced() -> bool:
-    """Whether dynamo, AOT autograd, a functional transform or `traced` traces what runs now on this thread."""
-    if torch.compiler.is_compiling():  # first: dynamo knows the answer, and reads no further
+    """Return True if dynamo, AOT autograd, a functional transform or `traced` traces the current ops of this thread."""
+    if torch.compiler.is_compiling():  # first: dynamo evaluates this and traces no further
         return True
     if _traces.depth or _is_transformed():
         return True
-    # Asked for each hook of each step, in most of which there is no mode at all.
+    # Every hook of every step calls this, mostly without any mode: the length is the cheap test.
     return bool(_modes()) and any(torch._C._get_dispatch_mode(mode) is not None for mode in _MODES)

@@ -12,7 +12,7 @@ from autoshard.planning import Spec, hlo_sharding, parse_hlo_sharding
 
 
 class LiveMesh:
-    """A mesh over the devices that are here, and specs on it in PyTorch/XLA's own records.
+    """A mesh over the devices of the runtime, and the shardings of specs on it in PyTorch/XLA's records.
 
     `devices` are PyTorch/XLA's device numbers, row-major over the mesh.
     """
@@ -24,56 +24,59 @@ class LiveMesh:
 
     @functools.cached_property
     def mesh(self) -> Any:
-        """`torch_xla.distributed.spmd.Mesh`."""
+        """The mesh as a `torch_xla.distributed.spmd.Mesh`."""
         import torch_xla.distributed.spmd as xs
 
         return xs.Mesh(np.array(self.devices), tuple(self.sizes.values()), tuple(self.sizes))
 
     def sharding(self, spec: Spec) -> Any:
-        """`_XLAC.OpSharding` of a spec; the same object for the same spec."""
+        """Return the `_XLAC.OpSharding` of a spec; the same object for the same spec."""
         if spec not in self._shardings:
             self._shardings[spec] = self.mesh.get_op_sharding(partition(spec))
         return self._shardings[spec]
 
     def write(self, spec: Spec) -> str:
-        """The HLO sharding string of a spec."""
+        """Return the HLO sharding string of a spec."""
         return hlo_sharding(spec, self.sizes, self.devices)
 
     def read(self, text: str, rank: int) -> Spec | None:
-        """The spec of an HLO sharding string; None if this mesh cannot express it."""
+        """Parse an HLO sharding string into a spec; None if this mesh cannot express it."""
         try:
             return parse_hlo_sharding(text, rank, self.sizes, self.devices)
         except UserError:
             return None
 
     def read_dims(self, text: str, rank: int) -> tuple[tuple[str, ...], ...] | None:
+        """Parse an HLO sharding string into axes per dim; None if this mesh cannot express it."""
         spec = self.read(text, rank)
         return None if spec is None else spec.dims
 
 
 def partition(spec: Spec) -> tuple[Any, ...]:
-    """A spec as PyTorch/XLA's partition spec: axis names, None, or tuples of names."""
+    """Convert a spec to PyTorch/XLA's partition spec: axis names, None, or tuples of names."""
     return tuple(axes[0] if len(axes) == 1 else axes if axes else None for axes in spec.dims)
 
 
 def mark(tensor: Any, sharding: Any) -> None:
-    """Shard a tensor in place (data: moved; pending: constrained). A scalar, or what is so sharded, is left alone."""
+    """Shard a tensor in place: move its data, or constrain it if it is pending. Skip scalars and tensors with this
+    sharding.
+    """
     _own("_xla_mark_sharding")(tensor, sharding)
 
 
 def unmark(tensor: Any) -> None:
-    """Have every device hold the whole of a tensor's data again."""
+    """Replicate a tensor's data on every device again."""
     _own("_xla_clear_sharding")(tensor)
 
 
 def _own(name: str) -> Any:
-    """PyTorch/XLA's own function, where one that records what scripts do stands in for it."""
+    """Return PyTorch/XLA's own function, even if a wrapper that records a script's marks has replaced it."""
     function = getattr(xlac(), name)
     return getattr(function, "__wrapped__", function)
 
 
 def constrain(tensor: Any, shardings: Sequence[Any]) -> None:
-    """Constrain a pending value to one sharding after the other; it keeps the last."""
+    """Apply shardings to a pending value in order; the tensor's sharding is the last."""
     *before, last = shardings
     for sharding in before:
         xlac()._xla_annotate_custom_sharding(tensor, sharding)
@@ -81,7 +84,7 @@ def constrain(tensor: Any, shardings: Sequence[Any]) -> None:
 
 
 def annotated(tensor: Any, shardings: Sequence[Any]) -> Any:
-    """The value of a pending tensor in these shardings, one after the other; the tensor keeps its own."""
+    """Copy a pending tensor and constrain the copy to these shardings in order; the tensor keeps its own."""
     import torch
 
     value = torch.clone(tensor)
@@ -91,18 +94,18 @@ def annotated(tensor: Any, shardings: Sequence[Any]) -> Any:
 
 
 def held_spec(tensor: Any) -> str:
-    """The tensor's HLO sharding string; empty if it has none yet."""
+    """Return the tensor's HLO sharding string; empty if it has none yet."""
 
     return xlac()._get_xla_sharding_spec(tensor)
 
 
 def is_split(text: str) -> bool:
-    """Whether an HLO sharding string splits anything."""
+    """Return True if an HLO sharding string splits any dim."""
     return text.startswith("{devices=")
 
 
 class UserMarks:
-    """The tensors that are marked through PyTorch/XLA's functions, which our own marks go past."""
+    """The tensors that a script marks through PyTorch/XLA's functions; our own marks bypass these functions."""
 
     def __init__(self) -> None:
         from torch.utils.weak import WeakTensorKeyDictionary
@@ -117,18 +120,19 @@ class UserMarks:
         return tensor in self.tensors
 
     def data(self) -> set[int]:
-        """Handles of the device data of those that are not pending."""
+        """Return handles of the device data of the marked tensors that are not pending."""
         known = [tensor for tensor in self.tensors if on_xla(tensor)]
         waiting = pending(known)
         return set(handles([tensor for tensor, waits in zip(known, waiting, strict=True) if not waits]))
 
     def watch(self) -> None:
-        """Stand in for the functions that a script marks with, until the process ends."""
+        """Replace the functions that a script marks with by functions that record, until the process ends."""
         extension = xlac()
         mark, clear = extension._xla_mark_sharding, extension._xla_clear_sharding
 
         @functools.wraps(mark)
         def recorded_mark(tensor: Any, *args: Any, **kwargs: Any) -> Any:
+            """Mark a tensor for the script; replace our own split if PyTorch/XLA rejects a second mark."""
             ours = not self.holds(plain(tensor)) and is_split(held_spec(tensor))
             self.record([tensor])
             try:
@@ -136,7 +140,7 @@ class UserMarks:
             except RuntimeError:
                 if not ours:
                     raise
-            clear(tensor)  # the script knows nothing of how a plan has split it
+            clear(tensor)  # the script does not know the plan's split
             return mark(tensor, *args, **kwargs)
 
         @functools.wraps(clear)

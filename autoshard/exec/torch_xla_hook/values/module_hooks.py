@@ -1,4 +1,4 @@
-"""Hooks on the user's modules that hold no module, and the guard that keeps our errors out of a script."""
+"""Hooks on the user's modules that do not reference the module, and the guard that catches our errors."""
 
 import contextlib
 import os
@@ -17,19 +17,19 @@ STRICT_VARIABLE = "AUTOSHARD_STRICT"
 
 
 def is_strict() -> bool:
-    """Whether `AUTOSHARD_STRICT` asks for errors instead of warnings."""
+    """Return True if `AUTOSHARD_STRICT` asks for errors instead of warnings."""
     return os.environ.get(STRICT_VARIABLE, "0") not in ("", "0")
 
 
 def said_of(error: Exception) -> str:
-    """An error in a sentence."""
+    """Describe an error in a sentence."""
     return str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {error}"
 
 
 class Guard:
-    """Around work of our own, never around the script's: a failure is warned of, and `give_up` is called, once.
+    """Context around our own work, never around the script's: a first failure warns once and calls `give_up`.
 
-    A `UserError` is the user's to see, and so is every error where `AUTOSHARD_STRICT` is set.
+    A `UserError` is raised to the user, and so is every error if `AUTOSHARD_STRICT` is set.
     """
 
     def __init__(self, give_up: Callable[[], None]) -> None:
@@ -52,15 +52,15 @@ class Guard:
             )
             try:
                 self._give_up()
-            except Exception as another:  # what is half begun may not end well either
+            except Exception as another:  # ending a partly started step may fail too
                 warnings.warn(f"autoshard: {said_of(another)}", stacklevel=3)
         return True
 
 
 class ModuleHook:
-    """Runs `run` for the module that it is registered on, and not where this is only traced.
+    """Hook that calls `run` for the module that it is registered on, unless the call is only traced.
 
-    A copy of the module has a hook that does nothing, and so has what is loaded from a file: that needs no autoshard.
+    A copy of the module, or a module that is loaded from a file, gets a hook that does nothing and needs no autoshard.
     """
 
     def __init__(self, run: Callable[..., None], guard: Guard) -> None:
@@ -78,19 +78,21 @@ class ModuleHook:
 
 
 class CallHook(ModuleHook):
-    """Is told of calls of a module of the script. A copy of that is told of alike: it is to be planned too."""
+    """Hook on calls of a module of the script. A copy of the module shares this hook, since its steps are planned
+    too.
+    """
 
     def __deepcopy__(self, memo: Any) -> "CallHook":
         return self
 
     @staticmethod
     def to_front(module: Any) -> None:
-        """Have it run before all other hooks of the module."""
+        """Move this hook before all other pre-hooks of the module."""
         hooks = module._forward_pre_hooks
         for key in [key for key, hook in hooks.items() if isinstance(hook, CallHook)]:
             hooks.move_to_end(key, last=False)
 
     @staticmethod
     def on(module: Any) -> bool:
-        """Whether the module has one."""
+        """Return True if the module has such a hook."""
         return any(isinstance(hook, CallHook) for hook in module._forward_pre_hooks.values())
