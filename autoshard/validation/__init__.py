@@ -1,4 +1,4 @@
-"""The cost model beside worked questions, published runs and measured plans of others."""
+"""Validation of the cost model against worked questions, published runs and measured plans of others."""
 
 from autoshard.validation.compiled_pairs import compile_pairs as compile_pairs
 from autoshard.validation.gpu_pair_tables import gpu_pair_figures as gpu_pair_figures

@@ -1,6 +1,6 @@
-"""What the answers to worked questions share: the register, and machines with the rates that a setting states.
+"""Register of the functions that answer worked questions, and cost models at the rates that a question states.
 
-Textbook answers assume peak rates, so they use `Calibration.ideal`.
+Textbook answers assume peak rates, so the cost models use `Calibration.ideal`.
 """
 
 import dataclasses
@@ -19,12 +19,15 @@ from autoshard.serving.decoder_counts import Decoder
 
 Setting = Mapping[str, Any]
 ANSWERS: dict[str, Callable[[Setting], float]] = {}
+"""Id of a worked question -> function that answers the question."""
 
 LLAMA2_13B = Decoder(40, 5120, 13824, 40, 40, 128, 32000)
 LLAMA3_70B = Decoder(80, 8192, 28672, 64, 8, 128, 128256)
 
 
 def answers(name: str) -> Callable[[Callable[[Setting], float]], Callable[[Setting], float]]:
+    """Register the decorated function as the answer to the question with this id."""
+
     def register(function: Callable[[Setting], float]) -> Callable[[Setting], float]:
         ANSWERS[name] = function
         return function
@@ -33,7 +36,7 @@ def answers(name: str) -> Callable[[Callable[[Setting], float]], Callable[[Setti
 
 
 def chip_of(setting: Setting, default: str = "v5p") -> Chip:
-    """The chip of a setting with the rates that the setting itself states."""
+    """Return the chip of a question's setting, with the rates that the setting states."""
     chip = load_chip(setting.get("chip", default))
     peaks = dict(chip.peak_flops_per_s)
     peaks["bf16"] = setting.get("flops", setting.get("C", peaks["bf16"]))
@@ -44,6 +47,7 @@ def chip_of(setting: Setting, default: str = "v5p") -> Chip:
         peak_flops_per_s=peaks,
         memory_bytes_per_s=memory,
         hbm_bytes=int(setting.get("hbm", chip.hbm_bytes)),
+        # A setting states one direction of a link, or the sum of both (`W_bidi`).
         link_oneway_bytes_per_s=setting.get("link_oneway", setting.get("W_bidi", 2 * chip.link_oneway_bytes_per_s) / 2),
         network_bytes_per_s_per_chip=setting.get("W_dcn", chip.network_bytes_per_s_per_chip),
         pcie_bytes_per_s_per_chip=setting.get("pcie", chip.pcie_bytes_per_s_per_chip),
@@ -52,20 +56,23 @@ def chip_of(setting: Setting, default: str = "v5p") -> Chip:
 
 
 def machine(chip: Chip, shape: str) -> Topology:
+    """Return a topology of this shape whose chips have the rates of `chip`."""
     return dataclasses.replace(Topology.parse(f"{chip.name}:{shape}"), chip=chip)
 
 
 def compute_of(setting: Setting, shape: str = "", default: str = "v5p") -> Compute:
+    """Return the compute model of a setting, by default on the smallest slice with as many torus dims as the chip."""
     chip = chip_of(setting, default)
     return Compute(machine(chip, shape or ("2x2x1" if chip.torus_dims == 3 else "1x1")), Calibration.ideal(chip))
 
 
 def collectives(chip: Chip, shape: str, **sizes: int) -> Collectives:
+    """Return the collective model of a mesh with the axes `sizes` on a slice of this shape."""
     return Collectives(make_mesh(machine(chip, shape), sizes), Calibration.ideal(chip))
 
 
 def crossing(rising: Callable[[float], float], level: Callable[[float], float]) -> float:
-    """Where `rising` overtakes `level`, by bisection on a log scale between 1e-3 and 1e12."""
+    """Return the argument above which `rising` exceeds `level`, by bisection on a log scale from 1e-3 to 1e12."""
     low, high = math.log(1e-3), math.log(1e12)
     for _ in range(200):
         middle = (low + high) / 2

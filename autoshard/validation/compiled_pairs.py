@@ -1,4 +1,7 @@
-"""Measured plans of one model compiled by the real TPU compiler: is the schedule's time ordered as hardware orders?"""
+"""Step times of measured plans from the schedules of the real TPU compiler.
+
+The step times show if the compiled schedules order the plans as hardware does.
+"""
 
 import dataclasses
 import pathlib
@@ -19,29 +22,39 @@ def compile_pairs(
     time_limit: float = 600.0,
     only: Sequence[str] = (),
 ) -> tuple[PairGroup, ...]:
-    """The groups of a file (default: the shipped one) that ran on TPUs, each row that can be rebuilt compiled so.
+    """Compile the plans of each group that ran on TPUs, and predict times from the compiled schedules.
 
-    Times are the estimator's walk over the compiled schedule, peaks and verdicts the compiler's own. `only` keeps
-    groups whose names contain one of its texts. A row that is not compiled within `time_limit` seconds is skipped, and
-    says so. Raises: `UserError` for a file that cannot be read, and where no group is left.
+    Times are the estimator's walk over the compiled schedule. Peaks and verdicts are the compiler's own. A row that
+    cannot be rebuilt, or is not compiled within the time limit, is skipped with the reason. Raises: `UserError` for a
+    file that cannot be read, and if no group is left.
+
+    - `path`: file of groups; None for the shipped one.
+    - `progress`: called with a line of text for each run.
+    - `time_limit`: seconds for compiling one row.
+    - `only`: texts; groups whose names contain none of them are left out.
     """
     say = progress or (lambda line: None)
     groups = [group for group in read_groups(path, only) if group.on_tpu]
     if not groups:
         raise UserError("none of the groups ran on TPUs: there is nothing to compile.")
-    seen: dict[Run, CompileReport | str] = {}
-    found = []
+    results: dict[Run, CompileReport | str] = {}
+    compiled = []
     for group in groups:
         rows = []
         for number, row in enumerate(group.rows):
-            if row.run is not None and row.run not in seen:
+            if row.run is not None and row.run not in results:
                 say(f"{group.group}, row {number + 1} of {len(group.rows)}: {row.plan}")
-            rows.append(_row(row, seen, time_limit))
-        found.append(PairGroup.of(group, rows))
-    return tuple(found)
+            rows.append(_row(row, results, time_limit))
+        compiled.append(PairGroup.of(group, rows))
+    return tuple(compiled)
 
 
 def _row(row: MeasuredPlan, seen: dict[Run, CompileReport | str], time_limit: float) -> PairRow:
+    """Return a row with the compiler's prediction.
+
+    - `seen`: report of each compiled run, or the reason why it was not compiled; updated.
+    - `time_limit`: seconds for compiling the row.
+    """
     run, bare = row.run, PairRow.measured(row)
     if run is None:
         return bare if row.serving is None else dataclasses.replace(bare, skipped="steps of serving are not compiled")

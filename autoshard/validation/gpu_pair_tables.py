@@ -1,4 +1,4 @@
-"""Measured runs on GPUs beside our predictions: figures and tables."""
+"""Figures and tables that compare measured runs on GPUs with our predictions."""
 
 import math
 from typing import Any
@@ -14,18 +14,19 @@ from autoshard.validation.gpu_pairs import GpuPairs, GpuProblem, PricedGpuRow, g
 
 
 _MOST_PROBLEMS = 40
-"""Problems that the terminal lists; `--json` has all."""
+"""Number of problems that the terminal lists; `--json` lists all."""
 _CHOICES = (
     ("ours", lambda problem: problem.chosen),
     ("least predicted time alone", lambda problem: problem.fastest),
     ("least parallel that ran, fastest", lambda problem: problem.least_parallel()),
     ("least parallel that ran, slowest", lambda problem: problem.least_parallel(worst=True)),
 )
+"""Rules that choose a plan, compared by regret: name and function."""
 
 
 def gpu_pair_figures(found: GpuPairs) -> dict[str, Any]:
-    """The JSON object of `autoshard validate --pairs ultrascale --json`: seconds, GiB, errors as shares."""
-    counted, right, said, false_fits = found.verdicts()
+    """Return the JSON object of `autoshard validate --pairs ultrascale --json`: seconds, GiB, errors as shares."""
+    counted, right, stated, false_fits = found.verdicts()
     return {
         "errors": [
             {
@@ -43,7 +44,7 @@ def gpu_pair_figures(found: GpuPairs) -> dict[str, Any]:
         "verdicts": {
             "counted": counted,
             "right": right,
-            "rows": said,
+            "rows": stated,
             "false_fits": false_fits,
             "false_fits_not_for_memory": found.not_for_memory(),
         },
@@ -61,6 +62,7 @@ def gpu_pair_figures(found: GpuPairs) -> dict[str, Any]:
 
 
 def _row(each: PricedGpuRow) -> dict[str, Any]:
+    """Return the JSON object of a row."""
     row, step = each.row, each.step
     runs = step is not None and step.runs
     return {
@@ -78,15 +80,18 @@ def _row(each: PricedGpuRow) -> dict[str, Any]:
 
 
 def _has_regrets(found: GpuPairs) -> bool:
+    """Return True if a problem has at least two measured plans, without which no regret is defined."""
     return any(len(problem.measured) > 1 for problem in found.problems)
 
 
 def _regrets(found: GpuPairs, choose: Any) -> list[float]:
-    mine = GpuPairs(tuple(problem for problem in found.problems if len(problem.measured) > 1))
-    return [regret for _, regret in mine.regrets(choose)]
+    """Return the regrets of a rule's choices, of the problems with at least two measured plans."""
+    comparable = GpuPairs(tuple(problem for problem in found.problems if len(problem.measured) > 1))
+    return [regret for _, regret in comparable.regrets(choose)]
 
 
 def _regret_figures(found: GpuPairs, choose: Any) -> dict[str, Any]:
+    """Return the JSON object of a rule's regrets."""
     regrets = _regrets(found, choose)
     ran = [each for each in regrets if math.isfinite(each)]
     return {
@@ -99,11 +104,12 @@ def _regret_figures(found: GpuPairs, choose: Any) -> dict[str, Any]:
 
 
 def _finite(value: float | None) -> float | None:
+    """Return a number that JSON can represent; None in place of an infinite regret."""
     return None if value is None or math.isinf(value) else value
 
 
 def gpu_pair_report(found: GpuPairs) -> RenderableType:
-    """Problems and what we would choose, regrets, verdicts and errors, and why rows are left out."""
+    """Render the problems with our choices, regrets, verdicts, errors, and the reasons for rows that are left out."""
     parts: list[RenderableType] = []
     problems = [problem for problem in found.problems if len(problem.measured) > 1]
     if problems:
@@ -111,13 +117,13 @@ def gpu_pair_report(found: GpuPairs) -> RenderableType:
         more = len(problems) - _MOST_PROBLEMS
         parts += [Text(f"{more} more problems are in --json.", style="dim")] if more > 0 else []
         parts += [Text(), _regret_table(found), Text()]
-    counted, right, said, false_fits = found.verdicts()
+    counted, right, stated, false_fits = found.verdicts()
     if any(each.row.fits is False for each in found.rows):
         parts += [
             Text(
                 f"does it fit: right in {right} of {counted} rows that are not within 10 % of the limit "
-                f'({100 * right / max(1, counted):.1f} %); false "fits" {false_fits} of {said} '
-                f"({100 * false_fits / max(1, said):.1f} %), {found.not_for_memory()} of which did not fail for "
+                f'({100 * right / max(1, counted):.1f} %); false "fits" {false_fits} of {stated} '
+                f"({100 * false_fits / max(1, stated):.1f} %), {found.not_for_memory()} of which did not fail for "
                 "memory: a run that holds as much did run"
             ),
             Text(),
@@ -132,6 +138,7 @@ def gpu_pair_report(found: GpuPairs) -> RenderableType:
 
 
 def _table(*columns: str) -> Table:
+    """Return an empty table; all columns but the first are aligned to the right."""
     table = Table(box=SIMPLE_HEAD, show_edge=False, pad_edge=False, header_style="dim")
     table.add_column(columns[0], no_wrap=True)
     for column in columns[1:]:
@@ -140,7 +147,7 @@ def _table(*columns: str) -> Table:
 
 
 def _said(problem: GpuProblem) -> Text:
-    """A problem, what we would choose and what was best."""
+    """Describe a problem: the best measured plan, and our choice with its regret."""
     chosen, best = problem.chosen, min(problem.measured, key=lambda each: each.row.measured_s or 0.0)
     head = f"{problem.name} ({len(problem.measured)} of {len(problem.rows)} ran): best {best.row.label}, "
     head += f"{best.row.measured_s:.4g} s"
@@ -153,6 +160,7 @@ def _said(problem: GpuProblem) -> Text:
 
 
 def _regret_table(found: GpuPairs) -> Table:
+    """Tabulate the regrets of each rule of `_CHOICES`."""
     table = _table("regret", "problems", "failed", "mean", "of those that ran", "worst")
     for name, choose in _CHOICES:
         regrets = _regrets(found, choose)
@@ -165,6 +173,7 @@ def _regret_table(found: GpuPairs) -> Table:
 
 
 def _error_table(found: GpuPairs) -> Table:
+    """Tabulate the errors of each table of runs."""
     table = _table("error of step times", "rows", "rebuilt", "mean", "median", "p90", "of memory")
     for each in found.errors():
         shares = (each.mean, each.median, each.p90, each.memory_median)

@@ -1,4 +1,4 @@
-"""Measured runs on GPUs beside what we predict for them: what we would choose, whether it fits, how far we are."""
+"""Comparison of measured runs on GPUs with our predictions: choice of plan, verdicts on memory, errors."""
 
 import dataclasses
 import math
@@ -20,84 +20,95 @@ SHIPPED = {
     "ultrascale": pathlib.Path(__file__).with_name("ultrascale.json"),
     "vtrain": pathlib.Path(__file__).with_name("vtrain.json"),
 }
-"""Tables that come with the package."""
+"""Tables of runs that are shipped with the package."""
 NEAR = 0.1
-"""Within this share of the limit a verdict is not counted."""
+"""Relative distance from the memory limit within which a verdict is not counted."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class PricedGpuRow:
-    """A measured run and its prediction; `step` is None where it cannot be rebuilt."""
+    """A measured run and its prediction."""
 
     row: GpuRow
     step: GpuStep | None
+    """Predicted step; None if the run cannot be rebuilt."""
 
     @property
     def limit(self) -> float:
-        """Bytes that a GPU's program may hold by our word."""
+        """Bytes that a program's tensors may occupy on a GPU according to our model."""
         assert self.row.run is not None
         return self.row.run.topology.usable_bytes * host_figures().usable_share
 
     @property
     def fits(self) -> bool:
-        """Whether we say that it runs."""
+        """True if the predicted peak fits into the memory of a GPU."""
         return self.step is not None and self.step.runs and self.step.peak_bytes <= self.limit
 
     @property
     def near(self) -> bool:
-        """Whether the predicted peak is so near the limit that a verdict is not counted."""
+        """True if the predicted peak is so near the limit that the verdict is not counted."""
         return self.step is not None and self.step.runs and abs(self.step.peak_bytes / self.limit - 1.0) < NEAR
 
     @property
     def ran(self) -> bool:
-        """Whether there is a measured time to compare with."""
+        """True if there are a measured and a predicted time."""
         return self.step is not None and self.step.runs and self.row.measured_s is not None
 
     @property
     def error(self) -> float:
-        """Predicted over measured seconds, less one."""
+        """Error of the predicted step time, as a share of the measured one."""
         assert self.step is not None and self.row.measured_s is not None
         return self.step.seconds / self.row.measured_s - 1.0
 
     @property
     def model_parallel(self) -> int:
-        """GPUs that share one copy of the model."""
+        """Number of GPUs that share one copy of the model."""
         assert self.row.run is not None
         return self.row.run.tp * self.row.run.pp
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class GpuProblem:
-    """One model on so many GPUs, under several plans of the same batch."""
+    """One model on a number of GPUs, under several plans of the same batch."""
 
     name: str
     rows: tuple[PricedGpuRow, ...]
 
     @property
     def measured(self) -> list[PricedGpuRow]:
-        """Rows that ran."""
+        """Rows that ran and could be rebuilt."""
         return [each for each in self.rows if each.row.measured_s is not None and each.step is not None]
 
     @property
     def chosen(self) -> PricedGpuRow | None:
-        """The plan that we would choose of those that we say fit, none told which ran: see `steadiest`."""
+        """The plan that we would choose among the plans that we predict to fit (`steadiest`); None if no plan fits.
+
+        The choice does not use the measurements.
+        """
         fitting = [each for each in self.rows if each.fits]
         return steadiest(fitting, _seconds, _run) if fitting else None
 
     @property
     def fastest(self) -> PricedGpuRow | None:
-        """That of the least predicted time alone."""
+        """The plan with the least predicted time among the plans that we predict to fit; None if no plan fits."""
         fitting = [each for each in self.rows if each.fits]
         return min(fitting, key=_seconds, default=None)
 
     def least_parallel(self, worst: bool = False) -> PricedGpuRow:
-        """Of the plans that ran, the one with the least model parallelism; of several its fastest, or slowest."""
+        """Return the measured plan with the least model parallelism.
+
+        Ties go to the fastest such plan, or with `worst` to the slowest.
+        """
         least = min(each.model_parallel for each in self.measured)
         same = [each for each in self.measured if each.model_parallel == least]
         return (max if worst else min)(same, key=_took)
 
     def regret(self, choice: PricedGpuRow | None) -> float | None:
-        """Measured time of a choice over the best one's; infinite if it did not run, None without two that ran."""
+        """Return the measured time of a choice over the time of the best plan.
+
+        The regret is infinite if the choice did not run. The result is None if fewer than two plans ran, or if the
+        source does not state that the choice failed.
+        """
         if len(self.measured) < 2 or choice is None:
             return None
         if choice.row.measured_s is None:
@@ -106,28 +117,33 @@ class GpuProblem:
 
 
 def _seconds(each: PricedGpuRow) -> float:
+    """Return the predicted seconds of a step."""
     assert each.step is not None
     return each.step.seconds
 
 
 def _run(each: PricedGpuRow) -> GpuRun:
+    """Return the run of a row that was rebuilt."""
     assert each.row.run is not None
     return each.row.run
 
 
 def _took(each: PricedGpuRow) -> float:
+    """Return the measured seconds of a step."""
     assert each.row.measured_s is not None
     return each.row.measured_s
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class GpuErrors:
-    """How far predictions of one table are from what was measured; shares, None where no row tells."""
+    """Errors of the predictions of one table, as shares of the measured values; None without measured values."""
 
     table: str
     rows: int
     priced: int
+    """Number of rows that were rebuilt."""
     mean: float | None
+    """Mean error of step times, without sign."""
     median: float | None
     p90: float | None
     memory_median: float | None
@@ -135,7 +151,7 @@ class GpuErrors:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class GpuPairs:
-    """All of a file."""
+    """All problems of a file, rebuilt and priced."""
 
     problems: tuple[GpuProblem, ...]
 
@@ -145,29 +161,29 @@ class GpuPairs:
         return [each for problem in self.problems for each in problem.rows]
 
     def errors(self) -> list[GpuErrors]:
-        """By table, in their order, and of all."""
+        """Return the errors of each table in the order of the file, then the errors of all tables together."""
         tables = list(dict.fromkeys(each.row.table for each in self.rows))
-        found = [_errors(table, [each for each in self.rows if each.row.table == table]) for table in tables]
-        return [*found, _errors("all", self.rows)] if len(found) > 1 else found
+        by_table = [_errors(table, [each for each in self.rows if each.row.table == table]) for table in tables]
+        return [*by_table, _errors("all", self.rows)] if len(by_table) > 1 else by_table
 
     def regrets(self, choose: Callable[[GpuProblem], PricedGpuRow | None]) -> list[tuple[GpuProblem, float]]:
-        """Problems and their regrets, of those that have one."""
-        found = [(problem, problem.regret(choose(problem))) for problem in self.problems]
-        return [(problem, regret) for problem, regret in found if regret is not None]
+        """Return the problems that have a regret under the rule `choose`, with their regrets."""
+        regrets = [(problem, problem.regret(choose(problem))) for problem in self.problems]
+        return [(problem, regret) for problem, regret in regrets if regret is not None]
 
     def verdicts(self) -> tuple[int, int, int, int]:
-        """Verdicts that count, those that are right, rows that say whether they ran, and false "fits" of those."""
-        said = [each for each in self.rows if each.step is not None and each.row.fits is not None]
-        counted = [each for each in said if not each.near]
+        """Return the numbers of counted verdicts, of right ones, of rows with a known outcome, and of false "fits"."""
+        stated = [each for each in self.rows if each.step is not None and each.row.fits is not None]
+        counted = [each for each in stated if not each.near]
         right = sum(each.fits == each.row.fits for each in counted)
-        return len(counted), right, len(said), sum(each.fits and not each.row.fits for each in said)
+        return len(counted), right, len(stated), sum(each.fits and not each.row.fits for each in stated)
 
     def not_for_memory(self) -> int:
-        """Of the false "fits", those that did not fail for memory: a run that holds as much or more did run.
+        """Return the number of false "fits" that cannot have failed for memory.
 
-        Told by what was measured alone. Such a run is one of the same model, degrees of model parallelism and
-        recomputation, with no smaller microbatch, no more of its state split, over no more replicas, and no fewer
-        microbatches under way.
+        Another run that needs as much memory or more did run, according to the measurements alone. The other run has
+        the same model, degrees of model parallelism and recomputation. Its microbatches are no smaller, and no fewer
+        are in flight. Its state is split no further, and it has no more replicas.
         """
         ran = [each.row.run for each in self.rows if each.row.fits and each.row.run is not None]
         false = [each.row.run for each in self.rows if each.row.run and each.fits and each.row.fits is False]
@@ -175,7 +191,7 @@ class GpuPairs:
 
 
 def _holds_as_much(other: GpuRun, run: GpuRun) -> bool:
-    """Whether a GPU of the other run holds no less than one of this."""
+    """Return True if a GPU of the run `other` needs at least as much memory as a GPU of `run`."""
     same = all(
         getattr(other, name) == getattr(run, name)
         for name in ("decoder", "framework", "seq", "tp", "pp", "recompute", "chunks")
@@ -186,12 +202,13 @@ def _holds_as_much(other: GpuRun, run: GpuRun) -> bool:
         and other.micro_batch >= run.micro_batch
         and other.zero <= run.zero
         and other.dp <= run.dp
-        and (other.dp > 1 or run.dp == 1)  # a single replica keeps no copies for its sums
+        and (other.dp > 1 or run.dp == 1)  # a single replica stores no copies of gradients for their sums
         and waiting(other, 0) >= waiting(run, 0)
     )
 
 
 def _errors(table: str, rows: Sequence[PricedGpuRow]) -> GpuErrors:
+    """Compute the errors of a table's rows."""
     errors = [abs(each.error) for each in rows if each.ran]
     memory = [
         abs(each.step.peak_bytes / each.row.measured_bytes - 1.0)
@@ -210,17 +227,17 @@ def _errors(table: str, rows: Sequence[PricedGpuRow]) -> GpuErrors:
 
 
 def geometric_mean(values: Sequence[float]) -> float | None:
-    """Geometric mean of regrets; infinite if one is, None of none."""
+    """Return the geometric mean of some regrets: infinite if one of them is, None if there are none."""
     return math.exp(statistics.fmean(math.log(each) for each in values)) if values else None
 
 
 def validate_gpu_pairs(
     path: str | pathlib.Path, progress: Callable[[str], None] | None = None, only: Sequence[str] = ()
 ) -> GpuPairs:
-    """Every row of a file, or of a shipped table (`ultrascale`, `vtrain`), rebuilt and priced.
+    """Rebuild and price every row of a file, or of a shipped table (`ultrascale`, `vtrain`).
 
-    `only` keeps problems whose names contain one of its texts. Raises: `UserError` for a file that cannot be read, and
-    where no problem is left.
+    Problems whose names contain none of the texts in `only` are left out. Raises: `UserError` for a file that cannot be
+    read, and if no problem is left.
     """
     say = progress or (lambda line: None)
     grouped: dict[str, list[GpuRow]] = {}
@@ -229,12 +246,12 @@ def validate_gpu_pairs(
             grouped.setdefault(row.problem, []).append(row)
     if not grouped:
         raise UserError(f"no problem of {path} is called {' or '.join(only)}.")
-    found = []
+    problems = []
     for number, (name, rows) in enumerate(grouped.items()):
         if len(grouped) < 50 or number % 50 == 0:
             say(f"{number + 1}/{len(grouped)} {name}")
-        found.append(GpuProblem(name, tuple(_priced(row) for row in rows)))
-    return GpuPairs(tuple(found))
+        problems.append(GpuProblem(name, tuple(_priced(row) for row in rows)))
+    return GpuPairs(tuple(problems))
 
 
 def _priced(row: GpuRow) -> PricedGpuRow:

@@ -1,4 +1,4 @@
-"""Measured runs on GPUs: the forms of their files, and what each states."""
+"""Readers of files with measured runs on GPUs, one reader for each form of file."""
 
 import dataclasses
 import pathlib
@@ -13,25 +13,28 @@ from autoshard.errors import UserError
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class GpuRow:
-    """One measured run, and what it is a run of. `run` is None where it cannot be rebuilt: `skipped` says why."""
+    """One measured run on GPUs, with the run's description for rebuilding it."""
 
     table: str
-    """What rows are summed up with."""
+    """Name of the table in which errors are summed up."""
     problem: str
-    """What is compared with one another: the model, and on how many GPUs."""
+    """Model and number of GPUs; plans of one problem are compared."""
     source: str
     label: str
     run: GpuRun | None
+    """Description of the run; None if it cannot be rebuilt."""
     measured_s: float | None
-    """Seconds of a step; None where it did not run."""
+    """Measured seconds of a step; None if the plan did not run."""
     measured_bytes: float | None
+    """Measured peak memory of a GPU; None if it is not stated."""
     fits: bool | None
-    """Whether it ran; None where nobody says."""
+    """True if the plan ran; None if the source does not state it."""
     skipped: str = ""
+    """Reason why the run cannot be rebuilt; empty otherwise."""
 
 
 def read_gpu_rows(path: str | pathlib.Path) -> tuple[GpuRow, ...]:
-    """Rows of a file in one of the known forms. Raises: UserError for a file that is none of them."""
+    """Read the rows of a file in one of the known forms. Raises: UserError for another file."""
     file = pathlib.Path(path)
     try:
         document = read_json(file)
@@ -52,7 +55,7 @@ _FORMS = (
 
 
 def is_gpu_document(document: Any) -> bool:
-    """Whether a document has one of the forms that `rows_of_document` reads."""
+    """Return True if a document has one of the forms that `rows_of_document` reads."""
     return isinstance(document, dict) and bool(
         {"models", "rows"} <= document.keys()
         or {"single", "multi"} & document.keys()
@@ -61,17 +64,20 @@ def is_gpu_document(document: Any) -> bool:
 
 
 def names_gpu_rows(name: str) -> bool:
-    """Whether what `--pairs` was given is a shipped table of runs on GPUs, or a file of such runs."""
+    """Return True if the value of `--pairs` names a shipped table of runs on GPUs, or a file of such runs."""
     if name in ("ultrascale", "vtrain"):
         return True
     try:
         return is_gpu_document(read_json(name))
     except (OSError, ValueError):
-        return False  # whoever reads it as pairs says what is wrong
+        return False  # the reader of pairs reports the error
 
 
 def rows_of_document(document: Any, origin: str) -> tuple[GpuRow, ...] | None:
-    """Rows of a document of a known form; None for another. Raises: UserError for a row that lacks what it needs."""
+    """Read the rows of a document of a known form; return None for another form.
+
+    Raises: UserError for a row that lacks a required value.
+    """
     if not is_gpu_document(document):
         return None
     try:
@@ -85,9 +91,11 @@ def rows_of_document(document: Any, origin: str) -> tuple[GpuRow, ...] | None:
 
 
 def _made(names: tuple[str, str, str, str], measured: Mapping[str, Any], **stated: Any) -> GpuRow:
-    """A row whose run is made of what is stated, or that says why it cannot be made.
+    """Return a row with the run that `stated` describes, or with the reason why there is no such run.
 
-    `names` are its table, problem, source and label.
+    - `names`: table, problem, source and label of the row.
+    - `measured`: measured fields of `GpuRow`.
+    - `stated`: arguments of `GpuRun`.
     """
     try:
         run, skipped = GpuRun(**stated), ""
@@ -97,13 +105,13 @@ def _made(names: tuple[str, str, str, str], measured: Mapping[str, Any], **state
 
 
 def _dicts(table: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
-    """Rows by the names of their columns, where they stand in columns."""
+    """Yield the rows of a table as mappings from the names of its columns."""
     for row in table.get("rows", ()):
         yield row if isinstance(row, Mapping) else dict(zip(table["columns"], row, strict=True))
 
 
 def _sweep(document: Mapping[str, Any]) -> Iterator[GpuRow]:
-    """nanotron on H100, sequences of 4096 and a vocabulary of 131072; a table is tied where there is no pipeline."""
+    """Yield runs of nanotron on H100. Defaults: sequences of 4096 tokens and a vocabulary of 131072."""
     for row in _dicts(document):
         dims = document["models"][row["model"]]
         decoder = GpuDecoder(
@@ -113,6 +121,7 @@ def _sweep(document: Mapping[str, Any]) -> Iterator[GpuRow]:
             dims["kv"],
             dims["mlp"],
             dims.get("vocab", 131072),
+            # The 1B and 3B models tie the embedding table to the head. The cost model ignores the tie under a pipeline.
             tied=row["model"] in ("1B", "3B"),
             gated=True,
         )
@@ -141,14 +150,14 @@ def _sweep(document: Mapping[str, Any]) -> Iterator[GpuRow]:
 
 
 def _with_cards(topology: Topology, bytes_per_s: float) -> Topology:
-    """The same GPUs with other network cards."""
+    """Return the topology with network cards of this rate for each GPU."""
     return dataclasses.replace(
         topology, chip=dataclasses.replace(topology.chip, network_bytes_per_s_per_chip=bytes_per_s)
     )
 
 
 def _validation_rows(document: Mapping[str, Any]) -> Iterator[GpuRow]:
-    """Megatron-DeepSpeed on A100, four 200 Gb/s cards a node of eight, everything recomputed."""
+    """Yield runs of Megatron-DeepSpeed on A100. All of them use full recomputation."""
     for table in ("single", "multi"):
         nodes = "one node" if table == "single" else "several nodes"
         for row in _dicts(document.get(table, {})):
@@ -167,6 +176,7 @@ def _validation_rows(document: Mapping[str, Any]) -> Iterator[GpuRow]:
                 decoder=GpuDecoder(
                     layers, width, row["attention heads"], row["attention heads"], 4 * width, 51200, True, False
                 ),
+                # A node of eight GPUs has four cards of 200 Gb/s.
                 topology=_with_cards(gpu_topology("a100", gpus), 12.5e9),
                 framework="megatron-deepspeed",
                 seq=row["sequence length"],
@@ -181,10 +191,11 @@ def _validation_rows(document: Mapping[str, Any]) -> Iterator[GpuRow]:
 
 
 _LENT = {"h100_80gb": "h100", "a100_80gb": "a100"}
+"""Chip names of llm-foundry's table -> names of our chip files."""
 
 
 def _fsdp_rows(document: Mapping[str, Any]) -> Iterator[GpuRow]:
-    """llm-foundry's MPT models under FSDP."""
+    """Yield runs of llm-foundry's MPT models under FSDP."""
     for row in document.get("llm_foundry", ()):
         label = f"{row['model']} {row['seq']} micro {row['micro_batch']} {row['sharding']} remat {row['remat']}"
         names = (
@@ -220,7 +231,7 @@ def _fsdp_rows(document: Mapping[str, Any]) -> Iterator[GpuRow]:
 
 
 def _megatron_rows(document: Mapping[str, Any]) -> Iterator[GpuRow]:
-    """Megatron on A100 (arXiv 2104.04473): those rows that state their microbatch."""
+    """Yield runs of Megatron on A100 (arXiv 2104.04473). Rows that state no microbatch cannot be rebuilt."""
     for row in document.get("megatron_sc21", ()):
         label = f"{row['params_b']}B {row.get('scheme', 'PTD-P')} micro {row.get('micro_batch', '?')}"
         names = (row.get("scheme", "PTD-P"), f"{row['params_b']}B on {row['chips']} A100", row["source"], label)

@@ -1,4 +1,7 @@
-"""Measured plans of one model rebuilt and priced: whether plans are ordered as hardware orders them."""
+"""Comparison of the predicted and the measured order of plans of one model.
+
+Each measured plan is rebuilt and priced.
+"""
 
 import dataclasses
 import itertools
@@ -18,61 +21,66 @@ from autoshard.validation.serving_rows import ServingRun, rebuild_serving
 
 
 NOISE = 0.02
-"""Two measured plans are decided if their times for each token differ by more than this share: what one plan differs
-by between the two sharding modes of one study, at most."""
+"""Largest relative difference of two measured times for each token that counts as a tie.
+
+In one study the times of one plan differ by at most this share between two sharding modes.
+"""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class PairRow:
-    """One measured plan beside our prediction. `skipped` says why there is none."""
+    """One measured plan with our prediction."""
 
     plan: str
     choice: str = ""
-    """The plan without how it was said or measured; rows that share one are one plan, measured again."""
+    """The plan without the way it was written or measured; rows with equal `choice` measure one plan several times."""
     measured_s: float | None = None
-    """Measured seconds of a step; None where the row has no time."""
+    """Measured seconds of a step; None if the row has no time."""
     predicted_s: float | None = None
-    """Our seconds of a step; None where the row is skipped."""
+    """Predicted seconds of a step; None if the row is skipped."""
     unseen_s: float | None = None
-    """Our seconds of a step with figures that were fitted without the row's source."""
+    """Predicted seconds of a step with figures that were fitted without the row's source."""
     tokens: int | None = None
-    """Tokens of a step, by which plans of different batches compare."""
+    """Tokens of a step, for comparing plans with different batches."""
     measured_bytes: int | None = None
-    """Measured peak memory of one device, or what a device would have needed; None where it is not stated."""
+    """Measured peak memory of one device, or the memory that a failed plan needed; None if it is not stated."""
     predicted_bytes: int | None = None
     fits: bool | None = None
-    """Whether we say that the plan fits a device's memory."""
+    """True if we predict that the plan fits a device's memory."""
     measured_fits: bool | None = None
-    """Whether it ran; None where nobody says."""
+    """True if the plan ran; None if the source does not state it."""
     skipped: str = ""
+    """Reason why there is no prediction; empty otherwise."""
     assumed: tuple[str, ...] = ()
 
     @classmethod
     def measured(cls, row: MeasuredPlan) -> "PairRow":
-        """A row with what was measured alone, and why it cannot be rebuilt if it cannot."""
+        """Return a row with the measurements, without a prediction; `skipped` is the reason why the plan cannot be
+        rebuilt.
+        """
         return cls(
             row.plan, row.choice, row.step_s, measured_bytes=row.peak_bytes, measured_fits=row.fits, skipped=row.skipped
         )
 
     @property
     def ran(self) -> bool:
-        """Whether there are a measured and a predicted time."""
+        """True if there are a measured and a predicted time."""
         return self.measured_s is not None and self.predicted_s is not None
 
     def measured_each(self) -> float:
-        """Measured seconds for each token."""
+        """Return the measured seconds for each token."""
         assert self.measured_s is not None and self.tokens is not None
         return self.measured_s / self.tokens
 
     def predicted_each(self) -> float:
-        """Our seconds for each token."""
+        """Return the predicted seconds for each token."""
         assert self.predicted_s is not None and self.tokens is not None
         return self.predicted_s / self.tokens
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class PairGroup:
-    """One model on one set of chips: its rows, and how well our order is the measured one."""
+    """One model on one set of chips: its plans, and how well their predicted order agrees with the measured one."""
 
     group: str
     source: str
@@ -83,15 +91,15 @@ class PairGroup:
 
     @classmethod
     def of(cls, group: MeasuredGroup, rows: Iterable[PairRow]) -> "PairGroup":
-        """A measured group whose rows stand beside our predictions."""
+        """Return a measured group with predictions in its rows."""
         return cls(group.group, group.source, group.hardware, group.compares_plans, group.on_tpu, tuple(rows))
 
     def pairs(self) -> list[tuple[PairRow, PairRow]]:
-        """Pairs of rows with both times, in their order."""
+        """Return the pairs of rows with measured and predicted times, in the order of the rows."""
         return list(itertools.combinations([row for row in self.rows if row.ran], 2))
 
     def decided(self) -> list[tuple[PairRow, PairRow]]:
-        """Pairs of different plans whose measured times for each token differ by more than `NOISE`."""
+        """Return the pairs of different plans whose measured times for each token differ by more than `NOISE`."""
         return [
             (a, b)
             for a, b in self.pairs()
@@ -100,7 +108,7 @@ class PairGroup:
 
     @property
     def tau(self) -> float | None:
-        """Kendall's tau over the decided pairs: 1 if all come out in the measured order; None if there are none."""
+        """Kendall's tau over the decided pairs: 1 if all are predicted in the measured order; None without any."""
         decided = self.decided()
         if not decided:
             return None
@@ -110,15 +118,18 @@ class PairGroup:
 
     @property
     def chosen(self) -> PairRow | None:
-        """The plan that we would choose: the fastest for each token of those that we say fit. None without times."""
+        """The plan that we would choose: the fastest for each token among the plans that we predict to fit; None
+        without times.
+        """
         priced = [row for row in self.rows if row.predicted_s is not None and row.fits]
         return min(priced, key=PairRow.predicted_each, default=None)
 
     @property
     def regret(self) -> float | None:
-        """Measured time of the plan that we would choose over that of the best one, for each token.
+        """Measured time for each token of the plan that we would choose over that of the best plan.
 
-        Infinite if the chosen plan ran out of memory; None for groups that compare workloads, and without two rows.
+        The regret is infinite if the chosen plan ran out of memory. It is None for groups that compare workloads, and
+        for fewer than two rows with times.
         """
         ran = [row for row in self.rows if row.ran]
         chosen = self.chosen
@@ -129,32 +140,33 @@ class PairGroup:
         return chosen.measured_each() / min(row.measured_each() for row in ran)
 
     def ratio_errors(self) -> list[float]:
-        """For each pair, how far our ratio of step times is from the measured one, as a share of it."""
-        found = []
+        """Return the error of our ratio of step times for each pair, as a share of the measured ratio."""
+        errors = []
         for a, b in self.pairs():
             assert a.predicted_s and b.predicted_s and a.measured_s and b.measured_s
-            found.append(abs((a.predicted_s / b.predicted_s) / (a.measured_s / b.measured_s) - 1.0))
-        return found
+            errors.append(abs((a.predicted_s / b.predicted_s) / (a.measured_s / b.measured_s) - 1.0))
+        return errors
 
 
 def validate_pairs(
     path: str | pathlib.Path | None = None, progress: Callable[[str], None] | None = None, only: Sequence[str] = ()
 ) -> tuple[PairGroup, ...]:
-    """Every group of a file (default: the shipped one), each row rebuilt and priced where that is possible.
+    """Rebuild and price every row of a file of groups (default: the shipped file).
 
-    `only` keeps groups whose names contain one of its texts. Raises: `UserError` for a file that cannot be read, and
-    where no group is left.
+    Rows that cannot be rebuilt are skipped. Groups whose names contain none of the texts in `only` are left out.
+    Raises: `UserError` for a file that cannot be read, and if no group is left.
     """
     say = progress or (lambda line: None)
     groups = read_groups(path, only)
-    found = []
+    priced = []
     for number, group in enumerate(groups):
         say(f"{number + 1}/{len(groups)} {group.group}")
-        found.append(_priced_group(group))
-    return tuple(found)
+        priced.append(_priced_group(group))
+    return tuple(priced)
 
 
 def _priced_group(group: MeasuredGroup) -> PairGroup:
+    """Rebuild and price the rows of a group."""
     prices: dict[Run | ServingRun, tuple[float, float, int]] = {}
     return PairGroup.of(group, [_priced_row(group, row, prices) for row in group.rows])
 
@@ -162,6 +174,10 @@ def _priced_group(group: MeasuredGroup) -> PairGroup:
 def _priced_row(
     group: MeasuredGroup, row: MeasuredPlan, prices: dict[Run | ServingRun, tuple[float, float, int]]
 ) -> PairRow:
+    """Rebuild and price a row.
+
+    `prices` caches seconds, seconds with figures fitted without the group's source, and peak bytes of each run.
+    """
     run, bare = row.run or row.serving, PairRow.measured(row)
     if run is None:
         return bare
@@ -188,33 +204,33 @@ def _priced_row(
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class PairSummary:
-    """What groups say together. A figure is None where no row tells it."""
+    """Figures over all rows of several groups; a figure without rows is None."""
 
     groups: int
-    """Groups with at least one row that was rebuilt."""
+    """Number of groups with at least one row that was rebuilt."""
     rows: int
     rebuilt: int
     regret_mean: float | None
-    """Geometric mean of the regrets."""
+    """Geometric mean of the groups' regrets."""
     regret_worst: float | None
     tau: float | None
-    """Over all decided pairs of all groups."""
+    """Kendall's tau over the decided pairs of all groups."""
     decided: int
     ratio_median: float | None
-    """Error of ratios of two rows of one group, as a share."""
+    """Median error of the ratios of two rows of one group, as a share."""
     ratio_p90: float | None
     step_median: float | None
-    """Error of step times, with figures fitted without the row's source, as a share."""
+    """Median error of step times with figures that were fitted without the row's source, as a share."""
     step_p90: float | None
     memory_median: float | None
-    """Error of peak memory, as a share."""
+    """Median error of peak memory, as a share."""
     verdicts: int
-    """Rows that say whether they ran."""
+    """Number of rows that state if the plan ran and were rebuilt."""
     verdicts_right: int
 
 
 def summarise_pairs(groups: Sequence[PairGroup]) -> PairSummary:
-    """The figures over all rows of some groups."""
+    """Return the figures over all rows of some groups."""
     regrets = [group.regret for group in groups if group.regret is not None]
     decided = [(group.tau, len(group.decided())) for group in groups]
     count = sum(number for _, number in decided)
@@ -226,7 +242,7 @@ def summarise_pairs(groups: Sequence[PairGroup]) -> PairSummary:
         for row in rows
         if row.predicted_bytes and row.measured_bytes
     ]
-    said = [row for row in rows if row.fits is not None and row.measured_fits is not None]
+    stated = [row for row in rows if row.fits is not None and row.measured_fits is not None]
     return PairSummary(
         groups=sum(any(row.predicted_s is not None for row in group.rows) for group in groups),
         rows=len(rows),
@@ -240,11 +256,11 @@ def summarise_pairs(groups: Sequence[PairGroup]) -> PairSummary:
         step_median=_quantile(steps, 0.5),
         step_p90=_quantile(steps, 0.9),
         memory_median=_quantile(peaks, 0.5),
-        verdicts=len(said),
-        verdicts_right=sum(row.fits == row.measured_fits for row in said),
+        verdicts=len(stated),
+        verdicts_right=sum(row.fits == row.measured_fits for row in stated),
     )
 
 
 def _quantile(values: Sequence[float], share: float) -> float | None:
-    """The value below which a share of the values lie, interpolated; None if there are none."""
+    """Return the value below which this share of the values lies, interpolated; None without values."""
     return float(np.quantile(values, share)) if values else None

@@ -1,4 +1,4 @@
-"""The decoder that a measured group names by its dims, of which a row may change some."""
+"""Construction of the decoder that a measured group and its rows state by dims."""
 
 import re
 from collections.abc import Mapping
@@ -19,6 +19,7 @@ DIMS = {
     "head_dim": "head_size",
     "vocab": "vocabulary",
 }
+"""Keys of a model's dims -> arguments of `Decoder`."""
 _LATENT = {
     "key_rank": ("kv_lora_rank", "kv_lora"),
     "plain": ("qk_nope", "nope"),
@@ -26,10 +27,14 @@ _LATENT = {
     "value": ("v_head", "v"),
     "query_rank": ("q_lora_rank", "q_lora"),
 }
-"""Sizes of latent attention -> a row's key for it, and the word before it in a row's `attention`."""
+"""Sizes of latent attention -> a row's key for the size, and the word before the size in a row's `attention`."""
 
 
 def stated_decoder(model: Any, said: Mapping[str, Any]) -> Decoder:
+    """Return the decoder of a group's model, with the dims that a row changes.
+
+    Raises `IncompleteError` for a model that is not stated in full, or of an unknown family.
+    """
     if not isinstance(model, dict):
         raise IncompleteError("the model's dims are not stated")
     dims = {**model, **{key: said[key] for key in DIMS if key in said}}
@@ -45,18 +50,19 @@ def stated_decoder(model: Any, said: Mapping[str, Any]) -> Decoder:
     for key, name in DIMS.items():
         value = dims.get(key)
         if key == "mlp" and value is None:
-            value = dims.get("moe_mlp")  # no layer is dense
+            value = dims.get("moe_mlp")  # all layers are mixtures of experts
         if key == "head_dim" and value is None and {"emb", "heads"} <= dims.keys():
             value = dims["emb"] // dims["heads"]
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
             raise IncompleteError(f"the model's {key} is not stated ({value})")
         sizes[name] = value
+    # A row that widens the model presumably widens its MLP too.
     if "emb" in said and "emb" in model and said["emb"] > model["emb"] and "mlp" not in said:
         raise IncompleteError(f"the MLP's width at emb {said['emb']} is not stated")
     name = next((each for each in LOCAL_WINDOWS if family.startswith(each)), None)
     window, every = LOCAL_WINDOWS[name] if name else (None, 1)
     if "pair" in str(model.get("note", "")) or model.get("layers_a_block") == 2:
-        sizes["layers"] *= 2  # a block of a local and a global layer counts as one there
+        sizes["layers"] *= 2  # the source counts a local and a global layer as one
     if sizes["layers"] % every:
         raise IncompleteError(f"{sizes['layers']} layers are not whole groups of {every}")
     tied = bool(dims.get("tied_head", family.startswith("gemma")))
@@ -64,7 +70,7 @@ def stated_decoder(model: Any, said: Mapping[str, Any]) -> Decoder:
 
 
 def _experts(dims: Mapping[str, Any]) -> dict[str, Any]:
-    """Dims of a mixture of experts; empty for a dense model."""
+    """Return the dims of a mixture of experts; empty for a dense model."""
     if whole_number(dims, "experts", 1) == 1:
         return {}
     if not dims.get("top_k"):
@@ -81,21 +87,24 @@ def _experts(dims: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _latent(dims: Mapping[str, Any]) -> LatentDims | None:
-    """Sizes of latent attention, stated each by itself or in a text; None for plain attention."""
+    """Return the sizes of latent attention, from keys of their own or from the text of `attention`; None for plain
+    attention.
+    """
     text = str(dims.get("attention", ""))
     if "MLA" not in text:
         return None
-    found: dict[str, int] = {}
+    sizes: dict[str, int] = {}
     for name, (key, word) in _LATENT.items():
         listed = re.search(rf"\b{word} (\d+)", text)
         if dims.get(key) or listed:
-            found[name] = whole_number(dims, key) if dims.get(key) else int(listed[1])  # type: ignore[index]
+            sizes[name] = whole_number(dims, key) if dims.get(key) else int(listed[1])  # type: ignore[index]
         elif name != "query_rank":
             raise IncompleteError(f"the {key} of latent attention is not stated")
-    return LatentDims(**found)
+    return LatentDims(**sizes)
 
 
 def whole_number(said: Mapping[str, Any], key: str, default: int | None = None) -> int:
+    """Return a stated whole number above 0. Raises `IncompleteError` for any other value."""
     value = said.get(key, default)
     if isinstance(value, str) and value.isdigit():
         value = int(value)

@@ -1,4 +1,4 @@
-"""Options, stages and chips that a measured group states in words."""
+"""Readers of the options, pipeline stages and chips that a measured group states in words."""
 
 import dataclasses
 import math
@@ -14,26 +14,28 @@ from autoshard.validation.published_runs import IncompleteError, Run, made_of, s
 
 
 OPTIONS: dict[str, Callable[[Run, Any], Run]] = {}
-"""What a plan may say beside its mesh, and how it changes the run."""
+"""Keys of a plan other than its mesh -> function that changes the run by the value; applied in this order."""
 
 METHODS = {"all-gather": "gather", "ulysses": "heads", "ring": "ring"}
-"""Context parallelism by MaxText's names -> the exchange."""
+"""Context parallelism by MaxText's names -> exchange of attention."""
 
 
 def _context_method(run: Run, value: Any) -> Run:
+    """Set the exchange of attention over a split sequence."""
     if value not in METHODS:
         raise IncompleteError(f"cp_method={value} is not rebuilt; {', '.join(METHODS)} are")
     return dataclasses.replace(run, exchange=METHODS[value]) if run.context > 1 else run
 
 
 def _balanced(run: Run, value: Any) -> Run:
+    """Set the balanced order of tokens under context parallelism."""
     if not isinstance(value, bool):
         raise IncompleteError(f"load_balanced={value} is neither true nor false")
     return dataclasses.replace(run, balanced=value)
 
 
 def _head(run: Run, value: Any) -> Run:
-    """The dim of the head's weights that FSDP splits: the width that it contracts, or the vocabulary."""
+    """Set the dim of the head's weights that FSDP splits: the contracted width, or the vocabulary."""
     if "vocab" in str(value):
         return run
     if "embed" in str(value):
@@ -42,22 +44,24 @@ def _head(run: Run, value: Any) -> Run:
 
 
 def _scan_axis(run: Run, value: Any) -> Run:
-    """The dim of stacked parameters that counts layers, as MaxText calls it."""
+    """Set the dim of stacked parameters that counts layers (MaxText's `param_scan_axis`)."""
     if value not in (0, 1):
         raise IncompleteError(f"param_scan_axis={value} is not rebuilt; 0 and 1 are")
     return dataclasses.replace(run, stack_axis=int(value))
 
 
 def _scanned(run: Run, value: Any) -> Run:
+    """Set the form of the layers: a loop over stacked parameters, or one after the other."""
     if not isinstance(value, bool):
         raise IncompleteError(f"scan_layers={value} is neither true nor false")
     return dataclasses.replace(run, scanned=value)
 
 
 def _routing(run: Run, value: Any) -> Run:
-    """Dropping by its slots; dropless kernels with balanced experts, by their tiles (MaxText's where none are named).
+    """Set the routing of experts.
 
-    Other kernels than megablox and tokamax's tiled ones are not known.
+    Dropping states its slots as a capacity factor. Dropless kernels state their tiles, by default MaxText's, and are
+    assumed to have balanced experts. Only megablox and tokamax's tiled kernels are known.
     """
     text = str(value)
     slots = re.search(r"dropping.*?cf ([\d.]+)", text)
@@ -74,7 +78,7 @@ def _routing(run: Run, value: Any) -> Run:
 
 
 def _tiles(run: Run, value: Any) -> Run:
-    """One triple for all kernels."""
+    """Set one triple of tile sizes for all expert kernels."""
     named = re.fullmatch(r"(\d+)/(\d+)/(\d+)( x 6 paths)?", str(value))
     if named is None:
         raise IncompleteError(f"moe_tiles={value} is not rebuilt")
@@ -82,24 +86,28 @@ def _tiles(run: Run, value: Any) -> Run:
 
 
 def _inner_tile(run: Run, value: Any) -> Run:
+    """Set the tile along the experts' inner width."""
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
         raise IncompleteError(f"moe_tile_mlp={value} is not a whole number above 0")
     return dataclasses.replace(run, tiles=dataclasses.replace(run.tiles or GroupedTiles(), inner=value))
 
 
 def _microbatches(run: Run, value: Any) -> Run:
+    """Set the number of microbatches whose gradients are accumulated."""
     if not isinstance(value, int) or isinstance(value, bool) or value < 1 or run.batch % value:
         raise IncompleteError(f"gradient_accumulation={value} does not divide a batch of {run.batch}")
     return dataclasses.replace(run, accumulation=value)
 
 
 def _gathered(run: Run, value: Any) -> Run:
+    """Set that weights are gathered once a step and stay gathered for the backward pass."""
     if not isinstance(value, bool):
         raise IncompleteError(f"keep_gathered_weights={value} is neither true nor false")
     return dataclasses.replace(run, keeps_gathered=value)
 
 
 def _spread_state(run: Run, value: Any) -> Run:
+    """Set that the optimizer state is spread over the copies of the parameters (ZeRO-1)."""
     if not isinstance(value, bool):
         raise IncompleteError(f"zero1={value} is neither true nor false")
     if value and (run.copies == 1 or run.spread * run.tensor * run.experts > 1):
@@ -108,6 +116,7 @@ def _spread_state(run: Run, value: Any) -> Run:
 
 
 def _summed_late(run: Run, value: Any) -> Run:
+    """Set that gradients are summed once, after the backward passes of all microbatches."""
     if not isinstance(value, bool):
         raise IncompleteError(f"deferred_grad_allreduce={value} is neither true nor false")
     if value and (run.copies == 1 or run.spread * run.tensor * run.experts > 1):
@@ -118,7 +127,7 @@ def _summed_late(run: Run, value: Any) -> Run:
 
 
 def _clock(run: Run, value: Any) -> Run:
-    """The state of a TPU's clock, as the compiler's flag says it."""
+    """Set the state of a TPU's clock by the compiler's flag for it."""
     if not isinstance(value, int) or not 0 <= value <= HIGHEST_STATE:
         raise IncompleteError(f"dvfs={value} is no state of a clock, 0 to {HIGHEST_STATE}")
     return dataclasses.replace(run, flags=(*run.flags, f"--{CLOCK}={value}"))
@@ -132,11 +141,11 @@ OPTIONS["keep_gathered_weights"] = _gathered
 OPTIONS["gradient_accumulation"] = _microbatches
 OPTIONS["lm_head"] = _head
 OPTIONS["moe"] = _routing
-OPTIONS["moe_tiles"] = _tiles  # after the kernels
-OPTIONS["moe_tile_mlp"] = _inner_tile  # of which it changes one dim
+OPTIONS["moe_tiles"] = _tiles  # after `moe`, whose tiles it replaces
+OPTIONS["moe_tile_mlp"] = _inner_tile  # after `moe_tiles`, of whose tiles it changes one dim
 OPTIONS["param_scan_axis"] = _scan_axis
 OPTIONS["scan_layers"] = _scanned
-OPTIONS["deferred_grad_allreduce"] = _summed_late  # after the number of microbatches, which it divides
+OPTIONS["deferred_grad_allreduce"] = _summed_late  # after `gradient_accumulation`, whose microbatches it checks
 
 
 MICROBATCHES = ("num_pipeline_microbatches", "microbatches")
@@ -144,18 +153,18 @@ ROUNDS = "num_pipeline_repeats"
 LAYERS = "num_layers_per_pipeline_stage"
 SCHEDULE = "schedule"
 NETWORK = {"dcn_dp": "data", "dcn_pp": "stage", "dcn_fsdp": "fsdp"}
-"""How many slices a degree spans -> its axis."""
+"""Keys for the number of slices that a degree spans -> mesh axis of that degree."""
 STAGED = frozenset({*MICROBATCHES, ROUNDS, LAYERS, SCHEDULE, *NETWORK})
-"""Keys of a plan that are read here."""
+"""Keys of a plan that `staged` reads."""
 
 
 def staged(run: Run, said: Mapping[str, Any], stages: int) -> Run:
-    """The run with its layers in so many stages, and with what lies between slices.
+    """Return the run with its layers in pipeline stages, and with the mesh axes that span its slices.
 
-    There are as many microbatches as stages if nothing is said. In MaxText a microbatch goes round as often as there
-    are chunks of `num_layers_per_pipeline_stage` layers for (of one layer, if not even rounds are stated); where no
-    framework is named and neither is stated, it goes through the stages once. Raises `IncompleteError` for what cannot
-    be.
+    A plan without a number of microbatches has one for each stage. In MaxText a plan without `num_pipeline_repeats` has
+    as many rounds as a stage has chunks of `num_layers_per_pipeline_stage` layers, by default of one layer. A plan that
+    states neither key and no framework has one round. Raises `IncompleteError` for a pipeline that is impossible or not
+    rebuilt.
     """
     run = dataclasses.replace(run, network=_network(said, run.topology))
     if stages == 1:
@@ -172,13 +181,14 @@ def staged(run: Run, said: Mapping[str, Any], stages: int) -> Run:
     except UserError as error:
         raise IncompleteError(str(error)) from None
     assert pipeline is not None
-    part = run.batch // run.accumulation
-    if part % pipeline.microbatches:
-        raise IncompleteError(f"{pipeline.microbatches} microbatches do not divide {part} sequences")
+    microbatch = run.batch // run.accumulation
+    if microbatch % pipeline.microbatches:
+        raise IncompleteError(f"{pipeline.microbatches} microbatches do not divide {microbatch} sequences")
     return dataclasses.replace(run, pipeline=pipeline, assumed=(*run.assumed, *_assumed(pipeline, layers)))
 
 
 def _schedule(said: Mapping[str, Any], stages: int, layers: int) -> str:
+    """Return the stated pipeline schedule, or the one that follows from the numbers of rounds and layers."""
     if SCHEDULE in said:
         return str(said[SCHEDULE])
     if ROUNDS in said:
@@ -197,28 +207,32 @@ def _schedule(said: Mapping[str, Any], stages: int, layers: int) -> str:
 
 
 def _assumed(pipeline: Pipeline, layers: int) -> list[str]:
-    found = []
+    """List the assumptions about a pipeline that its source does not state."""
+    assumptions = []
     if pipeline.outside(layers):
-        found.append(f"{pipeline.outside(layers)} of {layers} layers before the stages")
+        assumptions.append(f"{pipeline.outside(layers)} of {layers} layers before the stages")
     if pipeline.rounds(layers) > 1:
-        found.append("weights of all rounds brought to their stages once a step")
-    return found
+        assumptions.append("weights of all rounds brought to their stages once a step")
+    return assumptions
 
 
 def _network(said: Mapping[str, Any], topology: Topology) -> tuple[tuple[str, int], ...]:
-    """How many slices each axis spans; nothing where no row says so: then the first axes do."""
+    """Return the number of slices that each mesh axis spans; empty if the plan states none.
+
+    The first axes span the slices if the result is empty.
+    """
     spans = {axis: whole_number(said, key) for key, axis in NETWORK.items() if key in said}
     if spans and math.prod(spans.values()) != topology.slices:
         listed = ", ".join(f"{key}={said[key]}" for key in NETWORK if key in said)
-        made = math.prod(spans.values())
-        raise IncompleteError(f"{listed} make {made} slices, but {topology.name} has {topology.slices}")
+        product = math.prod(spans.values())
+        raise IncompleteError(f"{listed} make {product} slices, but {topology.name} has {topology.slices}")
     return tuple((axis, count) for axis, count in spans.items() if count > 1)
 
 
 def stated_topology(group: Mapping[str, Any], assumed: list[str]) -> Topology:
-    """The slice that a group ran on, or its `slices`; what it leaves open is filled in, and said in `assumed`.
+    """Return the slices that a group ran on; choices that the group leaves open are added to `assumed`.
 
-    Raises `IncompleteError` where no such slice is known.
+    Raises `IncompleteError` if no such slice is known.
     """
     chip = _chip(group)
     if not str(group["chips"]).isdigit():
@@ -231,19 +245,22 @@ def stated_topology(group: Mapping[str, Any], assumed: list[str]) -> Topology:
     if not shapes:
         shapes = [slice_shape(chip, each) or str(each)]
         assumed.append(f"topology {shapes[0]}")
-    found = made_of(chip, shapes[0], slices)
-    if found.num_chips != count:
-        raise IncompleteError(f"{count} chips are stated, but {found.name} has {found.num_chips}")
-    return found
+    topology = made_of(chip, shapes[0], slices)
+    if topology.num_chips != count:
+        raise IncompleteError(f"{count} chips are stated, but {topology.name} has {topology.num_chips}")
+    return topology
 
 
 def _chip(group: Mapping[str, Any]) -> Chip:
-    """The chip that the hardware's text names; the one called likely where it names two."""
+    """Return the chip that the hardware's text names.
+
+    If the text names several, the chip is the first, or the last in a text with the word "likely".
+    """
     words = re.findall(r"[a-z]+\d+[a-z]*", str(group["hardware"]).lower())
     known = {alias: name for name in chip_names() for alias in (name, *load_chip(name).aliases)}
-    found = [known[word] for word in words if word in known]
-    if not found:
+    chips = [known[word] for word in words if word in known]
+    if not chips:
         raise IncompleteError(
             f"the chip of {str(group['hardware'])[:60]!r} is not known ({', '.join(chip_names())} are)"
         )
-    return load_chip(found[-1] if "likely" in str(group["hardware"]) else found[0])
+    return load_chip(chips[-1] if "likely" in str(group["hardware"]) else chips[0])

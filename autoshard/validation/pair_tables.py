@@ -1,4 +1,4 @@
-"""Measured plans of one model beside our predictions: figures, a table, one page and one plot."""
+"""Presentation of measured plans and predictions: JSON, a table, an HTML page and a plot."""
 
 import math
 import os
@@ -20,7 +20,9 @@ from autoshard.validation.measured_pairs import PairGroup, PairRow, PairSummary,
 
 
 def pair_figures(groups: Sequence[PairGroup]) -> dict[str, Any]:
-    """The JSON object of `autoshard validate --pairs --json`: times in seconds, memory in GiB, errors as shares."""
+    """Return the JSON object of `autoshard validate --pairs --json`: times in seconds, memory in GiB, errors as
+    shares.
+    """
     tpu = [group for group in groups if group.on_tpu]
     return {
         "groups": [
@@ -43,6 +45,7 @@ def pair_figures(groups: Sequence[PairGroup]) -> dict[str, Any]:
 
 
 def _row_figures(row: PairRow) -> dict[str, Any]:
+    """Return the JSON object of a row."""
     return {
         "plan": row.plan,
         "measured_s": row.measured_s,
@@ -58,6 +61,7 @@ def _row_figures(row: PairRow) -> dict[str, Any]:
 
 
 def _summary_figures(found: PairSummary) -> dict[str, Any]:
+    """Return the JSON object of a summary."""
     return {
         "groups": found.groups,
         "rows": found.rows,
@@ -77,12 +81,16 @@ def _summary_figures(found: PairSummary) -> dict[str, Any]:
 
 
 def _finite(value: float | None) -> float | None:
-    """A number that JSON can hold; a plan that ran out of memory has an infinite regret."""
+    """Return a number that JSON can represent; None in place of the infinite regret of a plan that ran out of
+    memory.
+    """
     return None if value is None or math.isinf(value) else value
 
 
 def pair_report(groups: Sequence[PairGroup]) -> RenderableType:
-    """A table for each group that was rebuilt, the figures of all, and why rows are left out."""
+    """Render a table for each group that was rebuilt, the figures of all groups, and the reasons for rows that are left
+    out.
+    """
     parts: list[RenderableType] = []
     for group in groups:
         if not any(row.predicted_s is not None for row in group.rows):
@@ -96,10 +104,12 @@ def pair_report(groups: Sequence[PairGroup]) -> RenderableType:
 
 
 def _device(group: PairGroup) -> str:
+    """Return the hardware's text, cut to 40 characters."""
     return group.hardware if len(group.hardware) <= 40 else group.hardware[:37] + "..."
 
 
 def _table(group: PairGroup) -> Table:
+    """Tabulate the rows of a group that were rebuilt."""
     table = Table(box=SIMPLE_HEAD, show_edge=False, pad_edge=False, header_style="dim")
     table.add_column("plan", overflow="fold")
     for column in ("measured, ms", "predicted", "delta", "GiB", "predicted", "fits"):
@@ -129,20 +139,24 @@ def _yes(value: bool | None) -> str:
 
 
 def _scores(group: PairGroup) -> str:
-    found = [] if group.tau is None else [f"tau {group.tau:.2f} over {len(group.decided())} decided pairs"]
+    """Describe how well the predicted order of a group agrees with the measured one."""
+    scores = [] if group.tau is None else [f"tau {group.tau:.2f} over {len(group.decided())} decided pairs"]
     if group.regret is not None and group.chosen is not None:
-        said = "the plan that we would choose ran out of memory" if math.isinf(group.regret) else f"{group.regret:.3f}"
-        found.append(f"regret {said} (we would choose {clean(group.chosen.plan)})")
-    return "; ".join(found) or "nothing to order"
+        regret = (
+            "the plan that we would choose ran out of memory" if math.isinf(group.regret) else f"{group.regret:.3f}"
+        )
+        scores.append(f"regret {regret} (we would choose {clean(group.chosen.plan)})")
+    return "; ".join(scores) or "nothing to order"
 
 
 def _summary_rows(groups: Sequence[PairGroup]) -> list[tuple[str, list[str]]]:
-    """What is told, and the figure of TPUs' groups, of GPUs', and of all."""
+    """Return the name of each figure, and its texts for groups on TPUs, for groups on GPUs, and for all groups."""
     kinds = [[g for g in groups if g.on_tpu], [g for g in groups if not g.on_tpu], list(groups)]
-    found = [summarise_pairs(each) for each in kinds]
+    summaries = [summarise_pairs(each) for each in kinds]
 
     def cells(show: Any) -> list[str]:
-        return [show(each) for each in found]
+        """Return the texts of one figure."""
+        return [show(each) for each in summaries]
 
     return [
         ("groups rebuilt, of all", cells(lambda s: str(s.groups))),
@@ -160,6 +174,7 @@ def _summary_rows(groups: Sequence[PairGroup]) -> list[tuple[str, list[str]]]:
 
 
 def _summary_table(groups: Sequence[PairGroup]) -> Table:
+    """Tabulate the figures of TPUs, of GPUs and of all groups."""
     table = Table(box=SIMPLE_HEAD, show_edge=False, pad_edge=False, header_style="dim")
     table.add_column("")
     for column in ("TPU", "GPU", "all"):
@@ -178,6 +193,7 @@ def _percent(value: float | None) -> str:
 
 
 def _skipped(groups: Sequence[PairGroup]) -> Iterator[tuple[str, str]]:
+    """Yield the name of each row that is left out, and the reason."""
     for group in groups:
         for row in group.rows:
             if row.skipped:
@@ -185,7 +201,8 @@ def _skipped(groups: Sequence[PairGroup]) -> Iterator[tuple[str, str]]:
 
 
 def write_pair_page(groups: Sequence[PairGroup], path: str | os.PathLike[str]) -> None:
-    """Write one self-contained page: the figures of all, the plot, every group, and what is not rebuilt.
+    """Write one self-contained page: the figures of all groups, the plot, every group, and the rows that are not
+    rebuilt.
 
     Raises `UserError` without matplotlib, which draws the plot, and if the page cannot be written.
     """
@@ -207,24 +224,26 @@ def write_pair_page(groups: Sequence[PairGroup], path: str | os.PathLike[str]) -
 
 
 def plot_pairs(groups: Sequence[PairGroup], path: str | os.PathLike[str]) -> None:
-    """Write the plot (its kind by the suffix): predicted over measured seconds of a step, a line for each group.
+    """Write the plot of predicted over measured seconds of a step, with a line for each group.
 
-    Raises `UserError` without matplotlib, for a suffix it does not know, and where no row was rebuilt.
+    The suffix of `path` selects the file format. Raises `UserError` without matplotlib, for an unknown suffix, and if
+    no row was rebuilt.
     """
     save_picture(_plot(groups), path)
 
 
 def _plot_text(groups: Sequence[PairGroup]) -> str:
-    """The plot as an `<svg>` element."""
+    """Return the plot as an `<svg>` element."""
     import io
 
     text = io.StringIO()
-    import_or_hint("matplotlib").rcParams["svg.hashsalt"] = "autoshard"  # the same page for the same rows
+    import_or_hint("matplotlib").rcParams["svg.hashsalt"] = "autoshard"  # equal rows give equal pages
     _plot(groups).savefig(text, format="svg", metadata={"Date": None})
     return text.getvalue()[text.getvalue().index("<svg") :]
 
 
 def _plot(groups: Sequence[PairGroup]) -> Any:
+    """Draw the plot of `plot_pairs`."""
     drawn = [(group, [row for row in group.rows if row.ran]) for group in groups]
     drawn = [(group, rows) for group, rows in drawn if rows]
     if not drawn:

@@ -1,4 +1,4 @@
-"""Published runs of others as data, and the defaults of their frameworks."""
+"""Reader of the published runs of others, with the defaults of their frameworks."""
 
 import dataclasses
 import pathlib
@@ -14,21 +14,22 @@ from autoshard.serving import Decoder
 
 
 def stack_axis(framework: str) -> int:
-    """The dim of stacked parameters that counts layers where nothing is said: 1 in MaxText (`param_scan_axis`)."""
+    """Return the default dim of stacked parameters that counts layers: 1 in MaxText (`param_scan_axis`), else 0."""
     return int("maxtext" in framework.lower())
 
 
 def stream_on_width(framework: str) -> bool:
-    """Whether tensor parallelism of a framework splits the residual stream on its width.
+    """Return True if a framework's tensor parallelism splits the residual stream on its width.
 
-    MaxText's axis `tensor` does (`activation_embed` in its logical axis rules; `tensor_sequence` is another axis), and
-    so does torchprime's (its configurations mark layers' outputs so). Others are taken to split the sequence.
+    MaxText's axis `tensor` does, according to `activation_embed` in its logical axis rules. `tensor_sequence` is
+    another axis of MaxText. torchprime's tensor parallelism does too, according to the sharding of layers' outputs in
+    its configurations. Other frameworks are assumed to split the sequence.
     """
     return bool(re.search(r"maxtext|torchprime|torch_xla|tpu-recipes", framework, re.I))
 
 
 FILE = pathlib.Path(__file__).with_name("published.json")
-"""Rows shipped with the project; each names its source."""
+"""Published runs that are shipped with the project; each names its source."""
 
 _KEYS = {"id", "model", "metric", "value", "source"}
 _NUMBERS = ("chips_per_slice", "slices", "seq", "per_chip_batch", "global_batch_seqs", "value", "step_time_s")
@@ -36,88 +37,97 @@ _DIMS = {"L": "layers", "D": "width", "F": "mlp_width", "N": "heads", "K": "kv_h
 _AXES = {"DP": "copies", "FSDP": "spread", "FSDP_TRANSPOSE": "spread", "TP": "tensor"}
 _RATE = re.compile(r"TFLOP/s/(chip|device)|(?:MFU|HW utilisation) %")
 LOCAL_WINDOWS = {"gemma2": (4096, 2), "gemma3": (1024, 6)}
-"""Families with local attention: tokens that a local layer sees, and layers in a group that ends with a global one
-(Gemma 2, 2024; Gemma 3, 2025)."""
+"""Families with local attention -> tokens that a local layer sees, and layers in a group that ends with a global layer.
+
+Sources: Gemma 2, 2024; Gemma 3, 2025.
+"""
 _FLASH = re.compile(r"maxtext|tpu-recipes", re.I)
-"""Sources that state `attention=flash` (MaxText's splash kernel); others compute scores in full. A row's own
-`attention` goes first."""
+"""Sources that state `attention=flash` (MaxText's splash kernel); others materialise all scores.
+
+A row's own `attention` has priority.
+"""
 _ATTENTIONS = ("flash", "dot_product")
 
 
 class IncompleteError(Exception):
-    """Why a row cannot be rebuilt."""
+    """Error for a row that cannot be rebuilt, with the reason."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Run:
-    """One complete row."""
+    """One complete training run: model, machine, sharding and options."""
 
     decoder: Decoder
     topology: Topology
     copies: int
+    """Devices along data parallelism, each with a copy of the parameters."""
     spread: int
+    """Devices over which parameters are spread (FSDP)."""
     tensor: int
-    """Devices over which parameters are whole, spread (FSDP) and split (tensor parallelism)."""
+    """Devices over which parameters are split by tensor parallelism."""
     batch: int
     seq: int
     remat: str
     saves: tuple[str, ...] | None
-    """What a layer keeps for the backward pass; None: what `remat` says."""
+    """Values that a layer saves for the backward pass; None for those that `remat` implies."""
     flash: bool
     blocks: KernelBlocks
     flags: tuple[str, ...]
-    """Compiler flags that the run was made with, as far as its author states them."""
+    """Compiler flags of the run, as far as its author states them."""
     step_s: float
     assumed: tuple[str, ...]
     optimizer: str = "adamw"
     compute: str = "bfloat16"
-    """The dtype that layers compute in."""
+    """Dtype in which layers are computed."""
     weights: str = "float32"
-    """The dtype in which parameters are held."""
+    """Dtype in which parameters are stored."""
     state: str | tuple[str, str] = "float32"
-    """The dtype of the optimizer's moments, or those of its first and its second ones."""
+    """Dtype of the optimizer's moments, or the dtypes of first and second moments."""
     gradients: str | None = None
-    """The dtype in which the optimizer gets gradients; None: as they come."""
+    """Dtype in which the optimizer receives gradients; None for the dtype in which they are computed."""
     accumulation: int = 1
-    """Microbatches that are computed one after the other."""
+    """Number of microbatches that are computed one after the other."""
     offloads: tuple[str, ...] = ()
-    """Values of a layer that are kept in the host's memory for the backward pass."""
+    """Values of a layer that are saved in the host's memory for the backward pass."""
     capacity: float = 1.0
-    """Slots of an expert over the mean number of its tokens; 1 has the matmuls of balanced dropless routing."""
+    """Slots of an expert over the mean number of its tokens.
+
+    At 1 the matmuls have the size of balanced dropless routing.
+    """
     tiles: GroupedTiles | None = None
-    """Tiles of dropless experts' kernels; None: experts have slots."""
+    """Tiles of the kernels of dropless experts; None for experts with slots."""
     head_on_width: bool = False
-    """FSDP splits the head on its width, so that its weights are gathered; else on its vocabulary."""
+    """True if FSDP splits the head on its width, which gathers its weights; False if on its vocabulary."""
 
     experts: int = 1
-    """Devices over which experts are split (expert parallelism); for everything else they are as those of `spread`."""
+    """Devices over which experts are split (expert parallelism); all other tensors treat them as `spread`."""
     context: int = 1
     """Devices over which sequences are split (context parallelism); parameters are spread over them too."""
     exchange: str = "auto"
-    """How queries meet keys and values of other devices of `context`, of `EXCHANGES`."""
+    """Exchange of queries, keys and values over `context`, one of `EXCHANGES`."""
     balanced: bool = False
-    """Tokens come in an order in which all parts of a sequence see as many."""
+    """True if tokens are ordered so that all parts of a sequence attend to equally many tokens."""
     stack_axis: int = 0
-    """The dim of stacked parameters that counts layers (MaxText's `param_scan_axis`)."""
+    """Dim of stacked parameters that counts layers (MaxText's `param_scan_axis`)."""
     stream_on_width: bool = False
-    """Tensor parallelism splits the residual stream on its width, not on its sequence."""
+    """True if tensor parallelism splits the residual stream on its width, False if on its sequence."""
     scanned: bool = True
-    """Layers are a loop over stacked parameters; else they stand one after the other."""
+    """True if layers are a loop over stacked parameters, False if they are unrolled."""
 
     spreads_state: bool = False
-    """The optimizer's state is spread over the devices that hold copies of the parameters (ZeRO-1)."""
+    """True if the optimizer state is spread over the devices with copies of the parameters (ZeRO-1)."""
     sums_late: bool = False
-    """Gradients are summed once, after the backward passes of all microbatches, and whole on every device."""
+    """True if whole gradients are summed once, after the backward passes of all microbatches."""
     keeps_gathered: bool = False
-    """Weights are gathered once a step, and kept whole in the compute dtype for the backward pass."""
+    """True if weights are gathered once a step, and stored whole in the compute dtype for the backward pass."""
     pipeline: Pipeline | None = None
-    """Stages that stand on devices of their own; each holds layers whole, spread and split as the other degrees say."""
+    """Pipeline stages on devices of their own; each stage shards its layers by the other degrees."""
     network: tuple[tuple[str, int], ...] = ()
-    """How many slices a mesh axis spans; empty: the first axes span them."""
+    """Number of slices that a mesh axis spans; empty if the first axes span them."""
 
     @property
     def kernels(self) -> GroupedKernels | None:
-        """How dropless experts' kernels run on the devices."""
+        """Kernels of dropless experts with the devices that they run on; None without such kernels."""
         if self.tiles is None or self.decoder.experts == 1:
             return None
         chip = self.topology.chip
@@ -125,18 +135,21 @@ class Run:
         return GroupedKernels(self.tiles, self.copies * self.spread * self.context, self.experts, cores)
 
     def flops(self, causal: bool) -> float:
-        """Model FLOPs of a step: 6 per matmul parameter and token, and attention; causal counts half of it."""
+        """Return the model FLOPs of a step: 6 for each matmul parameter and token, and attention.
+
+        With `causal`, attention counts half.
+        """
         return self.decoder.train_flops(self.batch * self.seq, self.seq, causal)
 
     @property
     def peak_s(self) -> float:
-        """Seconds of a step at the chips' peak: over those of a run it is the MFU."""
+        """Seconds of a step at the chips' peak; over the seconds of a run they are its MFU."""
         return self.flops(causal=True) / (self.topology.peak_flops("bf16") * self.topology.num_devices)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class MatmulRun:
-    """A measured matmul [n, n] x [n, n] on one device."""
+    """One measured matmul [n, n] x [n, n] on one device."""
 
     size: int
     topology: Topology
@@ -144,9 +157,9 @@ class MatmulRun:
 
 
 def is_published(path: str | pathlib.Path) -> bool:
-    """Whether a file holds published runs; False for worked questions.
+    """Return True if a file contains published runs, False if it contains worked questions.
 
-    The first row that is of either form tells. Raises: UserError for a file that cannot be read, or has none.
+    The first row of either form decides. Raises: UserError for a file that cannot be read, or without such a row.
     """
     for row in _rows(pathlib.Path(path)):
         if isinstance(row, dict) and "metric" in row:
@@ -160,12 +173,13 @@ def is_published(path: str | pathlib.Path) -> bool:
 
 
 def read_rows(path: str | pathlib.Path | None = None, bad: list[str] | None = None) -> list[dict[str, Any]]:
-    """Rows of a file of this form. Those of another form are left out if there is a list `bad` for what is wrong.
+    """Read the published runs of a file.
 
-    Raises: UserError for a file that cannot be read, and without `bad` for a row of another form.
+    Rows of another form are left out if there is a list `bad`, to which their errors are added. Raises: UserError for a
+    file that cannot be read, and without `bad` for a row of another form.
     """
     file = FILE if path is None else pathlib.Path(path)
-    found = []
+    rows = []
     for number, row in enumerate(_rows(file)):
         try:
             _check_row(row, f"{file}, row {number}")
@@ -174,11 +188,12 @@ def read_rows(path: str | pathlib.Path | None = None, bad: list[str] | None = No
                 raise
             bad.append(str(error))
         else:
-            found.append(row)
-    return found
+            rows.append(row)
+    return rows
 
 
 def _check_row(row: Any, origin: str) -> None:
+    """Check the keys and values of a row and of its assumptions."""
     if not isinstance(row, dict) or not row.keys() >= _KEYS:
         missing = sorted(_KEYS - row.keys()) if isinstance(row, dict) else sorted(_KEYS)
         raise UserError(f"{origin} of the published runs misses {', '.join(missing)}")
@@ -188,7 +203,7 @@ def _check_row(row: Any, origin: str) -> None:
 
 
 def _check_values(row: Mapping[str, Any], origin: str) -> None:
-    """Refuse values of another kind than their keys have; null stands for what is not stated."""
+    """Reject values of the wrong type; null is allowed for a value that is not stated."""
     for key in ("id", "model", "metric", "source"):
         if key in row and not isinstance(row[key], str):
             raise UserError(f"{origin}: {key} is {row[key]!r}, expected a text")
@@ -218,7 +233,7 @@ def _check_values(row: Mapping[str, Any], origin: str) -> None:
 
 
 def _check_blocks(blocks: Any, origin: str) -> None:
-    """Refuse `attention_blocks` that are not those of `KernelBlocks`."""
+    """Reject `attention_blocks` that are no arguments of `KernelBlocks`."""
     known = {field.name: field.type for field in dataclasses.fields(KernelBlocks)}
     given = {} if blocks is None else blocks
     good = isinstance(given, dict) and given.keys() <= known.keys()
@@ -233,6 +248,7 @@ def _check_blocks(blocks: Any, origin: str) -> None:
 
 
 def _pair(value: Any) -> Any:
+    """Return a list as a tuple, and any other value unchanged."""
     return tuple(value) if isinstance(value, list) else value
 
 
@@ -241,6 +257,7 @@ def _is_number(value: Any) -> bool:
 
 
 def _rows(file: pathlib.Path) -> list[Any]:
+    """Read the list of rows of a file. Raises: UserError for a file without one."""
     try:
         document = read_json(file)
     except OSError as error:
@@ -254,7 +271,7 @@ def _rows(file: pathlib.Path) -> list[Any]:
 
 
 def parse_run(row: Mapping[str, Any]) -> Run | MatmulRun:
-    """A row as a run. Raises `IncompleteError` with what is missing."""
+    """Parse a row. Raises `IncompleteError` with the missing values."""
     assumed: list[str] = []
     if isinstance(row.get("assume"), dict):
         row = {**row, **row["assume"]}
@@ -311,6 +328,7 @@ def parse_run(row: Mapping[str, Any]) -> Run | MatmulRun:
 
 
 def _chip(row: Mapping[str, Any]) -> Chip:
+    """Return the chip that a row names."""
     name = str(row.get("tpu") or row.get("gpu") or "").split(" ")[0].lower()
     if not name:
         raise IncompleteError("no chip is named")
@@ -321,6 +339,7 @@ def _chip(row: Mapping[str, Any]) -> Chip:
 
 
 def _topology(row: Mapping[str, Any], chip: Chip, assumed: list[str]) -> Topology:
+    """Return the slices that a row ran on; a shape that the row does not state is added to `assumed`."""
     count, slices = int(row["chips_per_slice"]), int(row.get("slices") or 1)
     shape = row.get("topology")
     if shape and not re.fullmatch(r"\d+(x\d+)*", str(shape)):
@@ -330,20 +349,22 @@ def _topology(row: Mapping[str, Any], chip: Chip, assumed: list[str]) -> Topolog
         if shape is None:
             raise IncompleteError(f"no slice of {count} chips is known and no topology is stated")
         assumed.append(f"topology {shape}")
-    found = made_of(chip, shape, slices)
-    if found.num_chips != count * slices:
-        raise IncompleteError(f"{count} chips a slice are stated, but {shape} has {found.num_chips // slices}")
-    return found
+    topology = made_of(chip, shape, slices)
+    if topology.num_chips != count * slices:
+        raise IncompleteError(f"{count} chips a slice are stated, but {shape} has {topology.num_chips // slices}")
+    return topology
 
 
 def slice_shape(chip: Chip, count: int) -> str | None:
-    """The shape of the slice of so many chips that a cloud offers, such as `4x8x8`; None if none is known."""
+    """Return the shape of the slice with this number of chips that a cloud offers, such as `4x8x8`; None if none is
+    known.
+    """
     named = [Topology.parse(name) for name in slice_names() if name.startswith(f"{chip.name}-")]
     return next((each.name.partition(":")[2] for each in named if each.num_chips == count), None)
 
 
 def made_of(chip: Chip, shape: str, slices: int = 1) -> Topology:
-    """Slices of a shape. Raises `IncompleteError` for a shape that the chip cannot have."""
+    """Return slices of this shape. Raises `IncompleteError` for a shape that the chip cannot have."""
     try:
         return Topology.parse(f"{chip.name}:{shape}" + (f"*{slices}" if slices > 1 else ""))
     except UserError as error:
@@ -351,11 +372,11 @@ def made_of(chip: Chip, shape: str, slices: int = 1) -> Topology:
 
 
 def _sharding(text: str, topology: Topology) -> tuple[int, int, int]:
-    """`ICI FSDP=16,TP=4; DCN DP` or `... (data,model)=(32,4)` as numbers of devices: copies, spread, tensor."""
-    found = {"copies": 1, "spread": 1, "tensor": 1}
+    """Parse `ICI FSDP=16,TP=4; DCN DP` or `... (data,model)=(32,4)` into numbers of devices: copies, spread, tensor."""
+    degrees = {"copies": 1, "spread": 1, "tensor": 1}
     pair = re.search(r"\(data, ?model\) ?= ?\((\d+), ?(\d+)\)", text)
     if pair is not None:
-        found["spread"], found["tensor"] = int(pair[1]), int(pair[2])
+        degrees["spread"], degrees["tensor"] = int(pair[1]), int(pair[2])
         parts = []
     else:
         parts = [part.split() for part in re.split(r"[;,]", text)]
@@ -366,13 +387,13 @@ def _sharding(text: str, topology: Topology) -> tuple[int, int, int]:
         name, _, size = words[0].partition("=") if len(words) == 1 else ("", "", "")
         if name.upper() not in _AXES or not (size.isdigit() or (level == "DCN" and not size)):
             raise IncompleteError(f"the sharding {text!r} is not understood")
-        found[_AXES[name.upper()]] *= int(size) if size else topology.slices
+        degrees[_AXES[name.upper()]] *= int(size) if size else topology.slices
     devices = topology.num_devices
-    if devices % (found["copies"] * found["spread"] * found["tensor"]):
+    if devices % (degrees["copies"] * degrees["spread"] * degrees["tensor"]):
         raise IncompleteError(f"the sharding {text!r} does not make {devices} devices")
-    # What is not named is replicated: pure data parallelism.
-    found["copies"] *= devices // (found["copies"] * found["spread"] * found["tensor"])
-    return found["copies"], found["spread"], found["tensor"]
+    # Devices without a named degree have copies of all parameters (data parallelism).
+    degrees["copies"] *= devices // (degrees["copies"] * degrees["spread"] * degrees["tensor"])
+    return degrees["copies"], degrees["spread"], degrees["tensor"]
 
 
 def _step(
@@ -383,10 +404,15 @@ def _step(
     batch: int,
     assumed: list[str],
 ) -> tuple[int, float]:
-    """Batch, and seconds of a step: as stated, or from the rate.
+    """Return the batch and the seconds of a step, stated or computed from the rate.
 
-    Rates count attention in full, causal or not, unless a step time beside them says otherwise. A step time and a rate
-    of one log line also say how many tokens the line is about; where the stated batch differs, the line is believed.
+    Rates count attention in full, causal or not, unless a step time in the same row implies otherwise. A step time and
+    a rate of one log line also imply a number of tokens. If the stated batch differs, the log line has priority.
+
+    - `row`: the row with the step time, the rate and its unit.
+    - `chips`: number of chips of all slices.
+    - `batch`: stated sequences of a step.
+    - `assumed`: list to which a batch that differs from the stated one is added.
     """
     step, value, metric, seq = row.get("step_time_s"), row["value"], str(row["metric"]), int(row["seq"])
     rate = None
@@ -401,10 +427,12 @@ def _step(
         return batch, float(step)
     if step is None:
         return batch, batch * full / (rate * chips)
+    # Sequences of a step that step time and rate imply, with attention counted in full or half.
     counts = [step * rate * chips / flops for flops in (full, causal)]
+    # Select the count that is nearest to a whole number of sequences a chip.
     if min(abs(count - batch) for count in counts) > 0.1 * batch:
-        told = min((abs(count / chips - round(count / chips)), round(count / chips)) for count in counts)[1]
-        if told >= 1:
-            assumed.append(f"{told} sequences a chip, which step time and rate imply, not {batch / chips:g}")
-            batch = told * chips
+        implied = min((abs(count / chips - round(count / chips)), round(count / chips)) for count in counts)[1]
+        if implied >= 1:
+            assumed.append(f"{implied} sequences a chip, which step time and rate imply, not {batch / chips:g}")
+            batch = implied * chips
     return batch, step

@@ -1,4 +1,4 @@
-"""Our step times of published runs, beside theirs."""
+"""Presentation of published runs with predicted and measured step times: JSON and tables."""
 
 import statistics
 from collections.abc import Callable, Mapping, Sequence
@@ -15,13 +15,13 @@ from autoshard.validation.rebuilt_runs import PublishedRow
 
 
 MEDIAN_PERCENT = 10.0
-"""What the median error over all rebuilt TPU runs must not exceed."""
+"""Limit of the median error over all rebuilt TPU runs, for the validation to pass."""
 P90_PERCENT = 22.0
-"""The same for the 90th percentile."""
+"""Limit of the 90th percentile of the errors, for the validation to pass."""
 
 
 def published_figures(rows: Sequence[PublishedRow]) -> list[dict[str, Any]]:
-    """The rows in the JSON object of `autoshard validate --json`; times in seconds."""
+    """Return the rows in the JSON object of `autoshard validate --json`; times in seconds."""
     return [
         {"id": row.id, "kind": "step time", "unit": "s", "chip": row.chip, "source": row.source}
         | (
@@ -57,31 +57,33 @@ PREDICTORS: dict[str, Callable[[PublishedRow], float | None]] = {
     "by_mfu": lambda row: row.by_mfu,
     "by_other_rows": lambda row: row.by_other_rows,
 }
-"""What else predicts a run: ours fitted without its source, and two medians of the MFU of other runs."""
+"""Other predictors of a step time: ours fitted without the run's source, and two medians of the MFU of other runs."""
 
 
 def error_groups(rows: Sequence[PublishedRow], of: Callable[[PublishedRow], str]) -> dict[str, dict[str, Any]]:
-    """Rows, complete rows that were rebuilt, median, 90th percentile and worst error of each group that `of` names.
+    """Return the number of rows, of complete rows that were rebuilt, and their errors, for each group of rows.
 
-    Under `training` the same of complete training runs alone, by predictor: `ours` and those of `PREDICTORS`.
+    `of` returns a row's group. Errors are median, 90th percentile and worst, in percent. The entry `training` has the
+    errors of complete training runs for each predictor: `ours` and those of `PREDICTORS`.
     """
     groups: dict[str, list[PublishedRow]] = {}
     for row in rows:
         groups.setdefault(of(row), []).append(row)
-    found = {}
+    figures = {}
     for name, members in groups.items():
         counted = [row for row in members if row.complete]
-        # A matmul alone has no MFU of other runs to go by.
+        # Only training runs are predicted from the MFU of other runs; matmuls are not.
         trained = [row for row in counted if row.by_mfu is not None]
         predictors = {"ours": lambda row: row.ours} | PREDICTORS
-        found[name] = {"rows": len(members)} | _errors(counted, lambda row: row.ours)
-        found[name]["training"] = {key: _errors(trained, of) for key, of in predictors.items()}
-    return found
+        figures[name] = {"rows": len(members)} | _errors(counted, lambda row: row.ours)
+        figures[name]["training"] = {key: _errors(trained, of) for key, of in predictors.items()}
+    return figures
 
 
 def _errors(rows: Sequence[PublishedRow], predicted: Callable[[PublishedRow], float | None]) -> dict[str, Any]:
-    found = (row.percent(predicted(row)) for row in rows)
-    deltas = sorted(abs(delta) for delta in found if delta is not None)
+    """Return median, 90th percentile and worst error of a predictor in percent, without sign."""
+    signed = (row.percent(predicted(row)) for row in rows)
+    deltas = sorted(abs(delta) for delta in signed if delta is not None)
     return {
         "answered": len(deltas),
         "median_percent": statistics.median(deltas) if deltas else None,
@@ -91,13 +93,15 @@ def _errors(rows: Sequence[PublishedRow], predicted: Callable[[PublishedRow], fl
 
 
 def published_pass(rows: Sequence[PublishedRow]) -> bool:
-    """Whether the errors over all rebuilt runs are within bounds; true if there are none."""
+    """Return True if the errors over all rebuilt runs are within the limits, or if there are none."""
     (total,) = error_groups(rows, lambda row: "all").values() if rows else ({"answered": 0},)
     return not total["answered"] or (total["median_percent"] <= MEDIAN_PERCENT and total["p90_percent"] <= P90_PERCENT)
 
 
 def published_report(rows: Sequence[PublishedRow]) -> RenderableType:
-    """Every rebuilt run, errors by generation and by source beside the simplest predictors', and why others are out."""
+    """Render every rebuilt run, the errors by generation and by source for each predictor, and the reasons for skipped
+    rows.
+    """
     table = Table(box=SIMPLE_HEAD, show_edge=False, pad_edge=False, header_style="dim")
     table.add_column("", overflow="fold")
     for column in ("ours, s", "theirs, s", "delta", "unseen", "by MFU", "MFU"):
@@ -121,15 +125,15 @@ def published_report(rows: Sequence[PublishedRow]) -> RenderableType:
             continue
         errors = [f"{group[key]:.1f} %" for key in ("median_percent", "p90_percent", "worst_percent")]
         summary.add_row(clean(name), str(group["rows"]), str(group["answered"]), *errors)
-    beside = _beside(groups | error_groups(rows, lambda row: row.group))
-    left = [row for row in rows if row.skipped]
-    skipped = [Text(f"{clean(row.id)}: {clean(row.skipped)}", style="dim") for row in left]
-    heading = [Text(f"{len(left)} incomplete rows, not rebuilt:")] if left else []
-    return Group(table, *notes, Text(), summary, *beside, *heading, *skipped)
+    predictors = _beside(groups | error_groups(rows, lambda row: row.group))
+    incomplete = [row for row in rows if row.skipped]
+    skipped = [Text(f"{clean(row.id)}: {clean(row.skipped)}", style="dim") for row in incomplete]
+    heading = [Text(f"{len(incomplete)} incomplete rows, not rebuilt:")] if incomplete else []
+    return Group(table, *notes, Text(), summary, *predictors, *heading, *skipped)
 
 
 def _beside(groups: Mapping[str, dict[str, Any]]) -> list[RenderableType]:
-    """Training runs by predictor: median and 90th percentile of the errors."""
+    """Tabulate the errors of training runs by predictor: median and 90th percentile."""
     table = Table(box=SIMPLE_HEAD, show_edge=False, pad_edge=False, header_style="dim")
     for column in ("training runs of", "runs", "ours", "unseen", "by MFU", "by other runs"):
         table.add_column(column, justify="left" if column == "training runs of" else "right")
@@ -153,4 +157,5 @@ def _beside(groups: Mapping[str, dict[str, Any]]) -> list[RenderableType]:
 
 
 def _signed(delta: float | None) -> str:
+    """Return an error in percent as text with its sign."""
     return "-" if delta is None else f"{delta:+.1f} %"

@@ -1,4 +1,4 @@
-"""Published runs rebuilt: the stated model on the stated machine, sharded as stated, and how long a step takes."""
+"""Step times of published runs, predicted for the stated model on the stated machine with the stated sharding."""
 
 import dataclasses
 import json
@@ -31,15 +31,15 @@ from autoshard.validation.serving_rows import ServingRun
 
 
 LEFT_OUT = pathlib.Path(__file__).with_name("left_out.json")
-"""Figures fitted without each source in turn: source, chip, figure."""
+"""Figures fitted without each source in turn, as a JSON file: source, chip, figure."""
 
 SOLVE_S = 20.0
-"""Limit for completing one stated sharding; a scanned decoder takes a small part of a second."""
+"""Time limit in seconds for completing one stated sharding; a scanned decoder takes a small part of a second."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class PublishedRow:
-    """One published run: our step time beside theirs, in seconds. `skipped` says why there is none of ours."""
+    """One published run with predicted (`ours`) and measured (`theirs`) seconds of a step."""
 
     id: str
     model: str
@@ -49,39 +49,46 @@ class PublishedRow:
     ours: float | None = None
     compute_s: float = 0.0
     exposed_s: float = 0.0
+    """Predicted seconds of a step that no compute hides."""
     their_mfu: float | None = None
     our_mfu: float | None = None
     unseen: float | None = None
-    """Ours with figures that were fitted without the row's source."""
+    """Predicted seconds with figures that were fitted without the row's source."""
     by_mfu: float | None = None
-    """The simplest prediction: the median MFU of complete runs of other sources on the same chip, or on all chips if
-    there are none."""
+    """Seconds at the median MFU of complete runs of other sources on the same chip, the simplest prediction.
+
+    The median is over all chips if there are no such runs.
+    """
     by_other_rows: float | None = None
-    """The median MFU of all other runs on the same chip, those of the row's own source too."""
+    """Seconds at the median MFU of all other runs on the same chip, including those of the row's own source."""
     flags: tuple[str, ...] = ()
     """Compiler flags with which the step was priced."""
     assumed: tuple[str, ...] = ()
     complete: bool = True
-    """False if what its author left open had to be assumed: shown, but not counted."""
+    """False if values that the author does not state were assumed; such a row is shown, but not counted."""
     skipped: str = ""
+    """Reason why there is no prediction; empty otherwise."""
 
     @property
     def delta_percent(self) -> float | None:
-        """How far ours is from theirs, in percent of theirs."""
+        """Difference of the predicted from the measured step time, in percent of the measured one."""
         return self.percent(self.ours)
 
     def percent(self, predicted: float | None) -> float | None:
-        """How far a predicted step time is from theirs, in percent of theirs."""
+        """Return the difference of a predicted step time from the measured one, in percent of the measured one."""
         return None if predicted is None or self.theirs is None else 100.0 * (predicted - self.theirs) / self.theirs
 
     @property
     def group(self) -> str:
-        """The document that the row comes from: its repository and the folder of the chip's generation."""
+        """Document of the row: its repository, and the folder of the chip's generation."""
         return source_group(self.source)
 
 
 def source_group(source: str) -> str:
-    """`owner/name: folder` of a source such as `owner/name@commit:folder/.../README.md`; rows of one table share it."""
+    """Return `owner/name: folder` of a source such as `owner/name@commit:folder/.../README.md`.
+
+    Rows of one published table have equal results.
+    """
     repository, _, path = source.partition(":")
     if not path or "/" not in repository:
         return source
@@ -96,10 +103,10 @@ def validate_published(
     progress: Callable[[str], None] | None = None,
     bad: list[str] | None = None,
 ) -> tuple[PublishedRow, ...]:
-    """Every row of a file (default: the shipped one), rebuilt where it is complete.
+    """Rebuild every complete row of a file (default: the shipped file) and predict its step time.
 
-    Rows of unknown form are left out if there is a list `bad` for what is wrong. Raises: UserError for a file that
-    cannot be read, and without `bad` for a row of unknown form.
+    Rows of unknown form are left out if there is a list `bad`, to which their errors are added. Raises: UserError for a
+    file that cannot be read, and without `bad` for a row of unknown form.
     """
     rows = read_rows(path, bad)
     known = {row["id"]: row for row in (*read_rows(), *rows)}
@@ -108,7 +115,7 @@ def validate_published(
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Reached:
-    """The MFU of one complete run."""
+    """MFU that one complete run reached."""
 
     id: str
     chip: str
@@ -117,7 +124,8 @@ class _Reached:
 
 
 def _reached(rows: Iterable[dict[str, Any]]) -> list[_Reached]:
-    found = []
+    """Return the MFU of each complete training run."""
+    reached = []
     for row in rows:
         try:
             run = parse_run(row)
@@ -125,13 +133,14 @@ def _reached(rows: Iterable[dict[str, Any]]) -> list[_Reached]:
             continue
         if isinstance(run, Run) and "assume" not in row:
             source = source_group(row["source"])
-            found.append(_Reached(row["id"], run.topology.chip.name, source, run.peak_s / run.step_s))
-    return found
+            reached.append(_Reached(row["id"], run.topology.chip.name, source, run.peak_s / run.step_s))
+    return reached
 
 
 def _rebuilt(
     rows: list[dict[str, Any]], reached: list[_Reached], progress: Callable[[str], None]
 ) -> Iterator[PublishedRow]:
+    """Yield each row with its prediction, or with the reason why there is none."""
     for number, row in enumerate(rows):
         chip = str(row.get("tpu") or row.get("gpu") or "").split(" ")[0]
         bare = PublishedRow(row["id"], row["model"], chip, row["source"], complete="assume" not in row)
@@ -144,17 +153,18 @@ def _rebuilt(
 
 
 def _by_mfu(row: PublishedRow, run: Run, reached: list[_Reached]) -> PublishedRow:
-    """The row with the simplest predictions beside ours."""
+    """Return the row with the simplest predictions added: medians of the MFU of other runs."""
     chip = run.topology.chip.name
     others = [each for each in reached if each.source != row.group]
     others = [each for each in others if each.chip == chip] or others
     rows = [each for each in reached if each.chip == chip and each.id != row.id]
-    means = [statistics.median(each.mfu for each in found) if found else None for found in (others, rows)]
-    by_mfu, by_other_rows = (run.peak_s / mfu if mfu else None for mfu in means)
+    medians = [statistics.median(each.mfu for each in runs) if runs else None for runs in (others, rows)]
+    by_mfu, by_other_rows = (run.peak_s / mfu if mfu else None for mfu in medians)
     return dataclasses.replace(row, by_mfu=by_mfu, by_other_rows=by_other_rows)
 
 
 def _matmul(bare: PublishedRow, run: MatmulRun) -> PublishedRow:
+    """Estimate the time of a matmul."""
     n = run.size
     figures = load_calibration(run.topology.chip), without_source(run.topology.chip.name, bare.group)
     ours, unseen = (float(Compute(run.topology, each).dot_seconds(n, n, n)) for each in figures)
@@ -171,6 +181,7 @@ def _matmul(bare: PublishedRow, run: MatmulRun) -> PublishedRow:
 
 
 def _step(bare: PublishedRow, run: Run) -> PublishedRow:
+    """Rebuild a training run and estimate its step time."""
     model, choices = rebuild(run)
     outcome = evaluate(model, choices)
     ours = outcome.step_time_s
@@ -189,29 +200,31 @@ def _step(bare: PublishedRow, run: Run) -> PublishedRow:
 
 
 def unseen_seconds(model: Model, choices: NDArray[np.int64], run: Run | ServingRun, source: str) -> float:
-    """Seconds of a run's step, priced with figures that were fitted without the runs of one source."""
+    """Return the seconds of a run's step, priced with figures that were fitted without the runs of one source."""
     figures = with_flags(without_source(run.topology.chip.name, source), run.flags).calibration
     reading = Reading(
         model.graph, model.structure, model.liveness, find_groups(model.program, model.graph, model.structure)
     )
     staged = isinstance(run, Run) and run.pipeline is not None
-    again = build_model(model.program, reading, model.mesh, run.topology.usable_bytes, figures, staged=staged)
-    return evaluate(again, choices).step_time_s
+    repriced = build_model(model.program, reading, model.mesh, run.topology.usable_bytes, figures, staged=staged)
+    return evaluate(repriced, choices).step_time_s
 
 
 def without_source(chip: str, source: str) -> Calibration:
-    """The figures of a chip, those that were fitted to published runs fitted without the runs of one source.
+    """Return the figures of a chip, fitted without the published runs of one source.
 
-    They are the shipped ones for a source that nothing was fitted to. `experiments/fidelity/validate_sources.py`
-    writes them.
+    The figures are the shipped ones if nothing was fitted to the source. `experiments/fidelity/validate_sources.py`
+    writes the other figures.
     """
     document = json.loads(LEFT_OUT.read_text())
     return dataclasses.replace(load_calibration(chip), **document["sources"].get(source, {}).get(chip, {}))
 
 
 def mesh_sizes(run: Run) -> dict[str, int]:
-    """Mesh axes of a run, major first: copies, stages, FSDP, experts, sequences (context parallelism), tensor
-    parallelism."""
+    """Return the sizes of a run's mesh axes, major first.
+
+    The axes are copies, stages, FSDP, experts, sequences (context parallelism) and tensor parallelism.
+    """
     return {
         "data": run.copies,
         STAGE: 1 if run.pipeline is None else run.pipeline.stages,
@@ -223,18 +236,20 @@ def mesh_sizes(run: Run) -> dict[str, int]:
 
 
 def rebuild(run: Run) -> tuple[Model, NDArray[np.int64]]:
-    """A run's priced program, and its stated sharding as choices; what that leaves open is chosen by the solver.
+    """Return the model of a run's program, and its stated sharding as choices.
 
-    Raises `IncompleteError` if the model's sizes do not allow the sharding.
+    The solver makes the choices that the stated sharding leaves open. Raises `IncompleteError` if the model's sizes do
+    not allow the sharding.
     """
     _, model, _, solved = _stated(run, "flash" if run.flash else "plain")
     return model, solved.choices
 
 
 def stated_plan(run: Run) -> tuple[Program, Plan]:
-    """A run as a program that compiles for TPUs, attention by jax's splash kernel, and its stated sharding as a plan.
+    """Return a run's program for compilation on TPUs, and its stated sharding as a plan.
 
-    The plan names the run's compiler flags, and is compiled with them. Raises `IncompleteError` as `rebuild` does.
+    Attention is jax's splash kernel. The plan names the run's compiler flags, and is compiled with them. Raises
+    `IncompleteError` as `rebuild` does.
     """
     program, model, groups, solved = _stated(run, "splash" if run.flash else "plain")
     outcome = evaluate(model, solved.choices)
@@ -246,24 +261,31 @@ def stated_plan(run: Run) -> tuple[Program, Plan]:
     if run.pipeline is not None:
         plan = dataclasses.replace(plan, provenance=plan.provenance | {"stage_axis": STAGE})
     if run.flags:
-        said = with_flags(load_calibration(run.topology.chip), run.flags).said(run.flags)
-        plan = dataclasses.replace(plan, provenance=plan.provenance | {"xla_flags": said})
+        flags = with_flags(load_calibration(run.topology.chip), run.flags).said(run.flags)
+        plan = dataclasses.replace(plan, provenance=plan.provenance | {"xla_flags": flags})
     return program, plan
 
 
 def _makes_late(chip: str, figures: Calibration) -> bool:
-    """Whether the compiler was seen to make the head's gradient after the backward pass (`made_late`): that for tpu7x
-    with any flags, that for v5p where sums are synchronous. Others were not seen to, or nobody looked."""
+    """Return True if the chip's compiler defers the head's weight gradient until after the backward pass (`made_late`).
+
+    Observed for tpu7x with any flags, and for v5p with synchronous gradient sums. Other cases were observed not to, or
+    were not examined. Evidence: docs/compiler_behaviour.md, "Deferred gradient of the head".
+    """
     return chip == "tpu7x" or (chip == "v5p" and figures.reduction_overlap == 0.0)
 
 
 def _stated(run: Run, attention: str) -> tuple[Program, Model, Groups, Solved]:
+    """Build a run's program with the attention kernel `attention`, and solve for the stated sharding.
+
+    Returns the program, its model, its dim groups and the solution.
+    """
     from jax.sharding import AbstractMesh, AxisType
 
     sizes = {name: size for name, size in mesh_sizes(run).items() if size > 1} or {"data": 1}
     mesh = make_mesh(run.topology, sizes, dict(run.network) or None)
     abstract = AbstractMesh(tuple(sizes.values()), tuple(sizes), axis_types=(AxisType.Auto,) * len(sizes))
-    kernels = None if attention == "splash" else run.kernels  # what is compiled has slots in their place
+    kernels = None if attention == "splash" else run.kernels  # the compiled program has experts with slots
     program = decoder_program(
         run.decoder, batch=run.batch, seq=run.seq, remat=run.remat, saves=run.saves, attention=attention,
         exchange=run.exchange, balanced=run.balanced,

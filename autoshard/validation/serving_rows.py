@@ -1,6 +1,6 @@
-"""Measured steps of serving: prefill and decode of a decoder whose weights and attention are laid out as stated.
+"""Measured serving steps: prefill and decode of a decoder with stated layouts of weights and attention.
 
-Layouts are named as by Pope et al. (Efficiently Scaling Transformer Inference, 2022): weights that stay where they are
+The names of layouts are those of Pope et al. (Efficiently Scaling Transformer Inference, 2022). Weights are stationary
 (`WS 1D`, `WS 2D`), or are gathered over one, two or three axes of the torus (`WG X`, `WG XY`, `WG XYZ`).
 """
 
@@ -29,49 +29,51 @@ from autoshard.validation.published_runs import IncompleteError
 
 
 _SOLVE_S = 20.0
-"""Limit for completing one stated layout."""
+"""Time limit in seconds for completing one stated layout."""
 _FAMILIES = {"palm": {"vocab": 256_000, "tied_head": True}}
-"""What a family has where its rows do not say (Chowdhery et al. 2022, section 2)."""
+"""Dims of a family for rows that do not state them (Chowdhery et al. 2022, section 2)."""
 _PHASE = re.compile(r"(prefill|decode) (\d+)")
 _LAYOUT = re.compile(r"WS [12]D|WG X(?:YZ?)?")
 SERVING_KEYS = frozenset({"ffn", "attention", "batch", "phase", "dtype"})
-"""What the plan of a row with a `phase` may say."""
+"""Allowed keys of a plan that has a `phase`."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ServingRun:
-    """One measured prefill, or so many steps of decoding."""
+    """One measured prefill, or a number of decode steps."""
 
     decoder: Decoder
     parallel: bool
-    """Attention and MLP of a layer stand side by side on one input."""
+    """True if attention and MLP of a layer have the same input, and their outputs are summed."""
     topology: Topology
     phase: str
-    """`prefill` or `decode`."""
+    """Phase of serving: `prefill` or `decode`."""
     batch: int
-    """How many sequences are served at once."""
+    """Number of sequences that are served at once."""
     seq: int
-    """Tokens that each sequence gets in the measured time: one step of a prefill, or as many steps of decoding."""
+    """Tokens of each sequence in the measured time: one step of a prefill, or as many decode steps."""
     context: int
-    """Tokens that the cache holds before; 0 for a prefill."""
+    """Tokens in the cache before the measured time; 0 for a prefill."""
     layout: str
     by_batch: bool
-    """Attention is split over all devices by sequence of the batch; else by heads."""
+    """True if attention is split over all devices by sequence of the batch, False if by heads."""
     assumed: tuple[str, ...]
 
     @property
     def steps(self) -> int:
-        """Steps of the program in the measured time."""
+        """Number of steps of the program in the measured time."""
         return self.seq if self.phase == "decode" else 1
 
     @property
     def flags(self) -> tuple[str, ...]:
-        """Compiler flags; sources of serving state none."""
+        """Compiler flags of the run; empty, because sources of serving state none."""
         return ()
 
 
 def read_serving(group: Mapping[str, Any], plan: Mapping[str, Any]) -> ServingRun:
-    """A row whose plan has a `phase`. Raises `IncompleteError` with what is not stated, or not rebuilt."""
+    """Parse a row whose plan has a `phase`. Raises `IncompleteError` with the value that is missing or cannot be
+    rebuilt.
+    """
     unknown = sorted(set(plan) - SERVING_KEYS)
     if unknown:
         raise IncompleteError(f"{unknown[0]}={plan[unknown[0]]} is not rebuilt in serving")
@@ -96,6 +98,9 @@ def read_serving(group: Mapping[str, Any], plan: Mapping[str, Any]) -> ServingRu
 
 
 def _decoder(model: Any, assumed: list[str]) -> tuple[Decoder, bool]:
+    """Return the decoder, and True if attention and MLP are parallel; dims that the family implies are added to
+    `assumed`.
+    """
     if not isinstance(model, dict):
         raise IncompleteError("the model's dims are not stated")
     family = str(model.get("family", "")).lower()
@@ -109,7 +114,7 @@ def _decoder(model: Any, assumed: list[str]) -> tuple[Decoder, bool]:
 
 
 def _context(group: Mapping[str, Any], assumed: list[str]) -> int:
-    """Tokens before the decoded ones: those that the prefills of the group have."""
+    """Return the tokens in the cache before decoding, by default the tokens of the group's prefills."""
     fixed = group.get("fixed")
     if isinstance(fixed, dict) and "context" in fixed:
         return whole_number(fixed, "context")
@@ -122,9 +127,10 @@ def _context(group: Mapping[str, Any], assumed: list[str]) -> int:
 
 
 def rebuild_serving(run: ServingRun) -> tuple[Model, NDArray[np.int64]]:
-    """One step's priced program, and its stated layout as choices; what that leaves open is chosen by the solver.
+    """Return the model of one step's program, and its stated layout as choices.
 
-    Raises `IncompleteError` if the model's sizes do not allow the layout.
+    The solver makes the choices that the stated layout leaves open. Raises `IncompleteError` if the model's sizes do
+    not allow the layout.
     """
     sizes = _mesh_sizes(run)
     mesh = make_mesh(run.topology, {name: size for name, size in sizes.items() if size > 1})
@@ -140,15 +146,16 @@ def rebuild_serving(run: ServingRun) -> tuple[Model, NDArray[np.int64]]:
 
 
 def _mesh_sizes(run: ServingRun) -> dict[str, int]:
-    """Devices along the axes `x`, of the width (or over which weights are gathered), and `yz`, of ffn and heads.
+    """Return the devices along the axes `x` and `yz`.
 
-    Weights in two dims have half the root of the number of devices along the width: least traffic for an MLP four times
-    as wide as the model (Pope et al. 2022, section 3.2.2).
+    `x` splits the width, or is the axis over which weights are gathered; `yz` splits ffn and heads.
     """
     devices, shape = run.topology.num_devices, run.topology.shape
     if run.layout == "WS 1D":
         return {"x": 1, "yz": devices}
     if run.layout == "WS 2D":
+        # Half the root of the number of devices has the least traffic for an MLP four times as wide as the model (Pope
+        # et al. 2022, section 3.2.2).
         x = 2 ** max(0, round(math.log2(math.sqrt(devices) / 2)))
     else:
         x = math.prod(shape[: len(run.layout) - len("WG ")])
@@ -156,13 +163,14 @@ def _mesh_sizes(run: ServingRun) -> dict[str, int]:
 
 
 def _program(run: ServingRun) -> Program:
+    """Build the program of one step."""
     decoder = run.decoder
     if not decoder.gated:
         raise IncompleteError("serving of MLPs without a gate is not rebuilt")
     fields: dict[str, Any] = {
         "bos_token_id": None,  # a family's default may lie outside of the vocabulary
         "eos_token_id": None,
-        "model_type": "cohere" if run.parallel else "llama",  # Cohere's layers have attention and MLP side by side
+        "model_type": "cohere" if run.parallel else "llama",  # Cohere's layers have parallel attention and MLP
         "hidden_size": decoder.width,
         "intermediate_size": decoder.mlp_width,
         "num_hidden_layers": decoder.layers,
@@ -177,6 +185,7 @@ def _program(run: ServingRun) -> Program:
 
 
 def _laid_out(run: ServingRun, model: Model, groups: Groups, x: list[int], yz: list[int]) -> Baseline | None:
+    """Return the states that the run's layout allows; None if the model's sizes do not allow the layout."""
     if run.layout.startswith("WG"):
         return stated(model, groups, run.layout, Uses([], x, yz, holds_head=False))
     return stationary(model, groups, run.layout, x, yz, by_batch=run.by_batch)

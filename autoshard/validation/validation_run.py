@@ -1,4 +1,4 @@
-"""Our answers to worked questions of others, and our step times of published runs, beside theirs."""
+"""Validation of the cost model: answers to worked questions, and step times of published runs."""
 
 import dataclasses
 import pathlib
@@ -21,34 +21,34 @@ from autoshard.validation.worked_questions import QuestionRow, validate_question
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Validation:
-    """Worked questions and published runs, each with our answer beside theirs."""
+    """Worked questions and published runs, each with our answer and the known one."""
 
     questions: tuple[QuestionRow, ...]
     runs: tuple[PublishedRow, ...]
     bad: tuple[str, ...] = ()
-    """A sentence for each row of another form than its file's, which is left out."""
+    """A sentence for each row that is left out because its form differs from that of its file."""
 
 
 def validate(path: str | pathlib.Path | None = None, progress: Callable[[str], None] | None = None) -> Validation:
-    """Answers the questions and rebuilds the runs of a file, or all shipped ones.
+    """Answer the questions and rebuild the runs of a file, or all shipped ones.
 
-    Rows of unknown form are named and left out. Raises: UserError for a file that cannot be read, or without any row
-    that can be used.
+    Rows of unknown form are left out and listed in `bad`. Raises: UserError for a file that cannot be read, or without
+    a usable row.
     """
     if path is None:
         return Validation(validate_questions(), validate_published(progress=progress))
     bad: list[str] = []
     if is_published(path):
-        found = Validation((), validate_published(path, progress, bad))
+        validation = Validation((), validate_published(path, progress, bad))
     else:
-        found = Validation(validate_questions(path, bad), ())
-    if bad and not found.questions and not found.runs:
+        validation = Validation(validate_questions(path, bad), ())
+    if bad and not validation.questions and not validation.runs:
         raise UserError(f"{bad[0]}; no row of the file can be used.")
-    return dataclasses.replace(found, bad=tuple(bad))
+    return dataclasses.replace(validation, bad=tuple(bad))
 
 
 def validation_figures(found: Validation) -> dict[str, Any]:
-    """The JSON object of `autoshard validate --json`."""
+    """Return the JSON object of `autoshard validate --json`."""
     return {
         "rows": _question_figures(found.questions) + published_figures(found.runs),
         "groups": _groups(found.questions),
@@ -61,6 +61,7 @@ def validation_figures(found: Validation) -> dict[str, Any]:
 
 
 def _question_figures(rows: Sequence[QuestionRow]) -> list[dict[str, Any]]:
+    """Return the JSON objects of the questions."""
     return [
         {"id": row.id, "kind": row.kind, "theirs": row.theirs, "unit": row.unit, "source": row.source}
         | (
@@ -73,17 +74,21 @@ def _question_figures(rows: Sequence[QuestionRow]) -> list[dict[str, Any]]:
 
 
 _ENOUGH = {"training": 0.9, "inference": 0.9}
-"""Share of a group's rows that must be within tolerance, 1 where nothing is said: a whole step hides roundings and
-assumptions of its author that a single collective does not."""
+"""Share of a kind's questions that must be within tolerance; 1 for other kinds.
+
+An answer about a whole step contains roundings and assumptions of its author that a single collective does not.
+"""
 
 
 def passes(found: Validation) -> bool:
-    """Whether enough answers are within tolerance, and the errors of step times within bounds."""
+    """Return True if enough answers are within tolerance, and the errors of step times are within their limits."""
     return _questions_pass(found.questions) and published_pass(found.runs)
 
 
 def _questions_pass(rows: Sequence[QuestionRow]) -> bool:
-    """Whether enough rows of every group are within their tolerances; rows that are not to be trusted do not count."""
+    """Return True if enough questions of every kind are within their tolerances; questions marked as unreliable do not
+    count.
+    """
     counted = [row for row in rows if row.trust == "use" and row.ours is not None]
     return all(
         group["within"] >= _ENOUGH.get(kind, 1.0) * group["answered"] for kind, group in _groups(counted).items()
@@ -91,24 +96,25 @@ def _questions_pass(rows: Sequence[QuestionRow]) -> bool:
 
 
 def _groups(rows: Sequence[QuestionRow]) -> dict[str, dict[str, Any]]:
+    """Return the numbers of rows and answers, and the errors, for each kind of question."""
     groups: dict[str, list[QuestionRow]] = {}
     for row in rows:
         groups.setdefault(row.kind, []).append(row)
-    found = {}
+    figures = {}
     for kind, members in groups.items():
         deltas = [abs(row.delta_percent) for row in members if row.delta_percent is not None]
-        found[kind] = {
+        figures[kind] = {
             "rows": len(members),
             "answered": len(deltas),
             "within": sum(row.within for row in members),
             "median_percent": statistics.median(deltas) if deltas else None,
             "worst_percent": max(deltas, default=None),
         }
-    return found
+    return figures
 
 
 def validation_report(found: Validation) -> RenderableType:
-    """Every row and, for each group, the median and the worst difference."""
+    """Render every row, and the median and the largest error of each group."""
     parts = [_questions_report(found.questions)] if found.questions else []
     runs = [published_report(found.runs)] if found.runs else []
     count = len(found.bad)
@@ -117,6 +123,7 @@ def validation_report(found: Validation) -> RenderableType:
 
 
 def _questions_report(rows: Sequence[QuestionRow]) -> RenderableType:
+    """Tabulate the questions with both answers, and the errors of each kind of question."""
     table = Table(box=SIMPLE_HEAD, show_edge=False, pad_edge=False, header_style="dim")
     table.add_column("", no_wrap=True)
     table.add_column("question")

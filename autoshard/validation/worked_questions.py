@@ -1,7 +1,7 @@
-"""Worked questions with known answers, each answered by calls of this room.
+"""Worked questions with known answers, and our answers by calls of the cost model.
 
-Every row of `questions.json` gives a setting and an answer from a book; the function registered under its id turns
-the setting, never the answer, into ours.
+Every row of `questions.json` has a setting and an answer from a book. The function that is registered under the row's
+id computes our answer from the setting, and never from the book's answer.
 """
 
 import dataclasses
@@ -17,12 +17,12 @@ from autoshard.validation.answer_register import ANSWERS
 _FILE = pathlib.Path(__file__).with_name("questions.json")
 _KEYS = {"id", "kind", "setting", "answer", "unit", "tolerance", "trust", "source"}
 _REGISTERED = (machine_answers, model_answers)
-"""Imported so that their answers are in the register."""
+"""Modules that register their answers when they are imported."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class QuestionRow:
-    """One worked question: our answer beside the book's. `skipped` says why there is none of ours."""
+    """One worked question, with our answer and the book's."""
 
     id: str
     kind: str
@@ -34,25 +34,26 @@ class QuestionRow:
     trust: str
     source: str
     skipped: str = ""
+    """Reason why we have no answer; empty otherwise."""
 
     @property
     def delta_percent(self) -> float | None:
-        """How far ours is from theirs, in percent of theirs."""
+        """Difference of our answer from the book's, in percent of the book's."""
         return None if self.ours is None else 100.0 * (self.ours - self.theirs) / self.theirs
 
     @property
     def within(self) -> bool:
-        """Whether ours is within the row's tolerance; a tolerance of zero allows rounding errors."""
+        """True if our answer is within the row's tolerance; a tolerance of zero allows rounding errors."""
         if self.ours is None:
             return False
         return abs(self.ours - self.theirs) <= max(self.tolerance, 1e-9) * abs(self.theirs)
 
 
 def validate_questions(path: str | pathlib.Path | None = None, bad: list[str] | None = None) -> tuple[QuestionRow, ...]:
-    """Answers every question of a file (default: the shipped one) and puts our answers beside its answers.
+    """Answer every question of a file (default: the shipped file), and return our answers with the known ones.
 
-    Rows of unknown form are left out if there is a list `bad` for what is wrong. Raises: UserError for a file that
-    cannot be read, and without `bad` for a row of unknown form.
+    Rows of unknown form are left out if there is a list `bad`, to which their errors are added. Raises: UserError for a
+    file that cannot be read, and without `bad` for a row of unknown form.
     """
     file = _FILE if path is None else pathlib.Path(path)
     try:
@@ -64,18 +65,19 @@ def validate_questions(path: str | pathlib.Path | None = None, bad: list[str] | 
     rows = document.get("rows") if isinstance(document, dict) else document
     if not isinstance(rows, list):
         raise UserError(f"question file {file} holds no list of rows")
-    found = []
+    answered = []
     for number, row in enumerate(rows):
         try:
-            found.append(_answer(row, f"{file}, row {number}"))
+            answered.append(_answer(row, f"{file}, row {number}"))
         except UserError as error:
             if bad is None:
                 raise
             bad.append(str(error))
-    return tuple(found)
+    return tuple(answered)
 
 
 def _answer(row: Any, origin: str) -> QuestionRow:
+    """Answer the question of a row; `origin` is the file and number for error messages."""
     missing = sorted(_KEYS - row.keys()) if isinstance(row, dict) else sorted(_KEYS)
     if missing:
         raise UserError(f"{origin} of the worked questions misses {', '.join(missing)}")
