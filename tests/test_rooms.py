@@ -378,19 +378,17 @@ def test_a_long_signature_is_found():
     assert not long_signatures(f"@njit(cache=True)\ndef f({many}): ...\nclass A:\n    def g(self, b, **c): ...")
 
 
-MOST_FILES, MOST_LINES = 22, 400
+MOST_FILES, MOST_LINES = 22, 370
+"""Most modules of a folder, and most lines of a module without its docstrings and comments."""
 
 LONG = {
     "autoshard.cli.parser",
-    "autoshard.cost.collectives",
     "autoshard.exec.apply.jax_application",
-    "autoshard.exec.hlo.compiled_collectives",
     "autoshard.exec.torch_xla_hook.lifecycle.hook_session",
     "autoshard.program.jax.decoder",
     "autoshard.program.torch.scan_pass",
     "autoshard.program.torch.torch_function",
     "autoshard.program.torch.torch_module",
-    "autoshard.validation.published_runs",
 }
 """Files that are still too long."""
 
@@ -426,8 +424,21 @@ def test_folders_and_files_are_short():
     sources = {module: path for path, module, _ in package_modules()}
     folders = Counter(path.parent for path in sources.values())
     assert not {str(folder) for folder, files in folders.items() if files > MOST_FILES}
-    long = {module for module, path in sources.items() if path.read_text().count("\n") > MOST_LINES}
+    long = {module for module, path in sources.items() if code_lines(path.read_text()) > MOST_LINES}
     assert long == LONG, "a file that is no longer too long leaves the list"
+
+
+def code_lines(text: str) -> int:
+    """Count the lines of a module without docstrings, strings below fields, and comments."""
+    bodies = (getattr(node, "body", None) for node in ast.walk(ast.parse(text)))
+    statements = (each for body in bodies if isinstance(body, list) for each in body)
+    strings = [
+        each
+        for each in statements
+        if isinstance(each, ast.Expr) and isinstance(each.value, ast.Constant) and isinstance(each.value.value, str)
+    ]
+    prose = sum((each.end_lineno or each.lineno) - each.lineno + 1 for each in strings)
+    return text.count("\n") - prose - sum(line.lstrip().startswith("#") for line in text.splitlines())
 
 
 def test_a_base_name_stands_once():

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, NoReturn, TextIO
 
 from autoshard import __version__
-from autoshard.cli import capacity_commands, other_commands
+from autoshard.cli import capacity_commands, other_commands, plan_command
 from autoshard.cli import commands as runs
 from autoshard.cli.option_groups import (
     add_cache,
@@ -97,7 +97,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"autoshard {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True, parser_class=_Parser)
 
-    plan = _command(commands, "plan", runs.run_plan, "choose a sharding for every tensor", PROGRAM_HELP)
+    plan = _command(commands, "plan", plan_command.run_plan, "choose a sharding for every tensor", PROGRAM_HELP)
     add_program(plan, auto=True)
     add_planning(plan, required=True)
     add_candidates(plan)
