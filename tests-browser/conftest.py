@@ -1,4 +1,4 @@
-"""Headless Chromium, and pages in it that may ask the network for nothing."""
+"""Headless Chromium, with pages that may not use the network."""
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -13,7 +13,7 @@ from autoshard.report import html_report
 @pytest.fixture(scope="session")
 def browser() -> Iterator[Browser]:
     with sync_playwright() as playwright:
-        # No sandbox: continuous integration runs as root, where Chromium refuses one; the pages are our own.
+        # No sandbox: continuous integration runs as root, where Chromium refuses one. The pages are our own.
         browser = playwright.chromium.launch(executable_path="/usr/bin/chromium", args=["--no-sandbox"])
         yield browser
         browser.close()
@@ -21,7 +21,7 @@ def browser() -> Iterator[Browser]:
 
 @pytest.fixture
 def show(browser: Browser, tmp_path: Path) -> Iterator[Callable[..., Page]]:
-    """`show(text)` opens a page of that text; whatever goes wrong on the page fails the test at its end."""
+    """`show(text)` opens a page of that text; any error on the page fails the test at its end."""
     wrong: list[str] = []
     contexts = []
 

@@ -1,4 +1,4 @@
-"""The load of links in a real browser: each can be pointed at, and says who keeps it busy."""
+"""The load of links in a real browser: each link has a tooltip with the collectives that use it."""
 
 from collections.abc import Callable
 
@@ -16,7 +16,7 @@ Visit = Callable[..., Page]
 def test_every_link_of_a_line_is_drawn(visit: Visit, width: int, scheme: str):
     page = visit(llama_plan(), width, scheme)
     assert page.evaluate("document.documentElement.scrollWidth") <= width
-    assert page.locator("#torus svg").count() == 3  # x of 4, y and z of 8, each a ring
+    assert page.locator("#torus svg").count() == 3  # x has 4 chips, y and z have 8, each a ring
     assert page.locator("#torus path").count() == 4 + 8 + 8
     assert page.locator("#torus circle").count() == 4 + 8 + 8
 
@@ -34,4 +34,4 @@ def test_links_can_be_pointed_at_with_mouse_and_keys(visit: Visit):
     )
     page.locator("#torus svg").nth(0).locator("path").first.focus()
     assert "Link x 0 to 1: busy 580 ms of a step (18.0 %) with data" in page.locator("#link-pointed").inner_text()
-    assert page.locator("#torus path[tabindex]").count() == 3  # those that are alike once
+    assert page.locator("#torus path[tabindex]").count() == 3  # equal links count once

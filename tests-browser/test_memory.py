@@ -1,4 +1,4 @@
-"""The memory chart in a real browser: what is held where one points, with mouse and keys."""
+"""The memory chart in a real browser: the live tensors at the pointed position, by mouse and keys."""
 
 from collections.abc import Callable
 
@@ -14,7 +14,7 @@ Visit = Callable[..., Page]
 
 
 def held(page: Page) -> list[tuple[str, str, str]]:
-    """(tensor, bytes, kind) of every row."""
+    """Return (tensor, bytes, kind) of every row."""
     rows = page.locator("#held tbody tr")
     cells = [rows.nth(n).locator("td").all_inner_texts() for n in range(rows.count())]
     return [(row[0], row[1], row[3]) for row in cells]

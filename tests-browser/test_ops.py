@@ -1,4 +1,4 @@
-"""The ops of a plan in a real browser: sorted, filtered, pointed at in table and roofline, linked to tensors."""
+"""The ops of a plan in a real browser: sorted, filtered, selected in table and roofline, linked to tensors."""
 
 import dataclasses
 from collections.abc import Callable

@@ -19,7 +19,7 @@ from tests.report.test_html import HOSTILE, unrolled, value_at
 
 
 def moe_plan() -> Plan:
-    """Experts over `expert`, on three axes and two slices."""
+    """Return a plan with experts over `expert`, on three axes and two slices."""
     base = llama_plan()
     arguments = {
         "layers.*.moe.router.weight": ((24, 64, 2048), Spec(((), (), ()))),
@@ -41,7 +41,7 @@ def moe_plan() -> Plan:
 
 
 def convnet_plan() -> Plan:
-    """Many small layers, hardly split, on one axis of one machine."""
+    """Return a plan of many small layers, hardly split, on one axis of one machine."""
     base = llama_plan()
     names = [f"stage{s}.block{b}.conv{c}.kernel" for s in range(4) for b in range(6) for c in range(3)]
     shapes = {name: (3, 3, 64 << (index // 18), 64 << (index // 18)) for index, name in enumerate(names)}
@@ -65,7 +65,7 @@ REAL = {
     "mixtral-8x7b": ({"train": False, "batch": 32, "seq": 2048}, "v5e:8x8", "data=8,model=8"),
     "resnet-50": ({"train": True, "batch": 256}, "v5e:4x4", "data=16"),
 }
-"""A dense decoder, experts, and a convnet."""
+"""Plans of a dense decoder, experts, and a convnet."""
 
 Visit = Callable[..., Page]
 
@@ -87,7 +87,7 @@ def test_the_page_opens_small_in_every_width_without_sideways_scrolling(visit: V
     assert len(html_report(planned(name)).encode()) < 3 * 2**20
     for width in (1240, 640):
         page = visit(planned(name), width=width)
-        # Counted, not timed: what has few nodes is painted at once on any machine.
+        # Counted, not timed: a page with few nodes is painted at once on any machine.
         assert page.evaluate("document.querySelectorAll('*').length") < 2800
         assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
         assert 2 < len(rows(page)) < 40
@@ -185,7 +185,7 @@ def test_long_lists_of_collectives_unfold_and_sort_as_a_whole(visit: Visit):
 
 
 def colors(page: Page, canvas: str = "#devices") -> int:
-    """How many clearly different colours are painted; edges between cells blend a few more, on few pixels."""
+    """Count the clearly different painted colours. Edges between cells blend a few more, on few pixels."""
     return page.evaluate(
         """(selector) => {
             const canvas = document.querySelector(selector);
@@ -203,7 +203,7 @@ def colors(page: Page, canvas: str = "#devices") -> int:
 
 def test_pointing_at_a_tensor_colours_the_devices_by_what_they_hold(visit: Visit):
     page = visit(llama_plan())
-    assert colors(page) == 32  # by `data` at first
+    assert colors(page) == 32  # the first view is by `data`
     page.get_by_role("button", name="model (8)").click()
     assert colors(page) == 8
     page.locator("#tensors tr", has_text="norm.weight").last.hover()

@@ -1,4 +1,4 @@
-"""The page of ways to serve in a real browser: point, set limits and prices, and read the flags."""
+"""The page of ways to serve in a real browser: select one, set limits and prices, and read the flags."""
 
 from collections.abc import Callable
 
@@ -64,7 +64,7 @@ def test_limits_leave_out_ways_and_change_what_is_best(opened: Callable[..., Pag
     page.locator("#each").fill("0.001")
     assert column(page, 1) == [] and "loosen a limit" in page.locator("#counted").inner_text()
     assert page.locator("#flags code").count() == 0
-    page.locator("#each").fill("-3")  # no limit, and no sense
+    page.locator("#each").fill("-3")  # an invalid limit counts as none
     assert page.locator("#plot circle").count() > 0
 
 
@@ -108,12 +108,12 @@ def test_shorter_answers_are_nearly_as_planned_for_them(opened: Callable[..., Pa
     for cells in (row.locator("td").all_inner_texts() for row in page.locator("#rows tbody tr").all()):
         if "+" not in cells[2]:
             each = exact.get((int(cells[1]), int(cells[3])))
-            if each is None:  # the largest batch is another one with them
+            if each is None:  # the limits change the largest batch
                 continue
             assert each.token_s * 0.9 <= float(cells[6]) / 1e3 <= each.token_s * 1.05
             compared += 1
     assert compared > 20
-    page.locator("#output").fill("501")  # longer than planned: nothing is known to fit
+    page.locator("#output").fill("501")  # longer than planned: no way is known to fit
     planned = {f"{1e3 * each.token_s:.4g}" for each in PLAN.points}
     assert set(column(page, 7)) <= {str(float(each)).removesuffix(".0") for each in planned}
 

@@ -1,4 +1,4 @@
-"""The page of a sweep in a real browser: point, filter, and change what was assumed."""
+"""The page of a sweep in a real browser: select a row, filter, and change the assumptions."""
 
 import dataclasses
 from collections.abc import Callable
@@ -54,14 +54,14 @@ def test_prices_and_tokens_change_what_is_best(opened: Callable[..., Page]):
     cost = page.locator("#rows tr.best td").nth(9)
     before = cost.inner_text()
     page.locator("#tokens").fill("30000")
-    assert page.locator("#rows tr.best td").nth(8).inner_text() == "3643"  # days, twice those of 15 T
+    assert page.locator("#rows tr.best td").nth(8).inner_text() == "3643"  # days, twice those of 15 T tokens
     assert cost.inner_text() != before
     page.locator("[data-chip=v5e]").fill("9")
     assert "cheapest: v6e:16x16*4" in page.locator("#counted").inner_text()
     page.locator("[data-chip=v6e]").fill("")
     assert "not every chip has a price" in page.locator("#counted").inner_text()
     assert page.locator("#plot-title").inner_text() == "Chips over days"
-    page.locator("[data-chip=v6e]").fill("-3")  # no price, and no sense
+    page.locator("[data-chip=v6e]").fill("-3")  # an invalid price counts as none
     assert "not every chip has a price" in page.locator("#counted").inner_text()
 
 

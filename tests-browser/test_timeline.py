@@ -1,4 +1,4 @@
-"""The timeline in a real browser: pointed at, walked through with keys, zoomed and moved."""
+"""The timeline in a real browser: selected with mouse and keys, zoomed and moved."""
 
 from collections.abc import Callable
 
@@ -10,7 +10,7 @@ from tests.report.conftest import llama_plan
 
 Visit = Callable[..., Page]
 ROW, TITLE = 22, 16
-"""Pixels of the picture, as its script has them."""
+"""Pixels of the picture, as in its script."""
 
 
 def said(page: Page) -> str:
@@ -18,7 +18,7 @@ def said(page: Page) -> str:
 
 
 def point(page: Page, share: float, row: int) -> None:
-    """Point at a share of the width."""
+    """Move the mouse to a fraction of the width."""
     box = page.locator("#time").bounding_box()
     assert box is not None
     page.locator("#time").hover(position={"x": share * box["width"], "y": row * (ROW + TITLE) + TITLE + ROW / 2})
@@ -57,7 +57,7 @@ def test_coming_closer_spreads_what_is_in_the_middle(visit: Visit):
     assert "reduce-scatter" in said(page)
     for _ in range(2):
         page.get_by_role("button", name="Closer").click()
-    # A quarter of the step, from 1.21 s to 2.01 s: at 0.34 of it runs the backward pass.
+    # A quarter of the step, from 1.21 s to 2.01 s: at 0.34 of it, the backward pass runs.
     point(page, 0.34, 0)
     assert "backward" in said(page)
     page.mouse.down()
@@ -65,7 +65,7 @@ def test_coming_closer_spreads_what_is_in_the_middle(visit: Visit):
     assert box is not None
     page.mouse.move(box["x"] + 0.9 * box["width"], box["y"] + TITLE + ROW / 2, steps=5)
     page.mouse.up()
-    point(page, 0.5, 0)  # moved by more than half of the width: 1.21 s before it
+    point(page, 0.5, 0)  # moved by more than half of the width: 1.21 s earlier
     assert "reduce-scatter" in said(page)
     page.get_by_role("button", name="Whole step").click()
     point(page, 0.01, 0)

@@ -1,4 +1,4 @@
-"""What else was possible, in a real browser: choose one and see it beside the plan."""
+"""Alternatives in a real browser: select one and compare it with the plan."""
 
 from collections.abc import Callable
 

@@ -1,7 +1,7 @@
-"""Places where a command has to work or to say what is missing: no home, full disks, other users, little memory.
+"""Environments in which a command must work or name what is missing: no home, full disks, other users, little memory.
 
-Each is made inside the command's own process, before anything of the package is imported. What this system does not
-allow, such as a mount, ends the process with `NOT_HERE`.
+Each environment is set up inside the command's own process, before it imports the package. A step that this system
+forbids, such as a mount, ends the process with `NOT_HERE`.
 """
 
 import os
@@ -65,7 +65,7 @@ class Popen(subprocess.Popen):
 subprocess.Popen = Popen
 """,
 }
-"""Place -> what makes it; the plan is the same in each."""
+"""Code that sets up each environment in which the plan must be the same."""
 REFUSES = {
     "a full disk": MOUNTING
     + """
@@ -83,11 +83,11 @@ with open("filler", "wb", 0) as file:
         for mebibytes in (400, 700, 1024, 2048, 3072, 4096)
     },
 }
-"""Place -> what makes it; the command says in one sentence what is missing, and writes nothing."""
+"""Code that sets up each environment in which the command must refuse in one sentence and write nothing."""
 
 
 def run(place: str, folder: Path, line: str = PLAN, made: str = "") -> subprocess.CompletedProcess[str]:
-    """A command in a folder, in the place that `made`, `WORKS` or `REFUSES` says."""
+    """Run a command in a folder, in the environment of `made`, `WORKS` or `REFUSES`."""
     for name in ("home", "tmp"):
         (folder / name).mkdir(exist_ok=True)
     environment = {key: value for key, value in os.environ.items() if not key.startswith(("AUTOSHARD_", "XDG_"))}
@@ -100,7 +100,7 @@ def run(place: str, folder: Path, line: str = PLAN, made: str = "") -> subproces
 
 
 def seen(place: str, folder: Path, wanted: bytes) -> str:
-    """What is wrong with the plan made in a place, empty for nothing; `not here` where it cannot be made."""
+    """Return the fault of a plan made in an environment: empty for none, `not here` if there is no such environment."""
     done = run(place, folder)
     if done.returncode == NOT_HERE:
         return "not here"
@@ -112,7 +112,7 @@ def seen(place: str, folder: Path, wanted: bytes) -> str:
         if done.returncode:
             return f"it ended with {done.returncode}: {lines[-1:]}"
         return "" if out.read_bytes() == wanted else "another plan"
-    # Beside the sentence there may be a warning of a cache that cannot be kept.
+    # In addition to the sentence, there may be a warning of a cache that cannot be written.
     if done.returncode != 2 or not lines or not all(line.startswith("autoshard: ") for line in lines):
         return f"it ended with {done.returncode}: {lines[-1:]}"
     return "something was written" if out.exists() else ""

@@ -1,7 +1,7 @@
-"""Every command, ended at random moments, and what is looked at afterwards.
+"""Kills of every command at random moments, and checks of its leftovers.
 
-A command is ended by the clock, or from within as it is about to open, rename or remove its n-th file: that is where
-half a file would come from. Both the moment and the signal are drawn with a seed.
+A command is killed by the clock, or from within just before it opens, renames or removes its n-th file. Half a file
+could result there. A seed determines the moment and the signal.
 """
 
 import dataclasses
@@ -22,7 +22,7 @@ GONE_S = 2.0
 MARK = "ending"
 SIGNALS = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT)
 EVENTS = {"open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.truncate", "shutil.rmtree", "sqlite3.connect"}
-"""Python's audit events that change what is on a disk; an opening only if it is for writing."""
+"""Python's audit events that change a disk; opening counts only if it is for writing."""
 
 STEP = """
 import jax
@@ -36,20 +36,20 @@ def step(x, w1, w2):
 program = (step, tuple(jax.ShapeDtypeStruct(shape, "float32") for shape in ((32, 64), (64, 128), (128, 64))))
 """
 ROW = "gemm-tpu7x-16384"
-"""Of the published runs, the one that is checked."""
+"""The published run that is checked, by its id."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Command:
-    """A command, and what it makes that is always the same."""
+    """A command, and its outputs that are the same in every run."""
 
     line: str
     same: tuple[str, ...] = ()
-    """Files that it writes, the same bytes each time."""
+    """Files that it writes with the same bytes each time."""
     whole: tuple[str, ...] = ()
-    """Files of JSON that it writes, which hold times."""
+    """JSON files that it writes and that contain times."""
     said: bool = False
-    """Whether the answer on stdout is always the same."""
+    """True if the answer on stdout is always the same."""
     differs: tuple[str, ...] = ()
     """Figures of its JSON on stdout that are times."""
 
@@ -65,7 +65,7 @@ PLANNING = (
         same=("new.json", "newproblem.json"),
     ),
 )
-"""These make what the others read, and come first."""
+"""Commands that run first, since they write the files that the others read."""
 
 COMMANDS = (
     *PLANNING,
@@ -92,7 +92,7 @@ COMMANDS = (
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Ending:
-    """How a command is ended: after `seconds`, or as it is about to touch its file number `event`."""
+    """Moment of a kill: after `seconds`, or just before the command changes its file number `event`."""
 
     sent: signal.Signals
     seconds: float = 0.0
@@ -101,17 +101,17 @@ class Ending:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Whole:
-    """A run that nothing ended."""
+    """A run that was not killed."""
 
     seconds: float
     events: int
     """Files that its first process opened for writing, renamed or removed."""
     made: dict[str, Any]
-    """What it made that is always the same, by file; stdout under the empty name."""
+    """Its reproducible outputs by file; stdout has the empty name."""
 
 
 def prepare(folder: Path) -> None:
-    """Puts what the commands read into an empty folder."""
+    """Write the input files of the commands into an empty folder."""
     (folder / "step.py").write_text(STEP)
     rows = json.loads((ROOT / "autoshard/validation/published.json").read_text())["rows"]
     (folder / "rows.json").write_text(json.dumps([row for row in rows if row["id"] == ROW]))
@@ -122,7 +122,7 @@ def prepare(folder: Path) -> None:
 
 
 def whole(command: Command, folder: Path, home: Path | None = None) -> Whole:
-    """Runs a command in a folder until it is done. Raises `RuntimeError` if it fails."""
+    """Run a command in a folder until it ends. Raise `RuntimeError` if it fails."""
     home = folder / "home" if home is None else home
     began = time.monotonic()
     process = start(command, folder, home, counting=True)
@@ -147,14 +147,14 @@ def made(command: Command, folder: Path, said: bytes) -> dict[str, Any]:
 
 
 def _content(folder: Path, name: str) -> bytes:
-    """Of a file that a command made, wherever it ran: a compiled program says in which file its lines were."""
+    """Read a command's file without the folder's name: a compiled program contains the paths of its source lines."""
     return (folder / name).read_bytes().replace(str(folder).encode(), b"FOLDER")
 
 
 def start(
     command: Command, folder: Path, home: Path, ending: Ending | None = None, counting: bool = False
 ) -> subprocess.Popen[bytes]:
-    """A command in a session of its own, with a home and a folder for temporary files inside `home`."""
+    """Start a command in a session of its own, whose home and temporary folder are in `home`."""
     (home / "tmp").mkdir(parents=True, exist_ok=True)
     environment = {key: value for key, value in os.environ.items() if not key.startswith(("AUTOSHARD_", "XDG_"))}
     environment |= {"HOME": str(home), "TMPDIR": str(home / "tmp"), "JAX_PLATFORMS": "cpu"}
@@ -164,7 +164,7 @@ def start(
     code = f"from tests.faults import watch; watch({hook}, {counted!r}, {str(folder)!r}, {str(home)!r})\n"
     code += "from autoshard.cli import main; raise SystemExit(main())"
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
-        # As in what a shell runs in the background: a child would ignore it as well.
+        # A shell's background jobs ignore this signal, and a child would too.
         signal.signal(signal.SIGINT, signal.default_int_handler)
     return subprocess.Popen(
         [sys.executable, "-c", code, *command.line.split(), "--quiet"],
@@ -178,9 +178,9 @@ def start(
 
 
 def watch(event: int | None, sent: int, counted: str, *folders: str) -> None:
-    """Runs in a command's own process: counts what it is about to do to files below `folders`, and ends it there.
+    """Count, in a command's own process, the file changes below `folders`, and kill the process before number `event`.
 
-    What was counted stands in the file `counted` at the end; that it ends is said by a file in the last folder.
+    The count is written to the file `counted` at the end. A file in the last folder marks a kill.
     """
     import atexit
 
@@ -205,7 +205,7 @@ def watch(event: int | None, sent: int, counted: str, *folders: str) -> None:
 
 
 def draw_ending(draw: random.Random, known: Whole) -> Ending:
-    """By the clock or at a file, as likely."""
+    """Draw a kill by the clock or at a file, with equal chances."""
     sent = draw.choice(SIGNALS)
     if known.events and draw.random() < 0.5:
         return Ending(sent, event=draw.randrange(known.events))
@@ -214,18 +214,18 @@ def draw_ending(draw: random.Random, known: Whole) -> Ending:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Seen:
-    """What was seen of a command that was ended."""
+    """Result of one killed command."""
 
     wrong: str
-    """What should not be, empty for nothing."""
+    """The fault, or empty for none."""
     early: bool
-    """Whether the command had ended by itself before."""
+    """True if the command had ended before the kill."""
     beside: int
-    """Files under made-up names that a killed command was writing, which nobody could take away any more."""
+    """Temporary files of a killed command, which it could not remove any more."""
 
 
 def end_one(command: Command, prepared: Path, place: Path, ending: Ending, known: Whole) -> Seen:
-    """Ends a command, looks at what is left, and runs it again in the same place, which is gone afterwards."""
+    """Start a command, kill it, check its leftovers, and run it again in the same place, which is then removed."""
     folder, home = place / "work", place / "home"
     folder.mkdir(parents=True)
     for path in prepared.iterdir():
@@ -262,10 +262,10 @@ def end_one(command: Command, prepared: Path, place: Path, ending: Ending, known
 
 
 def left_over(command: Command, folder: Path, home: Path, ending: Ending, known: Whole, shared: set[Path]) -> list[str]:
-    """What an ended command has left that it should not have."""
+    """Return the faults that a killed command left."""
     wrong = []
     for name in command.same:
-        # A sweep keeps its rows one by one.
+        # A sweep stores its rows one by one.
         if (folder / name).exists() and command.name != "sweep" and _content(folder, name) != known.made[name]:
             wrong.append(f"{name} is half written")
     for name in (*command.whole, *(command.same if command.name == "sweep" else ())):
@@ -278,14 +278,14 @@ def left_over(command: Command, folder: Path, home: Path, ending: Ending, known:
     if Path("/dev/shm").is_dir() and set(Path("/dev/shm").glob("*")) - shared:
         wrong.append("shared memory is left")
     if ending.sent is signal.SIGKILL:
-        return wrong  # nobody could have cleared up; the next run must do with it
+        return wrong  # a killed process could not clean up; the next run must cope with its files
     wrong += [f"{path.name} is left" for path in (home / "tmp").iterdir()]
     wrong += [f"{path.name} is left" for place in (folder, home) for path in place.rglob(".autoshard-*")]
     return wrong
 
 
 def living(session: int) -> int:
-    """Processes of a session that have not ended."""
+    """Count the processes of a session that have not ended."""
     count = 0
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():

@@ -1,4 +1,4 @@
-"""Many plans in one process, and many steps under the PyTorch/XLA hook: what the process holds, on and on.
+"""Long runs: many plans in one process, and many steps under the PyTorch/XLA hook, with samples of its resources.
 
 `python -m tests.long_runs plans 300` or `steps 2000` prints a line of JSON for each of `SAMPLES` moments.
 """
@@ -14,7 +14,7 @@ from typing import Any
 
 
 SAMPLES = 12
-"""Moments of a run at which it is looked at, the same number of plans or steps apart."""
+"""Moments of a run at which its resources are sampled, the same number of plans or steps apart."""
 CASES = (
     ("v5e:2x2", "data=4", 64),
     ("cpu:8", "data=4,model=2", 96),
@@ -25,7 +25,7 @@ CASES = (
 
 
 def held() -> dict[str, int]:
-    """What this process holds: bytes of memory, open descriptors, threads, temporary files, children."""
+    """Return this process's resources: bytes of memory, open descriptors, threads, temporary files, children."""
     gc.collect()
     status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
     children = Path(f"/proc/self/task/{os.getpid()}/children")
@@ -39,7 +39,7 @@ def held() -> dict[str, int]:
 
 
 def plans(count: int) -> Iterator[int]:
-    """Plans programs that are traced anew each time, in turn for different topologies; yields after each."""
+    """Plan programs that are traced again each time, in turn for different topologies. Yield after each."""
     import jax
     import jax.numpy as jnp
 
@@ -61,7 +61,7 @@ def plans(count: int) -> Iterator[int]:
 
 
 def steps(count: int) -> Iterator[int]:
-    """Trains a small model under `xr.use_spmd(auto=True)`; yields after each step."""
+    """Train a small model under `xr.use_spmd(auto=True)`. Yield after each step."""
     import torch
     import torch_xla
     import torch_xla.runtime as xr

@@ -1,4 +1,4 @@
-"""A random torch module traced as a training step, beside a module of the same recipe in eager torch."""
+"""A random torch module traced as a training step, against a module of the same recipe in eager torch."""
 
 import dataclasses
 import warnings
@@ -14,15 +14,15 @@ from tests.random_modules import WORDS, Recipe, allowed, build, inputs, loss
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Outcome:
-    """The result of one module."""
+    """The result of one module's check."""
 
     kind: str
-    """`equal`, `refused`, `differs`, `raised`, or `changed`: the step is right, and the user's module is another."""
+    """`equal`, `refused`, `differs`, `raised`, or `changed`: the step is right, but the user's module has changed."""
     text: str = ""
 
 
 def run(recipe: Recipe) -> Outcome:
-    """Trace the module of `recipe`, compare the step with eager torch, and the module with what it was."""
+    """Trace the module of `recipe`. Compare the step with eager torch, and the module with its earlier state."""
     module, reference = build(recipe), build(recipe)
     args, kwargs = inputs(recipe)
     held = _held(module)
@@ -54,7 +54,7 @@ def run(recipe: Recipe) -> Outcome:
 
 
 def cut_down(recipe: Recipe, outcome: Outcome) -> tuple[Recipe, Outcome]:
-    """The recipe with the fewest words whose module fails in the same way, and how it does."""
+    """Return the smallest recipe whose module fails in the same way, and its outcome."""
     for name in (*recipe.words, *recipe.words):
         plain = 2 if name == "layers" else WORDS[name][0]
         smaller = allowed(dataclasses.replace(recipe, **{name: plain}))
@@ -66,7 +66,7 @@ def cut_down(recipe: Recipe, outcome: Outcome) -> tuple[Recipe, Outcome]:
 
 
 def _called(module: Any, reference: Any, args: Any, kwargs: Any) -> Outcome | None:
-    """Compare a call of the user's module afterwards with one of a module that was never traced."""
+    """Compare a later call of the user's module with one of a module that was never traced."""
     with torch.no_grad():
         try:
             same = torch.equal(module.eval()(*args, **kwargs), reference.eval()(*args, **kwargs))
@@ -76,7 +76,7 @@ def _called(module: Any, reference: Any, args: Any, kwargs: Any) -> Outcome | No
 
 
 def _held(module: Any) -> dict[str, Any]:
-    """Everything that the submodules of `module` hold, by name: objects by identity, tensors with their values."""
+    """Return all attributes of the submodules of `module` by name: objects by identity, tensors with their values."""
     held: dict[str, Any] = {}
     for path, child in module.named_modules(remove_duplicate=False):
         for key, value in child.__dict__.items():
@@ -110,7 +110,7 @@ def _left(module: Any, before: dict[str, Any]) -> Outcome | None:
 def run_planned(recipe: Recipe) -> str:
     """Plan the step of `recipe` for 8 CPU devices and run it: `split`, `whole`, `refused: ...` or `differs: ...`.
 
-    So small a step is fastest on one device: the batch and the head are pinned, so that something is split.
+    Such a small step is fastest on one device. The batch and the head are pinned, so that tensors are split.
     """
     from autoshard import plan
     from autoshard.exec import measure

@@ -1,7 +1,7 @@
-"""Random torch modules, the same for the same seed: layers in a list, with whatever decides what a layer computes.
+"""Random torch modules, the same for the same seed: layers in a list, with all kinds of attributes that affect a layer.
 
-A module is a `Recipe`, one word for each feature that it has; an empty word is a feature that it lacks. So a recipe
-whose module fails is cut down to the few words that matter (`tests/random_module_runs.py`).
+A module is a `Recipe`, one word for each feature that it has; an empty word is a feature that it lacks.
+`tests/random_module_runs.py` reduces a failing recipe to the few words that matter.
 """
 
 import dataclasses
@@ -31,7 +31,7 @@ class Recipe:
     container: str = "list"
     body: str = "linear"
     attribute: str = ""
-    """Type of the attribute that scales what a layer computes."""
+    """Type of the attribute that scales a layer's result."""
     settings: str = ""
     """Differences of the layers in it: all `equal`, all `differ`, only the `last`; `private` and differing."""
     position: str = ""
@@ -58,20 +58,20 @@ class Recipe:
 
 
 class Kind(enum.Enum):
-    """Values of layers as an enumeration has them."""
+    """Values of layers as an enumeration."""
 
     FIRST, SECOND, THIRD, FOURTH, FIFTH, SIXTH = 0.25, 0.5, 0.75, 1.0, 1.25, 1.5
 
 
 @dataclasses.dataclass
 class Setting:
-    """Values of layers as a configuration has them."""
+    """Values of layers as a configuration."""
 
     power: float
 
 
 class Plain:
-    """An object of a class that nothing is known of."""
+    """An object of an unknown class."""
 
     def __init__(self, value: float) -> None:
         self.value = value
@@ -138,7 +138,7 @@ ATTRIBUTES: dict[str, tuple[Callable[[float], Any], Callable[[Any, Any], Any]]] 
     "unregistered module": (frozen_linear, lambda y, s: s(y)),
     "activation": (lambda v: nn.LeakyReLU(v), lambda y, s: s(y)),
 }
-"""Type of an attribute -> how it is made of a number, and how what a layer computes depends on it."""
+"""Type of an attribute -> how it is built from a number, and how a layer's result depends on it."""
 
 BODIES: dict[str, Callable[[], nn.Module]] = {
     "linear": lambda: nn.Linear(WIDTH, WIDTH),
@@ -196,7 +196,7 @@ WORDS: dict[str, tuple[str, ...]] = {
 
 
 def random_recipe(seed: int) -> Recipe:
-    """About three features beyond a chain of layers that have an attribute."""
+    """Draw about three features beyond a chain of layers that have an attribute."""
     draw = random.Random(f"module {seed}")
     words: dict[str, Any] = {"layers": draw.choice((2, 3, 4, 4, 6))}
     features = [name for name in WORDS if name != "settings"]
@@ -210,7 +210,7 @@ def random_recipe(seed: int) -> Recipe:
 
 
 def allowed(recipe: Recipe) -> Recipe:
-    """The recipe without what makes no sense in torch beside the rest."""
+    """Replace the features that cannot be combined in torch."""
     change: dict[str, Any] = {}
     if recipe.container == "sequential" and (recipe.course != "chain" or recipe.inputs == "keyword"):
         change["container"] = "list"
@@ -268,7 +268,7 @@ class Experts(nn.Module):
 
 
 class Adapter(nn.Module):
-    """A low-rank update whose scale stands in a dict, as PEFT has it."""
+    """A low-rank update whose scale is in a dict, as in PEFT."""
 
     def __init__(self, scale: float) -> None:
         super().__init__()
@@ -280,7 +280,7 @@ class Adapter(nn.Module):
 
 
 class Inner(nn.Module):
-    """A holder of an attribute, one level further inside."""
+    """An object with an attribute, one level further inside."""
 
     def __init__(self, value: Any) -> None:
         super().__init__()
@@ -289,7 +289,7 @@ class Inner(nn.Module):
 
 
 class Layer(nn.Module):
-    """One layer of a random module: a residual around a body, changed by what the recipe names."""
+    """One layer of a random module: a residual around a body, changed by the recipe's features."""
 
     def __init__(self, recipe: Recipe, number: int) -> None:
         super().__init__()
@@ -435,7 +435,7 @@ class Layer(nn.Module):
 
 
 class Net(nn.Module):
-    """A list of such layers between what takes inputs in and a head."""
+    """A list of such layers, with an input stage before it and a head after it."""
 
     def __init__(self, recipe: Recipe) -> None:
         super().__init__()
@@ -711,13 +711,13 @@ def _first(out: Any) -> Any:
 
 
 def _body(recipe: Recipe, number: int) -> str:
-    """The body of one layer: `a/b` is `a` of even layers and `b` of odd ones."""
+    """Return the body of one layer: `a/b` is `a` of even layers and `b` of odd ones."""
     names = recipe.body.split("/")
     return names[number % len(names)]
 
 
 def build(recipe: Recipe) -> Net:
-    """The module of a recipe, the same each time, with weights none of which is 0 or 1."""
+    """Build the module of a recipe, the same each time. No weight is 0 or 1."""
     with torch.random.fork_rng():
         torch.manual_seed(recipe.seed)
         net = Net(recipe)
@@ -743,6 +743,6 @@ def inputs(recipe: Recipe) -> tuple[tuple[Any, ...], dict[str, Any]]:
 
 
 def loss(out: Any) -> Any:
-    """A number in which every element has a weight of its own."""
+    """Reduce the output to a number in which every element has its own weight."""
     weights = torch.arange(out.numel()).view(out.shape).float().sin()
     return (out * weights).sum() / 8 + out.square().mean()

@@ -1,14 +1,17 @@
-"""Kinds of op of the random programs: one template each, of one line of JAX that makes an array (`random_ops.txt`).
+"""Kinds of op of the random programs: one template each, a line of JAX that computes an array (`random_ops.txt`).
 
-Fields of a template are values that are there: `f` float32, `g` like `f` and of its shape, `x` any float, `y` like it,
-`i` whole numbers, `j` like them, `b` booleans, `c` complex numbers, `t` float32 with equal elements that are exact,
-`v` anything, each with the least rank after it; `d` is a vector of indices, half of them out of range.
-`at` is an axis of the value before it, `size` its size there, `order` an order of its axes; `start` is
-an index near an end of that axis or past it, known when traced or not; `k` a number from 1 to 3, `mode` what JAX does
-with indices out of range.
+Fields of a template are existing values, each with its least rank after it:
 
-Values stay small and finite. What jumps (comparing, rounding, picking the largest) takes whole numbers or `t`, so that
-rounding decides nothing.
+- `f` float32, `g` like `f` and of its shape, `x` any float, `y` like `x`, `t` float32 with exactly equal elements;
+- `i` integers, `j` like `i`, `b` booleans, `c` complex numbers, `v` any dtype;
+- `d` a vector of indices, half of them out of range.
+
+`at` is an axis of the preceding value, `size` its size there, `order` an order of its axes. `start` is an index near an
+end of that axis or past it, either constant or traced. `k` is a number from 1 to 3, `mode` is JAX's mode for indices
+out of range.
+
+Values stay small and finite. Discontinuous ops (comparing, rounding, the largest) get integers or `t`, so that rounding
+decides nothing.
 """
 
 from pathlib import Path
@@ -76,4 +79,4 @@ KINDS = tuple(
     for line in (Path(__file__).parent / "random_ops.txt").read_text().splitlines()
     if line and not line.startswith("#")
 )
-"""Templates, one a kind of op."""
+"""Templates, one for each kind of op."""

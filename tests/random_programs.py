@@ -1,6 +1,6 @@
-"""Random JAX programs as text, the same for the same seed: what people write, and what nobody does.
+"""Random JAX programs as text, the same for the same seed: ordinary code and unusual code.
 
-Every line is of one kind (`tests/random_ops.py`), takes values that are there and makes a new one.
+Every line is of one kind (`tests/random_ops.py`), reads existing values and computes a new one.
 """
 
 import dataclasses
@@ -24,30 +24,30 @@ OTHERS = (*FLOATS, "float32", "int32", "int8", "uint8", "bool", "complex64")
 MODES = ("clip", "fill", "wrap")
 MOST_ELEMENTS = 1 << 12
 INDICES = 2
-"""Number of the argument of indices."""
+"""Number of the argument with indices."""
 TRIES = 12
 """Tries with other values before a kind of op is left to other programs."""
 TOLERANCE = {"float32": 2e-4, "bfloat16": 6e-2, "float16": 1e-2, "complex64": 2e-4}
-"""Relative to the largest value of a result; whole numbers are equal."""
+"""Tolerance relative to the largest value of a result; integers are equal."""
 _NOT_OF_THESE = (TypeError, ValueError, IndexError, AssertionError, NotImplementedError, ZeroDivisionError)
-"""Errors of JAX for values of other shapes or dtypes than an op takes."""
+"""Errors of JAX for values whose shape or dtype an op does not accept."""
 _FIELD = re.compile(r"\{(\w)(\d?)\}|\{(at|size|order|start|mode)\}")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Value:
-    """One value of a program that is being written."""
+    """One value of a program that is being generated."""
 
     name: str
     shape: tuple[int, ...]
     dtype: str
     exact: bool = False
-    """True for floats that no rounding has touched, so that equal ones are equal on every device."""
+    """True for floats without any rounding, so that equal ones are equal on every device."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class RandomProgram:
-    """`program` in `text` takes arrays of these shapes and dtypes."""
+    """`program` in `text`, a function of arrays of these shapes and dtypes."""
 
     seed: int
     text: str
@@ -55,7 +55,7 @@ class RandomProgram:
     dtypes: tuple[str, ...]
     donated: tuple[int, ...]
     kinds: tuple[str, ...]
-    """Templates of its lines."""
+    """Templates of its lines, in their order."""
 
     def function(self) -> Callable[..., Any]:
         found: dict[str, Any] = {}
@@ -86,7 +86,7 @@ class RandomProgram:
 
 
 def random_program(seed: int) -> RandomProgram:
-    """Return the program of this seed. Programs of neighbouring seeds take turns with the kinds of op."""
+    """Return the program of this seed. Programs of neighbouring seeds use different kinds of op in turn."""
     return _Writer(seed).program()
 
 
@@ -118,7 +118,7 @@ class _Writer:
         results = [value.name for value in self.values[len(arguments) :] if not re.search(rf"\b{value.name}\b", used)]
         results += [draw.choice(arguments).name] * draw.choice((0, 0, 1))
         donated: tuple[int, ...] = ()
-        if draw.random() < 0.3:  # a buffer that the first result may take
+        if draw.random() < 0.3:  # a buffer that the first result may alias
             donated = (0,)
             results.insert(0, "x0 * 0.5")
         names = ", ".join(value.name for value in arguments)
@@ -134,7 +134,7 @@ class _Writer:
                 return shape
 
     def add(self, kind: str) -> None:
-        """Append a line of this kind with values that it takes, if there are any."""
+        """Append a line of this kind with values that fit it, if there are any."""
         for _ in range(TRIES):
             filled = self.fill(kind)
             if filled is not None and self.line(filled):
@@ -142,7 +142,7 @@ class _Writer:
                 return
 
     def line(self, text: str, exact: bool = False) -> bool:
-        """Append a line if JAX takes it and it makes one array that is not too large."""
+        """Append a line if JAX accepts it and its result is one array that is not too large."""
         import jax
 
         names = ", ".join(value.name for value in self.values)
@@ -159,7 +159,7 @@ class _Writer:
         return True
 
     def fill(self, kind: str) -> str | None:
-        """Return the template with a value for each of its fields; None if one has none."""
+        """Return the template with a value for each of its fields; None if a field has none."""
         taken: dict[str, Value] = {}
         drawn: dict[tuple[str, str], str] = {}
         last: list[Value] = []
@@ -218,11 +218,11 @@ class _Writer:
 
 
 _MADE = {"b": "x1 % 3 == 1", "c": "lax.complex(x0, 0.5 * x0)"}
-"""Values of letters, where a program has none yet."""
+"""Values of letters for programs that have none yet."""
 
 
 def _fits(value: Value, letter: str) -> bool:
-    """Return True if a field of this letter takes the value."""
+    """Return True if the value fits a field of this letter."""
     dtype = value.dtype
     if letter == "d":
         return value.name == f"x{INDICES}"
@@ -241,7 +241,7 @@ def _fits(value: Value, letter: str) -> bool:
 
 
 def _turns(seed: int, count: int) -> list[str]:
-    """Return the kinds whose turn it is."""
+    """Return the kinds of op of this program's turn."""
     order = random.Random("kinds").sample(KINDS, len(KINDS))
     return [order[(seed * count + k) % len(order)] for k in range(count)]
 

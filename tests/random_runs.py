@@ -1,4 +1,4 @@
-"""A random program planned for a mesh and run on the CPU devices that are here, beside the unplanned one."""
+"""A random program planned for a mesh and run on this machine's CPU devices, against the unplanned one."""
 
 import random
 from typing import Any
@@ -16,7 +16,7 @@ MESHES: tuple[dict[str, int], ...] = ({"a": 8}, {"a": 2, "b": 4}, {"a": 2, "b": 
 
 
 def expected(program: RandomProgram) -> list[list[Any]]:
-    """Return what the program computes without a plan, from ordinary arguments and with NaN among them."""
+    """Return the program's results without a plan, from ordinary arguments and from ones with NaN."""
     import jax
 
     step = jax.jit(program.function())
@@ -24,10 +24,10 @@ def expected(program: RandomProgram) -> list[list[Any]]:
 
 
 def run(program: RandomProgram, mesh: dict[str, int], wanted: list[list[Any]]) -> str:
-    """Return `split` or `whole` where the planned program computes the same, `refused: ...`, or `differs: ...`.
+    """Return `split` or `whole` if the planned program computes the same, `refused: ...`, or `differs: ...`.
 
-    So small a program is fastest on one device: specs of some arguments are asked for, so that something is split.
-    NaN is not compared where XLA's collectives of CPUs drop it, in plain JAX as well.
+    Such a small program is fastest on one device. Some arguments are pinned, so that tensors are split. NaN is not
+    compared where XLA's CPU collectives drop it, which they do in plain JAX as well.
     """
     import jax
 
@@ -57,16 +57,16 @@ def run(program: RandomProgram, mesh: dict[str, int], wanted: list[list[Any]]) -
 
 
 def _op_by_op(program: RandomProgram, nan: bool) -> list[Any]:
-    """Return what JAX computes of one op after another.
+    """Return the results of the program's ops, run one after another.
 
-    XLA's simplifier adds the starts of two slices, of which the second may be clamped (as in `limits.md`): steps that
-    are compiled as one may differ from this on one device.
+    XLA's simplifier adds the starts of two slices, although the second may be clamped (see `limits.md`). So a step that
+    is compiled as a whole may differ from these results on one device.
     """
     return [np.asarray(each) for each in program.function()(*program.arguments(nan))]
 
 
 def _pins(program: RandomProgram, mesh: dict[str, int]) -> dict[str, str]:
-    """For arguments a spec that divides their dims, drawn by the program's seed."""
+    """Return a spec for some arguments that divides their dims, drawn by the program's seed."""
     draw = random.Random(f"{program.seed} {mesh}")
     pins = {}
     for number, shape in enumerate(program.shapes):

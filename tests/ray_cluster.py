@@ -1,7 +1,7 @@
 """A Ray cluster of local nodes, in a process of its own: `python -m tests.ray_cluster` prints its address.
 
-Each line on its stdin ends the node that was added last, without a word to it (`kill`), or adds one (`add`), and is
-answered by a line; the cluster ends with its stdin. Nodes have one CPU each.
+A line on its stdin kills the newest node without notice (`kill`) or adds one (`add`), and is answered by a line. The
+cluster ends with its stdin. Nodes have one CPU each.
 """
 
 import contextlib
@@ -17,7 +17,7 @@ ROOT = Path(__file__).parents[1]
 
 
 class LocalCluster:
-    """The process as tests see it."""
+    """The cluster's process, as tests use it."""
 
     def __init__(self, process: "subprocess.Popen[str]") -> None:
         self.process = process
@@ -36,9 +36,10 @@ class LocalCluster:
 
 @contextlib.contextmanager
 def local_cluster(nodes: int = 2) -> Iterator[LocalCluster]:
-    """A cluster of so many nodes; also `RAY_TMPDIR` is its own while it is there."""
+    """Start a cluster of so many nodes, with its own `RAY_TMPDIR` while it runs."""
     had = os.environ.get("RAY_TMPDIR")
-    with tempfile.TemporaryDirectory(prefix="ray", dir="/tmp", ignore_cleanup_errors=True) as folder:  # sockets: short
+    # paths of sockets must be short
+    with tempfile.TemporaryDirectory(prefix="ray", dir="/tmp", ignore_cleanup_errors=True) as folder:
         os.environ["RAY_TMPDIR"] = folder
         command = [sys.executable, "-m", "tests.ray_cluster", str(nodes)]
         try:

@@ -1,4 +1,4 @@
-"""Whatever is wrong with what a user gives: one sentence, exit code 2, no traceback, and nothing written.
+"""Faulty input from a user: one sentence, exit code 2, no traceback, and nothing written.
 
 The cases are refused before a program is traced, or while a tiny one is.
 """
@@ -25,7 +25,7 @@ PLAN_TEXT = plan_to_json(PLAN)
 
 
 def edited(*path: Any, to: Any) -> str:
-    """A plan's file in which one value is another one."""
+    """Return a plan's file with one value replaced."""
     data = json.loads(PLAN_TEXT)
     inner = data
     for key in path[:-1]:
@@ -49,12 +49,12 @@ def calibration(value: str, figure: str = "matmul_efficiency") -> str:
 
 
 def bomb(size: int) -> bytes:
-    """A small gzip file of very many spaces."""
+    """Return a small gzip file of very many spaces."""
     part = gzip.compress(b" " * (1 << 24), 9)
     return part * (size >> 24)
 
 
-# What is no file of any kind that a command takes, by what is wrong with it.
+# Files of no kind that a command reads, by their fault.
 FILES: dict[str, str | bytes] = {
     "empty": "",
     "spaces": "   \n",
@@ -77,7 +77,7 @@ FILES: dict[str, str | bytes] = {
     "bad-gzip": b"\x1f\x8b" + b"x" * 100,
 }
 
-# A command that takes a file in the place of FILE, and what it needs beside it.
+# A command that reads a file in the place of FILE, and the other files that it needs.
 READERS = {
     "diff FILE plan.json": None,
     "report FILE": None,
@@ -107,7 +107,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def refused(line: list[str], folder: Path, capsys: pytest.CaptureFixture[str]) -> str:
-    """The sentence with which a command ends."""
+    """Return the sentence with which a command ends."""
     before = {path: path.lstat().st_mtime_ns for path in folder.rglob("*")}
     code = cli.main([*line, "--quiet"])
     captured = capsys.readouterr()

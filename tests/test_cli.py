@@ -1,4 +1,4 @@
-"""The command's contract: its flags, its sentences, its exit codes, and what goes to which stream."""
+"""The command's contract: its flags, its sentences, its exit codes, and the stream of each output."""
 
 import argparse
 import subprocess
@@ -107,7 +107,7 @@ FLAGS = {
         "--time-limit",
     },
 }
-"""Every flag of every command: an option is added here on purpose, or not at all."""
+"""Every flag of every command: a new option must be added here too."""
 
 
 def commands() -> dict[str, argparse.ArgumentParser]:

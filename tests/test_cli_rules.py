@@ -1,4 +1,4 @@
-"""Rules for custom calls on the command line: in the program's own file, and beside a module file."""
+"""Rules for custom calls on the command line: in the program's own file, and in a file next to a module file."""
 
 import json
 from pathlib import Path

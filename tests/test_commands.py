@@ -1,4 +1,4 @@
-"""Every command at work on a program: what it prints, what it writes, and when it fails."""
+"""Every command run on a program: its output, its files, and its failures."""
 
 import json
 import subprocess
@@ -52,7 +52,7 @@ Here = Callable[..., subprocess.CompletedProcess[str]]
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A program file with a neighbour, and its plan."""
+    """Write a program file with a module next to it, and its plan, to a folder."""
     folder = tmp_path_factory.mktemp("cli")
     (folder / "step.py").write_text(STEP)
     (folder / "neighbour.py").write_text("WIDTH = 64\n")
@@ -63,7 +63,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def here(folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Here:
-    """The command in this process, with variables of the environment that it alone sees."""
+    """Fixture that runs the command in this process, with environment variables of its own."""
 
     def called(*arguments: str, at: Path = folder, **variables: str) -> subprocess.CompletedProcess[str]:
         with monkeypatch.context() as alone:
@@ -253,7 +253,7 @@ def test_validate_prints_every_row_and_its_difference(here: Here):
 def test_validate_rebuilds_published_runs(tmp_path: Path):
     chosen = [row for row in read_rows() if row["id"].startswith("gemm") or row["id"] == "recipe-v6e-llama3.1-8b-v6e-8"]
     (tmp_path / "runs.json").write_text(json.dumps([*chosen, chosen[-1] | {"id": "later", "value": None}]))
-    # With no platform chosen, JAX would start every one that is installed, loudly.
+    # Without a chosen platform, JAX would start every installed one, with messages.
     result = run("validate", "--json", "--data", "runs.json", cwd=tmp_path, env={"JAX_PLATFORMS": None})
     figures = json.loads(result.stdout)
     assert result.returncode == 0 and figures["passed"]

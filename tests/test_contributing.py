@@ -1,4 +1,4 @@
-"""CONTRIBUTING.md is true: its recipes are followed, its files exist, its rooms and shelves are all there are."""
+"""CONTRIBUTING.md is true: its recipes work, its files exist, and its rooms and shelves are complete."""
 
 import json
 import re
@@ -29,7 +29,7 @@ def recipe(name: str) -> str:
 
 def test_every_file_it_names_exists():
     paths = set(re.findall(PATH, PROSE)) | set(re.findall(r"\]\((?!https?:)([^)#]+)", PROSE))
-    compiled = {path for path in paths if path.endswith((".nbi", ".nbc"))}  # there once something has run
+    compiled = {path for path in paths if path.endswith((".nbi", ".nbc"))}  # written once a kernel has run
     assert len(paths) > 80
     assert [path for path in sorted(paths - compiled) if not any(ROOT.glob(path))] == []
 
@@ -55,7 +55,7 @@ def test_the_table_has_every_room_and_shelf_in_its_order():
 
 @pytest.fixture
 def checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """A copy of the chips and their calibration, which is read in place of the shipped ones; the working directory."""
+    """A copy of the chips and their calibration, read in place of the shipped ones, in the working directory."""
     cost = tmp_path / "autoshard" / "cost"
     (cost / "chips").mkdir(parents=True)
     for path in (calibration._FILE, *chips._FOLDER.glob("*.json")):
@@ -88,7 +88,7 @@ def test_the_recipe_of_a_chip(checkout: Path):
 
 
 def test_the_recipe_of_a_chip_leaves_out_nothing(checkout: Path):
-    """Each of its two files is needed, and what lacks is said."""
+    """Remove each of the recipe's two files: the error names what is missing."""
     exec(recipe("chip"), {})
     chips._chips.cache_clear()
     path = checkout / "autoshard/cost/calibration.json"

@@ -1,4 +1,4 @@
-"""The same input gives the same bytes: whatever the hash seed, the cores in use, the load, the directory, the name."""
+"""Equal input gives equal bytes: for any hash seed, number of cores, load, directory and name."""
 
 import os
 import subprocess

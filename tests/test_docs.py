@@ -25,7 +25,7 @@ def blocks(page: str, language: str) -> list[tuple[str, str]]:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where the files of the docs stand."""
+    """Write the files of the docs to a folder."""
     folder = tmp_path_factory.mktemp("docs")
     for info, body in [
         block for page in ("start.md", "rules.md", "command.md", "pipelines.md") for block in blocks(page, "python")
@@ -36,7 +36,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def run(command: list[str], folder: Path, **variables: str) -> str:
-    env = os.environ | {"XLA_FLAGS": QUICKLY} | variables  # no devices of ours
+    env = os.environ | {"XLA_FLAGS": QUICKLY} | variables  # without our own devices
     result = subprocess.run([sys.executable, *command], cwd=folder, env=env, capture_output=True, text=True)
     assert result.returncode == 0, f"{' '.join(command)}\n{result.stderr}"
     return result.stdout
@@ -82,12 +82,12 @@ for name in sys.argv[1:]:
     if os.waitpid(child, 0)[1] == 0:
         os.rename(name + ".out", name + ".done")
 """
-"""Runs each file in a process of its own, which begins where frameworks are imported and nothing more is done."""
+"""Code that runs each file in a forked process after the frameworks are imported."""
 
 
 @pytest.fixture(scope="module")
 def examples(folder: Path) -> dict[str, list[str]]:
-    """The names of the pages' examples, which have run."""
+    """Run the pages' examples, and return their names by page."""
     names: dict[str, list[str]] = {}
     for page in EXECUTED:
         bodies = [body for info, body in blocks(f"{page}.md", "python") if info.startswith("after=")]
@@ -123,7 +123,7 @@ def commands(page: str) -> list[str]:
 
 
 LONG = re.compile(r"sweep |.* --(remat|stages) auto ")
-"""Commands that plan many times; other tests have them do the same for smaller programs."""
+"""Commands that plan many times; other tests run them on smaller programs."""
 
 
 @pytest.mark.parametrize(
@@ -137,7 +137,7 @@ def test_the_commands_shown_work(
     page: str, long: bool, folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
     monkeypatch.chdir(folder)
-    # Without the compiler's minute; that it is shown with flags that exist is checked below.
+    # Without the compiler's minute. Another test checks that it is shown with existing flags.
     lines = [line for line in commands(page) if not line.startswith("compile ") and bool(LONG.match(line)) is long]
     assert lines
     for line in lines:
@@ -155,20 +155,20 @@ def test_every_command_shown_anywhere_has_its_flags():
 
 
 def test_no_example_is_left_out():
-    """Python that is not executed stands on pages of PyTorch/XLA only, whose scripts other tests run."""
+    """Allow Python that is not executed only on pages of PyTorch/XLA, whose scripts other tests run."""
     left_out = {
         page.stem
         for page in DOCS.glob("*.md")
         for info, _ in blocks(page.name, "python")
         if not info.startswith(("after=", "file="))
     }
-    assert left_out <= {"torch-xla", "code-bases"}  # MaxText asks for another Python
+    assert left_out <= {"torch-xla", "code-bases"}  # MaxText needs another Python
     assert {page.stem for page in DOCS.glob("*.md") if "```python after=" in page.read_text()} == set(EXECUTED)
 
 
 def test_links_between_pages_lead_somewhere():
     for page in DOCS.glob("*.md"):
-        text = re.sub(r"```.*?```|`[^`\n]*`", "", page.read_text(encoding="utf-8"), flags=re.DOTALL)  # code has none
+        text = re.sub(r"```.*?```|`[^`\n]*`", "", page.read_text(encoding="utf-8"), flags=re.DOTALL)  # without code
         for target in re.findall(r"\]\((?!https?:)([^)#]+)", text):
             assert (DOCS / target).exists(), f"{page.name}: {target}"
 

@@ -1,4 +1,4 @@
-"""The small doors: lists, estimates and completion, as a user opens them."""
+"""Small commands: lists, estimates and completion, as a user runs them."""
 
 import json
 import shutil

@@ -1,4 +1,4 @@
-"""The table of experiments is complete: each script stands in it once, and each result that it names exists."""
+"""The table of experiments is complete: it has each script once, and each result that it names exists."""
 
 import re
 from pathlib import Path

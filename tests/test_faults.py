@@ -1,4 +1,4 @@
-"""Commands that are ended in the middle, and places where something is missing: a slice of what `make bench` counts."""
+"""Commands that are killed, and incomplete environments: a slice of what `make bench` counts."""
 
 import contextlib
 import io
@@ -41,7 +41,7 @@ def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def wholly(command: Command, prepared: Path, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Whole:
-    """What a command makes when nothing ends it: here in this process."""
+    """Run a command in this process without a kill, and return its outputs."""
     for path in prepared.iterdir():
         shutil.copy(path, folder / path.name)
     monkeypatch.chdir(folder)
@@ -90,7 +90,7 @@ HARSH += environments.WORKS["few open files"].partition("; ")[2]
 def test_without_a_home_a_locale_and_processes_the_plan_is_the_same(
     prepared: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    """All at once, as each alone in `make bench`."""
+    """Combine the environments that `make bench` tests one at a time."""
     command = PLANNING[0]
     assert environments.PLAN.replace(" --quiet", "") == command.line
     wanted = wholly(command, prepared, tmp_path, monkeypatch)

@@ -20,18 +20,18 @@ ROOMS = (cost, planning, program, solver, execution, report, exports, serving, v
 
 @functools.cache
 def banned() -> dict[str, tuple[str, tuple[str, ...]]]:
-    """Banned word -> the word to use, and where it is banned (everywhere if nothing is said)."""
-    found = {}
+    """Return for each banned word the better word and the rooms where it is banned (empty: everywhere)."""
+    words = {}
     for line in GLOSSARY.read_text().splitlines():
         cells = [cell.strip() for cell in line.split("|")[1:-1]]
         if len(cells) == 3:
             for word, where in re.findall(r"`(\w+)`(?: \(([^)]*)\))?", cells[2]):
-                found[word] = (cells[0], tuple(part.strip() for part in where.split(",")) if where else ())
-    return found
+                words[word] = (cells[0], tuple(part.strip() for part in where.split(",")) if where else ())
+    return words
 
 
 def names(tree: ast.AST) -> Iterator[tuple[int, str]]:
-    """Line and name of every function, class, parameter, variable and attribute that a module defines."""
+    """Yield line and name of every function, class, parameter, variable and attribute that a module defines."""
     for node in ast.walk(tree):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
             yield node.lineno, node.name
@@ -44,16 +44,16 @@ def names(tree: ast.AST) -> Iterator[tuple[int, str]]:
 
 
 def uses(path: str, text: str) -> list[str]:
-    """A sentence for each name in a module that a banned word is, or is a part of."""
-    found = []
+    """Return a sentence for each name in a module that is a banned word or contains one."""
+    sentences = []
     own = [(1, pathlib.PurePath(path).stem), *names(ast.parse(text))]
     for line, name in own:
         parts = {part.lower() for part in re.findall(r"[A-Z]?[a-z0-9]+|[A-Z]+", name)}
         for word, (better, where) in banned().items():
             hit = word in name.lower() if "_" in word else word in parts
             if hit and (not where or any(f"autoshard/{room}/" in path for room in where)):
-                found.append(f"{path}:{line}: {name} says {word!r}; the word is {better!r}")
-    return found
+                sentences.append(f"{path}:{line}: {name} says {word!r}; the word is {better!r}")
+    return sentences
 
 
 def test_the_glossary_bans_words():
@@ -65,7 +65,7 @@ def test_the_glossary_bans_words():
 def test_planted_names_are_found():
     planted = "class Passage:\n    num_dimensions = 1\n\ndef refinement_of(mem): ...\n"
     assert len(uses("autoshard/planning/price/_x.py", planted)) == 4
-    assert len(uses("autoshard/exec/learn/_x.py", planted)) == 3  # refining is what that shelf does
+    assert len(uses("autoshard/exec/learn/_x.py", planted)) == 3  # refining is that shelf's purpose
     assert uses("autoshard/planning/_dimension.py", "") and not uses(
         "autoshard/planning/_x.py", "memory = remember = 1\n"
     )
@@ -81,15 +81,15 @@ def test_no_name_is_a_banned_word():
 
 
 def public_classes() -> list[type]:
-    """Dataclasses that users get in their hands: of the package and of the rooms' public names."""
-    found = {
+    """List the dataclasses that users receive: of the package and of the rooms' public names."""
+    classes = {
         value
         for module in (autoshard, *ROOMS)
         for name in (getattr(module, "__all__", None) or dir(module))
         if not name.startswith("_") and isinstance(value := getattr(module, name), type)
         if dataclasses.is_dataclass(value) and value.__module__.startswith("autoshard")
     }
-    return sorted(found, key=lambda each: each.__qualname__)
+    return sorted(classes, key=lambda each: each.__qualname__)
 
 
 def written(cls: type) -> ast.ClassDef:
@@ -99,13 +99,13 @@ def written(cls: type) -> ast.ClassDef:
 
 
 def field_docs(tree: ast.ClassDef) -> dict[str, str]:
-    """The strings that stand below the fields of a class."""
-    found = {}
+    """Return the strings below the fields of a class."""
+    docs = {}
     for field, text in zip(tree.body, tree.body[1:], strict=False):
         if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name) and isinstance(text, ast.Expr):
             if isinstance(text.value, ast.Constant) and isinstance(text.value.value, str):
-                found[field.target.id] = inspect.cleandoc(text.value.value)
-    return found
+                docs[field.target.id] = inspect.cleandoc(text.value.value)
+    return docs
 
 
 def test_what_stands_below_a_field_is_a_sentence():
@@ -121,11 +121,11 @@ def test_what_stands_below_a_field_is_a_sentence():
 
 
 HALVES = ("Of ", "With ", "Without ", "Until ", "Both.", "Those ", "The same", "It was ", "By ")
-"""How halves of sentences begin, which say something only to those who know what the field is."""
+"""Beginnings of half sentences, which make sense only to readers who know the field."""
 
 
 def all_field_docs() -> Iterator[tuple[str, str]]:
-    """Place and text of the string below every field of the package, of classes that are nobody else's too."""
+    """Return place and text of the string below every field of the package, also of private classes."""
     for file in sorted((ROOT / "autoshard").rglob("*.py")):
         for cls in ast.walk(ast.parse(file.read_text())):
             if isinstance(cls, ast.ClassDef):
@@ -134,7 +134,7 @@ def all_field_docs() -> Iterator[tuple[str, str]]:
 
 
 def half(text: str) -> bool:
-    """Whether a field's string leaves out what it speaks of. A bare shape or unit (`[times]`) says enough."""
+    """Return True if a field's string lacks its subject. A bare shape or unit (`[times]`) is enough."""
     words = len(text.split())
     return text.startswith(HALVES) or (words < 3 and text[0] not in "[(`")
 
@@ -148,8 +148,8 @@ def test_nothing_below_a_field_is_half_a_sentence():
 
 
 def public_functions() -> list[tuple[str, ast.FunctionDef]]:
-    """Functions of the package and the rooms that users may call, and methods of its classes, as they are written."""
-    found: dict[str, ast.FunctionDef] = {}
+    """List the public functions of the package and the rooms, and methods of their classes, as syntax trees."""
+    functions: dict[str, ast.FunctionDef] = {}
     for module in (autoshard, *ROOMS):
         for name in dir(module):
             value = inspect.unwrap(getattr(module, name))
@@ -160,26 +160,26 @@ def public_functions() -> list[tuple[str, ast.FunctionDef]]:
             written = [tree] if isinstance(tree, ast.FunctionDef) else getattr(tree, "body", [])
             for each in written:
                 if isinstance(each, ast.FunctionDef) and (each is tree or not each.name.startswith("_")):
-                    found[f"{value.__module__}.{name}" + f".{each.name}" * (each is not tree)] = each
-    return sorted(found.items())
+                    functions[f"{value.__module__}.{name}" + f".{each.name}" * (each is not tree)] = each
+    return sorted(functions.items())
 
 
 RAISED = ("UserError", "InfeasibleError", "TypeError", "ValueError", "KeyError", "IndexError")
 
 
 def raised(tree: ast.FunctionDef) -> set[str]:
-    """Names of the errors that a function raises itself."""
-    found = set()
+    """Return the names of the errors that a function raises itself."""
+    errors = set()
     for node in ast.walk(tree):
         error = node.exc.func if isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call) else None
         error = node.exc if isinstance(node, ast.Raise) and error is None else error
         if isinstance(error, ast.Name):
-            found.add(error.id)
-    return found & set(RAISED)
+            errors.add(error.id)
+    return errors & set(RAISED)
 
 
 def silent(name: str, tree: ast.FunctionDef) -> list[str]:
-    """A sentence for each error that a function raises and its docstring does not name."""
+    """Return a sentence for each error that a function raises and its docstring does not name."""
     return [f"{name} raises {error}" for error in sorted(raised(tree)) if error not in (ast.get_docstring(tree) or "")]
 
 

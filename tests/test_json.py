@@ -1,4 +1,4 @@
-"""What `--json` prints has the keys that the docs say, for every command."""
+"""Output of `--json`: it has the keys that the docs list, for every command."""
 
 import dataclasses
 import json
@@ -32,7 +32,7 @@ MESH = "--topology cpu:8 --mesh data=4,model=2"
 
 
 ROWS = ("estimate", "list")
-"""Commands of which the docs have the keys of their rows too."""
+"""Commands for which the docs list the keys of their rows too."""
 
 
 def documented(command: str) -> set[str]:
@@ -56,7 +56,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def printed(folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[[str], Any]:
-    """The object that a command prints on stdout."""
+    """Function that returns the object that a command prints on stdout."""
     monkeypatch.chdir(folder)
 
     def run(line: str) -> Any:

@@ -1,4 +1,4 @@
-"""Kernels are cached where there is a place for it, and compiled all the same where there is none."""
+"""Kernels are cached if a cache directory is writable, and compiled otherwise as well."""
 
 import os
 import pickle
@@ -66,7 +66,7 @@ print(double(4))
 
 
 def test_what_an_older_version_has_kept_is_compiled_anew(tmp_path: Path) -> None:
-    """An index that holds a type which has another name by now."""
+    """Load a cache index of an older version, which contains a type that has been renamed."""
     script = tmp_path / "script.py"
     script.write_text(KEPT)
 

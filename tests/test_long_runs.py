@@ -1,4 +1,4 @@
-"""What a process holds does not grow with its plans; `make bench` makes 300, and 2,000 steps under the hook."""
+"""Resources of a process do not grow with its plans; `make bench` makes 300, and 2,000 steps under the hook."""
 
 import json
 import os
@@ -25,7 +25,7 @@ def held(kind: str, count: int, folder: Path) -> list[dict[str, int]]:
 def test_nothing_is_left_of_what_is_done(kind: str, count: int, tmp_path: Path):
     samples = held(kind, count, tmp_path)
     assert [sample["number"] for sample in samples] == list(range(count // 12, count + 1, count // 12))
-    # What is made once, such as threads of libraries, is there when every topology has had its turn.
+    # One-time resources, such as threads of libraries, exist once every topology has been planned.
     for what in ("descriptors", "threads", "files", "children"):
         assert len({sample[what] for sample in samples[6:]}) == 1, what
     assert samples[-1]["files"] == 1, "the plan that was saved, or what torch_xla keeps while it runs"

@@ -1,4 +1,4 @@
-"""The mutation run of `experiments/correctness/mutants.py`, on a package of one file with tests that see half of it."""
+"""The mutation run of `experiments/correctness/mutants.py`, on a package of one file whose tests cover half of it."""
 
 import ast
 import shutil

@@ -1,4 +1,4 @@
-"""`--on`: the command's candidates on a Ray cluster, as without, also when a node or the command itself is killed."""
+"""`--on`: a Ray cluster gives the command's results, also if a node or the command itself is killed."""
 
 import json
 import os
@@ -23,13 +23,13 @@ ROWS = 4
 
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
-    """The files of the sweep without a cluster."""
+    """Return the files of the sweep without a cluster."""
     folder = tmp_path_factory.mktemp("alone")
     done = run(*SWEEP, "--out", str(folder))
     assert done.returncode == 0, done.stderr
-    found = files(folder)
-    assert len(found) == ROWS + 1
-    return found
+    contents = files(folder)
+    assert len(contents) == ROWS + 1
+    return contents
 
 
 @pytest.fixture
@@ -56,8 +56,8 @@ def start(folder: Path, on: str) -> "subprocess.Popen[str]":
 
 
 def started(folder: Path) -> set[int]:
-    """Processes that Ray runs for a session in this folder."""
-    found = set()
+    """Return the processes that Ray runs for a session in this folder."""
+    processes = set()
     for each in Path("/proc").iterdir():
         if each.name.isdigit():
             try:
@@ -65,8 +65,8 @@ def started(folder: Path) -> set[int]:
             except OSError:
                 continue
             if f"{folder}".encode() in words and int(each.name) != os.getpid():
-                found.add(int(each.name))
-    return found
+                processes.add(int(each.name))
+    return processes
 
 
 def test_a_node_that_is_killed_changes_no_file(cluster: LocalCluster, alone: dict[str, bytes], tmp_path: Path) -> None:

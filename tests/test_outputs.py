@@ -1,4 +1,4 @@
-"""Where the answer goes: closed, full and lost outputs get one sentence, and no file stands in for them."""
+"""Closed, full and lost outputs: the command prints one sentence, and writes no file instead."""
 
 import os
 import subprocess
@@ -18,7 +18,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def shell(line: str, folder: Path) -> tuple[int, str]:
-    """Code and stderr of a line of a shell, in which `autoshard` is the command."""
+    """Run a line of a shell in which `autoshard` is the command. Return its exit code and stderr."""
     code = "from autoshard.cli import main; raise SystemExit(main())"
     whole = f"{sys.executable} -c '{code}' {line}"
     root = str(Path(cli.__file__).parents[2])
@@ -45,7 +45,7 @@ def test_a_closed_or_full_output_gets_one_sentence(line: str, code: int, said: s
 
 @pytest.fixture
 def sources(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Files that commands read, each under a symbolic and a hard link as well."""
+    """Files that commands read, each with a symbolic and a hard link."""
     (folder / "sweep").mkdir()
     for name in ("step.py", "chips.json", "config.json", "plan.2.json", "step.mlir", "sweep/sweep.json"):
         (folder / name).write_text('{"v5e": 1}')
@@ -128,7 +128,7 @@ def test_a_plan_is_not_written_over_a_module_that_the_program_imports(
     assert "beside_step.py, which `autoshard plan` reads" in capsys.readouterr().err
     assert (sources / "beside_step.py").read_text() == "SIZE = 8\n"
     assert cli.main([*line, "--out", "step.json"]) == 0
-    # The program of a plan is read again by exports, without being named.
+    # Exports read the program of a plan again without being given its name.
     assert cli.main(["export", "step.json", "--to", "jax-export", "-o", "step.py"]) == 2
     assert "--out step.py would write over step.py, which `autoshard export` reads" in capsys.readouterr().err
     assert cli.main(["report", "step.json", "-o", "step.json", "--force"]) == 0

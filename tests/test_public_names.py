@@ -1,4 +1,4 @@
-"""The names of the first hour at the top of the package, from a file of the user's to a measured plan."""
+"""The names of the first hour at the top of the package: from a user's file to a measured plan."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""The rooms import upwards only; start-up stays light; every third party is declared."""
+"""The rooms import upwards only, start-up loads few modules, and every third-party package is declared."""
 
 import ast
 import importlib.metadata
@@ -21,10 +21,10 @@ ROOMS = (
     *("mlir", "program", "graph", "cost", "solver", "planning", "exec", "report", "exports"),
     *("serving", "degrees", "validation", "cli"),
 )
-"""Top to bottom: a room may import those before it."""
+"""Rooms from top to bottom: a room may import those before it."""
 
 RIM = ("serving", "degrees", "validation")
-"""Rooms beside the product: only the command and one another import them."""
+"""Rooms outside of the product: only the command and one another import them."""
 
 SHELVES = {
     "program": (
@@ -61,11 +61,12 @@ SHELVES = {
     "exec": (("devices", "hlo"), ("torch_xla_hook",), ("dtensor",), ("apply",), ("run",), ("ahead",), ("learn",)),
     "report": (("display", "figures", "schedule_picture"), ("terminal",), ("page",), ("drawing",)),
 }
-"""Room -> its shelves and what lies on top of them, in the order in which data flows: one may import those of the
-levels before its own, and of its own level none but itself."""
+"""Shelves of each room by level, in the order of the data flow. A shelf may import shelves of the levels before its
+own, and of its own level only itself.
+"""
 
 SHARED = ("base", "errors")
-"""Imported by every room; they import none."""
+"""Modules that every room imports; they import none."""
 
 DOORS = ("autoload", "torch_xla")
 """Modules that others load by name; no room imports them."""
@@ -74,11 +75,11 @@ MLIR_ROOM = "mlir"
 
 
 HOOK = "autoshard.base.providers"
-"""The one module that may name, in texts, what comes after it: a plan's methods reach it there when they are called."""
+"""The one module whose texts may name later modules: a plan's methods load them there when they are called."""
 
 
 def module_in(text: str) -> str | None:
-    """The module of a room that a text names, as registries and helper processes name what they load."""
+    """Return the module of a room that a text names, like the texts in registries and helper processes."""
     named = re.fullmatch(r"(autoshard(?:\.\w+)+)(?::\w+)?", text)
     if named is None or room_of(named[1]) not in ROOMS:
         return None
@@ -87,9 +88,9 @@ def module_in(text: str) -> str | None:
 
 
 def imports_of(source: str, module: str, is_package: bool) -> Iterator[tuple[int, str]]:
-    """Line and dotted name of everything that a module's source imports, wherever in it that stands.
+    """Yield line and dotted name of everything that a module's source imports, at any place.
 
-    `from a import b` gives `a.b`: whether `b` is a module or a name in one makes no difference to the rules.
+    `from a import b` gives `a.b`, both for a module `b` and for a name in `a`.
     """
     package = module.split(".") if is_package else module.split(".")[:-1]
     for node in ast.walk(ast.parse(source)):
@@ -115,19 +116,19 @@ def room_of(name: str) -> str | None:
 
 
 def shelf_of(name: str) -> tuple[str, str] | None:
-    """Room and shelf of a dotted name; None in a room without shelves."""
+    """Return room and shelf of a dotted name; None in a room without shelves."""
     parts = name.split(".")
     room = room_of(name)
     return (room, parts[2]) if room in SHELVES and len(parts) > 2 else None
 
 
 def level_of(room: str, shelf: str) -> int | None:
-    """Position of the level on which a shelf stands; None for what is no shelf, such as a name that the room offers."""
+    """Return the position of a shelf's level; None if the name is no shelf, such as a name that the room exports."""
     return next((number for number, level in enumerate(SHELVES[room]) if shelf in level), None)
 
 
 def wrong_shelf(module: str, name: str) -> str:
-    """Why a module may not import a name of its own room; empty if it may."""
+    """Return the reason why a module may not import a name of its own room; empty if it may."""
     own, other = shelf_of(module), shelf_of(name)
     if own is None or own[0] != room_of(name) or own == other:
         return ""
@@ -141,27 +142,27 @@ def wrong_shelf(module: str, name: str) -> str:
 
 
 def wrong_imports(source: str, module: str, is_package: bool = False) -> list[str]:
-    """One sentence for every import in `source` that the rules forbid."""
+    """Return a sentence for every import in `source` that the rules forbid."""
     room = room_of(module)
-    found = []
+    sentences = []
     for line, name in dict.fromkeys(imports_of(source, module, is_package)):
         where = f"{module}:{line} imports {name}"
         if name.split(".")[:2] == ["jaxlib", "mlir"] and room != MLIR_ROOM:
-            found.append(f"{where}, but only {MLIR_ROOM} may touch jaxlib's MLIR bindings")
+            sentences.append(f"{where}, but only {MLIR_ROOM} may touch jaxlib's MLIR bindings")
         if unordered := wrong_shelf(module, name):
-            found.append(f"{where}, but {unordered}")
+            sentences.append(f"{where}, but {unordered}")
         target = room_of(name)
         if target is None or target == room or target in SHARED or target == "__version__":
             continue
         if room in SHARED:
-            found.append(f"{where}, but {room} is shared by all rooms and imports none")
+            sentences.append(f"{where}, but {room} is shared by all rooms and imports none")
         elif room == "solver":
-            found.append(f"{where}, but solver imports no other room")
+            sentences.append(f"{where}, but solver imports no other room")
         elif target in RIM and room not in (*RIM, "cli"):
-            found.append(f"{where}, but {target} stands beside the product")
+            sentences.append(f"{where}, but {target} stands beside the product")
         elif room in ROOMS and (target not in ROOMS or ROOMS.index(target) > ROOMS.index(room)):
-            found.append(f"{where}, but {target} is not above {room}")
-    return found
+            sentences.append(f"{where}, but {target} is not above {room}")
+    return sentences
 
 
 def package_modules() -> Iterator[tuple[Path, str, bool]]:
@@ -183,14 +184,14 @@ def test_rooms_import_upwards_only():
 
 
 def imported_modules(module: str, source: str, is_package: bool, known: set[str]) -> set[str]:
-    """The modules of the package that a module imports; of a package's own names, that package."""
+    """Return the modules of the package that a module imports. Names that a package defines count as that package."""
     names = {name for _, name in imports_of(source, module, is_package)}
     return {name if name in known else name.rpartition(".")[0] for name in names} & known - {module}
 
 
 def test_no_modules_import_one_another():
     modules = list(package_modules())
-    known = {module for _, module, _ in modules} - {"autoshard"}  # the package's front loads rooms when asked
+    known = {module for _, module, _ in modules} - {"autoshard"}  # the package's `__init__` loads rooms on request
     graph = networkx.DiGraph(
         (module, other)
         for path, module, is_package in modules
@@ -304,14 +305,14 @@ def test_what_runs_and_reports_waits_for_the_frameworks_until_it_needs_them():
 
 
 def modules_loaded(code: str) -> int:
-    """How many modules Python holds after running `code`: a measure of start-up that a busy machine cannot change."""
+    """Count the loaded modules after running `code`: a measure of start-up that is independent of the load."""
     command = [sys.executable, "-c", f"{code}\nimport sys; print(len(sys.modules), file=sys.stderr)"]
     out = subprocess.run(command, capture_output=True, text=True, check=True, cwd=ROOT)
     return int(out.stderr.split()[-1])
 
 
 def test_start_up_loads_few_modules():
-    """The whole import stays near what argparse and json need by themselves."""
+    """Compare the import of the package with the modules that argparse and json load."""
     plain = modules_loaded("import argparse, contextlib, difflib, json, os, pathlib, dataclasses, importlib")
     assert modules_loaded("import autoshard") < plain + 30
     show_help = "from autoshard.cli import main\ntry:\n    main(['--help'])\nexcept SystemExit:\n    pass"
@@ -319,7 +320,7 @@ def test_start_up_loads_few_modules():
 
 
 INDIRECT = {"flatbuffers"}
-"""Imported for us by what we import, which does not require it itself."""
+"""Packages that we import without declaring them, since another dependency imports them for us."""
 
 
 def distribution(requirement: str) -> str:
@@ -339,14 +340,14 @@ def test_third_parties_are_declared_and_used():
             if top not in sys.stdlib_module_names and top != "autoshard":
                 for owner in owners.get(top, [top]):
                     used.setdefault(distribution(owner), f"{module}:{line}")
-    used.pop("jaxlib", None)  # comes with jax, of one version
+    used.pop("jaxlib", None)  # part of jax, at the same version
     undeclared = {name: where for name, where in used.items() if name not in required | optional}
     assert not undeclared
     assert not required - set(used) - INDIRECT, "declared, but imported nowhere"
 
 
 def test_a_class_name_means_one_thing():
-    """Also of classes that only their own module uses: a traceback and a search show the name alone."""
+    """Compare classes of all modules: a traceback or a search shows the name alone."""
     homes: dict[str, list[str]] = {}
     for path, module, _ in package_modules():
         for node in ast.walk(ast.parse(path.read_text())):
@@ -357,19 +358,19 @@ def test_a_class_name_means_one_thing():
 
 
 def long_signatures(source: str) -> list[str]:
-    """Functions that take more than 8 parameters, but for compiled ones, which can take no objects.
+    """Return the functions with more than 8 parameters, except for compiled ones, which cannot take objects.
 
-    The object of a method and `**options`, a record that is handed on, do not count.
+    `self`, `cls` and `**options` do not count.
     """
-    found = []
+    signatures = []
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             given = node.args
             names = [each.arg for each in (*given.posonlyargs, *given.args, *given.kwonlyargs)]
             compiled = any("njit" in ast.unparse(decorator) for decorator in node.decorator_list)
             if len(names) - (names[:1] in (["self"], ["cls"])) > 8 and not compiled:
-                found.append(f"{node.name} takes {len(names)}")
-    return found
+                signatures.append(f"{node.name} takes {len(names)}")
+    return signatures
 
 
 def test_a_long_signature_is_found():
@@ -442,14 +443,14 @@ def code_lines(text: str) -> int:
 
 
 def test_a_base_name_stands_once():
-    """A line of a traceback then says where it is."""
+    """Check the base names: the file in a traceback's line is then unique."""
     names = Counter(path.stem for path, _, is_package in package_modules() if not is_package)
     assert not {name for name, number in names.items() if number > 1}
     assert not [name for name in names if name.startswith("_") and name != "__main__"]
 
 
 def test_no_module_hides_a_name_that_its_folder_offers():
-    """Importing a submodule binds it as an attribute of its folder."""
+    """Compare names: importing a submodule binds it as an attribute of its folder."""
     for path, module, is_package in package_modules():
         if is_package:
             tree = ast.walk(ast.parse(path.read_text()))

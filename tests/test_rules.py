@@ -1,4 +1,4 @@
-"""The notation of sharding rules, and how they fit shapes."""
+"""The notation of sharding rules, and their fit to shapes."""
 
 import re
 from typing import Any

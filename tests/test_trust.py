@@ -1,4 +1,4 @@
-"""What a command executes is said, and nothing else is executed."""
+"""Code that a command executes: the user is informed of it, and nothing else is executed."""
 
 import ast
 import dataclasses
@@ -42,7 +42,7 @@ ESCAPES = ("w\x1b]0;owned\x07\x1b[2K\x1b[1A", "\u202egnp.exe", "a\r\nb\x85c", "[
 def test_names_in_a_plan_never_steer_the_terminal(
     line: str, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
-    """Those of axes, baselines and all else that a plan holds; and of the program that is said to be run."""
+    """Rename axes, baselines and all other names of a plan, and the program whose execution is announced."""
     monkeypatch.chdir(tmp_path)
     source = {"program": f"{name}.py", "entry": "program", "options": {}}
     PLAN.save("other.json")
@@ -97,9 +97,9 @@ MAY = {
         *("base/worker_process.py", "solver/job_process.py"),  # through the pipes of processes that we started
         *("base/ray_driver.py", "base/ray_node.py", "base/ray_pool.py"),  # and of a Ray cluster that the user names
     },
-    "exec_module": {"program/load.py", "autoload.py"},  # the user's program; torch_xla, whose import is watched
+    "exec_module": {"program/load.py", "autoload.py"},  # the user's program; and torch_xla, whose import is watched
     "subprocess": {"base/processes.py", "base/worker_process.py", "base/ray_pool.py", "exec/ahead/ahead_process.py"},
-    "socket": {"base/ray_driver.py"},  # whether the cluster that the user names answers
+    "socket": {"base/ray_driver.py"},  # to check that the user's cluster answers
 }
 NEVER = {
     "eval",

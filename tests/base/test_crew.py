@@ -1,4 +1,4 @@
-"""Helpers take part in the work, and nothing depends on them."""
+"""Helper processes that share the work; no result depends on them."""
 
 import os
 import signal
@@ -20,7 +20,7 @@ PATIENCE_S = 60.0
 
 
 class Box:
-    """Something to share; `opened` is kept by each process for itself."""
+    """A value to share; each process has its own `opened`."""
 
     def __init__(self, content: int) -> None:
         self.content = content
@@ -47,7 +47,7 @@ def nap(seconds: float) -> int:
 
 
 def wait_for_helpers(crew: Crew) -> None:
-    """Until one has done something: it has been started by then."""
+    """Wait until a helper has finished a job, which shows that it has started."""
     until = time.monotonic() + PATIENCE_S
     while not crew.jobs_helped:
         assert time.monotonic() < until, "no helper ever took a job"
@@ -63,7 +63,7 @@ def test_helpers_take_part_and_answers_come_in_order() -> None:
 
 
 def test_nothing_is_left_of_a_crew_that_has_ended() -> None:
-    """A thread that is still there when Python ends may abort the process."""
+    """Join all threads: a thread that is alive when Python exits may abort the process."""
     before = threading.active_count()
     with Crew(2) as crew:
         wait_for_helpers(crew)
@@ -90,7 +90,7 @@ def test_alone_everything_is_done_here() -> None:
 def test_what_is_shared_stands_for_itself_on_both_sides() -> None:
     with Crew(1) as crew:
         wait_for_helpers(crew)
-        for content in (5, 50):  # the second takes the place of the first
+        for content in (5, 50):  # the second replaces the first
             box = Box(content)
             crew.share("box", box)
             answers = crew.map(slow_add, range(6), lambda number, box=box: (box, number))
@@ -130,7 +130,7 @@ def test_what_cannot_be_pickled_leaves_this_process_alone() -> None:
 
 
 class Naps:
-    """Some naps, as work."""
+    """Naps of given lengths, as work."""
 
     def __init__(self, count: int) -> None:
         self.count, self.begun, self.done = count, 0, 0
@@ -170,7 +170,7 @@ def test_what_a_lost_helper_had_is_done_here(what: str, why: str) -> None:
 
 
 class Race:
-    """A long job in one seat that is outdated as soon as the other is done with its own."""
+    """A long job in one seat that is outdated as soon as the other seat has finished its own job."""
 
     def __init__(self, long_seat: int) -> None:
         self.long_seat, self.begun, self.finished, self.lost = long_seat, set[int](), False, False
@@ -264,7 +264,7 @@ SCRIPT = """
 
 
 def start_script(path: Path, *arguments: str) -> subprocess.Popen[str]:
-    """A script without a guard around what it does."""
+    """Start a script without a `__main__` guard."""
     root = Path(__file__).parents[2]
     path.write_text(textwrap.dedent(SCRIPT.format(tests=str(root))))
     command = [sys.executable, str(path), *arguments]
@@ -272,7 +272,7 @@ def start_script(path: Path, *arguments: str) -> subprocess.Popen[str]:
 
 
 def is_gone(pid: int) -> bool:
-    """Within a while."""
+    """Return True if a process ends within `PATIENCE_S`."""
     until = time.monotonic() + PATIENCE_S
     while time.monotonic() < until:
         try:

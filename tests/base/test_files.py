@@ -1,4 +1,4 @@
-"""Files are written whole or not at all; links, modes, owners, devices and pipes stay what they are."""
+"""Files are written whole or stay unchanged. Links, modes, owners, devices and pipes stay as they are."""
 
 import contextlib
 import os
@@ -66,12 +66,12 @@ def test_devices_and_pipes_are_written_to(tmp_path: Path):
     with pytest.raises(OSError, match="No space left"):
         write_whole("/dev/full", b"1")
     os.mkfifo(pipe := tmp_path / "pipe")
-    with pytest.raises(OSError, match="No such device"):  # nobody reads
+    with pytest.raises(OSError, match="No such device"):  # the pipe has no reader
         write_whole(pipe, b"1")
-    content, found = os.urandom(1 << 18), []  # more than a pipe holds
+    content, found = os.urandom(1 << 18), []  # more than a pipe buffers
     reader = threading.Thread(target=lambda: found.append(pipe.read_bytes()), daemon=True)
     reader.start()
-    for _ in range(1000):  # until somebody reads
+    for _ in range(1000):  # until the reader has opened the pipe
         with contextlib.suppress(OSError):
             write_whole(pipe, content)
             break
@@ -93,7 +93,7 @@ def test_an_open_file_is_written_to_by_its_descriptor(tmp_path: Path):
 def test_what_cannot_be_written_leaves_nothing(tmp_path: Path, name: str):
     (tmp_path / "file").write_bytes(b"")
     if len(name) == 255:
-        write_whole(tmp_path / name, b"1")  # the longest name there can be
+        write_whole(tmp_path / name, b"1")  # the longest possible name
         return
     with pytest.raises(OSError):
         write_whole(tmp_path / name, b"1")

@@ -1,4 +1,4 @@
-"""What is kept is whole, whoever else writes or drops at the same time."""
+"""Cache entries are whole although other processes write and drop entries at the same time."""
 
 import os
 import stat
@@ -47,7 +47,7 @@ def test_what_killed_processes_were_writing_goes_in_the_end(tmp_path: Path, monk
 
 @pytest.mark.parametrize("kind", ["link", "dangling link", "hard link", "pipe", "file of all"])
 def test_an_entry_takes_the_place_of_what_others_put_there(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """Nothing is written through it, and nothing of its mode or owner is taken over."""
+    """Replace the entry: no write follows a link, and no mode or owner is inherited."""
     monkeypatch.setenv("AUTOSHARD_CACHE_DIR", str(tmp_path / "cache"))
     (tmp_path / "cache").mkdir()
     (victim := tmp_path / "profile").write_bytes(b"mine")

@@ -1,4 +1,4 @@
-"""Calls in processes of their own: outcomes come back, and no process is left however the first one ends."""
+"""Calls in processes of their own: outcomes are returned, and no process outlives the first one."""
 
 import concurrent.futures
 import os
@@ -82,7 +82,7 @@ LEAVES = """
     ids=["a command", "terminated", "interrupted", "a script"],
 )
 def test_folders_that_libraries_leave_go_with_the_process(tmp_path: Path, command: bool, sent: signal.Signals | None):
-    """As torch makes one as it is imported, which it removes at exit: helpers and what a signal ends have no exit."""
+    """Delete the folders in any case: torch creates one at import, and removes it only in an ordinary exit."""
     root = str(Path(__file__).parents[2])
     (temporary := tmp_path / "tmp").mkdir()
     (script := tmp_path / "script.py").write_text(

@@ -1,4 +1,4 @@
-"""Processes of our own: they import this package, and nothing from where the user happens to stand."""
+"""Processes of our own: they import this package, and nothing from the user's working directory."""
 
 import contextlib
 import gc
@@ -21,7 +21,7 @@ TRAP = "import pathlib; pathlib.Path(__file__).with_name('executed').touch(); ra
 
 @pytest.fixture
 def trap(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A working directory with modules that are called like ours and Python's."""
+    """A working directory with modules that have the names of ours and of Python's."""
     for name in ("autoshard", "autoshard/base", "numpy"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "__init__.py").write_text(TRAP)
@@ -67,9 +67,7 @@ def _nap(seconds: float) -> int:
 
 
 def test_children_end_with_their_stdin_whatever_they_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    (tmp_path / "busy.py").write_text(
-        "import time\nprint('here', flush=True)\ntime.sleep(60)\n"
-    )  # while it is imported
+    (tmp_path / "busy.py").write_text("import time\nprint('here', flush=True)\ntime.sleep(60)\n")  # during the import
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     with subprocess.Popen(python_command("busy"), stdin=subprocess.PIPE, stdout=subprocess.PIPE) as child:
         assert child.stdin is not None and child.stdout is not None
@@ -119,7 +117,7 @@ def test_garbage_is_collected_seldom_for_a_while() -> None:
                 assert gc.get_threshold() == within
                 raise ZeroDivisionError
             assert gc.get_threshold() == given
-        gc.set_threshold(0, 10, 10)  # not at all
+        gc.set_threshold(0, 10, 10)  # never
         with collecting_seldom():
             assert gc.get_threshold()[0] == 0
     finally:

@@ -1,4 +1,4 @@
-"""Methods of a plan that save, explain, run and show it reach code that the record does not know."""
+"""Methods of a plan that save, explain, run and show it: they load code that the record does not import."""
 
 import importlib
 import subprocess
@@ -12,7 +12,7 @@ from autoshard.planning import Plan, explain_plan, save_plan
 
 @pytest.mark.parametrize("request_", sorted(HOMES))
 def test_a_request_loads_the_module_that_provides_it(request_: str):
-    """In a process that has loaded the record alone."""
+    """Load the module in a process that has imported the record alone."""
     code = (
         "import sys\n"
         "from autoshard.base.providers import HOMES, _providers, provider\n"

@@ -1,4 +1,4 @@
-"""A Ray cluster as an executor: outcomes, nodes that die, addresses that do not answer, and nothing that is left."""
+"""A Ray cluster as an executor: outcomes, nodes that die, addresses that do not answer, and no leftovers."""
 
 import concurrent.futures
 import importlib.util
@@ -39,7 +39,7 @@ def mistake() -> None:
 def test_a_node_that_is_killed_loses_nothing(
     cluster: LocalCluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One cluster for all that only needs one: it takes seconds to start."""
+    """Share one cluster among all checks that need only one: it needs seconds to start."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("AUTOSHARD_TESTED", "yes")
     monkeypatch.delenv(NAMES[0], raising=False)
@@ -57,7 +57,7 @@ def test_a_node_that_is_killed_loses_nothing(
         workers, killed = {}, ""
         for number, worker in as_ended(pool, nap, [0.5] * 8):
             workers[number] = worker
-            if not killed and len(set(workers.values())) == 2:  # both nodes are at work
+            if not killed and len(set(workers.values())) == 2:  # both nodes are working
                 killed = cluster.tell("kill")
         assert killed == "done" and sorted(workers) == list(range(8))
         far = autoshard.sweep("step.py", topologies=["cpu:2", "cpu:4"], path=tmp_path / "far", executor=pool)
@@ -83,13 +83,13 @@ def test_at_most_so_many_at_a_time_whatever_their_size(cluster: LocalCluster) ->
         began = time.monotonic()
         concurrent.futures.wait([pool.submit(nap, 0.5) for _ in range(4)])
         assert time.monotonic() - began >= 2.0
-        large = [bytes([number]) * (1 << 20) for number in range(8)]  # more than pipes hold, there and back
+        large = [bytes([number]) * (1 << 20) for number in range(8)]  # more than pipes buffer, in both directions
         assert [each.result(60) for each in [pool.submit(bytes.upper, data) for data in large]] == large
 
 
 def test_an_address_where_nothing_listens_is_named_at_once() -> None:
     with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))  # nobody else gets this port, and nobody listens
+        taken.bind(("127.0.0.1", 0))  # the port is reserved, and nothing listens on it
         address = f"127.0.0.1:{taken.getsockname()[1]}"
         pool = RayPool(address)
         with pytest.raises(UserError) as caught:

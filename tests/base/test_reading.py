@@ -1,4 +1,4 @@
-"""JSON is parsed in pieces to what one call makes of it, signals come through, and what takes too much is refused."""
+"""JSON is parsed in pieces so that signals are handled. Input that needs too much time or memory is refused."""
 
 import gzip
 import json
@@ -30,7 +30,7 @@ STYLES: list[dict[str, Any]] = [
 
 
 def draw(lots: random.Random, depth: int) -> Any:
-    """Return a value of JSON in which elements of one container differ, and texts look like JSON."""
+    """Return a JSON value whose containers have different elements, and whose texts look like JSON."""
     kind = lots.randrange(4 if depth else 2)
     if kind == 0:
         return lots.choice([0, -1, 1.5, 1e300, True, None, 10**18])
@@ -42,7 +42,7 @@ def draw(lots: random.Random, depth: int) -> Any:
 
 @pytest.fixture
 def small(monkeypatch: pytest.MonkeyPatch):
-    """Pieces of so few characters that small texts have many."""
+    """Pieces of so few characters that small texts have many of them."""
     monkeypatch.setattr(json_text, "PIECE", 64)
     monkeypatch.setattr(json_text, "_SHORT", 8)
 
@@ -91,7 +91,7 @@ def test_a_small_file_that_unpacks_to_millions_of_objects_is_refused_at_once(
 @pytest.mark.parametrize("sent", [signal.SIGTERM, signal.SIGINT])
 @pytest.mark.parametrize("command", ["solve", "report"])
 def test_signals_are_obeyed_while_json_is_parsed(sent: signal.Signals, command: str, tmp_path: Path):
-    """The file is within the limits of size, and takes many seconds to parse."""
+    """Interrupt the parse of a file that is within the size limit and needs many seconds."""
     (large := tmp_path / "large.json").write_text("[" + "[[]]," * (8 << 20) + "0]")
     script = """
         import signal, sys

@@ -1,4 +1,4 @@
-"""The versions that were tested: one list for the page of the docs and for the doctor."""
+"""The tested versions: one list for the docs' page and for the doctor."""
 
 import re
 import tomllib

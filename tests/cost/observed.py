@@ -1,4 +1,4 @@
-"""Bills and observations made by hand, for tests of the database and of the fit."""
+"""Bills and observations written by hand, for tests of the database and of the fit."""
 
 from typing import Any
 
@@ -13,8 +13,13 @@ def bill(
     topology: str = "cpu:8",
     gathered: float = 0.0,
 ) -> Bill:
-    """A step of `matmul` cubic products of edge 256, `traffic` bytes, and `launches` sums of `reduced` bytes each, and
-    gathers of `gathered` bytes."""
+    """Build the bill of a step.
+
+    - `matmul`: number of cubic products of edge 256.
+    - `traffic`: bytes of memory traffic.
+    - `reduced`: bytes of each of `launches` all-reduces.
+    - `gathered`: bytes of each of `launches` all-gathers.
+    """
     mesh = make_mesh(Topology.parse(topology), {"data": Topology.parse(topology).num_devices})
     edge = 256.0
     charges = [
@@ -27,7 +32,7 @@ def bill(
 
 
 def observation(one: Bill, seconds: float, name: str = "", compiler: str = "made up", **more: Any) -> Observation:
-    """A step that was measured."""
+    """Build the observation of a measured step."""
     about = {"program": "p", "plan": name, "name": name}
     fields: dict[str, Any] = {"judge": "measure", "op": STEP, "seen": {"seconds": seconds}} | more
     return Observation(topology=one.topology, compiler=compiler, about=about, bill=one, **fields)

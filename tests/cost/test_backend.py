@@ -1,4 +1,4 @@
-"""Backends: what sets them apart is said in one place, and chips and topologies know theirs."""
+"""Backends: their differences are defined in one place, and chips and topologies have a backend."""
 
 import ast
 from pathlib import Path
@@ -12,8 +12,8 @@ HOME = PACKAGE / "cost" / "backend.py"
 
 
 def told_apart(source: str) -> list[int]:
-    """Lines that compare something with the name of a backend, where what is compared is called a backend."""
-    found = []
+    """Return the lines that compare an expression called a backend with a backend's name."""
+    lines = []
     for node in ast.walk(ast.parse(source)):
         if not isinstance(node, ast.Compare):
             continue
@@ -22,8 +22,8 @@ def told_apart(source: str) -> list[int]:
         if named and any(
             ast.unparse(each).endswith(("backend", 'data["backend"]', "data['backend']")) for each in sides
         ):
-            found.append(node.lineno)
-    return found
+            lines.append(node.lineno)
+    return lines
 
 
 def test_a_comparison_with_the_name_of_a_backend_is_found():

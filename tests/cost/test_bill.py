@@ -1,4 +1,4 @@
-"""Bills price a step as its plan does, whatever the figures."""
+"""Bills price a step as its plan does, for any calibration."""
 
 import dataclasses
 import json

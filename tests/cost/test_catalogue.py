@@ -1,4 +1,4 @@
-"""Patterns of topologies: what they stand for, and what they say where there is nothing."""
+"""Patterns of topologies: their matches, and the error if there is none."""
 
 import pytest
 
@@ -22,17 +22,17 @@ from autoshard.errors import UserError
     ],
 )
 def test_a_pattern_stands_for_the_shapes_that_exist(pattern: str, names: str):
-    found = find_topologies(pattern)
-    assert [each.name.partition(":")[2] for each in found] == names.split()
+    topologies = find_topologies(pattern)
+    assert [each.name.partition(":")[2] for each in topologies] == names.split()
 
 
 def test_all_that_is_found_can_be_parsed_and_grows():
     for chip in chip_names():
         if not load_chip(chip).traits.shares_machine:
-            found = find_topologies(f"{chip}:*")
-            assert [each.name for each in found] == [Topology.parse(each.name).name for each in found]
-            assert [each.num_chips for each in found] == sorted(each.num_chips for each in found)
-            assert {each.shape for each in found} == set(shapes_of(load_chip(chip)))
+            topologies = find_topologies(f"{chip}:*")
+            assert [each.name for each in topologies] == [Topology.parse(each.name).name for each in topologies]
+            assert [each.num_chips for each in topologies] == sorted(each.num_chips for each in topologies)
+            assert {each.shape for each in topologies} == set(shapes_of(load_chip(chip)))
     for name, shape in slice_shapes(load_chip("v5p")).items():
         assert find_topologies(name)[0].shape == Topology.parse(name).shape == shape
 

@@ -109,7 +109,7 @@ def test_wrong_file(tmp_path: pathlib.Path, change: dict, drop: str, message: st
 
 @pytest.fixture
 def chips(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[pathlib.Path]:
-    """A folder of chip files with one of v5e in it, read in place of the shipped one."""
+    """A folder of chip files with one of v5e, read in place of the shipped one."""
     folder = tmp_path / "chips"
     folder.mkdir()
     _written(tmp_path, {}).rename(folder / "v5e.json")

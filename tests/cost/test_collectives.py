@@ -60,14 +60,14 @@ def test_time_grows_with_bytes(group: tuple, kind: Kind, sizes: list[float]) -> 
 @given(groups(), st.floats(1, 1e12))
 def test_all_reduce_is_a_reduce_scatter_and_an_all_gather(group: tuple, size: float) -> None:
     wire, axes = group
-    if wire.mesh.topology.backend == "cpu":  # one meeting of the threads, and half as much again to copy
+    if wire.mesh.topology.backend == "cpu":  # one barrier of the threads, and half of it again to copy
         copied = wire.time("all-gather", axes, size) - wire.time("all-gather", axes, 0.0)
         assert wire.time("all-reduce", axes, size) == pytest.approx(
             float(wire.time("all-gather", axes, 0.0) + 1.5 * copied), rel=1e-9
         )
         return
     parts = wire.time("reduce-scatter", axes, size) + wire.time("all-gather", axes, size)
-    if wire.measured:  # one launch, and a tree where arrays are small
+    if wire.measured:  # one launch, and a tree for small arrays
         assert 0.4 * parts <= wire.time("all-reduce", axes, size) <= 1.3 * parts
         return
     assert wire.time("all-reduce", axes, size) == pytest.approx(float(parts), rel=1e-12)
@@ -151,16 +151,16 @@ W5E, W5P, W6E = 4.5e10, 9e10, 10.08e10
         ("v5e:16x16", "16,16", "all-to-all", "data model", 1e9, 4e9 / (2 * W5E)),
         ("v5e:4x4", "4,4", "all-to-all", "model", 1e9, 1e9 / W5E),
         ("v5e:16x16", "16,16", "collective-permute", "model", 1e9, 1e9 / W5E),
-        # The major digit of a split ring: every link is shared by eight groups.
+        # The major digit of a split ring: eight groups share every link.
         ("v5e:16x16", "16,2,8", "all-gather", "model", 1e9, 1e9 / (2 * W5E / 8)),
         ("v5e:16x16", "16,2,8", "all-gather", "axis2", 1e9, 7 / 8 * 1e9 / W5E),
-        # Digits that together are a whole ring behave as one.
+        # Digits that together make a whole ring cost the same as one.
         ("v5e:16x16", "16,2,8", "all-gather", "model axis2", 1e9, 1e9 / (2 * W5E)),
         # Two slices: half of a ring-sized gather comes over the network, then the rings.
         ("v6e:16x16*2", "32,16", "all-gather", "data", 1e9, 1e9 / 16 / 2 / 1.25e10 + 1e9 / (2 * W6E)),
-        # Two devices a chip share its links; between themselves they have their own.
+        # Two devices of a chip share its links. Between them, they have a link of their own.
         ("tpu7x:4x4x4", "16,8", "all-gather", "model", 1e9, 0.5e9 / (2 * 9e10 / 2) + 0.5e9 / 5.4e11),
-        # A twisted torus: with the long axis, rings all over and every axis as busy as the others ...
+        # A twisted torus: with the long axis, there are only rings and every axis is equally busy ...
         ("v4:4x4x8_twisted", "128", "all-gather", "data", 1e9, 1e9 / (6 * W5E)),
         ("v4:4x4x8_twisted", "128", "all-to-all", "data", 1e9, 55 / 48 * 1e9 / (2 * W5E)),
         ("v4:4x8x8_twisted", "256", "all-to-all", "data", 1e9, 69 / 48 * 1e9 / (2 * W5E)),
@@ -169,11 +169,11 @@ W5E, W5P, W6E = 4.5e10, 9e10, 10.08e10
         ("v4:4x4x8_twisted", "4,4,8", "all-gather", "model", 1e9, 3 / 4 * 1e9 / W5E),
         ("v4:4x4x8_twisted", "4,4,8", "all-gather", "axis2", 1e9, 1e9 / (2 * W5E)),
         ("v4:4x8x8_twisted", "4,8,8", "all-gather", "data model", 1e9, 1e9 / (3 * W5E)),
-        # Islands: an eighth over each network card while the rest goes through NVLink.
+        # Islands: an eighth of the bytes uses each network card while the rest uses NVLink.
         ("h100:8*4", "32", "all-gather", "data", 1e9, 7 / 8 * 1e9 / 4.5e11),
         ("h100:8*32", "256", "all-reduce", "data", 1e9, 2 * 31 / 32 * 1e9 / 4e11),
         ("h100:8*2", "16", "all-gather", "data", 1e9, 7 / 8 * 1e9 / 4.5e11),
-        # The same devices along an axis of islands alone have one card each.
+        # The same devices along an axis of islands alone use one card each.
         ("h200:8*4", "4,8", "all-gather", "data", 1e9, 3 / 4 * 1e9 / 5e10),
         ("h100:8", "8", "all-gather", "data", 2.0 * 1024 * 16384, 65.2e-6),
         ("h100:8", "8", "all-to-all", "data", 1e9, 7 / 8 * 1e9 / 4.5e11),
@@ -201,7 +201,7 @@ def test_a_shift_by_one_place_ends_a_ring_next_door_and_a_line_at_its_other_end(
 
 
 def test_an_exchange_over_parts_of_one_ring_goes_over_one_part_after_the_other() -> None:
-    """Every device holds as much after the first as before it, and both cross the same links."""
+    """Sum the exchanges of both axes: each device stores as many bytes in between, and both use the same links."""
     wire = _wire("v5e:16x16", "16,2,4,2", ideal=True)
     both, *each = (float(wire.time("all-to-all", axes, 1e9)) for axes in (("model", "axis3"), ("model",), ("axis3",)))
     assert both == pytest.approx(sum(each), rel=1e-3)
@@ -210,7 +210,7 @@ def test_an_exchange_over_parts_of_one_ring_goes_over_one_part_after_the_other()
 @pytest.mark.parametrize(
     ("topology", "mesh", "axes", "kind"),
     [
-        # As libtpu 0.0.51 compiled gathers over all devices of a torus of three dims.
+        # Compiled by libtpu 0.0.51: gathers over all devices of a torus of three dims.
         ("v5p:2x4x4", "32", ("data",), "all-gather"),
         ("v5p:4x4x4", "64", ("data",), "all-reduce"),
         ("v5p:4x4x4", "32,2", ("data",), "all-gather"),
@@ -267,7 +267,8 @@ def test_links(topology: str, mesh: str, expected: tuple) -> None:
     [
         ("cpu:8", "4,2", ("data",), "all-reduce"),
         ("h100:8", "8", ("data",), "reduce-scatter"),
-        # As libtpu 0.0.51 compiled a weight gradient: all of a slice of several hosts falls back to all-reduce.
+        # Compiled by libtpu 0.0.51, a weight gradient: over a whole slice of several hosts, it falls back to
+        # all-reduce.
         ("v5e:2x4", "8", ("data",), "reduce-scatter"),
         ("v5p:2x2x2", "8", ("data",), "all-reduce"),
         ("v5e:4x4", "16", ("data",), "all-reduce"),
@@ -346,7 +347,7 @@ def test_many_groups_at_once_take_what_each_takes(kind: Kind) -> None:
 
 @pytest.mark.parametrize(("shape", "measured"), [("4x4x8", 1.63), ("4x8x8", 1.31)])
 def test_twisting_speeds_up_all_to_all_as_published(shape: str, measured: float) -> None:
-    """Jouppi et al., ISCA 2023, measured these; shortest paths allow a little more."""
+    """Compare with the speedups measured by Jouppi et al., ISCA 2023. Shortest paths allow a little more."""
     chips = math.prod(map(int, shape.split("x")))
     plain, twisted = (
         float(_wire(f"v4:{shape}{form}", str(chips), ideal=True).time("all-to-all", ("data",), 1e9))

@@ -21,7 +21,7 @@ def test_efficiency_is_a_share_and_symmetric(text: str, m: int, n: int, k: int) 
     compute = _compute(text)
     share = float(compute.matmul_efficiency(m, n, k))
     assert 0 < share <= compute.calibration.matmul_efficiency
-    if compute.rates is None:  # what was measured of GPUs is only nearly so
+    if compute.rates is None:  # measured rates of GPUs only approximate it
         assert share == pytest.approx(float(compute.matmul_efficiency(k, m, n)))
 
 
@@ -39,7 +39,7 @@ def test_padding() -> None:
     assert v5e.matmul_efficiency(8192, 64, 128) == pytest.approx(full / 2)
     assert v5e.matmul_efficiency(8, 8192, 8192) == pytest.approx(full / 16)
     assert v6e.matmul_efficiency(8192, 128, 256) == pytest.approx(v6e.calibration.matmul_efficiency / 2)
-    # The side that wastes least streams, in groups of 8 rows.
+    # The side that wastes least is streamed, in groups of 8 rows.
     assert v5e.matmul_efficiency(136, 128, 256) == pytest.approx(full)
     assert v5e.matmul_efficiency(100_001, 128, 128) == pytest.approx(full * 100_001 / 100_008)
 
@@ -77,7 +77,7 @@ def test_small_ops_pay_their_overhead() -> None:
     ("size", "published"), [(512, 105.08e12), (1024, 349.7e12), (16384, 950.1e12), (32768, 956.4e12)]
 )
 def test_matmuls_of_tpu7x(size: int, published: float) -> None:
-    """AI-Hypercomputer/tpu-recipes@c8cfe2f6 microbenchmarks/ironwood/README.md, one device."""
+    """Compare with AI-Hypercomputer/tpu-recipes@c8cfe2f6 microbenchmarks/ironwood/README.md, one device."""
     compute = _compute("tpu7x:1x1x1")
     assert 2.0 * size**3 / float(compute.dot_seconds(size, size, size)) == pytest.approx(published, rel=0.15)
 
@@ -134,7 +134,7 @@ def test_a_large_matmul_by_itself_is_near_its_matrix_time() -> None:
     v5p = _compute("v5p:2x2x1")
     busy = float(v5p.matmul_seconds(16384, 16384, 16384))
     assert busy < v5p.dot_seconds(16384, 16384, 16384) < 1.03 * busy
-    # A chip with 575 FLOPs for each byte of memory bandwidth waits for memory, whatever the size.
+    # A chip with 575 FLOPs for each byte of memory bandwidth waits for memory at any size.
     v6e = _compute("v6e:1x1")
     busy = float(v6e.matmul_seconds(16384, 16384, 16384))
     assert 1.2 * busy < v6e.dot_seconds(16384, 16384, 16384) < 2 * busy

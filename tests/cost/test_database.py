@@ -1,4 +1,4 @@
-"""The database: whole rows only, whoever writes and whoever dies; what is not ours is set aside."""
+"""The database: concurrent or killed writers leave whole rows only, and damaged or foreign files are moved away."""
 
 import dataclasses
 import os
@@ -59,7 +59,7 @@ def start_writer(folder: Path, name: str, count: int) -> subprocess.Popen[str]:
 
 
 def test_nothing_acknowledged_is_lost_when_writers_meet_and_die(tmp_path: Path):
-    """Some writers are killed at arbitrary moments; whatever any of them said it kept is there, whole."""
+    """Start writers and kill some at arbitrary moments. Each row that a writer acknowledged is stored whole."""
     lasting = [start_writer(tmp_path, f"lasting{k}", 30) for k in range(2)]
     killed = [start_writer(tmp_path, f"killed{k}", 100_000) for k in range(3)]
     said: set[str] = set()
@@ -68,7 +68,7 @@ def test_nothing_acknowledged_is_lost_when_writers_meet_and_die(tmp_path: Path):
             assert writer.stdout is not None
             said.update(writer.stdout.readline().strip() for _ in range(5 + 7 * number))
             writer.send_signal(signal.SIGKILL)
-            # What it had said before it died; a line that is cut off was not said.
+            # Lines that the writer printed before it was killed. A partial line is no acknowledgement.
             said.update(line.strip() for line in writer.stdout if line.endswith("\n"))
     for writer in lasting:
         out, _ = writer.communicate(timeout=120)
@@ -76,7 +76,7 @@ def test_nothing_acknowledged_is_lost_when_writers_meet_and_die(tmp_path: Path):
         said.update(out.split())
     found = {o.id for o in kept(Database(tmp_path))}
     assert len(said) >= 60 + 5 + 12 + 19 and said <= found
-    # Killed between keeping and saying so: at most one row for each.
+    # Killed between the commit and the acknowledgement: at most one row for each writer.
     assert len(found - said) <= len(killed)
     assert not list(tmp_path.glob("*.aside-*"))
 
@@ -93,14 +93,14 @@ def damage_foreign(path: Path) -> None:
 
 
 def damage_middle(path: Path) -> None:
-    """Pages that are no longer what they were, as after a bad disk."""
+    """Replace some pages of the file by noise, as a bad disk could."""
     content = bytearray(path.read_bytes())
     content[5000:9000] = os.urandom(4000)
     path.write_bytes(content)
 
 
 def damage_row(path: Path) -> None:
-    """A row that says something else than it was written with, which SQLite cannot notice."""
+    """Change a row's content, which SQLite cannot notice."""
     with sqlite3.connect(path) as connection:
         connection.execute("UPDATE observations SET content = replace(content, '0.1', '0.7')")
     connection.close()
@@ -142,11 +142,11 @@ def test_files_set_aside_are_never_overwritten(tmp_path: Path):
 
 
 def test_the_journal_of_a_killed_writer_is_rolled_back(tmp_path: Path):
-    """A transaction that was cut off after it had written to the file leaves the file as it was before."""
+    """Cut a transaction off after it has written to the file: the file is restored."""
     database = Database(tmp_path)
     database.add([ONE])
     connection = sqlite3.connect(database.path, isolation_level=None)
-    connection.execute("PRAGMA cache_size = 2")  # spills to the file before the end
+    connection.execute("PRAGMA cache_size = 2")  # the transaction is spilled to the file before its end
     connection.execute("BEGIN IMMEDIATE")
     for k in range(200):
         row = (f"{k}", "cpu:8", "made up", "measure", "step", "half" * 500, "")

@@ -77,6 +77,6 @@ def test_one_device_is_one_mesh() -> None:
 
 
 def test_sizes_are_only_numbers() -> None:
-    """A hundred thousand chips have hardly more candidates than a thousand."""
+    """Count the candidate meshes: a hundred thousand chips have hardly more than a thousand."""
     few, many = (len(candidate_meshes(Topology.parse(name))) for name in ("v6e:16x16*4", "v6e:16x16*512"))
     assert many < 4 * few

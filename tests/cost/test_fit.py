@@ -1,4 +1,4 @@
-"""The fit finds figures that made-up machines have, moves nothing that was not told, and does not care for order."""
+"""The fit recovers figures of synthetic machines, changes only figures with observations, and ignores their order."""
 
 import dataclasses
 import random
@@ -40,42 +40,42 @@ def seen_on(machine: Calibration, noise: float = 0.0) -> list[Observation]:
 
 def test_the_figures_of_a_machine_are_found():
     machine = dataclasses.replace(CPU, **TRUE)
-    found = fit(CPU, "cpu", seen_on(machine))
-    assert found.residual < 0.05 < found.residual_before and found.observations == len(STEPS)
-    for each in found.figures:
+    fitted = fit(CPU, "cpu", seen_on(machine))
+    assert fitted.residual < 0.05 < fitted.residual_before and fitted.observations == len(STEPS)
+    for each in fitted.figures:
         if each.figure in TRUE:
             assert each.value == pytest.approx(TRUE[each.figure], rel=0.3) and each.shipped == getattr(CPU, each.figure)
-    assert {each.figure for each in found.figures} >= set(TRUE)
+    assert {each.figure for each in fitted.figures} >= set(TRUE)
     new = bill(matmul=30, traffic=1e8, reduced=1e7, launches=5)
-    assert new.seconds(found.calibration) == pytest.approx(new.seconds(machine), rel=0.05)
+    assert new.seconds(fitted.calibration) == pytest.approx(new.seconds(machine), rel=0.05)
 
 
 def test_one_wild_observation_does_not_pull_far():
     machine = dataclasses.replace(CPU, **TRUE)
     wild = observation(STEPS[0], 30 * STEPS[0].seconds(machine), "wild")
-    found = fit(CPU, "cpu", [*seen_on(machine, noise=0.02), wild])
+    fitted = fit(CPU, "cpu", [*seen_on(machine, noise=0.02), wild])
     new = bill(matmul=30, traffic=1e8, reduced=1e7, launches=5)
-    assert new.seconds(found.calibration) == pytest.approx(new.seconds(machine), rel=0.15)
+    assert new.seconds(fitted.calibration) == pytest.approx(new.seconds(machine), rel=0.15)
 
 
 def test_only_what_was_told_moves():
     one = bill(traffic=4e8)
-    found = fit(CPU, "cpu", [observation(one, 3 * one.seconds(CPU))])
-    (moved,) = found.figures
+    fitted = fit(CPU, "cpu", [observation(one, 3 * one.seconds(CPU))])
+    (moved,) = fitted.figures
     assert moved.figure == "memory_efficiency" and CPU.memory_efficiency / 3 < moved.value < CPU.memory_efficiency
     unmoved = {name: value for name, value in CPU.values().items() if name != "memory_efficiency"}
-    assert unmoved.items() <= found.calibration.values().items()
+    assert unmoved.items() <= fitted.calibration.values().items()
 
 
 def test_what_is_fixed_does_not_move():
-    found = fit(CPU, "cpu", seen_on(dataclasses.replace(CPU, **TRUE)), fixed={"memory_efficiency"})
-    assert found.calibration.memory_efficiency == CPU.memory_efficiency
-    assert "memory_efficiency" not in {each.figure for each in found.figures}
+    fitted = fit(CPU, "cpu", seen_on(dataclasses.replace(CPU, **TRUE)), fixed={"memory_efficiency"})
+    assert fitted.calibration.memory_efficiency == CPU.memory_efficiency
+    assert "memory_efficiency" not in {each.figure for each in fitted.figures}
 
 
 def test_nothing_seen_changes_nothing():
-    found = fit(CPU, "cpu", [])
-    assert found.calibration == CPU and found.calibration.hash() == CPU.hash() and not found.figures
+    fitted = fit(CPU, "cpu", [])
+    assert fitted.calibration == CPU and fitted.calibration.hash() == CPU.hash() and not fitted.figures
 
 
 def test_order_does_not_matter():
@@ -95,10 +95,10 @@ def test_a_schedule_tells_overlap_and_nothing_else():
     shipped = load_calibration("v5e")
     one = bill(matmul=1e4, reduced=1e6, launches=4, topology="v5e:2x4")
     seen = [observation(one, 1.0, judge="compile", seen={"hidden_share": 0.8, "seconds": 1e-9})]
-    found = fit(shipped, "tpu", seen)
-    (moved,) = found.figures
+    fitted = fit(shipped, "tpu", seen)
+    (moved,) = fitted.figures
     assert moved.figure == "reduction_overlap" and 0.4 < moved.value <= 0.8
-    assert found.residual < found.residual_before == pytest.approx(0.8)
+    assert fitted.residual < fitted.residual_before == pytest.approx(0.8)
 
 
 def test_a_schedule_tells_gathers_from_sums():
@@ -114,7 +114,7 @@ def test_a_schedule_tells_gathers_from_sums():
 def test_a_class_that_hardly_sends_tells_nothing():
     assert hidden_shares({"gathers": (9.0, 3.0), "sums": (0.5, 0.0)}) == {"gathers": pytest.approx(2 / 3)}
     assert hidden_shares({"sums": (0.0, 0.0)}) == {}
-    # What queues behind others is waited for longer than it takes.
+    # Collectives that queue behind others are exposed for longer than they run.
     assert hidden_shares({"others": (1.0, 2.0)}) == {"others": 0.0}
 
 
@@ -125,10 +125,10 @@ def test_what_the_database_has_seen_is_learned(tmp_path, monkeypatch: pytest.Mon
     database = Database.of_user()
     seen = seen_on(dataclasses.replace(CPU, **TRUE))
     database.add([dataclasses.replace(one, compiler=compiler_version(topology)) for one in seen])
-    found = learned_fit(topology)
-    assert found.calibration.memory_efficiency == pytest.approx(0.45, rel=0.15) and found.observations == len(seen)
+    fitted = learned_fit(topology)
+    assert fitted.calibration.memory_efficiency == pytest.approx(0.45, rel=0.15) and fitted.observations == len(seen)
     assert learned_fit(Topology.parse("cpu:4")).calibration == CPU, "another topology"
-    assert said_calibration("cpu", said_of_fit(found)) == found.calibration
+    assert said_calibration("cpu", said_of_fit(fitted)) == fitted.calibration
     assert said_calibration("cpu", None) == CPU
 
 
@@ -142,6 +142,6 @@ def test_the_users_own_figures_win(tmp_path, monkeypatch: pytest.MonkeyPatch):
     mine = tmp_path / "mine.json"
     save_calibration(mine, "cpu", {"memory_efficiency": 0.7}, "mine", "2026-01-01")
     monkeypatch.setenv("AUTOSHARD_CALIBRATION", str(mine))
-    found = learned_fit(topology)
-    assert found.calibration.memory_efficiency == 0.7
-    assert found.calibration.matmul_efficiency != CPU.matmul_efficiency
+    fitted = learned_fit(topology)
+    assert fitted.calibration.memory_efficiency == 0.7
+    assert fitted.calibration.matmul_efficiency != CPU.matmul_efficiency

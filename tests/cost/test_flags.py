@@ -1,4 +1,4 @@
-"""Compiler flags, and what they change in a price."""
+"""Compiler flags, and their effect on prices."""
 
 import pathlib
 
@@ -39,10 +39,10 @@ def test_what_is_no_flag_is_refused(text: str) -> None:
 @pytest.mark.parametrize("chip", ["v5p", "v6e"])
 def test_fused_gathers_are_hidden_as_on_v5e(chip: str) -> None:
     base = load_calibration(chip)
-    found = with_flags(base, read_flags(f"--{FUSED_GATHERS}"))
-    assert base.gather_overlap < found.calibration.gather_overlap == load_calibration("v5e").gather_overlap
-    assert found.figures == {"gather_overlap": found.calibration.gather_overlap}
-    assert FUSED_GATHERS in found.priced[0] and found.notes == (
+    flagged = with_flags(base, read_flags(f"--{FUSED_GATHERS}"))
+    assert base.gather_overlap < flagged.calibration.gather_overlap == load_calibration("v5e").gather_overlap
+    assert flagged.figures == {"gather_overlap": flagged.calibration.gather_overlap}
+    assert FUSED_GATHERS in flagged.priced[0] and flagged.notes == (
         f"libtpu 0.0.51 refuses --{FUSED_GATHERS} on {chip}; it is priced as on v5e.",
     )
     asynchronous = "--xla_enable_async_all_gather=false"
@@ -60,9 +60,9 @@ def test_what_a_generation_does_by_itself_stays_until_it_is_taken_away() -> None
 
 def test_sparse_cores_hide_gathers_and_sums_where_there_are_some() -> None:
     for chip in ("v5p", "v6e"):
-        found = with_flags(load_calibration(chip), read_flags(SPARSE))
-        assert set(found.figures) == {"gather_overlap", "reduction_overlap"} and not found.notes
-        assert found.calibration.hash() != load_calibration(chip).hash()
+        flagged = with_flags(load_calibration(chip), read_flags(SPARSE))
+        assert set(flagged.figures) == {"gather_overlap", "reduction_overlap"} and not flagged.notes
+        assert flagged.calibration.hash() != load_calibration(chip).hash()
     (note,) = with_flags(load_calibration("v5e"), read_flags(SPARSE)).notes
     assert note.startswith("v5e has no SparseCores for collectives: ")
     assert with_flags(load_calibration("tpu7x"), read_flags(SPARSE)) == with_flags(load_calibration("tpu7x"), ())
@@ -87,9 +87,9 @@ def test_a_lower_clock_slows_the_core_and_no_memory_or_link() -> None:
 
 def test_flags_that_are_not_in_the_price_are_named() -> None:
     base = load_calibration("v5e")
-    found = with_flags(base, read_flags("--xla_tpu_scoped_vmem_limit_kib=65536 --xla_made_up=3"))
-    assert found.calibration == base and not found.priced
-    assert found.notes == ("not in the price, whatever it does: --xla_tpu_scoped_vmem_limit_kib, --xla_made_up.",)
+    flagged = with_flags(base, read_flags("--xla_tpu_scoped_vmem_limit_kib=65536 --xla_made_up=3"))
+    assert flagged.calibration == base and not flagged.priced
+    assert flagged.notes == ("not in the price, whatever it does: --xla_tpu_scoped_vmem_limit_kib, --xla_made_up.",)
     (note,) = with_flags(load_calibration("h100"), read_flags(SPARSE)).notes
     assert note == "XLA flags are not priced on h100: they are TPUs'."
     assert with_flags(base, ()).notes == ()
@@ -113,9 +113,9 @@ def test_ones_own_figures_stand(tmp_path: pathlib.Path, monkeypatch: pytest.Monk
     mine = tmp_path / "mine.json"
     save_calibration(mine, "v6e", {"gather_overlap": 0.3}, "my machine", "2026-01-02")
     monkeypatch.setenv("AUTOSHARD_CALIBRATION", str(mine))
-    found = with_flags(load_calibration("v6e"), read_flags(f"--{FUSED_GATHERS}"))
-    assert found.calibration.gather_overlap == 0.3 and not found.figures
-    assert found.notes[0].startswith("your calibration file gives gather_overlap")
+    flagged = with_flags(load_calibration("v6e"), read_flags(f"--{FUSED_GATHERS}"))
+    assert flagged.calibration.gather_overlap == 0.3 and not flagged.figures
+    assert flagged.notes[0].startswith("your calibration file gives gather_overlap")
 
 
 def test_sets_of_flags_have_names() -> None:
@@ -123,8 +123,8 @@ def test_sets_of_flags_have_names() -> None:
     assert flag_set("default", v5p) == flag_set("default", load_chip("h100")) == ()
     for name in ("async", "sparsecore"):
         base = load_calibration("v5p")
-        found = with_flags(base, flag_set(name, v5p))
-        assert found.calibration.gather_overlap > base.gather_overlap
+        flagged = with_flags(base, flag_set(name, v5p))
+        assert flagged.calibration.gather_overlap > base.gather_overlap
         assert read_flags(flag_set(name, v5p)) == flag_set(name, v5p)
     assert with_flags(load_calibration("v5p"), flag_set("sparsecore", v5p)).calibration.reduction_overlap > 0.9
     with pytest.raises(UserError, match="needs SparseCores for collectives, which v5e has not"):
@@ -142,7 +142,7 @@ def test_flags_come_from_who_says_them_first(monkeypatch: pytest.MonkeyPatch) ->
     assert chosen_flags(None, v5p) == (("--xla_b=2", "--xla_tpu_a=3"), "XLA_FLAGS and LIBTPU_INIT_ARGS")
     monkeypatch.setenv(
         "LIBTPU_INIT_ARGS", "TPU_MEGACORE=MEGACORE_DENSE --xla_b=2 --xla_tpu_a=3"
-    )  # as EasyDeL writes it
+    )  # the spelling of EasyDeL
     assert chosen_flags(None, v5p) == (("--xla_b=2", "--xla_tpu_a=3"), "XLA_FLAGS and LIBTPU_INIT_ARGS")
     assert chosen_flags("--xla_c=1", v5p) == (("--xla_c=1",), "")
     assert chosen_flags("default", v5p) == ((), "default")

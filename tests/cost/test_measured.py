@@ -1,4 +1,4 @@
-"""What was measured of GPUs: tables, what lies between their points, and networks between islands."""
+"""Measured rates of GPUs: tables, interpolation between their points, and networks between islands."""
 
 import dataclasses
 import itertools
@@ -65,7 +65,7 @@ def test_rates_between_measured_matmuls_are_geometric_means() -> None:
 
 
 def test_two_sources_agree_on_large_collectives_of_eight() -> None:
-    """383 GB/s of a gather, 254 of a sum and 363 of an exchange: NCCL sweeps of 512 MiB on 8 H100."""
+    """Compare the prices with NCCL sweeps of 512 MiB on 8 H100: gather 383 GB/s, sum 254, exchange 363."""
     prices = _prices("h100:8", x=8)
     size = 512 * 2.0**20
     for kind, rate in (("all-gather", 383e9), ("all-reduce", 254e9), ("all-to-all", 363e9)):
@@ -113,13 +113,13 @@ def test_matmuls_by_shape() -> None:
     assert compute.matmul_seconds(16, 4096, 4096) == pytest.approx(compute.matmul_seconds(64, 4096, 4096))
     assert compute.dot_seconds(1, 8, 8) == compute.calibration.op_overhead_s
     assert large <= compute.matmul_efficiency(8192, 8192, 8192) <= compute.calibration.matmul_efficiency
-    # An A100 is kept busy by smaller matmuls than an H100.
+    # An A100 reaches its peak rate with smaller matmuls than an H100.
     other = Compute(Topology.parse("a100:1"))
     assert other.matmul_efficiency(512, 512, 512) > compute.matmul_efficiency(512, 512, 512)
 
 
 def test_shapes_beyond_the_table_are_priced_by_their_tiles() -> None:
-    """The largest sizes are left out of the table, and priced from the others."""
+    """Leave the largest sizes out of the table, and price them from the others."""
     rates = matmul_rates(load_chip("h100"))
     assert rates is not None
     known = len(rates.sizes) - 1
@@ -133,7 +133,7 @@ def test_shapes_beyond_the_table_are_priced_by_their_tiles() -> None:
         m, n, k = (rates.sizes[at] for at in place[1:])
         priced = float(fewer.shares_of_best(m, n, k, rates.batches[place[0]])) * 2 ** fewer.logs.max()
         off.append(abs(priced / 2**log - 1.0))
-    # Rates that stay as they are at the table's edge are 29 % off in the median.
+    # Rates that stay constant beyond the table's edge are 29 % off in the median.
     assert len(off) == 247 and np.median(off) < 0.06 and np.quantile(off, 0.9) < 0.3
 
 

@@ -1,4 +1,4 @@
-"""Meshes: what they are made of, how devices are ordered, what wrong input gets."""
+"""Meshes: their axes, the order of devices, and errors for wrong input."""
 
 import itertools
 import math
@@ -74,7 +74,9 @@ def test_devices_along_an_axis_differ_only_in_its_own_segments(mesh: Mesh) -> No
 
 
 def _mean_hops(mesh: Mesh) -> list[float]:
-    """Mean distance of ring neighbours along each axis: hops on the torus, 0.2 inside a chip, 50 between slices."""
+    """Average the distance of ring neighbours along each axis: hops on a torus, 0.2 inside a chip, 50 between
+    slices.
+    """
     topology = mesh.topology
     shape = [*topology.shape, 1, 1][:3]
     wrap = [*topology.wrap, False, False][:3]
@@ -98,7 +100,7 @@ def _mean_hops(mesh: Mesh) -> list[float]:
 @pytest.mark.parametrize(
     ("topology", "sizes", "theirs"),
     [
-        # Mean hops of jax 0.10.2 mesh_utils, allow_split_physical_axes=True, on libtpu 0.0.51 descriptions.
+        # Mean hops of jax 0.10.2 mesh_utils with allow_split_physical_axes=True, on libtpu 0.0.51 descriptions.
         ("v5e:2x2", (2, 2), [2.0, 1.0]),
         ("v5e:2x4", (8,), [1.5]),
         ("v5e:2x4", (2, 4), [3.0, 1.5]),
@@ -166,7 +168,7 @@ def test_a_hybrid_mesh_is_made_of_two_shapes() -> None:
     mesh = hybrid_mesh(topology, {"data": 4, "model": 4}, {"data": 2, "model": 2})
     assert mesh == make_mesh(topology, {"data": 8, "model": 8}, network={"data": 2, "model": 2})
     assert mesh.describe() == "data=8 on slice(2 by 2) + x(4); model=8 on slice(2) + y(4)"
-    # Slices are major on each axis: the other half of an axis lies in another slice.
+    # Slices are major on each axis: the other half of an axis is in another slice.
     places = np.array(mesh.device_order).reshape(8, 8) // 16
     assert len(np.unique(places[:4, :4])) == 1 and len(np.unique(places)) == 4
     assert hybrid_mesh(topology, {"data": 16}, {"data": 4}) == make_mesh(topology, {"data": 64})

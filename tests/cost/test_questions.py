@@ -1,4 +1,4 @@
-"""Every worked question is answered by calls of the cost room, within its tolerance."""
+"""Worked questions: calls of the cost room answer every one within its tolerance."""
 
 import json
 import pathlib
@@ -16,7 +16,7 @@ FAR = {
     # The book divides its own rounded 19 ms and 0.91 s; the bandwidth behind its 19 ms would give 19.5 ms.
     "ai-12": 3.0,
 }
-"""Rows outside their tolerance, and by how many percent at most."""
+"""Rows outside of their tolerance, and the most percent by which each may be off."""
 
 
 @pytest.mark.parametrize("row", ROWS.values(), ids=ROWS.keys())
@@ -36,7 +36,7 @@ def test_enough_rows() -> None:
 
 
 def test_answers_come_from_the_setting(tmp_path: pathlib.Path) -> None:
-    """With other answers in the file, ours do not move; with other settings they do."""
+    """Change the answers in the file, and ours stay. Change the settings, and ours change."""
     source = pathlib.Path(validate_questions.__code__.co_filename).with_name("questions.json")
     document = json.loads(source.read_text())
     for row in document["rows"]:

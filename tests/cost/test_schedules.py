@@ -1,4 +1,4 @@
-"""Timetables of pipelines against the formulas of the papers, and against stages that act minute by minute."""
+"""Timetables of pipelines against the formulas of the papers, and against a simulation minute by minute."""
 
 import itertools
 import random
@@ -15,12 +15,12 @@ SHAPES = [(stages, count) for stages in (1, 2, 3, 4) for count in (1, 2, 3, 4, 8
 
 
 def schedules() -> list[Schedule]:
-    """All schedules of few stages and microbatches."""
-    found = [Schedule(name, *shape) for name in ("gpipe", "1f1b") for shape in SHAPES]
-    found += [Schedule("gpipe", *shape, together=True) for shape in SHAPES]
+    """List all schedules of few stages and microbatches."""
+    rows = [Schedule(name, *shape) for name in ("gpipe", "1f1b") for shape in SHAPES]
+    rows += [Schedule("gpipe", *shape, together=True) for shape in SHAPES]
     shapes = [(stages, count, rounds) for stages, count in SHAPES if count % stages == 0 for rounds in (2, 3)]
-    found += [Schedule("interleaved", *shape) for shape in shapes]
-    return found + [Schedule("circular", *shape, together=True) for shape in shapes]
+    rows += [Schedule("interleaved", *shape) for shape in shapes]
+    return rows + [Schedule("circular", *shape, together=True) for shape in shapes]
 
 
 @pytest.mark.parametrize(("forward", "backward"), [(1, 1), (1, 2), (2, 1)])
@@ -28,7 +28,7 @@ def test_equal_chunks_take_what_the_papers_say(forward: int, backward: int) -> N
     for schedule in schedules():
         made = timetable(schedule, forward, backward)
         stages, count, rounds = schedule.stages, schedule.microbatches, schedule.rounds
-        # The whole of it is M + S - 1 turns through a stage; with R chunks the bubble is an R-th of (S - 1) turns.
+        # In all, a stage has M + S - 1 turns. With R chunks, the bubble is (S - 1) / R turns.
         turn = rounds * (forward + backward)
         assert made.step_time_s == count * turn + (stages - 1) * turn / rounds, schedule
         assert made.bubble == pytest.approx(schedule.bubble), schedule
@@ -46,7 +46,7 @@ def test_interleaving_holds_what_its_warm_up_begins() -> None:
 
 
 def by_the_minute(made: Timetable, forward: Sequence[int], backward: Sequence[int], hand: Sequence[int]) -> list[str]:
-    """Stages that look every minute whether they can begin the next thing on their list, as a list of what is odd."""
+    """Simulate stages that check every minute if their next task can begin. Return deviations from the timetable."""
     schedule = made.schedule
     lists = [list(row) for row in made.rows]
     free, arrived, odd = [0] * schedule.stages, {}, []
@@ -104,7 +104,7 @@ def test_every_stage_does_everything_once() -> None:
 
 
 def greedy(stages: int, count: int, backward: int) -> int:
-    """The end of 1F1B as a rule: backward work first, and no more forward work than S - s microbatches held."""
+    """Return the end of 1F1B as a rule: backward tasks first, and at most S - s microbatches live in stage s."""
     forward_at, backward_at, free = {}, {}, [0] * stages
     held, begun, ended = [0] * stages, [0] * stages, [0] * stages
     for minute in itertools.count():

@@ -1,4 +1,4 @@
-"""Topologies: every slice name, every shape rule, numbering of devices, and what wrong text gets."""
+"""Topologies: every slice name, every shape rule, numbering of devices, and errors for wrong text."""
 
 import json
 import os

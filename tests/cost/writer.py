@@ -1,4 +1,4 @@
-"""A process that adds observations to a database one by one and says which are kept: `writer.py FOLDER NAME COUNT`."""
+"""A process that adds rows to a database one by one and prints each stored one: `writer.py FOLDER NAME COUNT`."""
 
 import sys
 from pathlib import Path

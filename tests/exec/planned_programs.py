@@ -1,4 +1,4 @@
-"""Small programs and plans written by hand, for the tests of this directory."""
+"""Small programs and plans written by hand for the tests of `exec`."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -13,7 +13,7 @@ from autoshard.program import Program, trace
 
 
 def spec(text: str) -> Spec:
-    """`"data,-,model+data"` -> a Spec; the empty text is the spec of a scalar."""
+    """Parse `"data,-,model+data"` as a Spec. The empty text is the spec of a scalar."""
     parts = [part.strip() for part in text.split(",")] if text else []
     return Spec(tuple(() if part == "-" else tuple(part.split("+")) for part in parts))
 
@@ -31,7 +31,7 @@ def handmade(
     topology: str = "cpu:8",
     device_order: tuple[int, ...] | None = None,
 ) -> Plan:
-    """A plan with these specs; what is not named is replicated, and updated state keeps its argument's spec."""
+    """Build a plan with these specs. Unnamed tensors are replicated, and updated state has its argument's spec."""
     specs = {
         a.name: spec(arguments[a.name]) if a.name in arguments else Spec.replicated(len(a.shape))
         for a in program.arguments
@@ -79,7 +79,7 @@ def inlined(program: Program) -> Any:
 
 
 def numbers(program: Program, kind: str) -> list[int]:
-    """Numbers of the ops of one kind (`dot_general`, ...)."""
+    """List the numbers of the ops of one kind (`dot_general`, ...)."""
     return [i for i, op in enumerate(mlir.number_ops(inlined(program))) if op.name.endswith("." + kind)]
 
 
@@ -101,7 +101,7 @@ def f32(*shape: int) -> jax.ShapeDtypeStruct:
 
 
 def mlp() -> Program:
-    """One SGD step of a two-layer MLP: params.up [32, 64], params.down [64, 32], x and y [16, 32]."""
+    """Trace one SGD step of a two-layer MLP: params.up [32, 64], params.down [64, 32], x and y [16, 32]."""
     params = {"down": f32(64, 32), "up": f32(32, 64)}
     return trace(sgd(mlp_loss), (params, f32(16, 32), f32(16, 32)), name="mlp", donate_argnums=(0,))
 
@@ -127,7 +127,7 @@ def decoder_loss(params: Any, tokens: Any) -> Any:
 
 
 def decoder() -> Program:
-    """One SGD step of a scanned, rematerialised decoder."""
+    """Trace one SGD step of a scanned, rematerialised decoder."""
     k = DIM // HEADS
     layers = {
         "qkv": f32(LAYERS, DIM, 3, HEADS, k),

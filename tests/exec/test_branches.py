@@ -1,4 +1,4 @@
-"""Conditionals on eight CPU devices: branches are split like everything else, and give the unplanned values."""
+"""Conditionals on eight CPU devices: branches are split like all ops, and return the unplanned values."""
 
 import dataclasses
 import functools
@@ -84,7 +84,7 @@ def test_branches_that_end_in_different_specs_compile_and_compute_the_same(sine:
 
 
 def test_what_a_branch_in_a_loop_needs_moves_in_every_trip_that_takes_the_branch() -> None:
-    """A matrix from outside, which holds rows and is gathered; half of the trips take the branch that multiplies."""
+    """Gather a matrix that is split by rows outside of the loop, in the half of the trips that multiply by it."""
 
     def fn(x: Any, w: Any, n: Any) -> Any:
         def body(i: Any, x: Any) -> Any:

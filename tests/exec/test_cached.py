@@ -1,4 +1,4 @@
-"""The kernel over a cache under a plan: each device reads its part of it, and the whole is what it was."""
+"""The kernel over a cache under a plan: each device reads its part, and the result equals the unplanned one."""
 
 import dataclasses
 import functools
@@ -21,7 +21,7 @@ from autoshard.program.kernels.decode_attention import cached_attention
 
 LAYERS, BATCH, HEADS, GROUP, LENGTH, DIM = 2, 2, 2, 2, 8192, 128
 B, K, P = 0, 1, 5
-"""Factors: batch, heads of keys, parts of the positions."""
+"""Factors: batch, key heads, parts of the positions."""
 
 
 def step(query: Any, keys: Any, values: Any, position: Any) -> Any:

@@ -1,4 +1,4 @@
-"""State that is saved under one plan and loaded under another, each process and device with its own part."""
+"""State that is saved under one plan and loaded under another. Each process and device reads its own part."""
 
 from pathlib import Path
 
@@ -97,7 +97,7 @@ def test_jax_state_moves_from_plan_to_plan(tmp_path: Path):
 
 
 def test_what_moving_state_takes_is_predicted_exactly(tmp_path: Path):
-    """Every element is its own number, so that what a device has to be sent can be counted on it."""
+    """Count the elements that each device receives: every element has a unique value."""
     from autoshard.exec import ensure_devices
 
     ensure_devices(8)

@@ -1,4 +1,4 @@
-"""The machinery behind predicted against measured order, and a slice of it.
+"""The code that compares predicted with measured order, and a slice of its table.
 
 `python experiments/fidelity/cpu_order.py` makes the whole table.
 """
@@ -27,7 +27,7 @@ def _plans(predicted: list[float], measured: list[float], spread: float = 0.0) -
         ([1, 2, 3, 4], [10, 20, 30, 40], 0, 1.0),
         ([1, 2, 3, 4], [40, 30, 20, 10], 0, -1.0),
         ([1, 2, 4, 3], [10, 20, 30, 40], 0, 4 / 6),
-        # 10 and 11 cannot be told apart; the other two pairs are in order.
+        # 10 and 11 count as equal; the other two pairs are in order.
         ([2, 1, 3], [10, 11, 30], 1, 1.0),
         # Equal predictions of different times agree with neither order.
         ([1, 1, 3], [10, 20, 30], 0, 2 / 3),

@@ -1,4 +1,4 @@
-"""Mixtures of experts on 8 devices in every form: values and gradients are those of a plain mixture."""
+"""Mixtures of experts on 8 devices in every form: values and gradients equal those of a plain mixture."""
 
 import functools
 from collections.abc import Callable
@@ -27,7 +27,7 @@ def routing(weights: Any, x: Any) -> tuple[Any, Any]:
 
 
 def plain(weights: Any, x: Any) -> Any:
-    """Every token by every expert, weighted."""
+    """Compute every token by every expert, weighted."""
     share, _ = routing(weights, x)
     gate, up = (jnp.einsum("bsd,eid->bsei", x, half) for half in jnp.split(weights["gate_up"], 2, axis=1))
     return jnp.einsum("bse,bsei,edi->bsd", share, jax.nn.silu(gate) * up, weights["down"])
@@ -92,7 +92,7 @@ def test_devices_send_the_rows_that_there_are() -> None:
     options = Options(topology="v5e:2x2", mesh="data=4", asked=read_asked(pins=SPLIT), refine_axes=False)
     exchanged = [c for c in make_plan(large, options).plan.prediction.collectives if c.kind == "all-to-all"]
     assert sum(c.count for c in exchanged) == 4, "there and back, and their gradients"
-    rows = BATCH // 4 * ACTIVE * 1024  # none is dropped, none is padded
+    rows = BATCH // 4 * ACTIVE * 1024  # no token is dropped or padded
     assert {c.wire_bytes / c.count for c in exchanged} == {3 / 4 * rows * 1024 * 4}
 
 
@@ -101,5 +101,5 @@ def test_tokens_reach_groups_of_experts_by_an_all_to_all() -> None:
     options = Options(topology="v5e:2x2", mesh="data=4", asked=read_asked(pins=SPLIT), refine_axes=False)
     exchanged = [c for c in make_plan(large, options).plan.prediction.collectives if c.kind == "all-to-all"]
     assert sum(c.count for c in exchanged) == 4, "there and back, and their gradients"
-    rows = BATCH // 4 * 1.25 * ACTIVE * 1024  # a device's tokens, padded; three quarters of them go elsewhere
+    rows = BATCH // 4 * 1.25 * ACTIVE * 1024  # a device's tokens, padded; three quarters of them are sent
     assert {c.wire_bytes / c.count for c in exchanged} == {3 / 4 * rows * 1024 * 4}

@@ -1,4 +1,4 @@
-"""A slice of the table of all families: planned equals unplanned, and the predicted bytes are those compiled.
+"""A slice of the table of all families: planned equals unplanned, and the predicted bytes equal the compiled ones.
 
 `python experiments/models/families.py` makes the whole table.
 """
@@ -25,11 +25,11 @@ from experiments.models import families
     ],
 )
 def test_a_family_runs_as_planned(name: str, mode: str, mesh: str):
-    # As the tests compile, rounding decides which of two values of seed 0 is the largest of a window that is pooled.
+    # With the tests' compiler flags, rounding decides which of two values of seed 0 is the largest of a pooled window.
     seed = 1 if name == "torch cnn" else 0
     row = families.row_of(family_programs.make(name, mode), family_programs.MESHES[mesh], seed)
     assert "error" not in row
-    # Convolutions of some processors round more: no more than the unplanned step does with its examples reordered.
+    # Some processors round convolutions more, at most as much as the unplanned step with its examples reordered.
     assert row["equal"] or families.is_rounding(row), (row["worst"], row["max_rel_diff"], row["rounding"])
     assert max(families.errors_of(row), default=0.0) <= families.OUTLIER, row["wire"]
 

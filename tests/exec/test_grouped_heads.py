@@ -1,4 +1,4 @@
-"""Grouped query heads in jax's splash attention: parts of heads, groups and queries add up to the whole."""
+"""Grouped query heads in jax's splash attention: parts of heads, groups and queries add up to the unsplit result."""
 
 import dataclasses
 import functools
@@ -20,7 +20,7 @@ from autoshard.program import Program, trace
 
 BATCH, HEADS, KV_HEADS, SEQ, DIM = 2, 4, 2, 256, 128
 B, K, G, Q = range(4)
-"""Factors: batch, heads of keys, query heads that share one, blocks of queries."""
+"""Factors: batch, key heads, query heads that share a key head, blocks of queries."""
 
 
 def attend(q: Any, k: Any, v: Any) -> Any:
@@ -62,13 +62,13 @@ def test_heads_are_split_by_those_of_keys_and_then_within_their_groups() -> None
     for op in kernels():
         assert op.rule is not None and op.opaque is not None
         assert op.rule.sizes[:4] == (BATCH, KV_HEADS, HEADS // KV_HEADS, SEQ // 128)
-        # The gradients of keys and values are sums over what shares them, and over the queries.
+        # The gradients of keys and values are sums over the query heads that share them, and over the queries.
         inner = FactorKind.REDUCTION if "_dkv_" in op.opaque.target else FactorKind.PARALLEL
         assert op.rule.kinds[:4] == (FactorKind.PARALLEL, FactorKind.PARALLEL, inner, inner)
         assert op.opaque.sloping == ((Q, SEQ // 128),)
         assert op.opaque.dtype == "float32" and op.opaque.head == DIM, "not the mask's table of int8"
-        found = heavy_strategies(read_graph(grouped().module), op, [2, 2, 2], "cpu")
-        states = {tuple(state) for state in found.tolist()}
+        strategies = heavy_strategies(read_graph(grouped().module), op, [2, 2, 2], "cpu")
+        states = {tuple(state) for state in strategies.tolist()}
         assert (B, K, G) in states and (K, G, Q) in states
         assert (G, WHOLE, WHOLE) not in states and (G, K, WHOLE) not in states, "parts of a group lie within a part"
 

@@ -1,4 +1,4 @@
-"""Haliax models: named axes are read, and a plan becomes mappings of names under which Haliax itself does the same."""
+"""Haliax models: their named axes are read, and a plan becomes axis mappings under which Haliax runs the same step."""
 
 from typing import Any
 
@@ -109,7 +109,7 @@ def differs(found: Any, expected: Any) -> float:
 
 
 def under(plan: Plan, text: str) -> tuple[dict[str, int], Any]:
-    """Bytes on the wire and results of the step under what an export says."""
+    """Run the step under an export's mappings. Return its bytes on the wire and its results."""
     said: dict[str, Any] = {}
     exec(text, said)
     with jax.set_mesh(said["make_mesh"]()):
@@ -133,9 +133,9 @@ def test_arrays_are_called_as_in_the_model_and_dims_by_their_axes(program):
 
 def test_the_planned_step_is_the_step(program, expected):
     plan = autoshard.plan(program, topology="cpu:8", mesh=MESH)
-    found = plan.jit(step)(*make(), data())
-    assert differs(found, expected) < 1e-5
-    assert isinstance(found[0].head.weight, hax.NamedArray)
+    result = plan.jit(step)(*make(), data())
+    assert differs(result, expected) < 1e-5
+    assert isinstance(result[0].head.weight, hax.NamedArray)
 
 
 @pytest.fixture(scope="module")
@@ -145,7 +145,7 @@ def within(program):
 
 @pytest.mark.parametrize(("share", "near"), [(1.0, 0.02), (0.65, 0.1)])
 def test_haliax_under_the_mappings_does_what_is_predicted(program, within, expected, share, near):
-    """Also with less memory, where parameters are split further than what is computed, and XLA gathers biases too."""
+    """Run with less memory too, where parameters are split further than activations, and XLA gathers biases as well."""
     plan = within
     if share < 1:
         limit = int(share * within.prediction.peak_bytes)

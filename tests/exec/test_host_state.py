@@ -1,4 +1,4 @@
-"""Optimizer state on the hosts, planned: its memory, its way, and that the plan computes what the plain step does."""
+"""Optimizer state on the hosts: its memory, its transfers, and equal results under a plan."""
 
 import functools
 import math
@@ -23,7 +23,7 @@ from autoshard.report.terminal.explanation_report import WAITS_FOR_HOST, step_li
 
 
 LAYERS, WIDTH, INNER, TOKENS = 4, 64, 256, 128
-RULE = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-2, eps=1e-3))  # else rounding decides of signs
+RULE = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-2, eps=1e-3))  # otherwise rounding decides signs
 
 
 def step(params: Any, state: Any, x: Any) -> Any:
@@ -47,7 +47,7 @@ def arguments() -> tuple[Any, ...]:
 
 
 def shapes(times: int) -> tuple[Any, ...]:
-    """Of layers that are `times` as wide."""
+    """Return parameters, optimizer state and batch of layers that are `times` as wide."""
     width, inner = times * WIDTH, times * INNER
     layers = {"up": jnp.zeros((LAYERS, width, inner)), "down": jnp.zeros((LAYERS, inner, width))}
     params = {"first": jnp.zeros((width, width)), "layers": layers}
@@ -61,7 +61,7 @@ def program(host: str, times: int = 1) -> Program:
 
 @functools.cache
 def planned(host: str, topology: str, mesh: str) -> Plan:
-    """For TPUs the program is wide enough that the host's link decides."""
+    """Plan the program. For TPUs it is wide enough for the host's link to matter."""
     times = 1 if topology.startswith("cpu") else 16
     return make_plan(program(host, times), Options(topology=topology, mesh=mesh)).plan
 
@@ -70,7 +70,7 @@ HELD = {f"state.1.{moment}.layers.{w}" for moment in ("mu", "nu") for w in ("up"
 
 
 def local_bytes(plan: Plan) -> int:
-    """Of one device's part of the state of layers."""
+    """Return the bytes of one device's part of the layers' optimizer state."""
     return sum(4 * math.prod(plan.arguments[name].local_shape(plan.shapes[name], plan.mesh)) for name in HELD)
 
 
@@ -87,7 +87,7 @@ def test_every_byte_goes_both_ways_and_nothing_hides_it() -> None:
     plain, away = (planned(host, "v5e:2x2", "data=4") for host in ("none", "optimizer"))
     both_ways = float(Compute(Topology.parse("v5e:2x2")).host_seconds(2 * local_bytes(away)))
     more = away.prediction.step_time_s - plain.prediction.step_time_s
-    assert 0.8 * both_ways < more <= both_ways  # the update itself runs beside it
+    assert 0.8 * both_ways < more <= both_ways  # the update itself overlaps with the transfers
 
 
 @pytest.mark.parametrize("given", ["the step", "the program"])
@@ -149,7 +149,7 @@ def test_another_step_is_refused() -> None:
 
 
 def test_what_a_step_itself_has_on_the_host_is_found() -> None:
-    """A loop over layers that somebody wrote: arguments are asked for where it has them."""
+    """Plan a step that offloads its own state: the plan stores the state's arguments on the host, as the step does."""
     made = program("optimizer")
     own = trace(made.fn, made.args, donate_argnums=(0, 1), arg_names=("params", "state", "x"))
     plan = make_plan(own, Options(topology="cpu:8", mesh="data=4,model=2")).plan
@@ -182,7 +182,9 @@ def test_the_step_laid_out_in_time_waits_for_the_hosts() -> None:
 
 
 def test_a_compiler_that_counts_the_hosts_memory_is_told_not_to() -> None:
-    """Of a device of 15.75 GiB more than that would be in use, if what waits on the host were on the device."""
+    """Warn and name the flag: the TPU compiler counts host memory too, so it would see more than the device's 15.75
+    GiB.
+    """
     flag = "--xla_jf_rematerialization_percent_shared_memory_limit"
     wide = program("optimizer", 288)
     plan = make_plan(wide, Options(topology="v5e:2x4", mesh="data=8")).plan

@@ -1,4 +1,4 @@
-"""Our hybrid meshes beside those of PyTorch/XLA's `HybridMesh`, whose rules are run on devices that it is told of."""
+"""Our hybrid meshes against those of PyTorch/XLA's `HybridMesh`, whose rules run on given device attributes."""
 
 import itertools
 from collections.abc import Sequence
@@ -16,7 +16,7 @@ sharding = pytest.importorskip("torch_xla.distributed.spmd.xla_sharding")
 
 
 def attributes(topology: Topology) -> list[dict[str, Any]]:
-    """What the runtime says of TPUs, x fastest."""
+    """Return the runtime's attributes of TPUs, in an order with x fastest."""
     shape = (*topology.shape, 1, 1)[:3]
     every = itertools.product(range(topology.slices), *(range(size) for size in reversed(shape)))
     return [
@@ -43,12 +43,12 @@ def ours(topology: Topology, ici: Sequence[int], dcn: Sequence[int]) -> np.ndarr
 
 
 def groups(grid: np.ndarray, axis: int) -> set[frozenset[int]]:
-    """Which devices communicate along an axis."""
+    """Return the groups of devices that communicate along an axis."""
     return {frozenset(row) for row in np.moveaxis(grid, axis, -1).reshape(-1, grid.shape[axis]).tolist()}
 
 
 def same_groups(topology: Topology, one: np.ndarray, other: np.ndarray) -> bool:
-    """Whether all axes have the same groups, up to swapping physical axes of one size."""
+    """Return True if all axes have the same groups, up to swaps of physical axes of one size."""
     known = attributes(topology)
     shape = (*topology.shape, 1, 1)[:3]
     number = {(each["slice_index"], *each["coords"]): k for k, each in enumerate(known)}
@@ -62,7 +62,7 @@ def same_groups(topology: Topology, one: np.ndarray, other: np.ndarray) -> bool:
 
 
 def shapes(count: int) -> list[tuple[int, ...]]:
-    """Meshes of two and three axes with this many devices."""
+    """List the shapes of meshes of two and three axes with this many devices."""
     powers = [2**k for k in range(count.bit_length())]
     pairs = [(a, count // a) for a in powers if count % a == 0]
     return pairs + [(a, b, count // a // b) for a in (2, 4) for b in (2, 4) if count % (a * b) == 0]

@@ -91,7 +91,7 @@ def test_a_model_that_is_there_is_planned_as_it_is_and_stays_whole(program):
 
 
 def test_layers_are_named_as_in_a_process_of_their_own(program):
-    make()  # counts layers on
+    make()  # advances the counter in layers' names
     again = from_keras(make, shape(32, 16), shape(32, dtype="int32"))
     assert [a.name for a in again.arguments] == [a.name for a in program.arguments]
     assert again.fingerprint == program.fingerprint
@@ -118,7 +118,7 @@ def test_a_layout_map_splits_as_the_plan_does():
     exported = {}
     exec(export_plan(plan, "keras"), exported)
     code = SimpleNamespace(**exported)
-    keras.utils.clear_session()  # which would forget the distribution too
+    keras.utils.clear_session()  # it would forget the distribution too
     with code.distribution().scope():
         keras.utils.set_random_seed(3)
         ours = make()

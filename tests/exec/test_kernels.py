@@ -1,4 +1,4 @@
-"""jax's own TPU attention kernels: split by batch and heads, forward and backward, and built anew for the shards."""
+"""jax's own TPU attention kernels: split by batch and heads, forward and backward, and rebuilt for the shards."""
 
 import functools
 import re
@@ -69,8 +69,8 @@ def test_batch_and_heads_may_be_split(kind: str, names: list[str]) -> None:
     found = {op.opaque.target: op for op in calls(gradients(kind)) if op.opaque}
     assert sorted(found) == sorted(names)
     for op in found.values():
-        # Of splash attention also the blocks of queries, with the rows of its tables of the mask; the gradients of keys
-        # and values are sums over them.
+        # Splash attention can also split the blocks of queries, with the rows of its mask tables. The gradients of keys
+        # and values are sums over these blocks.
         summed = "_dkv_" in op.opaque.target if op.opaque else False
         assert free_sizes(op) == [BATCH, HEADS, SEQ // 128][: 3 if kind == "splash" and not summed else 2]
         # Blocks of 128 x 128: the one above the diagonal is skipped.
@@ -97,7 +97,7 @@ def test_every_device_gets_a_kernel_for_its_shard(kind: str) -> None:
         text = str(mlir.parse_module(bodies[call.op]))
         (line,) = (line for line in text.splitlines() if "@tpu_custom_call" in line)
         assert f"tensor<{BATCH // parts[0]}x{HEADS // parts[1]}x{SEQ}x{DIM}xbf16>" in line.rpartition(" : ")[2]
-        # The compiler, and whoever reads its program, is told the work of one shard.
+        # The kernel's cost estimate, which the compiler and readers of its program use, is the work of one shard.
         (flops,) = re.findall(r"flops\\22: ?(\d+)", line)
         (op,) = (op for op in calls(program) if op.opaque and op.opaque.target == call.name)
         assert int(flops) == op.flops // 8
@@ -114,7 +114,7 @@ def test_a_kernel_file_is_planned_by_its_name() -> None:
 
 
 def test_shards_of_flash_attention_add_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The kernel itself, interpreted on CPU devices: heads and batch over eight of them."""
+    """Run the kernel itself, interpreted on eight CPU devices that split heads and batch."""
     monkeypatch.setattr(pl, "pallas_call", functools.partial(pl.pallas_call, interpret=True))
     shape = jax.ShapeDtypeStruct((2, 4, 128, 128), jnp.float32)
     program = trace(flash, (shape,) * 3, name="flash")
@@ -123,12 +123,12 @@ def test_shards_of_flash_attention_add_up(monkeypatch: pytest.MonkeyPatch) -> No
     assert str(call.operands[0]) == "[data, model, -, -]"
     rng = np.random.default_rng(0)
     given = [rng.normal(size=shape.shape).astype(np.float32) for _ in range(3)]
-    found = np.asarray(plan.jit(flash)(*given))
+    result = np.asarray(plan.jit(flash)(*given))
     scores = np.einsum("bhsd,bhtd->bhst", given[0], given[1])
     scores = np.where(np.tril(np.ones((128, 128), bool)), scores, -np.inf)
     weights = np.exp(scores - scores.max(-1, keepdims=True))
     wanted = np.einsum("bhst,bhtd->bhsd", weights / weights.sum(-1, keepdims=True), given[2])
-    np.testing.assert_allclose(found, wanted, rtol=0, atol=1e-4)
+    np.testing.assert_allclose(result, wanted, rtol=0, atol=1e-4)
 
 
 def counted(a: Any, out: Any) -> None:
@@ -160,9 +160,9 @@ def added(a: Any, out: Any) -> None:
     ("kernel", "into", "out", "free"),
     [
         (doubled, lambda i, j: (i, j), lambda i, j: (i, j), [4, 2]),
-        (placed, lambda i, j: (i, j), lambda i, j: (i, j), [2]),  # asks where it stands along the first dim
-        (added, lambda i, j: (i, j), lambda i, j: (0, j), [2]),  # sums over the first
-        (doubled, lambda i, j: (3 - i, j), lambda i, j: (i, j), [2]),  # reads elsewhere along the first
+        (placed, lambda i, j: (i, j), lambda i, j: (i, j), [2]),  # reads its position along the first dim
+        (added, lambda i, j: (i, j), lambda i, j: (0, j), [2]),  # sums over the first dim
+        (doubled, lambda i, j: (3 - i, j), lambda i, j: (i, j), [2]),  # reads other blocks along the first dim
     ],
 )
 def test_what_a_grid_says(kernel: Any, into: Any, out: Any, free: list[int]) -> None:

@@ -21,7 +21,7 @@ def f32(*shape: int) -> jax.ShapeDtypeStruct:
 
 
 def keys(*shape: int, impl: str | None = None) -> Any:
-    """The shape of a key, or of an array of keys."""
+    """Return the shape of a key, or of an array of keys."""
     return jax.eval_shape(lambda: jax.random.split(jax.random.key(0, impl=impl), shape) if shape else jax.random.key(0))
 
 
@@ -41,7 +41,7 @@ def step(params: Any, state: Any, x: Any) -> Any:
 
 
 def by_row(params: Any, each: Any, x: Any) -> Any:
-    """A key for each row, and a new one for each as a result."""
+    """Use a key for each row, and return a new key for each."""
     hidden = jax.vmap(dropout)(each, jnp.tanh(x @ params["up"]))
     return hidden, jax.vmap(lambda key: jax.random.split(key)[1])(each)
 
@@ -76,8 +76,8 @@ def test_a_program_with_keys_is_planned_saved_run_and_checked(name: str, tmp_pat
         assert len(plan.arguments[argument.name].dims) == len(argument.shape)
         if argument.dtype.startswith("key<"):
             assert argument.role is Role.OTHER
-    found = measure(program, plan, steps=1, warmup=0, check=True).check
-    assert found is not None and found.passed, found
+    check = measure(program, plan, steps=1, warmup=0, check=True).check
+    assert check is not None and check.passed, check
     values = program.make_args(1)  # type: ignore[misc]
     wanted, got = jax.jit(fn)(*values), plan.jit(fn)(*values)
     assert jax.tree.map(lambda leaf: leaf.dtype, got) == jax.tree.map(lambda leaf: leaf.dtype, wanted)
@@ -92,8 +92,8 @@ def test_an_array_of_keys_is_split_by_key_and_never_by_word() -> None:
     program = trace(fn, args)
     plan = autoshard.plan(program, topology="cpu:2", mesh="data=2", pins={"each": "data"})
     assert plan.arguments["each"] == Spec((("data",),))
-    found = measure(program, plan, steps=1, warmup=0, check=True).check
-    assert found is not None and found.passed, found
+    check = measure(program, plan, steps=1, warmup=0, check=True).check
+    assert check is not None and check.passed, check
     with pytest.raises(autoshard.UserError, match=r"each of shape \[32\] has 1: write an entry for each"):
         autoshard.plan(program, topology="cpu:2", mesh="data=2", pins={"each": "None,data"})
     reasons = explain_plan(plan, "each", program, time_limit=5.0)
@@ -108,8 +108,8 @@ def test_a_file_with_keys_is_planned_as_words(tmp_path: pathlib.Path) -> None:
         program: Program = load_artifact(tmp_path / file)
         plan = make_plan(program, Options(topology="cpu:4", mesh="data=4")).plan
         assert shape in plan.shapes.values()
-        found = measure(program, plan, steps=1, warmup=0, check=True).check
-        assert found is not None and found.passed, found
+        check = measure(program, plan, steps=1, warmup=0, check=True).check
+        assert check is not None and check.passed, check
 
 
 def test_made_keys_have_the_generator_and_the_shape_of_the_program_s() -> None:

@@ -1,4 +1,7 @@
-"""The searched mesh beside hand-picked ones: which those are, and how the table judges. The rows need the compiler."""
+"""The searched mesh against hand-picked ones: the choice of these, and the verdicts of the table.
+
+The rows need the compiler.
+"""
 
 import json
 import math
@@ -23,10 +26,10 @@ def compiled(seconds: float) -> dict[str, Any]:
 @pytest.mark.parametrize("topology", list(TOPOLOGIES))
 def test_hand_picked_meshes_use_every_chip(topology: str) -> None:
     chips = math.prod(TOPOLOGIES[topology].values())
-    found = mesh_quality.hand_picked(topology)
-    assert all(math.prod(mesh.values()) == chips for mesh in found.values())
-    assert "model" not in found["1-D"]
-    assert {mesh.get("model", 1) for mesh in found.values()} == {1, 4, 8, 16}
+    picked = mesh_quality.hand_picked(topology)
+    assert all(math.prod(mesh.values()) == chips for mesh in picked.values())
+    assert "model" not in picked["1-D"]
+    assert {mesh.get("model", 1) for mesh in picked.values()} == {1, 4, 8, 16}
 
 
 def test_ours_is_judged_against_the_best_of_both_tables() -> None:
@@ -54,7 +57,7 @@ def test_ours_alone_is_judged_again(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(mesh_quality, "RESULTS", file)
     monkeypatch.setattr(mesh_quality, "figures_of", figures_of)
     monkeypatch.setitem(mesh_quality.PROGRAMS, "MLP", lambda devices: lambda: programs.program("mlp"))
-    for topology in ("v5e:4x4", "v5p:4x4x4"):  # nothing is known of the second
+    for topology in ("v5e:4x4", "v5p:4x4x4"):  # the second one has no stored results
         mesh_quality.judge_ours(Row("MLP", topology), time_limit=1.0)
     (row,) = json.loads(file.read_text()).values()
     (plan,) = planned
@@ -77,7 +80,7 @@ ENTRY %main (p: bf16[4096,4096]) -> bf16[4096,4096] {
   ROOT %r = bf16[4096,4096] all-reduce(%p), replica_groups={{0,1,2,3},{4,5,6,7}}, to_apply=%add
 }
 """
-    found = estimate(text, make_mesh(Topology.parse("v5e:2x4"), {"data": 2, "model": 4}))
-    assert overlap.hidden(found, overlap.CLASSES["sums"], far=False).endswith(", 0%")
-    assert overlap.hidden(found, overlap.CLASSES["gathers"], far=False) == "-"
-    assert overlap.hidden(found, None, far=True) == "-"
+    estimated = estimate(text, make_mesh(Topology.parse("v5e:2x4"), {"data": 2, "model": 4}))
+    assert overlap.hidden(estimated, overlap.CLASSES["sums"], far=False).endswith(", 0%")
+    assert overlap.hidden(estimated, overlap.CLASSES["gathers"], far=False) == "-"
+    assert overlap.hidden(estimated, None, far=True) == "-"

@@ -66,8 +66,8 @@ def test_an_nnx_step_updates_its_objects_in_place(nnx_plan, donate):
     for mine, other in zip(jax.tree.leaves(nnx.state(ours)), jax.tree.leaves(nnx.state(theirs)), strict=True):
         np.testing.assert_allclose(mine, other, rtol=1e-4, atol=1e-6)
     assert spec_of(ours[0].up.kernel.get_value()) == jax.sharding.PartitionSpec(None, "model")
-    assert not before.is_deleted()  # it was moved first: only what lies where the plan wants it is consumed
-    step(*ours, BATCH)  # what numpy looks at is not given away
+    assert not before.is_deleted()  # it was resharded first: only arrays that are in the planned sharding are donated
+    step(*ours, BATCH)  # an array that numpy views is not donated
     held = ours[0].up.kernel.get_value()
     step(*ours, BATCH)
     assert held.is_deleted() == (donate is not None)
@@ -113,7 +113,7 @@ def test_an_equinox_step_gives_modules_back_with_their_static_leaves():
         expected.append(float(value))
     np.testing.assert_allclose(found, expected, rtol=1e-5)
     assert spec_of(model.layers[0].weight)[0] == "model"
-    assert model(jnp.ones(16)).shape == (8,)  # a whole module: its activation is there
+    assert model(jnp.ones(16)).shape == (8,)  # the module is whole: its activation is there
 
 
 def test_another_activation_is_another_program():
@@ -131,7 +131,7 @@ def test_another_activation_is_another_program():
 
 
 def test_dropout_of_nnx_keeps_its_key_in_the_plan() -> None:
-    """A module's generator is a typed key and a counter, which every step changes."""
+    """Store the module's generator in the plan: a typed key, and a counter that every step changes."""
 
     class Dropped(nnx.Module):
         def __init__(self) -> None:

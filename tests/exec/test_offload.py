@@ -1,4 +1,4 @@
-"""Values that the program itself keeps on its host: their memory, their traffic, and that such plans run."""
+"""Values that the program itself offloads to its host: their memory, their traffic, and runs of such plans."""
 
 import importlib.util
 import re
@@ -27,7 +27,7 @@ POLICIES = jax.checkpoint_policies
 
 
 def step(offload: bool):
-    """A step of two-matmul layers whose inner value is saved for the backward pass, on the device or on its host."""
+    """Return a step of two-matmul layers whose inner value is saved on the device or on its host."""
     if offload:
         policy = POLICIES.save_and_offload_only_these_names(
             names_which_can_be_saved=[], names_which_can_be_offloaded=["inner"],
@@ -80,7 +80,7 @@ def test_what_one_trip_sends_is_held_while_the_next_one_computes() -> None:
     forward, backward = sorted(graph.loops, key=lambda loop: loop.start)
     sizes = [(graph.tensors[t].elements, start, stop) for t, start, stop in analyse(graph).buffers]
     moved = {span[1:] for span in sizes if span[0] == TOKENS * INNER}
-    # One is sent until it can be fetched again, and then the next one is fetched ahead.
+    # One value is in transit until it can be fetched again. The next one is then fetched ahead.
     assert {(forward.start, backward.start), (backward.start, backward.stop)} <= moved
     kept = analyse(read_graph(program(False).module))
     assert len([1 for size, *_ in sizes if size == TOKENS * INNER]) == 2 + sum(
@@ -137,7 +137,7 @@ def test_other_stacks_that_stay_are_not_copied() -> None:
 
 
 def residual_step(policy, name: str):
-    """A step of residual layers in float32, whose two matmuls are all that takes the carry; `name` names a value."""
+    """Return a step of residual layers in float32. Only their two matmuls read the carry; `name` names a value."""
 
     def layer(x, weights):
         x = checkpoint_name(x, "begin") if name == "begin" else x
@@ -162,14 +162,16 @@ def offloading(name: str):
 
 @pytest.mark.parametrize("topology", ["v5e:2x2", "v5p:2x2x1"])
 def test_the_compiler_holds_as_much_beside_an_offloaded_stack(topology: str) -> None:
-    """The stack of the layers' inputs, long sequences of few numbers, stays: once, and rounded for its matmuls."""
+    """Estimate the stack of the layers' inputs, long sequences of few features: stored once, rounded for its
+    matmuls.
+    """
     if importlib.util.find_spec("libtpu") is None:  # an optional extra
         pytest.skip("libtpu is not installed")
     params = {name: jax.ShapeDtypeStruct((8, 512, 512), "float32") for name in ("up", "down")}
     made = trace(residual_step(offloading("inner"), "inner"), (params, jax.ShapeDtypeStruct((8, 8192, 512), "float32")))
     plan = make_plan(made, Options(topology=topology, mesh="data=4")).baseline_plans["data_parallel"]
     compiled = compile_plan(made, plan, quick=True)
-    # Held in float32 the stack alone would take as much as the whole step does, and its copy as much again.
+    # Stored in float32, the stack alone would need as many bytes as the whole step, and its copy as many again.
     assert compiled.peak_compiled is not None and 8 * 2 * 8192 * 512 * 4 > 0.9 * compiled.peak_compiled
     assert plan.prediction.peak_bytes == pytest.approx(compiled.peak_compiled, rel=0.3)
     assert plan.prediction.memory["activations"] == pytest.approx(compiled.memory_at_peak["activations"], rel=0.2)
@@ -186,7 +188,7 @@ def test_offloading_frees_the_memory_of_the_saved_stack() -> None:
     made = [make_plan(program(offload), Options(topology="v5e:2x2", mesh="data=4")) for offload in (False, True)]
     on_device, on_host = (result.baseline_plans["data_parallel"].prediction for result in made)
     saved = on_device.memory["activations"] - on_host.memory.get("activations", 0)
-    assert saved == LAYERS * TOKENS * INNER * 4  # small as it is, no baseline splits it
+    assert saved == LAYERS * TOKENS * INNER * 4  # small as the stack is, no baseline splits it
 
 
 def test_traffic_to_the_host_is_that_of_the_saved_values_once_each_way() -> None:

@@ -1,4 +1,4 @@
-"""Programs that have nothing unusual about them but a type, a shape or a mesh: planned, shown, run and compared."""
+"""Programs with one unusual type, shape or mesh each: planned, shown, run and compared."""
 
 from collections.abc import Callable
 from typing import Any
@@ -40,7 +40,7 @@ def mlp() -> Program:
 
 
 def fourier() -> Program:
-    """One layer of a Fourier neural operator, with complex weights and a complex scalar, and its gradient."""
+    """Trace one layer of a Fourier neural operator, with complex weights and a complex scalar, and its gradient."""
 
     def loss(params: Any, x: Any, y: Any) -> Any:
         hidden = x @ params["lift"]
@@ -63,7 +63,7 @@ def complex_loop() -> Program:
 
 
 def keyed_step() -> Program:
-    """A training step whose donated state holds a typed random key, with a key of another generator beside it."""
+    """Trace a training step whose donated state has a typed random key, and that reads a key of another generator."""
 
     def step(state: Any, x: Any, other: Any, rows: Any) -> Any:
         following, mine = jax.random.split(state["key"])
@@ -96,7 +96,7 @@ ORDINARY: dict[str, Callable[[], Program]] = {
 
 
 def check(program: Program, topology: str, mesh: str | None = None, run: bool = True, **asked: Any) -> Any:
-    """Plan, every report and export, and the planned run against the unplanned one."""
+    """Plan a program, write every report and export, and compare the planned run with the unplanned one."""
     plan = make_plan(program, Options(**asked, topology=topology, mesh=mesh)).plan
     assert html_report(plan) and terminal_report(plan, {}) and perfetto_json(plan)
     for form in ("jax", "flax", "maxtext", "torch-xla", "dtensor", "hlo"):
@@ -116,7 +116,7 @@ def check(program: Program, topology: str, mesh: str | None = None, run: bool = 
 @pytest.mark.parametrize("name", ORDINARY)
 def test_ordinary_programs_are_planned_shown_and_run(name: str) -> None:
     program = ORDINARY[name]()
-    mesh = "data=8" if program.name in ("fourier", "keyed step") else None  # to look for one takes long
+    mesh = "data=8" if program.name in ("fourier", "keyed step") else None  # a search of the mesh takes long
     check(program, "cpu:8", mesh)
     check(program, "v5e:2x4", mesh, run=False)
 

@@ -1,4 +1,4 @@
-"""Programs that fix specs themselves: constraints, arguments with shardings, regions by hand. Planned and run."""
+"""Programs that fix specs themselves, planned and run: constraints, arguments with shardings, manual regions."""
 
 import functools
 import pathlib
@@ -45,7 +45,7 @@ def sgd(loss: Any) -> Any:
 
 
 def constrained(mesh: Any) -> Any:
-    """An MLP, its hidden value with one dim left open."""
+    """Return an MLP step whose hidden value has one unconstrained dim."""
 
     def loss(params: Any, x: Any) -> Any:
         hidden = x @ params["up"] if mesh is None else constrain(mesh, x @ params["up"], "data", P.UNCONSTRAINED)
@@ -59,7 +59,7 @@ def constrain(mesh: Any, value: Any, *spec: Any) -> Any:
 
 
 def scanned(mesh: Any) -> Any:
-    """Weights gathered layer by layer, a carried value with a spec."""
+    """Return a step whose weights are gathered layer by layer, and whose carry has a spec."""
 
     def loss(stack: Any, x: Any) -> Any:
         def layer(hidden: Any, weight: Any) -> Any:
@@ -72,7 +72,7 @@ def scanned(mesh: Any) -> Any:
 
 
 def by_hand(mesh: Any) -> Any:
-    """A tensor parallel layer with its own sum, inside a program that is not split by hand."""
+    """Return a step with a manual tensor-parallel layer that sums, inside a program that is not manual."""
 
     def inner(hidden: Any, down: Any) -> Any:
         return hidden @ down
@@ -91,15 +91,15 @@ def by_hand(mesh: Any) -> Any:
 
 
 def partly_by_hand(mesh: Any) -> Any:
-    """Data parallel by hand, a scan inside, the other axis free."""
+    """Return a step that is data parallel by hand, with a scan inside and the other axis free."""
 
     def gradients(stack: Any, x: Any) -> Any:
         def loss(stack: Any) -> Any:
             hidden = lax.scan(lambda h, w: (jnp.tanh(h @ w), None), x, stack)[0]
             return (hidden**2).mean()
 
-        found = jax.value_and_grad(loss)(stack)
-        return found if mesh is None else lax.pmean(found, "data")
+        results = jax.value_and_grad(loss)(stack)
+        return results if mesh is None else lax.pmean(results, "data")
 
     def step(stack: Any, x: Any) -> Any:
         body = gradients
@@ -114,7 +114,7 @@ def partly_by_hand(mesh: Any) -> Any:
 
 
 def shifted(mesh: Any) -> Any:
-    """Every kind of collective that a region may hold."""
+    """Return a region with every kind of collective that a region may contain."""
 
     def body(x: Any) -> Any:
         x = lax.ppermute(x, "data", [(i, (i + 1) % 4) for i in range(4)])
@@ -266,7 +266,7 @@ def test_what_cannot_hold_is_said(make: Any, mesh: str, said: str) -> None:
 
 
 def test_constraints_that_exclude_each_other_are_kept_and_said() -> None:
-    """An inner loop carries its value split one way, the outer loop the same value another way."""
+    """Pin a value's split in an inner loop one way, and in the outer loop another way."""
 
     def fn(mesh: Any, stack: Any, x: Any) -> Any:
         def inner(hidden: Any, weight: Any) -> Any:
@@ -287,14 +287,14 @@ def test_constraints_that_exclude_each_other_are_kept_and_said() -> None:
 
 
 def one_device(kind: str) -> Any:
-    """The mesh of a laptop: every axis is named and none splits anything."""
+    """Return the mesh of a laptop: every axis is named and none splits anything."""
     if kind == "abstract":
         return AbstractMesh((1, 1), NAMES, axis_types=(AxisType.Auto,) * 2)
     return jax.make_mesh((1, 1), NAMES, axis_types=(AxisType.Auto,) * 2, devices=jax.devices()[:1])
 
 
 def replicating(mesh: Any) -> Any:
-    """What a framework writes under a mesh of one device: axes of size one are left out of its specs."""
+    """Return a step as frameworks write it for one device: specs without the axes of size one."""
 
     def loss(params: Any, x: Any) -> Any:
         hidden = constrain(mesh, constrain(mesh, x) @ params["up"])
@@ -322,19 +322,19 @@ def test_constraints_on_one_device_say_nothing(made: Any, kind: str) -> None:
     plain, shapes = made(None)
     free = make_plan(trace(plain, shapes), Options(**options)).plan
     assert plan.arguments == free.arguments
-    if made is replicating:  # the gradient of a scan keeps other values where a constraint stands in it
+    if made is replicating:  # the gradient of a scan saves other values if it has a constraint
         assert plan.prediction.step_time_s == free.prediction.step_time_s
     assert "said_by_program" not in plan.provenance and any("one device" in line for line in plan.warnings)
     values = program.make_args(0)  # type: ignore[misc]
     wanted = jax.jit(plain)(*values)
     for a, b in zip(jax.tree.leaves(plan.jit(fn)(*values)), jax.tree.leaves(wanted), strict=True):
         np.testing.assert_allclose(a, b, atol=1e-5 * float(jnp.abs(b).max()))
-    found = measure(program, plan, steps=1, warmup=0, check=True).check
-    assert found is not None and found.passed, found
+    check = measure(program, plan, steps=1, warmup=0, check=True).check
+    assert check is not None and check.passed, check
 
 
 def wholly_replicated(mesh: Any) -> Any:
-    """Constraints that forbid what every plan would do; a region by hand beside them stays."""
+    """Return a step with constraints that forbid every useful plan, and a manual region, which stays."""
     fn, args = replicating(mesh)
 
     def step(params: Any, x: Any) -> Any:
@@ -365,8 +365,8 @@ def test_constraints_are_lifted_where_the_user_asks_for_it(kind: str, tmp_path: 
     wanted = jax.jit(wholly_replicated(None)[0])(*values)
     for a, b in zip(jax.tree.leaves(plan.jit(fn)(*values)), jax.tree.leaves(wanted), strict=True):
         np.testing.assert_allclose(a, b, atol=1e-5 * float(jnp.abs(b).max()))
-    found = measure(program, plan, steps=1, warmup=0, check=True).check
-    assert found is not None and found.passed, found
+    check = measure(program, plan, steps=1, warmup=0, check=True).check
+    assert check is not None and check.passed, check
     assert explain_plan(plan, "x", program, time_limit=5.0).alternatives
 
 

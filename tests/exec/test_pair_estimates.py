@@ -1,5 +1,7 @@
-"""Measured plans of one model beside the estimator: which rows count, and what the margin is. The rows need the
-compiler: `python experiments/fidelity/pair_estimates.py` makes the whole table."""
+"""Measured plans of one model against the estimator: the rows that count, and the margin.
+
+The rows need the compiler: `python experiments/fidelity/pair_estimates.py` makes the whole table.
+"""
 
 import json
 from pathlib import Path
@@ -15,20 +17,20 @@ MESHES = "maxtext-llama2-d16-L12-meshes-v5p4"
 
 
 def results(scale: dict[str, float]) -> dict[str, Any]:
-    """Estimates that are the measured times, but for rows whose plans start with a text of `scale`."""
-    found = {}
+    """Return estimates that equal the measured times, scaled for plans whose text starts with a key of `scale`."""
+    estimates = {}
     (group,) = read_groups(only=[MESHES])
     for row, _ in pair_estimates.timed(group):
         assert row.step_s is not None
         factor = next((value for text, value in scale.items() if row.plan.startswith(text)), 1.0)
-        found[pair_estimates.key_of(group, row)] = {
+        estimates[pair_estimates.key_of(group, row)] = {
             "estimated_s": row.step_s * factor,
             "predicted_s": row.step_s,
             "peak_bytes": 1 << 30,
             "compile_s": 1.0,
             "code": "abc",
         }
-    return found
+    return estimates
 
 
 def test_groups_that_compare_plans_come_first_and_all_ran_on_tpus():

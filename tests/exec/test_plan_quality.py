@@ -1,4 +1,4 @@
-"""A slice of the table of plan quality: one row judged by the TPU compiler, kept, and taken up where it stopped.
+"""A slice of the table of plan quality: the TPU compiler judges one row, and a second run resumes after stored rows.
 
 `python experiments/quality/plan_quality.py` makes the whole table.
 """

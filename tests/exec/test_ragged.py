@@ -1,4 +1,4 @@
-"""Ragged dots on shards: rows, contracted dims and columns split, forward and backward, equal to one device."""
+"""Ragged dots on shards: rows, contracted dims and columns are split, forward and backward, and equal one device."""
 
 import functools
 from typing import Any
@@ -18,7 +18,7 @@ from tests.exec.planned_programs import f32
 
 ROWS, INNER, COLUMNS, GROUPS = 4096, 64, 128, 5
 SIZES = np.array([700, 0, 1900, 3, 1493], np.int32)
-"""Rows of each group: they reach across the parts of 512 rows."""
+"""Rows of each group: some groups cross the borders between parts of 512 rows."""
 
 
 def step(weights: Any, x: Any, sizes: Any) -> Any:

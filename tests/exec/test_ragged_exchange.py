@@ -1,4 +1,4 @@
-"""Rows that devices exchange for those of their groups, on 8 devices: the collective that CPUs lack is written out."""
+"""Rows that devices send to the experts' devices, on 8 devices: the collective that CPUs lack is replaced."""
 
 import functools
 from typing import Any
@@ -18,7 +18,7 @@ GROUPS, BATCH, ROOM, WIDTH = 8, 16, 3, 5
 def plain_ragged(
     operand: Any, output: Any, begins: Any, sizes: Any, ends: Any, comes: Any, *, axis_name: tuple[str, ...]
 ) -> Any:
-    """`jax.lax.ragged_all_to_all` by gathering everything; a size that its receiver does not expect gives NaN."""
+    """Replace `jax.lax.ragged_all_to_all` by gathers. A size that its receiver does not expect gives NaN."""
     count = jax.lax.axis_size(axis_name)
     mine = jax.lax.axis_index(axis_name)
     data, begins, sizes, ends = (jax.lax.all_gather(x, axis_name) for x in (operand, begins, sizes, ends))

@@ -1,4 +1,4 @@
-"""Random programs compute under a plan that splits them what they compute without one.
+"""Random programs under plans that split them: they compute the unplanned values.
 
 A hundred runs; `experiments/correctness/reliability.py` makes a thousand.
 """

@@ -1,4 +1,4 @@
-"""Whatever recipe a step is planned with, on devices it computes what it does alone, and what the plain recipe does."""
+"""Recipes on devices: each planned step computes the values of its unplanned run and of the plain recipe."""
 
 from typing import Any
 
@@ -23,7 +23,7 @@ def step(config: str, **recipe: Any) -> Program:
 
 
 def loss(program: Program) -> tuple[Any, float]:
-    """The parameters, and the loss of the step on the values of seed 0."""
+    """Return the parameters, and the loss of the step on the values of seed 0."""
     args = program.make_args(0)
     return args[0], float(jax.tree.leaves(jax.jit(program.fn)(*args))[-1])
 
@@ -60,8 +60,8 @@ def test_a_planned_recipe_computes_the_same(config: str, recipe: dict[str, Any])
     check = measure(program, make_plan(program, options).plan, steps=1, check=True).check
     assert check is not None and check.passed
     if config in ("mixtral-tiny", "deepseek-v3-tiny"):
-        return  # each microbatch has slots of its own, so other tokens may be left out
-    # Layers with choices of their own lie in stacks of their own, filled in another order.
+        return  # each microbatch has its own slots, so other tokens may be dropped
+    # Layers with different choices are in separate stacks, which are filled in another order.
     plain = {"remat": "dots:2+none"} if "+" in recipe.get("remat", "") else {}
     (mine, found), (theirs, wanted) = loss(program), loss(step(config, **plain))
     assert all(np.array_equal(a, b) for a, b in zip(jax.tree.leaves(mine), jax.tree.leaves(theirs), strict=True))

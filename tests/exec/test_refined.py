@@ -1,4 +1,4 @@
-"""Plans on a refined mesh run, and give what the unplanned program gives."""
+"""Plans on a refined mesh: they run and return the unplanned results."""
 
 import pytest
 
@@ -23,7 +23,7 @@ def test_half_of_an_axis_is_used_and_nothing_changes(
     asked = read_asked({"x": "data,None,None"} if mesh == "data=2,model=4" else {})
     result = make_plan(source, Options(topology="cpu:8", mesh=mesh, time_limit=20, asked=asked))
     assert half in result.plan.arguments["p.k"].axes
-    found = measure(source, result.plan, steps=1, check=True)
-    assert found.check is not None and found.check.passed
+    measurement = measure(source, result.plan, steps=1, check=True)
+    assert measurement.check is not None and measurement.check.passed
     baseline = measure(source, result.baseline_plans[by_hand], steps=1, check=True)
     assert baseline.check is not None and baseline.check.passed

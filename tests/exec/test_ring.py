@@ -1,4 +1,4 @@
-"""A ring of keys and values under a plan: every device computes with its part, and the whole is what it was."""
+"""A ring of keys and values under a plan: every device computes its part, and the result equals the unplanned one."""
 
 import dataclasses
 import functools
@@ -19,7 +19,7 @@ from autoshard.program import Program, ring_attention, trace
 
 BATCH, KV_HEADS, GROUP, SEQ, DIM = 2, 2, 2, 32, 8
 B, K, S = 0, 1, 3
-"""Factors: batch, heads of keys, parts of the sequence."""
+"""Factors: batch, key heads, parts of the sequence."""
 
 
 def step(q: Any, k: Any, v: Any, weights: Any) -> Any:
@@ -47,9 +47,12 @@ def rings() -> list[Op]:
 
 
 def test_both_calls_are_known_as_rings() -> None:
-    found = find_attentions(read_graph(program().module))
-    assert [(each.forward, each.ring, each.heads) for each in found] == [(True, True, (2, 2)), (False, True, (2, 2))]
-    for each, op in zip(found, rings(), strict=True):
+    attentions = find_attentions(read_graph(program().module))
+    assert [(each.forward, each.ring, each.heads) for each in attentions] == [
+        (True, True, (2, 2)),
+        (False, True, (2, 2)),
+    ]
+    for each, op in zip(attentions, rings(), strict=True):
         assert op.opaque is not None and op.opaque.head == DIM and op.flops > 0
         assert each.queries == each.keys and S in each.sequence
 

@@ -1,4 +1,4 @@
-"""Compiled steps of decoding hold their caches once, and take what was predicted."""
+"""Compiled steps of decoding: they store their caches once, and need the predicted bytes and time."""
 
 import importlib.util
 import json
@@ -31,7 +31,7 @@ CONFIG = {
 
 
 def decoding(directory: Path, batch: int, cache: int, dtype: str, attention: str = "plain") -> tuple[Program, int]:
-    """A step of a small decoder, and the bytes of its cache."""
+    """Open a step of a small decoder. Return it and the bytes of its cache."""
     (directory / "config.json").write_text(json.dumps(CONFIG))
     options = {"serve": "decode", "seq": cache, "dtype": dtype, "attention": attention}
     program = open_source(f"hf:{directory / 'config.json'}", batch=batch, **options)
@@ -55,16 +55,16 @@ def test_for_tpus_the_cache_is_held_once_and_read_once(tmp_path: Path, attention
         pytest.skip("libtpu is not installed")
     program, cache = decoding(tmp_path, 64, 4096, "bf16", attention)
     plan = make_plan(program, Options(topology="v5e:2x2", mesh={"data": 2, "model": 2})).plan
-    found = compile_plan(program, plan)
-    assert found.peak_compiled is not None and found.estimate is not None
-    assert cache // 4 < found.peak_compiled < 1.2 * cache // 4
-    assert plan.prediction.peak_bytes == pytest.approx(found.peak_compiled, rel=0.1)
-    assert plan.prediction.step_time_s == pytest.approx(found.estimate.step_time_s, rel=0.5)
-    assert ("cached_attention" in found.hlo) == (attention == "cached")
+    compilation = compile_plan(program, plan)
+    assert compilation.peak_compiled is not None and compilation.estimate is not None
+    assert cache // 4 < compilation.peak_compiled < 1.2 * cache // 4
+    assert plan.prediction.peak_bytes == pytest.approx(compilation.peak_compiled, rel=0.1)
+    assert plan.prediction.step_time_s == pytest.approx(compilation.estimate.step_time_s, rel=0.5)
+    assert ("cached_attention" in compilation.hlo) == (attention == "cached")
 
 
 def test_a_cache_of_narrow_heads_is_laid_out_with_positions_innermost() -> None:
-    """As TPU entries have them: GPT-2's heads of 64 would be padded to 128, and every cache copied."""
+    """Choose the layouts of TPU entry points: heads of 64, as GPT-2's, would be padded to 128 and each cache copied."""
     assert major_to_minor((48, 16, 25, 1024, 64)) == (0, 1, 2, 4, 3)
     assert major_to_minor((32, 16, 8, 8192, 128)) == (0, 1, 2, 3, 4)
     assert major_to_minor((16, 8, 64, 64)) == (0, 1, 2, 3)

@@ -1,4 +1,4 @@
-"""Convolutions of groups in a captured graph: a batch that fills all axes, one that does not, one that is marked."""
+"""Grouped convolutions in a captured graph: a batch that fills all axes, one that does not, and one that is marked."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -19,7 +19,7 @@ WIDTH = 64
 
 
 def decided(rows: int, mesh: dict[str, int], marked: Spec | None = None) -> tuple[Decision, str]:
-    """A step of SGD on a depthwise kernel and a projection, over `rows` images, and the name of these."""
+    """Plan a step of SGD on a depthwise kernel and a projection over `rows` images. Return it and the images' name."""
 
     def step(params: Any, images: Any, labels: Any) -> Any:
         def loss(params: Any) -> Any:
@@ -49,7 +49,7 @@ def test_a_batch_that_divides_fills_all_axes() -> None:
 
 @pytest.mark.parametrize("rows", [12, 4, 9])
 def test_a_batch_that_does_not_divide_stays_whole_and_says_so(rows: int) -> None:
-    """12 rows would divide by 4, but with the other axis idle the kernel's gradient would come out doubled."""
+    """Leave a batch of 12 rows whole: it divides by 4, but an idle other axis would double the kernel's gradient."""
     found, images = decided(rows, {"data": 4, "model": 2})
     assert not splits(found.plan) and not found.plan.regions
     assert not any(axes for pin in found.plan.pins for axes in pin.spec.dims)

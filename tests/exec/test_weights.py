@@ -1,4 +1,4 @@
-"""Weights that go from safetensors files into a plan's parameters and back, each device with its own part."""
+"""Weights from safetensors files in a plan's parameters and back: each device reads and writes its own part."""
 
 import json
 from pathlib import Path
@@ -32,7 +32,7 @@ def model_of(config: str) -> Any:
 
 
 def tensors(params: dict[str, Any], program: Program) -> dict[str, np.ndarray]:
-    """The model's tensors by their own names."""
+    """Return the model's tensors by their own names."""
     found = {}
     for name, members in program.weights.items():
         for number, member in enumerate(members):
@@ -44,7 +44,7 @@ def tensors(params: dict[str, Any], program: Program) -> dict[str, np.ndarray]:
 def test_weights_of_transformers_are_loaded_and_written(config: str, options: dict[str, Any], tmp_path: Path) -> None:
     program, plan = planned(config, **options)
     model = model_of(config)
-    # The base model's file leaves its name out of those of its tensors, as those of GPT-2 on the hub do.
+    # The base model's file omits its name from the names of its tensors, as those of GPT-2 on the hub do.
     saved = getattr(model, model.base_model_prefix) if config == "gpt2-tiny" else model
     saved.save_pretrained(tmp_path / "theirs", max_shard_size="200KB")
     params = plan.load_weights(tmp_path / "theirs", program)

@@ -1,4 +1,4 @@
-"""Two processes that run one script, for tests of what spans processes."""
+"""Pairs of processes that run one script, for tests across processes."""
 
 import json
 import os
@@ -11,9 +11,9 @@ from typing import Any
 
 
 def run_workers(script: str, arguments: Sequence[str], timeout_s: float = 300.0, **environment: str) -> list[Any]:
-    """The JSON that each of two workers prints last; they get their number, a free port and `arguments`.
+    """Return the JSON that each of two workers prints last. They receive their number, a free port and `arguments`.
 
-    `XLA_FLAGS` of this process are not passed on; `environment` is added. No worker outlives the call.
+    The workers do not inherit `XLA_FLAGS`; `environment` is added. No worker outlives the call.
     """
     with socket.socket() as free:
         free.bind(("localhost", 0))

@@ -1,4 +1,4 @@
-"""What tests of liveness ask of buffers."""
+"""Helpers of the tests of liveness."""
 
 from typing import Any
 
@@ -6,7 +6,7 @@ from autoshard.graph import Liveness, OpGraph
 
 
 def lifetimes(liveness: Liveness) -> dict[int, tuple[int, int]]:
-    """Without the narrow copies of stacks, which have their stack's name."""
+    """Return the start and stop of each buffer, without the narrow copies of stacks, which have their stack's name."""
     return {b[0]: b[1:] for b in reversed(liveness.buffers)}
 
 

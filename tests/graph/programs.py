@@ -1,4 +1,4 @@
-"""Small programs and their graphs, for the tests of this directory."""
+"""Small programs and their graphs for the tests of `graph`."""
 
 from collections.abc import Callable
 from typing import Any
@@ -29,7 +29,7 @@ def ops(graph: OpGraph, kind: str) -> list[Op]:
 
 
 def structure_of(program: Program) -> tuple[OpGraph, Structure]:
-    """The structure as a plan builds it: parameters apart, updated state tied."""
+    """Build the structure as a plan does: parameters separate, updated state tied."""
     graph = read_graph(program.module)
     named = list(zip(graph.arguments, program.arguments, strict=True))
     parameters = [t for t, a in named if a.role is Role.PARAMETER]
@@ -41,7 +41,7 @@ LAYERS, BATCH, SEQ, DIM, HEADS, FFN, VOCABULARY = 3, 8, 16, 32, 4, 64, 128
 
 
 def mlp() -> Program:
-    """AdamW on a two-layer MLP with biases."""
+    """Trace AdamW on a two-layer MLP with biases."""
     optimizer = optax.adamw(1e-3)
 
     def step(params: Any, state: Any, x: Any, y: Any) -> Any:
@@ -66,7 +66,7 @@ def _layer(x: Any, p: dict[str, Any]) -> Any:
 
 
 def decoder(remat: bool = True) -> Program:
-    """One SGD step of a scanned decoder."""
+    """Trace one SGD step of a scanned decoder."""
 
     def step(params: Any, tokens: Any) -> Any:
         def loss(p: Any) -> Any:
@@ -90,7 +90,7 @@ def decoder(remat: bool = True) -> Program:
 
 
 def convolutions() -> Program:
-    """One SGD step of two convolutions, pooling and a head."""
+    """Trace one SGD step of two convolutions, pooling and a head."""
 
     def step(params: Any, images: Any, labels: Any) -> Any:
         def loss(p: Any) -> Any:
@@ -108,7 +108,7 @@ def convolutions() -> Program:
 
 
 def decoding() -> Program:
-    """One token of attention against a cache that is written in place."""
+    """Trace one token of attention against a cache that is written in place."""
 
     def step(params: Any, cache: Any, x: Any, position: Any) -> Any:
         kv = x @ params["kv"]
@@ -122,7 +122,7 @@ def decoding() -> Program:
 
 
 def decoding_layers(carried: bool) -> Program:
-    """`decoding` with layers in a scan that carries their caches, or takes them in and gives new ones."""
+    """Trace `decoding` with layers in a scan that either carries their caches, or reads them and returns new ones."""
 
     def step(params: Any, caches: Any, x: Any, position: Any) -> Any:
         def attend(x: Any, layer: Any, cache: Any) -> Any:
@@ -152,7 +152,7 @@ def decoding_layers(carried: bool) -> Program:
 
 
 def views() -> Program:
-    """Reshapes that merge and split dims, transposes that meet their source, gathers and concatenations."""
+    """Trace reshapes that merge and split dims, sums of a tensor and its transpose, gathers and concatenations."""
 
     def fn(x: Any, w: Any) -> Any:
         merged = jnp.tanh(x).reshape(BATCH * SEQ, DIM)

@@ -1,4 +1,4 @@
-"""Attention that one op computes is found, with its factors and the values around it."""
+"""Attention that one op computes: it is recognised, with its factors and the values around it."""
 
 import pytest
 
@@ -13,10 +13,10 @@ DIMS = DecoderDims(layers=2, width=64, mlp_width=128, heads=4, kv_heads=2, head_
 def test_each_kernel_is_found_and_what_stands_between_it_and_the_projections(attention: str, exchange: str) -> None:
     program = decoder_program(DIMS, batch=2, seq=256, attention=attention, exchange=exchange, optimizer="sgd")
     graph = read_graph(program.module)
-    found = find_attentions(graph)
-    forward = [each for each in found if each.forward]
-    assert len(forward) == 2 and len(found) > 2, "in a loop and computed again, and the gradients"
-    for each in found:
+    attentions = find_attentions(graph)
+    forward = [each for each in attentions if each.forward]
+    assert len(forward) == 2 and len(attentions) > 2, "in a loop and computed again, and the gradients"
+    for each in attentions:
         assert each.ring is (exchange == "ring")
         assert each.heads == (2, 2)
         assert (each.queries == each.keys) is each.ring

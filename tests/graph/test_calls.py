@@ -1,4 +1,4 @@
-"""Custom calls whose meaning is known."""
+"""Custom calls with known semantics."""
 
 import jax
 import pytest
@@ -34,7 +34,7 @@ def test_factors_of_attention() -> None:
 
 @pytest.mark.parametrize(
     ("length", "window", "blocks"),
-    # Of blocks of 512, those up to the diagonal, or to where the window of a block's first row begins.
+    # Computed blocks of 512: those up to the diagonal and back to the window of the block's first row.
     [(64, None, 1), (2048, None, 10), (2048, 512, 7), (2048, 513, 7), (2048, 514, 9), (4096, 1024, 21)],
 )
 def test_flops_count_the_blocks_of_scores_that_are_computed(length: int, window: int | None, blocks: int) -> None:
@@ -49,7 +49,7 @@ def test_flops_count_the_blocks_of_scores_that_are_computed(length: int, window:
 def test_blocks_of_a_kernel_are_its_own_and_a_fused_one_computes_scores_once() -> None:
     scores = 2 * 4 * 3 * 2048 * 2048
     apart = attention_ops(None, 2048, KernelBlocks((1024, 512), (2048, 512), (1024, 1024)))
-    # Forward: rows of 1024 see 2 and 4 of 4 blocks; all of one row of 2048; 3 of 4 blocks of 1024.
+    # Forward: rows of 1024 need 2 and 4 of 4 blocks, one row of 2048 needs all, blocks of 1024 need 3 of 4.
     assert apart["attention"].flops == pytest.approx(2 * scores * 32 * 6 / 8, rel=1e-6)
     assert apart["attention_backward"].flops == pytest.approx((4 * 1.0 + 3 * 0.75) * scores * 32, rel=1e-6)
     assert apart["attention"].steps == 2 * 4 * 3 * (2 + 4)
@@ -76,7 +76,7 @@ def test_factors_and_work_of_rows_in_groups() -> None:
         assert op.op_class is OpClass.HEAVY
         sides = *zip(op.operands, op.rule.operands, strict=True), *zip(op.results, op.rule.results, strict=True)
         assert all(graph.tensors[t].shape == tuple(op.rule.sizes[f] for (f,) in dims) for t, dims in sides)
-        # 64 rows on a device are 2 tiles, and one more for each of 4 groups: 6 of 32 rows where 2 are needed.
+        # 64 rows of a device are 2 tiles, plus one for each of 4 groups: 6 of 32 rows where 2 suffice.
         assert op.flops == 2 * (2 * 4 * 16) * 128 * 96 * 3
         assert op.steps == 2 * 6 * 2 * 2
         assert op.opaque is not None and op.opaque.traffic > 2 * (2 * 4 * 16) * (128 + 96)

@@ -1,4 +1,4 @@
-"""Clusters: tensors bound to one spec."""
+"""Clusters: tensors that must have one spec."""
 
 from typing import Any
 
@@ -223,7 +223,7 @@ def test_building_twice_gives_equal_records() -> None:
 
 
 def test_ties_that_cannot_be_are_reported_apart() -> None:
-    """A result may take the spec of any argument of its shape, but not of one whose other dim it is."""
+    """Bind a result to an argument of its shape, except to one whose other dim it is."""
     graph = graph_of(lambda x, y: (jnp.sort(y), jnp.sin(x.T)), f32(8, 8), f32(8, 8))
     (x, y), (ordered, turned) = graph.arguments, graph.results
     structure = build_structure(graph, ties=[(ordered, y), (turned, x)])

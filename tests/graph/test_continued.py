@@ -1,4 +1,4 @@
-"""What the kernels of matmuls and convolutions do beside them on TPUs."""
+"""Epilogues that the kernels of matmuls and convolutions compute on TPUs."""
 
 from typing import Any
 
@@ -24,7 +24,7 @@ def large(graph: OpGraph, tensors: Any) -> list[int]:
 
 
 def traffic(graph: OpGraph, fusions: tuple[Fusion, ...]) -> int:
-    """Large values that fusions which no matmul or convolution ends read and write."""
+    """Count the large values that fusions without a matmul or convolution read and write."""
     moving = [f for f in fusions if graph.ops[f.root].kind not in ("dot_general", "convolution")]
     return sum(len(large(graph, (*f.reads, *f.moved))) for f in moving)
 
@@ -34,19 +34,19 @@ def test_a_matmul_goes_on_with_what_follows_and_sums_it() -> None:
     graph = graph_of(jax.grad(dense), [layer] * 4, f32(ROWS, WIDTH))
     liveness = analyse(graph, fused_matmuls=True)
     products = {op.results[0] for op in ops(graph, "dot_general") if graph.tensors[op.results[0]].shape[0] == ROWS}
-    back = sorted(products)[4:]  # gradients of what layers take, which is never asked for of the first
+    back = sorted(products)[4:]  # gradients of the layers' inputs; the first layer's is not computed
     assert len(products) == 7 and set(back) <= set(liveness.stores)
     assert not liveness.materialised & set(back)
     for source in back:
         stored = liveness.stores[source]
         (fusion,) = (f for f in liveness.fusions if stored in f.writes)
         assert fusion.moved == () and source not in fusion.reads
-        assert len(large(graph, fusion.reads)) == 1  # what the forward pass saved of the layer
+        assert len(large(graph, fusion.reads)) == 1  # the layer's value that the forward pass saved
         (start,) = (b[1] for b in liveness.buffers if b[0] == stored)
         assert start == graph.tensors[source].producer
     biases = [f for f in liveness.fusions if graph.ops[f.root].kind == "reduce" and graph.results.count(f.writes[0])]
     assert len(biases) == 4 and not any(large(graph, f.reads) for f in biases)
-    # Of the first gradient what is saved is read and it is written; of each after it what is saved is read.
+    # The first gradient: its saved value is read and the gradient written. Each later one reads its saved value.
     assert traffic(graph, liveness.fusions) <= 6
     assert traffic(graph, analyse(graph).fusions) > 12
 
@@ -81,7 +81,7 @@ def test_statistics_of_a_convolutions_result_are_summed_by_it() -> None:
     liveness = analyse(graph, fused_matmuls=True)
     sums = [f for f in liveness.fusions if graph.ops[f.root].kind == "reduce"]
     assert len(sums) == 2 and not any(large(graph, f.reads) for f in sums)
-    assert not liveness.stores  # what follows from the first convolution waits for its statistics
+    assert not liveness.stores  # the ops after the first convolution wait for its statistics
     first, second = (op.results[0] for op in ops(graph, "convolution"))
     assert {first, second} <= liveness.materialised and traffic(graph, liveness.fusions) == 0
     plain = analyse(graph)

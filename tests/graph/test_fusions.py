@@ -1,4 +1,4 @@
-"""What reaches memory, and what stays inside of one fusion."""
+"""Values that are materialised, and values that stay inside of one fusion."""
 
 from typing import Any
 
@@ -33,7 +33,7 @@ def test_a_value_is_kept_when_recomputing_it_would_read_more() -> None:
 
 
 def recurrence(decay: Any, value: Any, axis: int = 1) -> Any:
-    """A gated recurrence as `lax.associative_scan` has it: halves at every level, put together by padding."""
+    """Compute a gated recurrence by `lax.associative_scan`, whose levels halve the sequence and merge by padding."""
     pair = (jax.nn.sigmoid(decay), value)
     return lax.associative_scan(lambda a, b: (a[0] * b[0], b[0] * a[1] + b[1]), pair, axis=axis)[1]
 
@@ -92,7 +92,7 @@ def test_what_a_matmul_reads_is_written_but_for_cheap_moves() -> None:
 
 @pytest.mark.parametrize("fused", [True, False])
 def test_tpus_compute_activations_inside_the_matmuls_that_take_them(fused: bool) -> None:
-    """An MLP's gradient: kept is what the matmuls' kernels store, and without it what follows from them too."""
+    """Differentiate an MLP: only the results of matmul kernels are stored, or without epilogues their consumers too."""
 
     def loss(w: Any, x: Any) -> Any:
         for k in range(3):
@@ -115,7 +115,7 @@ def test_attention_finds_its_operands_stored_on_tpus_too() -> None:
 
 
 def test_a_sum_is_stored_as_narrow_as_it_is_made() -> None:
-    """Not in the wide dtype in which several consumers go on."""
+    """Store the narrow dtype of the sum, not the wide dtype in which several consumers continue."""
 
     def fn(a: Any, b: Any, c: Any) -> Any:
         wide = (a + b + c).astype(jnp.float32)

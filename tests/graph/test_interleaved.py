@@ -1,4 +1,4 @@
-"""Stacks along a second dim: which are copied row by row around the loop over their layers."""
+"""Stacks along a second dim: the ones that are copied row by row around the loop over their layers."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -17,7 +17,7 @@ WIDTH, INNER = 256, 1024
 
 
 def copies(layers: int, axis: int, update: Any, shape: Sequence[int] = (WIDTH, INNER)) -> list[tuple[int, ...]]:
-    """Shapes of what is copied by rows where a layer's weights of that shape are stacked along `axis`."""
+    """Return the shapes of row copies if a layer's weights of that shape are stacked along `axis`."""
     stacked = (*shape[:axis], layers, *shape[axis:])
 
     def layer(x: Any, w: Any) -> tuple[Any, None]:
@@ -32,9 +32,9 @@ def copies(layers: int, axis: int, update: Any, shape: Sequence[int] = (WIDTH, I
 
     stack = jax.ShapeDtypeStruct(stacked, jnp.float32)
     graph = read_graph(trace(step, (stack, stack, jax.ShapeDtypeStruct((8, WIDTH), jnp.float32))).module)
-    found = interleaved_passes(graph)
-    assert all(each.by_rows and each.count == 1 and each.block == -1 for each in found)
-    return [graph.tensors[each.tensor].shape for each in found]
+    passes = interleaved_passes(graph)
+    assert all(each.by_rows and each.count == 1 and each.block == -1 for each in passes)
+    return [graph.tensors[each.tensor].shape for each in passes]
 
 
 def momentum(w: Any, m: Any, g: Any) -> Any:

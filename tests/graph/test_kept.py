@@ -1,4 +1,4 @@
-"""Graphs on disk: equal to what is read anew, used when they are just right, and never otherwise."""
+"""Graphs on disk: equal to a fresh extraction, and used only if every input matches."""
 
 import subprocess
 import sys
@@ -23,7 +23,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def by_hand() -> Program:
-    """A region split by hand, and a spec that the program asks for."""
+    """Trace a manual region, and a spec that the program requires."""
     mesh = jax.sharding.AbstractMesh((4, 2), ("a", "b"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
     spec = jax.sharding.PartitionSpec
     body = jax.shard_map(
@@ -64,7 +64,7 @@ def test_a_damaged_entry_is_read_anew_and_replaced(folder: Path, damage: str, mo
     expected = kept_graph(module)
     (path,) = folder.iterdir()
     good = path.read_bytes()
-    if damage == "forged":  # the right hash over a body that is no graph
+    if damage == "forged":  # the right hash over a body that is not a graph
         write_entry("graph", path.stem, b'[["x"], 3]')
     else:
         middle = len(good) // 2
@@ -90,7 +90,7 @@ def test_only_so_many_are_kept(folder: Path) -> None:
 
 
 def test_a_second_plan_starts_no_framework(folder: Path, tmp_path: Path) -> None:
-    """Neither jax nor torch is imported when the program and its ops are there."""
+    """Plan again without importing jax or torch, since the program and its ops are cached."""
     path = tmp_path / "step.mlirbc"
     path.write_bytes(mlp().module)
     code = (

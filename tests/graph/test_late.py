@@ -1,4 +1,4 @@
-"""Gradients that only the optimizer takes, made after the backward pass."""
+"""Gradients that only the optimizer reads, computed after the backward pass."""
 
 import jax
 import jax.numpy as jnp
@@ -41,7 +41,7 @@ def test_gradients_of_logits_are_held_through_the_backward_pass() -> None:
 
 
 def test_what_a_loop_makes_of_a_carry_is_not_late() -> None:
-    """Though nothing takes the last of it before another loop is done."""
+    """Exclude a loop's carry, although its last value is not read until another loop is done."""
 
     def run(x, layers):
         for weights in layers:

@@ -1,4 +1,4 @@
-"""How long each value is held, and what is written in place."""
+"""Lifetimes of values, and updates in place."""
 
 from typing import Any
 
@@ -17,7 +17,7 @@ from tests.graph.programs import f32, graph_of
 
 
 def test_a_chain_by_hand() -> None:
-    #       0: dot a@b -> h    1: tanh h -> t    2: negate h -> n     3: dot t@b -> u    4: add u, n -> r
+    # 0: dot a@b -> h. 1: tanh h -> t. 2: negate h -> n. 3: dot t@b -> u. 4: add u, n -> r.
     def fn(a: Any, b: Any) -> Any:
         h = a @ b
         return jnp.tanh(h) @ b + (-h)
@@ -76,7 +76,7 @@ def test_state_that_is_read_after_its_update_is_not_overwritten() -> None:
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("optimizer", ["adamw", "momentum"])
 def test_state_that_is_stored_narrow_is_written_in_place(dtype: str, optimizer: str) -> None:
-    """The parameter follows from moments in float32, which nobody stores: XLA's own assignment says what is held."""
+    """Update a parameter in place if it follows from moments in float32, which are not stored. XLA does the same."""
     update = make_optimizer(optimizer, dtype)
 
     def step(params: Any, state: Any, x: Any) -> Any:
@@ -93,11 +93,12 @@ def test_state_that_is_stored_narrow_is_written_in_place(dtype: str, optimizer: 
     updates = {t: graph.results[a.result] for t, a in named if a.result is not None}
     spans = lifetimes(analyse(graph, kept=[graph.arguments[-1]], updates=updates))
     assert all(spans[old][1] <= spans[new][0] for old, new in updates.items() if graph.tensors[old].elements > 1)
-    found = jax.jit(step, donate_argnums=(0, 1)).lower(*given).compile().memory_analysis()
-    total = found.argument_size_in_bytes + found.output_size_in_bytes - found.alias_size_in_bytes
+    analysis = jax.jit(step, donate_argnums=(0, 1)).lower(*given).compile().memory_analysis()
+    total = analysis.argument_size_in_bytes + analysis.output_size_in_bytes - analysis.alias_size_in_bytes
     gradients = 2 * size * size * jnp.dtype(dtype).itemsize
     held = peak(graph, analyse(graph, kept=[graph.arguments[-1]], updates=updates))
-    # The gradients, and one of them transposed; new moments beside the old ones would be twice or three times as much.
+    # The gradients, and one of them transposed. New moments in addition to the old ones would be two or three times as
+    # much.
     assert total + gradients < held <= total + 1.6 * gradients
 
 
@@ -147,7 +148,7 @@ def test_buffers_are_sound(name: str) -> None:
     ["mlp", "decoder", "decoder without remat", "decoding", "decoding, caches carried", "decoding, caches scanned"],
 )
 def test_the_peak_is_near_the_compilers(name: str) -> None:
-    """XLA for one CPU device, whole: its buffer assignment orders and fuses ops in its own way."""
+    """Compare the peak with XLA's on one CPU device. Its buffer assignment orders and fuses ops in its own way."""
     program = made.PROGRAMS[name]()
     graph = read_graph(program.module)
     named = list(zip(graph.arguments, program.arguments, strict=True))

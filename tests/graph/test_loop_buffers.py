@@ -1,4 +1,4 @@
-"""Buffers of loops: what is carried, stacked, copied and narrowed."""
+"""Buffers of loops: carried, stacked, copied and narrowed values."""
 
 from typing import Any
 
@@ -193,7 +193,7 @@ def test_a_stack_that_loops_in_a_loop_take_apart_is_copied_for_them_if_it_is_wri
 
 
 def test_a_carried_value_that_starts_two_of_a_loop_within_is_held_once_more() -> None:
-    """The one takes its place and the other needs a place of its own."""
+    """Allocate one more buffer: one inner carry aliases the outer value, and the other needs memory of its own."""
 
     def outer(i: Any, c: Any) -> Any:
         a, b = lax.fori_loop(0, 4, lambda j, pair: (jnp.tanh(pair[0] @ pair[1]), pair[1] @ pair[0]), (c, c))
@@ -208,7 +208,7 @@ def test_a_carried_value_that_starts_two_of_a_loop_within_is_held_once_more() ->
 
 
 def test_an_argument_that_starts_what_replaces_it_is_copied_into_if_a_matmul_reads_it() -> None:
-    """The loop's buffer is written while the matmul reads the argument, whose own place the result is to have."""
+    """Copy the result: the loop's buffer is written while the matmul reads the argument that the result aliases."""
 
     def fn(x: Any, w: Any) -> Any:
         return lax.fori_loop(0, 4, lambda i, c: jnp.tanh(c @ w), x @ w)
@@ -242,7 +242,7 @@ def test_a_cache_that_is_written_twice_is_one_buffer_for_us_and_for_the_compiler
 
 
 def test_what_a_branch_needs_is_needed_no_longer_than_its_op() -> None:
-    """A loop would need it again at its next trip."""
+    """Free the value after its op in a branch. A loop would need it again in its next trip."""
 
     def chain(x: Any, w: Any) -> Any:
         return jnp.sin(jnp.cos(jnp.tanh(x @ w)) @ x) @ x

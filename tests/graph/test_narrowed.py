@@ -12,7 +12,7 @@ from tests.graph.programs import bf16, f32, graph_of, ops
 
 
 def taken(graph: OpGraph, kind: str = "dot_general") -> list[list[str]]:
-    """The dtypes of what the ops of a kind take."""
+    """Return the dtypes of the operands of all ops of a kind."""
     return [[graph.tensors[t].dtype for t in op.operands] for op in ops(graph, kind)]
 
 
@@ -79,7 +79,7 @@ def test_what_only_moves_rows_to_matmuls_moves_them_rounded() -> None:
 
 
 def test_a_gradient_is_stored_as_its_matmuls_take_it_and_summed_beside() -> None:
-    """The gradient of an activation is made in the kernel of the matmul before it; its bias sums it whole."""
+    """Compute an activation's gradient in the kernel of the matmul before it. Its bias sums the unrounded gradient."""
 
     def loss(params: Any, x: Any) -> Any:
         for w, b in params:

@@ -127,7 +127,7 @@ def test_flops_of_a_convolution_and_of_its_gradients(
 
 
 def test_convolutions_sum_over_features_or_batch_and_over_space_with_halos() -> None:
-    """A sum over space needs the windows that reach into the neighbouring shards."""
+    """Read the halos: a sum over space needs the windows that reach into the neighbouring shards."""
     graph = read_graph(made.convolutions().module)
     for op in ops(graph, "convolution"):
         assert op.rule is not None
@@ -207,7 +207,7 @@ def test_the_backward_loop_runs_as_often_as_the_forward_one() -> None:
     assert [(loop.trips, loop.known) for loop in graph.loops] == [(made.LAYERS, True)] * 2
 
 
-# What is seen through
+# Calls and wrappers
 
 
 def test_nested_calls_are_read_as_their_bodies() -> None:
@@ -308,7 +308,7 @@ def test_parts_of_axes_are_read() -> None:
     assert sharding.dims[0][0].part == (2, 4)
 
 
-# What has no rule
+# Ops without a rule
 
 
 UNRULED = """

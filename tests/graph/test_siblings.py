@@ -1,4 +1,4 @@
-"""Kernels of several results."""
+"""Kernels with several results."""
 
 from typing import Any
 
@@ -16,7 +16,7 @@ def adam(p: Any, m: Any, v: Any, g: Any) -> Any:
 
 
 def light(fusions: tuple[Fusion, ...]) -> tuple[int, int]:
-    """(kernels, values read) of fusions."""
+    """Return the number of kernels and the number of values that fusions read."""
     return sum(not f.beside for f in fusions), sum(len(f.reads) for f in fusions)
 
 

@@ -1,4 +1,4 @@
-"""Matmuls that all stages of a pipeline do at once."""
+"""Matmuls that all stages of a pipeline run at once."""
 
 from typing import Any
 
@@ -28,7 +28,7 @@ def plain(x: Any, up: Any, down: Any) -> Any:
 
 
 def grouped(x: Any, up: Any, down: Any) -> Any:
-    """As many matmuls side by side, of which none hands on to the next."""
+    """Compute equal matmuls next to each other, without passing results from one to the next."""
     two = x.reshape(STAGES, -1, WIDTH)
     return jax.lax.scan(lambda c, w: (jax.vmap(lambda one: layer(one, w))(c) + c[::-1], None), two, (up, down))[0]
 

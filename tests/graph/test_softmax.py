@@ -1,4 +1,4 @@
-"""What attention's scores move and hold on TPUs, beside what the compiler was seen to make of them."""
+"""Memory traffic and live bytes of attention's scores on TPUs, compared with observed compiled programs."""
 
 from collections.abc import Callable
 from typing import Any
@@ -36,7 +36,7 @@ def softmaxes_of(fn: Callable[..., Any], row: int) -> tuple[OpGraph, tuple[Softm
 
 
 def bytes_per_score(graph: OpGraph, softmax: Softmax, form: SoftmaxForm) -> float:
-    """All that kernels read and write of score-sized values, those of the matmuls included."""
+    """Sum the traffic of all kernels on score-sized values, matmuls included, in bytes per score."""
     times = dict(form.moved)
     for op in graph.ops:
         if op.op_class is OpClass.HEAVY:
@@ -51,20 +51,21 @@ def bytes_per_score(graph: OpGraph, softmax: Softmax, form: SoftmaxForm) -> floa
         # Bytes in the compiled programs: with local scores [4, 8, 1024, 1024], and with [1, 16, 1024, 1024].
         (attention, 1024, 8, 6),
         (gradient(attention), 1024, 8 + 26, 6 + 18),
-        # Too long for the scores' own kernel: [4, 8, 4096, 4096] (the scores as narrow as typed), [1, 16, 4096, 4096].
+        # Too long for the scores' own kernel: [4, 8, 4096, 4096] (the scores in their traced dtype), [1, 16, 4096,
+        # 4096].
         (gradient(attention), 4096, 12 + 30, 6 + 18),
     ],
 )
 def test_traffic_is_what_was_compiled(fn: Callable[..., Any], row: int, whole: float, again: float) -> None:
-    graph, found = softmaxes_of(fn, row)
-    assert all(softmax.rows == (3,) for softmax in found)
-    assert sum(bytes_per_score(graph, softmax, softmax.whole) for softmax in found) == whole
-    assert sum(bytes_per_score(graph, softmax, softmax.again) for softmax in found) == again
+    graph, softmaxes = softmaxes_of(fn, row)
+    assert all(softmax.rows == (3,) for softmax in softmaxes)
+    assert sum(bytes_per_score(graph, softmax, softmax.whole) for softmax in softmaxes) == whole
+    assert sum(bytes_per_score(graph, softmax, softmax.again) for softmax in softmaxes) == again
 
 
 def test_computed_again_only_scores_and_their_gradient_are_held() -> None:
-    graph, found = softmaxes_of(gradient(attention), 1024)
-    backward = found[-1]
+    graph, softmaxes = softmaxes_of(gradient(attention), 1024)
+    backward = softmaxes[-1]
     products = {op.results[0] for op in graph.ops if op.op_class is OpClass.HEAVY}
     assert len(backward.again.buffers) == 2
     assert {tensor for tensor, *_ in backward.again.buffers} <= products
@@ -80,8 +81,8 @@ def test_in_one_kernel_the_exponentials_are_held_and_long_rows_of_scores_beside_
 
 
 def test_scores_that_the_gradient_takes_are_stored_in_rows_of_any_length() -> None:
-    _, found = softmaxes_of(gradient(capped), 1024)
-    assert found[-1].scores in {tensor for tensor, *_ in found[-1].whole.buffers}
+    _, softmaxes = softmaxes_of(gradient(capped), 1024)
+    assert softmaxes[-1].scores in {tensor for tensor, *_ in softmaxes[-1].whole.buffers}
 
 
 def test_neither_sigmoids_nor_saved_probabilities_are_one() -> None:
@@ -98,9 +99,9 @@ def test_neither_sigmoids_nor_saved_probabilities_are_one() -> None:
 
 
 def test_what_a_softmax_holds_is_nowhere_else() -> None:
-    graph, found = softmaxes_of(gradient(attention), 1024)
-    inside = {tensor for softmax in found for tensor in softmax.tensors}
+    graph, softmaxes = softmaxes_of(gradient(attention), 1024)
+    inside = {tensor for softmax in softmaxes for tensor in softmax.tensors}
     before = analyse(graph, fused_matmuls=True)
-    after = analyse(graph, fused_matmuls=True, softmaxes=found)
+    after = analyse(graph, fused_matmuls=True, softmaxes=softmaxes)
     assert inside.intersection(tensor for tensor, *_ in before.buffers)
     assert after.buffers == tuple(buffer for buffer in before.buffers if buffer[0] not in inside)

@@ -1,4 +1,4 @@
-"""Stacks that lie in another dtype than the program types them."""
+"""Stacks that are stored in another dtype than their traced one."""
 
 import jax
 import jax.numpy as jnp
@@ -48,7 +48,7 @@ def test_a_stack_of_gradients_that_is_narrowed_afterwards_is_narrow(gradients: s
 
 @pytest.mark.parametrize(("norm", "width"), [(False, 2), (True, None)])
 def test_a_saved_stack_that_only_matmuls_take_is_rounded(norm: bool, width: int | None) -> None:
-    """As libtpu has it for v5e and v5p: `bf16[8,4,2048,2048]` in both loops, and float32 where a norm takes it too."""
+    """Match libtpu for v5e and v5p: `bf16[8,4,2048,2048]` in both loops, and float32 if a norm reads the stack too."""
 
     def loss(stack, x):
         def layer(h, w):
@@ -70,7 +70,7 @@ def test_a_saved_stack_that_only_matmuls_take_is_rounded(norm: bool, width: int 
 
 
 def test_saved_states_of_a_recurrence_stay_wide() -> None:
-    """As libtpu has RWKV's for v5e: matmuls of every head, of a vector and its state, take slices in float32."""
+    """Match libtpu's RWKV for v5e: matmuls of a vector and its state, in each head, read slices in float32."""
 
     def loss(r, k):
         def step(state, given):

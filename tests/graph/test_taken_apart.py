@@ -1,4 +1,4 @@
-"""Stacks that are made before the loop that takes slices of them."""
+"""Stacks that are computed before the loop that slices them."""
 
 from typing import Any
 
@@ -11,7 +11,7 @@ from tests.graph.programs import f32, graph_of
 
 
 def held(fn: Any) -> list[tuple[int, ...]]:
-    """Shapes of what is held while the loop runs, without what comes in and what the loop carries."""
+    """Return the shapes of the values that are live during the loop, without arguments and carries."""
     graph = graph_of(fn, f32(8, 4), f32(5, 4, 4))
     (loop,) = graph.loops
     known = {*graph.arguments, *(t for c in loop.carries for t in (c.init, c.body, c.update, c.result))}

@@ -1,4 +1,4 @@
-"""Stacks of gradients in the layout of their matmuls, and what the update copies of them."""
+"""Stacks of gradients in the layout of their matmuls, and the copies that the update makes of them."""
 
 from typing import Any
 
@@ -15,7 +15,7 @@ LAYERS, WIDTH, INNER, TOKENS = 3, 256, 768, 32
 
 
 def graph_of(update: Any, transposed: bool = False, scanned: bool = True) -> OpGraph:
-    """A step of a stack of matmuls, whose weights lie [in, out], or [out, in] if `transposed`."""
+    """Read the graph of a step on stacked matmuls, whose weights are [in, out], or [out, in] if `transposed`."""
     shape = (INNER, WIDTH) if transposed else (WIDTH, INNER)
 
     def layer(x: Any, w: Any) -> Any:
@@ -47,16 +47,16 @@ def adam(w: Any, m: Any, v: Any, g: Any) -> Any:
 
 
 def counted(graph: OpGraph) -> list[int]:
-    found = turned_passes(graph)
-    assert {graph.tensors[each.tensor].shape for each in found} <= {(LAYERS, WIDTH, INNER)}
-    assert all(each.block == -1 for each in found)
-    return [each.count for each in found]
+    passes = turned_passes(graph)
+    assert {graph.tensors[each.tensor].shape for each in passes} <= {(LAYERS, WIDTH, INNER)}
+    assert all(each.block == -1 for each in passes)
+    return [each.count for each in passes]
 
 
 def test_a_gradient_is_filled_with_zeros_and_what_meets_the_state_is_copied():
-    # One value meets the parameter: zeros are written, the value is copied.
+    # One value is combined with the parameter: zeros are written, the value is copied.
     assert counted(graph_of(descent)) == [1, 2]
-    # Two meet the moments: the second is written in the stack's layout before it is copied too.
+    # Two values are combined with the moments: the second is written in the stack's layout before it is copied too.
     assert counted(graph_of(adam)) == [1, 2, 4]
 
 

@@ -1,4 +1,4 @@
-"""What goes to a host and comes back lies in one order in both loops that touch it."""
+"""Layouts of values that are offloaded to the host: the loops that write and read them use one dim order."""
 
 from collections.abc import Callable
 

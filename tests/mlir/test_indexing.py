@@ -1,4 +1,4 @@
-"""Guards of indexed ops: only where XLA needs them."""
+"""Guards of indexed ops: inserted only where XLA needs them."""
 
 import jax.numpy as jnp
 import pytest
@@ -29,7 +29,8 @@ def row(x, u, i):
         (lambda x, i: jnp.take(x, jnp.array([1, 2]), 0, mode="clip") + i, (X, START), {}, 0, 0),  # rows
         (row, (X.T, X.T[:1], START), {"x": "None,d"}, 0, 0),
         (lambda x, u, i: lax.dynamic_update_slice(x, u, (0, i)), (X.T, X.T[:, :1], START), {"x": "None,d"}, 1, 0),
-        (lambda x: lax.scan(lambda c, t: (c + t, c * t), x[0], x), (X,), {"x": "None,d"}, 0, 0),  # stacks stay whole
+        # a scan's stacks stay whole
+        (lambda x: lax.scan(lambda c, t: (c + t, c * t), x[0], x), (X,), {"x": "None,d"}, 0, 0),
         (lambda x: jnp.roll(x, 1, 0).at[0].set(0), (X,), {"x": "None,None", "result": "d,None"}, 0, 1),
         (lambda x: x.at[0].set(0), (X,), {"x": "d,None"}, 0, 0),
         (lambda x, i: jnp.zeros_like(x).at[i].add(x[0]), (X, START), {"result": "d,None"}, 0, 0),  # nothing is cut
@@ -49,4 +50,4 @@ def test_arguments_of_four_bits_can_be_given():
     plan = autoshard.plan(autoshard.trace(fn, (x, w)), topology="cpu:8", mesh={"d": 8})
     product, doubled = plan.jit(fn)(x, w)
     assert (product == x @ w.astype(jnp.float32)).all() and (doubled == w + w).all()
-    assert (plan.jit(fn)(x, doubled)[1] == 2 * doubled).all()  # a result of it as well
+    assert (plan.jit(fn)(x, doubled)[1] == 2 * doubled).all()  # a result of the doubled index as well

@@ -1,4 +1,4 @@
-"""The room that edits MLIR: inlining, numbering, hashing, rules, pins, propagation."""
+"""The room `mlir`: inlining, numbering, hashing, sharding rules, pins, propagation."""
 
 import dataclasses
 from typing import Any
@@ -81,7 +81,7 @@ def test_inlining_leaves_one_function_and_no_calls():
     assert "call" not in {name.rpartition(".")[2] for name in kinds(module)}
     assert module.operation.verify()
     names = {mlir.location_name(op.location) for op in mlir.number_ops(module)}
-    calls = "closed_call", "eval_jaxpr"  # as jax 0.10 and 0.11 have it
+    calls = "closed_call", "eval_jaxpr"  # names of the calls in jax 0.10 and 0.11
     assert any(name.endswith(tuple(f"while/body/{call}/dot_general" for call in calls)) for name in names)
     (dot, *_) = [op for op in mlir.number_ops(module) if op.name == "stablehlo.dot_general"]
     assert mlir.source_line(dot).startswith(__file__)
@@ -342,7 +342,7 @@ def test_a_loop_that_only_cut_results_need_goes_with_its_body():
 
 
 def spanning(*axes: str, mesh: str = "mesh_0") -> Any:
-    """A module with a collective as jax 0.11 writes it."""
+    """Return a module with an all-reduce over some axes, in the syntax of jax 0.11."""
     refs = ", ".join(f'#stablehlo.axis_ref<name = "{axis}">' for axis in axes)
     sizes = ", ".join(f'{{name = "{name}", size = {size} : i64}}' for name, size in (("a", 4), ("b", 2)))
     return mlir.parse_module(
@@ -387,7 +387,7 @@ def test_collectives_that_name_axes_are_put_on_another_mesh():
 
 
 def test_equal_modules_are_the_same_hlo_in_one_process():
-    """XLA counts modules: PyTorch/XLA would compile what it has compiled already."""
+    """Compare the bytes of two equal modules. XLA numbers modules: with other bytes PyTorch/XLA would compile again."""
 
     def lowered() -> Any:
         return mlir.parse_module(mlir.to_bytes(jax.jit(lambda x: jnp.tanh(x) @ x).lower(np.ones((4, 4))).compiler_ir()))

@@ -1,4 +1,4 @@
-"""Arguments of no size that stand for larger ones."""
+"""Arguments without elements that stand in for larger ones."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Tuples, in which PyTorch/XLA's scans hand on what their bodies make, are taken apart."""
+"""Flattening of tuples, in which PyTorch/XLA's scans return the results of their bodies."""
 
 from autoshard import mlir
 
@@ -25,7 +25,7 @@ def test_elements_are_what_was_put_in() -> None:
 
 
 def test_calls_that_give_tuples_are_named() -> None:
-    """These stay, since nothing here has put their elements in."""
+    """Leave the tuples of custom calls alone: no op of the module packs their elements."""
     called = """
 func.func @main(%a: tensor<4x4xf32>) -> tensor<4xf32> {
   %made = stablehlo.custom_call @Eigh(%a) : (tensor<4x4xf32>) -> tuple<tensor<4x4xf32>, tensor<4xf32>>

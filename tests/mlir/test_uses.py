@@ -1,4 +1,4 @@
-"""What a program does with its arguments, read from the module alone."""
+"""Uses of a program's arguments, read from the module alone."""
 
 from collections.abc import Callable
 from typing import Any

@@ -1,4 +1,4 @@
-"""Small programs and their models, for the tests of this directory."""
+"""Small programs and their models for the tests of planning."""
 
 import functools
 from collections.abc import Callable
@@ -28,7 +28,7 @@ CASES = [
     ("convolutions", "h100:8", "data=4,model=2"),
     ("views", "v5p:2x2x2", "data=4,model=2"),
 ]
-"""Programs, topologies and meshes of all kinds of ops and networks."""
+"""Programs, topologies and meshes with all kinds of ops and networks."""
 
 
 def matmul() -> Program:
@@ -43,12 +43,12 @@ def two_matmuls() -> Program:
 
 
 def nothing() -> Program:
-    """Nothing in it can be split eight ways."""
+    """Trace a program in which nothing can be split eight ways."""
     return trace(lambda x, s: (jnp.sin(x) * s, s + 1), (f32(3, 5), f32()), name="nothing")
 
 
 def mixed() -> Program:
-    """Integers, a scalar, a key and flags beside floats."""
+    """Trace a step with integers, a scalar, a key and flags in addition to floats."""
 
     def step(params: Any, tokens: Any, scale: Any, key: Any, mask: Any) -> Any:
         x = params["table"][tokens] * scale
@@ -63,12 +63,12 @@ def mixed() -> Program:
 
 
 def spectrum() -> Program:
-    """A transform that CPU devices gather for."""
+    """Trace a Fourier transform, for which CPU devices gather their operand."""
     return trace(lambda params, x: jnp.fft.fft(x @ params).real, (f32(64, 64), f32(16, 64)), name="spectrum")
 
 
 def wide_mlp(batch: int = 4096, dim: int = 2048, ffn: int = 8192, layers: int = 2) -> Program:
-    """AdamW on an MLP large enough that splitting it pays; nothing is allocated."""
+    """Trace AdamW on an MLP that is large enough for splitting to pay. Nothing is allocated."""
     optimizer = optax.adamw(1e-3)
 
     def step(params: Any, state: Any, x: Any) -> Any:
@@ -91,7 +91,7 @@ def wide_mlp(batch: int = 4096, dim: int = 2048, ffn: int = 8192, layers: int = 
 
 
 def grouped_query(batch: int = 8, seq: int = 32, hidden: int = 64, kv: int = 4, group: int = 2) -> Program:
-    """SGD on a decoder layer whose attention has `kv` key-value heads, `group` query heads for each."""
+    """Trace SGD on a decoder layer whose attention has `kv` key-value heads, each with `group` query heads."""
     depth = 16
 
     def step(p: Any, x: Any) -> Any:
@@ -161,7 +161,7 @@ def _made(name: str, topology: str, mesh: str | None, limit: int | None) -> Plan
 
 
 def random_choices(built: Model, rng: np.random.Generator) -> NDArray[np.int64]:
-    """One alternative per node at random, no pair of them forbidden."""
+    """Choose one alternative per node at random, without forbidden pairs."""
     chosen = np.array([rng.integers(len(node.states)) for node in built.nodes])
     for reshard in built.reshards:
         if reshard.forbidden is not None:

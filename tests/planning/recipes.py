@@ -1,4 +1,4 @@
-"""Where recipes are planned in tests, and what a plan says of those that were tried."""
+"""Topology and mesh of the tests of recipes, and the rows of a plan about the recipes that were tried."""
 
 from typing import Any
 
@@ -9,6 +9,6 @@ ON: dict[str, Any] = {"topology": "v5e:2x4", "mesh": "data=2,model=4", "time_lim
 
 
 def tried(result: PlanResult) -> dict[str, dict[str, Any]]:
-    """What the plan says of every recipe, by its text."""
+    """Return the plan's row for every recipe, by the recipe's text."""
     rows = result.plan.provenance["recipe"]["tried"]
     return {str(Recipe(tuple(row["choices"].items()))): row for row in rows}

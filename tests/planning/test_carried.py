@@ -1,4 +1,4 @@
-"""Parameters that a loop carries and changes: steps that a program does one after the other."""
+"""Parameters that a loop carries and updates: steps that a program runs one after the other."""
 
 import re
 from typing import Any
@@ -11,7 +11,7 @@ import autoshard
 
 
 def steps(w: Any, x: Any) -> Any:
-    """As many steps of gradient descent as `x` has slices."""
+    """Run one step of gradient descent for each slice of `x`."""
 
     def step(w: Any, x: Any) -> Any:
         grad = jax.grad(lambda w: jnp.mean((jax.nn.relu(x @ w["a"]) @ w["b"]) ** 2))(w)
@@ -21,7 +21,7 @@ def steps(w: Any, x: Any) -> Any:
 
 
 def test_what_brings_a_parameter_to_its_loop_is_priced_and_named() -> None:
-    """Split outside and whole inside: each is gathered once, before the loop."""
+    """Price the gathers of a parameter that is split outside of its loop and whole inside: once, before the loop."""
     shape = jax.ShapeDtypeStruct
     w = {"a": shape((64, 256), "float32"), "b": shape((256, 64), "float32")}
     program = autoshard.trace(steps, (w, shape((4, 4096, 64), "float32")))

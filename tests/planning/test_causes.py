@@ -1,4 +1,4 @@
-"""Every collective of a prediction says which line of the user's code asks for it, and what of it is waited for."""
+"""Causes of collectives: the line of the user's code that requires each one, and the exposed part of its time."""
 
 import importlib.util
 import inspect
@@ -75,13 +75,13 @@ def test_a_plan_saved_before_says_all_or_nothing():
 
 
 def lines_of(module: bytes) -> dict[str, set[str]]:
-    """Kinds of ops and the lines they have."""
+    """Return the code lines of each kind of op."""
     with mlir.new_context() as context:
-        found: dict[str, set[str]] = {}
+        lines: dict[str, set[str]] = {}
         parsed = mlir.inline_calls(mlir.parse_module(module, context))
         for op in mlir.number_ops(parsed):
-            found.setdefault(op.name, set()).add(mlir.code_line(op))
-        return found
+            lines.setdefault(op.name, set()).add(mlir.code_line(op))
+        return lines
 
 
 def test_frames_of_frameworks_are_passed_over(program: autoshard.Program):

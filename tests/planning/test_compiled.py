@@ -1,4 +1,4 @@
-"""Whole plans against what XLA compiles of them for eight CPU devices: bytes on the wire by mesh axis."""
+"""Whole plans against XLA's compilation of them for eight CPU devices: bytes on the wire by mesh axis."""
 
 import dataclasses
 
@@ -45,13 +45,13 @@ def on_the_wire(program: Program, plan: Plan) -> dict[str, int]:
 def test_predicted_bytes_are_those_on_the_wire(name: str, mesh: str, which: str) -> None:
     program, result = made.program(name), made.planned(name, "cpu:8", mesh)
     plan = result.plan if which == "plan" else result.baseline_plans[which]
-    found = on_the_wire(program, plan)
+    wire = on_the_wire(program, plan)
     for axis, size in plan.prediction.wire_bytes.items():
-        assert found.get(axis, 0) == pytest.approx(size, rel=0.01, abs=SCALARS)
+        assert wire.get(axis, 0) == pytest.approx(size, rel=0.01, abs=SCALARS)
 
 
 def random_plan(name: str, rng: np.random.Generator) -> Plan:
-    """Most of them make no sense: every value is wanted in another spec than it is in, and pinned there."""
+    """Build a plan of random choices with every value pinned. Most of its reshards make no sense."""
     program, model, plan = made.program(name), made.model(name), made.planned(name).plan
     choices = made.random_choices(model, rng)
     specs = {
@@ -78,8 +78,8 @@ def test_plans_chosen_at_random_are_predicted_too(name: str) -> None:
     ratios = []
     for _ in range(4):
         plan = random_plan(name, rng)
-        found = on_the_wire(made.program(name), plan)
-        ratios.append((sum(plan.prediction.wire_bytes.values()) + 1) / (sum(found.values()) + 1))
+        wire = on_the_wire(made.program(name), plan)
+        ratios.append((sum(plan.prediction.wire_bytes.values()) + 1) / (sum(wire.values()) + 1))
     assert all(0.8 < ratio < 1.25 for ratio in ratios), ratios
     assert 0.93 < np.median(ratios) < 1.08, ratios
 
@@ -91,14 +91,14 @@ def test_plans_chosen_at_random_compute_the_same(name: str) -> None:
     arguments = program.make_args(0)
     wanted = jax.tree.leaves(jax.jit(program.fn)(*arguments))
     for _ in range(2):
-        found = jax.tree.leaves(random_plan(name, rng).jit(program.fn)(*arguments))
-        for ours, theirs in zip(found, wanted, strict=True):
+        results = jax.tree.leaves(random_plan(name, rng).jit(program.fn)(*arguments))
+        for ours, theirs in zip(results, wanted, strict=True):
             largest = np.max(np.abs(np.asarray(theirs, dtype=np.float64)))
             assert np.max(np.abs(np.asarray(ours) - np.asarray(theirs))) <= 1e-5 * largest + 1e-9
 
 
 def test_sums_of_halves_go_over_the_wire_as_the_compiler_sends_them() -> None:
-    """Where bfloat16 is summed in 4 bytes, these are on the wire."""
+    """Count 4 bytes an element on the wire where sums of bfloat16 run in float32."""
     half = [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((64, 512), (512, 256))]
     program = trace(lambda x, w: x @ w, tuple(half), name="halves")
     asked = read_asked({"x": "None,data", "w": "data,None"})

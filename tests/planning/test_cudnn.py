@@ -1,4 +1,4 @@
-"""cuDNN's attention in module files, as JAX lowers it for CUDA: batch and heads are split, the rest stays whole."""
+"""cuDNN's attention in module files, as JAX lowers it for CUDA: batch and heads are split, other dims stay whole."""
 
 from pathlib import Path
 from typing import Any
@@ -37,7 +37,7 @@ def test_a_program_that_jax_cannot_trace_here_says_what_to_do(monkeypatch: pytes
 
 @pytest.fixture
 def cudnn(monkeypatch: pytest.MonkeyPatch) -> None:
-    """JAX refuses to trace the call on a machine without cuDNN, which its lowering does not need."""
+    """Stand-in for cuDNN: JAX refuses to trace the call without it, although its lowering does not need it."""
     monkeypatch.setattr("jax._src.cudnn.fused_attention_stablehlo.check_cudnn_version", lambda: 91000)
 
 
@@ -124,7 +124,7 @@ def test_a_plan_from_a_file_splits_the_calls_and_is_not_run(tmp_path: Path) -> N
 @pytest.mark.usefixtures("cudnn")
 @pytest.mark.parametrize("bias", [False, True])
 def test_a_traced_program_splits_queries_keys_and_values_alike_and_lowers_for_gpus(bias: bool) -> None:
-    """JAX runs no shards otherwise; its own rule leaves keys and values free, and has no FLOPs."""
+    """Replace JAX's own sharding rule, which leaves keys and values free and has no FLOPs. JAX runs no other shards."""
     more = (jax.ShapeDtypeStruct((16, 8, 128, 128), jnp.bfloat16),) if bias else ()
     program = trace(gradients, (QUERIES, KEYS, KEYS, *more))
     forward, backward = (op for op in read_graph(program.module).ops if op.opaque)

@@ -1,4 +1,4 @@
-"""First guesses: parameters as the models have them, steps that grow as they must, and near what is planned."""
+"""First estimates: parameter counts of the real models, steps that grow as expected, and times close to the plan's."""
 
 import dataclasses
 import json
@@ -18,7 +18,7 @@ from autoshard.serving import StepAsked, config_decoder, estimate_config, estima
 V5E = Topology.parse("v5e:4x4")
 COUNTED = ("llama-tiny", "gemma2-tiny", "mixtral-tiny", "deepseek-v3-tiny", "gpt2-tiny")
 LEFT_OUT = {"gpt2-tiny": 0.05, "gemma2-tiny": 0.004}
-"""Learned positions, biases and norms: parts of a tiny model, not of a large one."""
+"""Learned positions, biases and norms: a notable part of a tiny model, not of a large one."""
 
 
 @pytest.mark.parametrize("name", COUNTED)
@@ -63,11 +63,11 @@ def test_serving_reads_its_weights_and_its_cache():
     decoder = config_decoder("hf:llama3-8b")
     assert decoder is not None
     asked = StepAsked(16, 8192, "decode", param_bytes=2)
-    found = estimate_step(decoder, V5E, asked)
-    read = sum(found.bytes[kind] for kind in ("parameters", "cache")) / V5E.memory_bytes_per_s
-    assert read < found.step_time_s < 3 * read
+    estimated = estimate_step(decoder, V5E, asked)
+    read = sum(estimated.bytes[kind] for kind in ("parameters", "cache")) / V5E.memory_bytes_per_s
+    assert read < estimated.step_time_s < 3 * read
     prefill = estimate_step(decoder, V5E, dataclasses.replace(asked, kind="prefill", seq=1024))
-    assert prefill.asked.tokens == 1024 * found.asked.tokens
+    assert prefill.asked.tokens == 1024 * estimated.asked.tokens
 
 
 @pytest.mark.parametrize("kind", ["prefill", "train"])
@@ -84,7 +84,7 @@ def test_a_shared_expert_is_the_matmuls_of_one_that_has_every_token(kind: str):
 
 
 def test_scores_that_are_written_out_are_two_matmuls_of_every_layer():
-    """Of as many tokens in fewer and longer prompts only attention takes longer."""
+    """Compare equal tokens in fewer and longer prompts: only attention needs more time."""
     decoder = config_decoder("hf:llama3-8b")
     assert decoder is not None
     topology = Topology.parse("cpu:1")
@@ -135,9 +135,9 @@ def test_the_batch_it_asks_for_can_be():
 )
 def test_the_fewest_devices_fit_and_no_fewer_do(config: str, place: str, options: dict[str, Any]):
     topology = Topology.parse(place)
-    found = estimate_config(config, topology, **options)
-    assert not any(each.estimate.fits for each in found)
-    (fewest,) = fewest_devices(config, found, **options).values()
+    estimated = estimate_config(config, topology, **options)
+    assert not any(each.estimate.fits for each in estimated)
+    (fewest,) = fewest_devices(config, estimated, **options).values()
     assert fewest is not None and fewest.chip == topology.chip
     assert any(each.estimate.fits for each in estimate_config(config, fewest, **options))
     smaller = [each for each in larger_topologies(topology, 0) if each.num_devices < fewest.num_devices]

@@ -1,4 +1,4 @@
-"""A program in a file gets the plan of the same program as it was traced, whatever the form and without names."""
+"""Programs in files get the plan of the traced program, in every file format and without argument names."""
 
 import functools
 from collections.abc import Callable
@@ -20,7 +20,7 @@ def f32(*shape: int) -> jax.ShapeDtypeStruct:
 
 
 def momentum() -> Program:
-    """A convolution, a norm and two matmuls under SGD with momentum; large enough that splitting parameters pays."""
+    """Trace a convolution, a norm and two matmuls under SGD with momentum, large enough for splitting to pay."""
 
     def loss(params: Any, batch: Any) -> Any:
         x = jax.lax.conv_general_dilated(
@@ -131,5 +131,5 @@ def test_a_file_is_run_and_checked(write: Callable[[Program, Path], None], tmp_p
     write(program("momentum"), path)
     read = open_source(str(path))
     chosen = make_plan(read, Options(topology="cpu:8", mesh={"data": 4, "model": 2})).plan
-    found = measure(read, chosen, steps=1, warmup=0, check=True)
-    assert found.check is not None and found.check.passed, found.check.worst
+    measurement = measure(read, chosen, steps=1, warmup=0, check=True)
+    assert measurement.check is not None and measurement.check.passed, measurement.check.worst

@@ -1,4 +1,4 @@
-"""Convolutions of groups: every strategy that is offered computes the right gradients, idle axes or not."""
+"""Grouped convolutions: every strategy computes the right gradients, with and without idle axes."""
 
 import dataclasses
 from typing import Any
@@ -41,7 +41,7 @@ APART = convolution(1, ((1, 2), (1, 2)), lhs_dilation=(2, 2), feature_group_coun
     ids=lambda value: value.name if isinstance(value, Case) else str(value),
 )
 def test_a_dim_split_over_one_axis_beside_idle_ones(case: Case, mesh: str, dim: int) -> None:
-    """One axis splits the batch (0), the groups (1) or the height (2) of the images; values, and bytes on the wire."""
+    """Split the batch (0), groups (1) or height (2) of images over one axis. Compare values and bytes on the wire."""
     _, graph, op = found(case)
     assert op.rule is not None and op.grouped
     (factor,) = op.rule.operands[0][dim]
@@ -61,7 +61,7 @@ def test_other_convolutions_are_left_to_the_partitioner_unless_split_in_space() 
 
 
 def test_in_a_region_by_hand_a_convolution_of_groups_stays_whole() -> None:
-    """No region of the plan's own fits in there."""
+    """Offer only the whole op: the plan cannot open its own region inside a manual one."""
     _, graph, op = found(FORWARD)
     inside = dataclasses.replace(op, manual=("data",), halos=())
     assert (heavy_strategies(graph, op, [2, 4], "cpu") != WHOLE).any()
@@ -69,7 +69,7 @@ def test_in_a_region_by_hand_a_convolution_of_groups_stays_whole() -> None:
 
 
 def test_left_to_the_partitioner_the_gradient_comes_out_doubled() -> None:
-    """One step of SGD on a depthwise kernel, the images split over `data`, `model` idle; a region makes it right."""
+    """Run one step of SGD on a depthwise kernel, images split over `data`, `model` idle. A region corrects it."""
 
     def step(kernel: Any, images: Any) -> Any:
         def loss(kernel: Any) -> Any:

@@ -1,4 +1,4 @@
-"""What planning does to a program grows with it and not with its square, counted in lines of our code that run."""
+"""Planning time grows linearly with the program, not quadratically, counted in executed lines of our code."""
 
 import sys
 from collections import Counter
@@ -23,7 +23,7 @@ FEW, MANY = 8, 32
 
 
 def step_of(depth: int) -> Program:
-    """A step of a network of `depth` layers, written one after the other: their weights, biases and momenta."""
+    """Trace a step of an unrolled network of `depth` layers with weights, biases and momenta."""
     shape = jax.ShapeDtypeStruct
     params = [{"w": shape((128, 128), "float32"), "b": shape((128,), "float32")} for _ in range(depth)]
 
@@ -41,7 +41,7 @@ def step_of(depth: int) -> Program:
 
 
 def lines_in(work: Callable[[], Any]) -> tuple[Any, Counter[str]]:
-    """What `work` gives, and how many lines of each room of the package ran for it."""
+    """Return the result of `work`, and the number of lines that each room of the package ran for it."""
     ran: Counter[str] = Counter()
 
     def inside(frame: FrameType, event: str, _: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Long sequences with grouped query heads: every device has its own part of attention."""
+"""Long sequences with grouped query heads: every device computes its own part of attention."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""From a program to a plan: what it holds, what it refuses, and that it comes out the same again."""
+"""From a program to a plan: its content, refused inputs, and determinism."""
 
 import gzip
 import json
@@ -189,7 +189,7 @@ def decode(params: Any, token: Any) -> Any:
 
 @pytest.mark.parametrize("mesh", ["model=8", None])
 def test_one_token_is_planned_with_split_weights(mesh: str | None) -> None:
-    """Its pins are those of tensor parallelism by hand, its results those of one device."""
+    """Compare the pins with tensor parallelism by hand, and the results with those of one device."""
     weights = {"embed": f32(320, 64), "up": f32(64, 256), "down": f32(256, 64)}
     one = trace(decode, (weights, jax.ShapeDtypeStruct((1, 1), jnp.int32)), name="one token")
     axis = "model" if mesh else "data"
@@ -304,7 +304,7 @@ def test_a_step_of_nothing_has_no_shares(topology: str) -> None:
 
 
 def independent_optimum(path: Path) -> int:
-    """The least cost of a contest file, read and solved with nothing of ours: a plain 0/1 program."""
+    """Return the least cost of a contest file, read and solved as a plain 0/1 program without code of ours."""
     raw = json.loads(gzip.decompress(path.read_bytes()))["problem"]
     nodes, edges = raw["nodes"], raw["edges"]
     sizes = [len(costs) for costs in nodes["costs"]]
@@ -314,7 +314,7 @@ def independent_optimum(path: Path) -> int:
     for node, size in enumerate(sizes):
         rows.append(({int(starts[node]) + k: 1 for k in range(size)}, 1, 1))
     for (a, b), costs in zip(edges["nodes"], edges["costs"], strict=True):
-        # One variable for each pair; its sums over either end are that end's choice.
+        # One variable for each pair. Its sums over either end equal that end's choice.
         first = len(cost)
         cost += costs
         for i in range(sizes[a]):

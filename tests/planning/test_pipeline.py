@@ -1,4 +1,4 @@
-"""A program written as a pipeline: its stages are found, split and handed on by permutes; it runs and is right."""
+"""A program written as a pipeline: its stages are recognised, split and connected by permutes. It runs correctly."""
 
 import functools
 from types import ModuleType

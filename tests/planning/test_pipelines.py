@@ -1,4 +1,4 @@
-"""Pipelines on meshes that are looked for: what is left out is no better, and the best of all is chosen."""
+"""Pipelines on searched meshes: the pruned ones are no better, and the best of all is chosen."""
 
 import math
 from types import SimpleNamespace
@@ -63,7 +63,7 @@ def test_only_stages_split_over_their_axis_where_there_are_any() -> None:
 
 
 def least_s(reading: Reading, program: Program, mesh: object) -> float:
-    """The best step on a mesh with an axis of stages."""
+    """Return the seconds of the best step on a mesh with an axis of stages."""
     own = task(program, 2)
     model = own.priced(mesh)  # type: ignore[arg-type]
     limits = Limits(TOPOLOGY.usable_bytes, 60.0, 0)
@@ -136,7 +136,7 @@ def test_what_is_chosen_is_the_best_of_all(stack: Any, stages: int) -> None:
     own = tuple(recipe.arguments.values())
     assert every[own] <= min(every.values()) * (1 + SEARCH.EQUAL)
     assert recipe.arguments["stages"] == stages
-    # A plan whose axis of stages is for them alone is priced again as it was made.
+    # A plan whose axis of stages is used by nothing else is priced again as it was built.
     assert ("stage_axis" in made.plan.provenance) == (stages > 1)
     program = stack.program(**recipe.arguments)
     model, choices = price_again(made.plan, program, read_program(program, "tpu"))
@@ -147,5 +147,5 @@ def test_a_bound_is_stretched_by_the_bubble_of_those_that_it_is_for() -> None:
     layers = SimpleNamespace(program=SimpleNamespace(stacks=(126,)))
     kin = Kin(layers, Pipeline(4, 4), {})  # type: ignore[arg-type]
     assert kin.stretch(Pipeline(4, 16)) == pytest.approx(19 / 16)
-    # Of 126 layers 2 stand outside of four stages, and 6 if each of them has three chunks.
+    # Two of 126 layers stand outside of four stages, and six if each stage has three chunks.
     assert kin.stretch(Pipeline(4, 16, "circular:3")) == pytest.approx(120 / 124 * 51 / 48)

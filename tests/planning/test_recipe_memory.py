@@ -1,4 +1,4 @@
-"""Recipes that hold less on the devices: layers that compute again, values and state that wait on the hosts."""
+"""Recipes that need less device memory: recomputed layers, and values or state that are offloaded to the hosts."""
 
 import dataclasses
 import functools
@@ -26,7 +26,7 @@ LAYERS = 8
 
 
 def chain(again: int) -> Program:
-    """A training step of layers whose first `again` ones are computed again in the backward pass."""
+    """Trace a training step of layers, the first `again` of which are recomputed in the backward pass."""
 
     def step(params: Any, x: Any) -> Any:
         def loss(p: Any) -> Any:
@@ -79,7 +79,7 @@ FULLY: dict[str, Any] = {"topology": "v5e:2x4", "mesh": "data=8", "time_limit": 
 
 @pytest.fixture(scope="module")
 def llama(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Program]:
-    """Steps of a small decoder, by what its layers compute again."""
+    """Return a function from a remat option to the step of a small decoder."""
     file = tmp_path_factory.mktemp("model") / "config.json"
     file.write_text(json.dumps(LLAMA))
 
@@ -128,7 +128,7 @@ def test_inputs_of_layers_go_to_the_host_where_nothing_fits_otherwise(llama: Cal
 
 @functools.cache
 def hosted(host: str) -> Program:
-    """A step of layers with AdamW, by where its state waits."""
+    """Trace a step of layers with AdamW, by the option for its state on the host."""
     rule = optax.adamw(1e-3)
 
     def step(params: Any, state: Any, x: Any) -> Any:
@@ -148,7 +148,7 @@ def test_state_goes_to_the_hosts_where_memory_binds() -> None:
     assert str(recipe) == "host none"
     assert tried(result)["host optimizer"]["verdict"] == "not planned: memory does not bind with host none"
     plain = result.plan.prediction
-    limit = 5 << 20  # 4 are parameters, gradients and state split over all devices, of which 2 are state
+    limit = 5 << 20  # 4 MiB are parameters, gradients and state split over all devices; 2 of them are state
     recipe, result = plan_recipes(hosted, choices, Options(**FULLY, memory_limit=limit), of_source=True)
     assert str(recipe) == "host optimizer" and result.plan.prediction.host_bytes > 0
     assert tried(result)["host none"]["verdict"] == "does not fit"
@@ -171,6 +171,6 @@ def test_gradients_of_microbatches_are_summed_once_where_that_is_faster() -> Non
     assert once.words[-1].startswith("gradient groups 8 (instead: 1 ")
     assert once.prediction.step_time_s < 0.9 * each.prediction.step_time_s
     gradients = sum(4 * math.prod(shape) for name, shape in each.shapes.items() if each.roles[name] == "parameter")
-    # A ring sends and takes in 7/8 of what is summed, and again where every device gets the parameters.
+    # A ring sends and receives 7/8 of the summed bytes, and again if every device needs the parameters.
     assert once.prediction.wire_bytes["data"] == pytest.approx(2 * 7 / 8 * gradients, rel=0.02)
     assert each.prediction.wire_bytes["data"] > 4 * gradients

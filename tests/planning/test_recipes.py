@@ -1,4 +1,4 @@
-"""The best of several recipes of a program: what is planned, what need not be, and what the plan says of them."""
+"""The best of several recipes of a program: the planned ones, the pruned ones, and the plan's rows about them."""
 
 import dataclasses
 import functools
@@ -68,7 +68,7 @@ def test_what_fits_on_no_mesh_is_not_planned(monkeypatch: pytest.MonkeyPatch) ->
 
 
 class Recorded:
-    """`make_plan`, and the programs that it planned."""
+    """`make_plan` with a list of the programs that it planned."""
 
     def __init__(self) -> None:
         self.names: list[str] = []
@@ -95,7 +95,7 @@ def test_meshes_are_held_against_the_best_recipe() -> None:
 
 
 def test_when_none_fits_the_last_says_what_would_help() -> None:
-    with pytest.raises(InfeasibleError, match="the least found is"):  # although it is known before it is planned
+    with pytest.raises(InfeasibleError, match="the least found is"):  # although it is pruned before it is planned
         plan_recipes(lambda remat: made.program("two matmuls"), {"remat": ("none",)}, Options(**ON, memory_limit=200))
 
 
@@ -112,7 +112,7 @@ def test_no_plan_is_priced_below_the_bound_of_its_arithmetic() -> None:
 
 
 def wide(times: int) -> Program:
-    """Matmuls one after the other: so many times the arithmetic on the same batch."""
+    """Trace a chain of matmuls with `times` the arithmetic on the same batch."""
 
     def forward(w: Any, x: Any) -> Any:
         for _ in range(times):
@@ -193,7 +193,7 @@ def test_more_memory_is_not_tried_where_less_did_not_fit() -> None:
 
 
 def rows_kept(kept: int, **recipe: int) -> Program:
-    """A step whose memory is `kept` rows of its batch at once, or with microbatches a part of them."""
+    """Trace a step that saves `kept` rows of its batch at once, or with microbatches a part of them."""
     batch, parts = recipe.get("batch", kept), recipe.get("microbatches", 1)
 
     def step(w: Any, x: Any) -> Any:

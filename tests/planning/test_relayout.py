@@ -1,4 +1,4 @@
-"""What compilers lay out anew around gathers and scatters."""
+"""Relayouts that compilers insert around gathers and scatters."""
 
 import numpy as np
 import pytest
@@ -21,7 +21,7 @@ def count(topology: str, *ends: tuple[int, int], shape: tuple[int, ...] = (512, 
 
 
 def copied(*ends: tuple[int, int], shape: tuple[int, ...] = (512, 1024)) -> float:
-    """Bytes of two-byte elements that a CPU device writes in another order."""
+    """Return the bytes of two-byte elements that a CPU device writes in another order."""
     mesh = make_mesh(Topology.parse("cpu:8"), {"a": 2, "b": 4})
     return float(relayouts(path(*ends, shape=shape), Collectives(mesh)).size[0, 0])
 
@@ -46,7 +46,7 @@ def test_cpu_devices_copy_shards_and_whole_around_a_gather_of_an_inner_dim() -> 
     assert copied((0, 1), whole) == (size / 8 + size / 2)  # the last dim first, then the outermost
     assert copied((0, 1), (0, WHOLE)) == size / 8 + size / 2
     assert copied((1, 1), (1, WHOLE)) == size / 8 + size / 2
-    assert copied((1, 1), whole, shape=(1, 1024)) == 0  # nothing lies between the rows of one
+    assert copied((1, 1), whole, shape=(1, 1024)) == 0  # the rows of one have nothing between them
     assert copied((1, 0), whole, shape=(4, 1024)) == 0, "the outer dim has one element as long as it is split"
 
 

@@ -1,4 +1,4 @@
-"""Which dims of a key-value cache are split comes out of the search."""
+"""Splits of a key-value cache's dims, as the search chooses them."""
 
 import functools
 
@@ -14,7 +14,7 @@ BATCH, HEADS, LENGTH = 1, 2, 3
 
 @functools.cache
 def decoding(batch: int, cache: int, mesh: str) -> Plan:
-    """Llama with 4 heads of keys, which take a part of an axis of 8; caches of 64 MiB a device if split evenly."""
+    """Plan Llama with 4 key heads, which use a part of an axis of 8. Caches are 64 MiB a device if split evenly."""
     program = open_source("hf:llama-tiny", serve="decode", batch=batch, cache=cache, seq=128)
     return make_plan(program, Options(topology="v5e:2x4", mesh=mesh, memory_limit=90 << 20)).plan
 

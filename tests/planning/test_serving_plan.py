@@ -1,4 +1,4 @@
-"""Serving by closed form: what a way to serve holds and takes, limits that are kept, and bad input."""
+"""Serving by closed form: memory and time of each way to serve, limits that hold, and bad input."""
 
 import dataclasses
 import json
@@ -30,7 +30,7 @@ ASKED = ServingAsked(1000, 500)
 LLAMA = config_decoder("hf:llama3-8b")
 assert LLAMA is not None
 DECODERS = ("hf:llama3-8b", "hf:mixtral-8x7b")
-"""The second is served with attention in groups too."""
+"""Decoders to serve; the second one is also served with attention in groups."""
 
 
 def test_a_step_of_decoding_reads_weights_and_cache():
@@ -38,21 +38,21 @@ def test_a_step_of_decoding_reads_weights_and_cache():
     weights, cache = 2 * LLAMA.params / 8, LLAMA.kv_bytes(16 * 1250) / 8
     assert point.decode_s > (weights + cache) / V6E.memory_bytes_per_s
     assert point.token_s == pytest.approx(point.decode_s + 16 / 500 * point.added_s)
-    assert point.added_s < point.prompt_s  # what decodes beside a prompt reads the same weights
+    assert point.added_s < point.prompt_s  # decoding in the same step as a prompt reads the same weights
     assert point.peak_bytes > weights + LLAMA.kv_bytes(16 * 1500) / 8
     assert point.tokens_per_s == pytest.approx(16 / point.token_s)
 
 
 def test_bytes_of_weights_and_of_keys_and_values_are_halved():
     point = serving_point(LLAMA, V6E, ASKED, ServingEngine(8), 16)
-    layers = LLAMA.params - 2 * LLAMA.vocabulary * LLAMA.width  # embedding and head stay
+    layers = LLAMA.params - 2 * LLAMA.vocabulary * LLAMA.width  # the embedding and the head stay
     half = serving_point(LLAMA, V6E, ServingAsked(1000, 500, "int8"), ServingEngine(8), 16)
     assert point.peak_bytes - half.peak_bytes == pytest.approx(layers / 8)
     assert half.decode_s < point.decode_s and half.prompt_s < point.prompt_s
     small = serving_point(LLAMA, V6E, ServingAsked(1000, 500, cache="fp8"), ServingEngine(8), 16)
     assert point.peak_bytes - small.peak_bytes == pytest.approx(LLAMA.kv_bytes(16 * 1500) / 8 / 2)
     assert small.decode_s < point.decode_s
-    # v6e multiplies int8 twice as fast as fp8, which it turns into bf16.
+    # The v6e multiplies int8 twice as fast as fp8, which it converts to bf16.
     stored = [ServingAsked(1000, 500, each) for each in ("int8", "fp8")]
     whole, float8 = (serving_point(LLAMA, V6E, each, ServingEngine(1), 16, 512) for each in stored)
     assert whole.prompt_s < 0.9 * float8.prompt_s and whole.peak_bytes == float8.peak_bytes
@@ -95,7 +95,7 @@ def test_engines_for_prompts_may_be_of_another_kind_where_that_serves_more():
     for each in other:
         alone = engine_steps(LLAMA, V6E, ASKED, each.engine, 1)[1].step_time_s
         assert each.decode_s == serving_point(LLAMA, V6E, ASKED, each.engine, each.batch).decode_s
-        # No split into engines of the same kind serves as much: each group has a prompt at once.
+        # No split into engines of the same kind serves as much: each group runs a prompt at once.
         total = 8 // each.engine.devices
         rates = [
             min((total - count) * each.batch / each.decode_s, count * each.engine.attention / alone * 500)
@@ -115,7 +115,7 @@ def test_the_largest_batch_that_fits_is_offered(name: str):
     for engine in {each.engine for each in plan.points}:
         batches = {each.batch for each in plan.points if each.engine == engine and not each.prompts}
         larger = max(batches) + engine.attention
-        chunk = max(128, 1 << (2 * larger // engine.attention - 1).bit_length())  # of two prompt tokens for each
+        chunk = max(128, 1 << (2 * larger // engine.attention - 1).bit_length())  # two prompt tokens for each
         assert not serving_point(decoder, V6E, ASKED, engine, larger, chunk).fits
         doubled = {engine.attention << n for n in range(max(batches).bit_length())}
         assert {each for each in doubled if each <= max(batches)} <= batches
@@ -165,10 +165,10 @@ def test_the_table_fits_80_columns_and_json_has_the_best(capsys: pytest.CaptureF
     assert cli.main(line) == 0
     shown = capsys.readouterr().out
     assert max(map(len, shown.splitlines())) <= 80 and "vllm serve MODEL" in shown
-    assert sum(each.startswith("*") for each in shown.splitlines()) == 2  # the best, and what the mark means
+    assert sum(each.startswith("*") for each in shown.splitlines()) == 2  # the best one, and the legend of the mark
     assert cli.main([*line, "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert found["best"]["token_s"] <= 0.010 and found["best"] in found["frontier"]
+    document = json.loads(capsys.readouterr().out)
+    assert document["best"]["token_s"] <= 0.010 and document["best"] in document["frontier"]
 
 
 def test_nothing_fits_says_what_weights_take():
@@ -182,10 +182,10 @@ def test_nothing_fits_says_what_weights_take():
 def test_nothing_fits_names_the_fewest_devices_and_weights_that_fit(name: str, place: str, narrower: bool):
     with pytest.raises(UserError) as error:
         plan_serving(f"hf:{name}", place, ASKED)
-    found = re.search(r"serve it are (\d+) \((\S+)\)(, or use --weights fp8)?\.$", str(error.value))
-    assert found is not None and bool(found[3]) == narrower
-    topology = Topology.parse(found[2])
-    assert topology.num_devices == int(found[1])
+    match = re.search(r"serve it are (\d+) \((\S+)\)(, or use --weights fp8)?\.$", str(error.value))
+    assert match is not None and bool(match[3]) == narrower
+    topology = Topology.parse(match[2])
+    assert topology.num_devices == int(match[1])
     decoder = config_decoder(f"hf:{name}")
     assert decoder is not None and plan_serving(f"hf:{name}", topology.name, ASKED).points
     for each in larger_topologies(Topology.parse(place), 0):
@@ -205,7 +205,8 @@ def test_groups_are_offered_where_heads_run_out_and_for_experts():
     assert {each.attention for each in engine_kinds(LLAMA, V6E)} == {1}  # 8 devices, 8 heads of keys and values
     more = {(each.tensor, each.attention) for each in engine_kinds(LLAMA, Topology.parse("v6e:4x4"))}
     assert {(16, 1), (8, 2), (4, 4)} <= more and (4, 2) not in more
-    assert {each.attention for each in engine_kinds(LLAMA, Topology.parse("h100:8*2"))} == {1}  # vLLM has none there
+    # attention groups of dense models need a TPU server
+    assert {each.attention for each in engine_kinds(LLAMA, Topology.parse("h100:8*2"))} == {1}
     experts = set(engine_kinds(MIXTURE, V6E))
     assert {ServingEngine(8, 1, 1), ServingEngine(8, 1, 8), ServingEngine(1, 8, 8), ServingEngine(2, 2, 4)} <= experts
     assert all(each.experts in (1, each.devices) for each in experts)
@@ -220,7 +221,7 @@ def test_groups_have_a_part_of_the_cache_and_all_of_attention(decoder: Decoder):
     one = serving_point(decoder, place, asked, ServingEngine(64 if decoder is LATENT else 32, 1), 64, 1024)
     four = serving_point(decoder, place, asked, ServingEngine(one.engine.tensor // 4, 4), 64, 256)
     attention = decoder.layers * decoder.attention_params
-    # Heads of keys and values that run out, or latent ones that are none, are held by all devices of a group.
+    # If key-value heads run out, or are latent, all devices of a group store them.
     parts = [1 if decoder is LATENT else min(each.engine.tensor, decoder.kv_heads) for each in (one, four)]
     cache = [decoder.kv_bytes(64 * 9000) / each for each in (parts[0], 4 * parts[1])]
     gained = (cache[0] - cache[1]) - 3 * attention / one.engine.devices
@@ -236,7 +237,7 @@ def test_chunks_trade_first_tokens_for_gaps():
     free = plan_serving("hf:llama3-8b", "v6e:2x4", asked, ServingLimits(token_s=0.02))
     held = plan_serving("hf:llama3-8b", "v6e:2x4", asked, ServingLimits(token_s=0.02, gap_s=free.best.gap_s / 1.5))
     assert held.best.gap_s <= free.best.gap_s / 1.5 and held.best.tokens_per_s < free.best.tokens_per_s
-    # No chunk is too short for the prompts that come in.
+    # No chunk is too short for the incoming prompts.
     for each in held.points:
         assert each.prompt_engines or each.chunk * each.engine.attention >= each.batch * 4000 / 1000
 

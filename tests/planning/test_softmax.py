@@ -43,7 +43,7 @@ def model(topology: str) -> Model:
 @pytest.mark.parametrize(
     ("split", "again"),
     [
-        # As compiled for v5e: local scores, dims b k g s t.
+        # Compiled for v5e: local scores, with dims b k g s t.
         ({0: ("data",), 1: ("model",)}, False),  # [4, 4, 4, 1024, 1024]
         ({0: ("data",), 3: ("model",)}, False),  # [4, 16, 4, 256, 1024]
         ({0: ("data", "model")}, True),  # [1, 16, 4, 1024, 1024]
@@ -60,7 +60,7 @@ def test_a_dim_of_one_makes_scores_cheaper(split: dict[int, tuple[str, ...]], ag
     (row,) = (r for r in range(len(node.states)) if spec_of(built, node.states, r, 5).dims == wanted)
     local = built.graph.tensors[softmax.scores].elements / 16
     ((_, seconds),) = node.time.items()
-    # Beyond two bytes for each of the two matmuls: six in all, or eight.
+    # Bytes of each score: two for each of the two matmuls, and two or four more here, so six or eight in all.
     assert seconds[row] == pytest.approx(float(built.compute.memory_seconds((2 if again else 4) * local)))
     held = sum(int(term.usage[row]) for term in node.memory)
     assert held == (2 if again else 4) * local
@@ -97,7 +97,7 @@ def test_other_backends_have_none(backend: str) -> None:
 
 
 def test_a_matmul_gets_nothing_back_that_it_never_paid_for():
-    """Where the second matmul alone is split finer than the scores, what it reads of them is less than they are."""
+    """Split the second matmul finer than the scores: the part that it reads is smaller than they are."""
 
     def attend(q, k, v):
         k, v = (jnp.repeat(each, 2, axis=2) for each in (k, v))
@@ -107,9 +107,9 @@ def test_a_matmul_gets_nothing_back_that_it_never_paid_for():
     queries = jax.ShapeDtypeStruct((8, 512, 16, 128), jnp.bfloat16)
     keys = jax.ShapeDtypeStruct((8, 512, 8, 128), jnp.bfloat16)
     traced = trace(attend, (queries, keys, keys))
-    found = make_plan(traced, Options(topology="v5e:4x2", mesh={"data": 4, "model": 2}))
-    flops = 2 * 2 * 8 * 16 * 512 * 512 * 128  # of both products
-    assert found.plan.prediction.step_time_s > flops / 8 / Topology.parse("v5e:4x2").chip.peak_flops("bfloat16")
+    planned = make_plan(traced, Options(topology="v5e:4x2", mesh={"data": 4, "model": 2}))
+    flops = 2 * 2 * 8 * 16 * 512 * 512 * 128  # FLOPs of both products
+    assert planned.plan.prediction.step_time_s > flops / 8 / Topology.parse("v5e:4x2").chip.peak_flops("bfloat16")
 
 
 def test_what_is_taken_back_is_taken_off_the_matmuls_that_paid():
@@ -127,7 +127,7 @@ def test_what_is_taken_back_is_taken_off_the_matmuls_that_paid():
     back = np.flatnonzero(time < 0)
     assert len(back)
     for row in back.tolist():
-        choices = np.zeros(len(built.nodes), dtype=np.int64)  # in which nothing is split
+        choices = np.zeros(len(built.nodes), dtype=np.int64)  # nothing is split
         choices[at] = row
         compute = price_ops(built, choices).compute
         assert all(seconds >= 0 for seconds in compute.values())

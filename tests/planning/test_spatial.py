@@ -1,4 +1,4 @@
-"""Ops split in space: every strategy of convolutions and windows runs right, and sends what is predicted."""
+"""Ops split in space: every strategy of convolutions and windows runs correctly and sends the predicted bytes."""
 
 import dataclasses
 import functools
@@ -43,7 +43,7 @@ def values_of(args: tuple[Any, ...]) -> list[Any]:
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """A program whose last op of a kind is split."""
+    """A program, and the kind of its op that is split."""
 
     name: str
     kind: str
@@ -62,7 +62,7 @@ def convolution(stride: int, pads: Any, rank: int = 2, **options: Any) -> Callab
 
 
 def three(name: str, run: Callable[..., Any], x: Any, w: Any) -> list[Case]:
-    """The convolution, and its gradients for the input and for the kernel."""
+    """Return cases for a convolution and its gradients for the input and for the kernel."""
     g = jax.eval_shape(run, x, w)
     return [
         Case(f"{name}, forward", "convolution", lambda x, w, g: run(x, w), (x, w, g)),
@@ -112,7 +112,7 @@ def found(case: Case) -> tuple[Program, OpGraph, Op]:
 
 
 def compiled(case: Case, mesh: Mesh, state: np.ndarray) -> Any:
-    """The program with one op in one state, everything else whole."""
+    """Compile the program with one op in one state and everything else whole."""
     program, graph, op = found(case)
     assert op.rule is not None
     names = {t: a.name for t, a in zip(graph.arguments, program.arguments, strict=True)}
@@ -129,7 +129,7 @@ def compiled(case: Case, mesh: Mesh, state: np.ndarray) -> Any:
 
 
 def predicted(case: Case, mesh: Mesh, state: np.ndarray) -> dict[str, float]:
-    """Bytes on the wire by axis: halos, sums, and the gather of the result."""
+    """Compute the predicted bytes on the wire by axis: halos, sums, and the gather of the result."""
     _, graph, op = found(case)
     collectives = Collectives(mesh)
     names = list(mesh.axes)
@@ -177,7 +177,7 @@ MEETINGS = [
 
 @pytest.mark.parametrize(("case", "mesh"), MEETINGS)
 def test_an_op_split_in_space_runs_right_and_sends_what_is_predicted(case: Case, mesh: str) -> None:
-    """One strategy, another for each op and mesh; the values, and the bytes on the wire."""
+    """Run one strategy, a different one for each op and mesh. Compare the values and the bytes on the wire."""
     states = states_in_space(case, mesh_of(mesh))
     if case.name.startswith("uneven") and mesh == "8":
         assert not len(states), "8 devices divide neither 14 nor 12"
@@ -201,7 +201,7 @@ def test_a_cumulative_sum_is_not_split_along_itself() -> None:
 
 
 def test_a_valid_convolution_stays_whole_in_space() -> None:
-    """Its result has fewer rows than its input: shards of one do not lie on shards of the other."""
+    """Offer no split in space: the result has fewer rows than the input, so their shards do not match."""
     graph = read_graph(trace(convolution(1, "VALID"), (f32(2, 4, 16, 16), f32(8, 4, 3, 3))).module)
     (op,) = (op for op in graph.ops if op.kind == "convolution")
     assert op.rule is not None and not op.halos
@@ -211,7 +211,7 @@ def test_a_valid_convolution_stays_whole_in_space() -> None:
 
 
 def convnet() -> Program:
-    """SGD with momentum on a stem, a pool, a residual block and a strided convolution, with batch norms."""
+    """Trace SGD with momentum on a stem, a pool, a residual block and a strided convolution, with batch norms."""
 
     def norm(x: Any) -> Any:
         mean = x.mean((0, 2, 3), keepdims=True)
@@ -234,13 +234,13 @@ def convnet() -> Program:
 
 @pytest.mark.parametrize("mesh", ["4x2", "2x2x2"])
 def test_a_convnet_split_over_height_equals_the_unplanned_run(mesh: str) -> None:
-    """A batch of 2 on 8 devices, as the baseline `spatial` has it: loss, gradients (momentum) and update."""
+    """Run a batch of 2 on 8 devices by the baseline `spatial`. Compare loss, gradients (momentum) and update."""
     program = convnet()
     result = make_plan(program, Options(topology="cpu:8", mesh=MESHES[mesh]))
     plan = result.baseline_plans["spatial"]
     assert any("image height over" in line for line in plan.words)
     assert any(region.operands[0].dims[2] for region in plan.regions)
-    # The gradient of a kernel before a norm is what is left of sums that cancel: rounding weighs more there.
+    # The gradient of a kernel before a norm is a sum of terms that cancel: its relative rounding error is larger.
     measured = measure(program, plan, steps=1, warmup=0, check=True, tolerance=3e-5)
     assert measured.check is not None and measured.check.passed
     assert measured.wire_compiled == pytest.approx(measured.wire_predicted, rel=0.02)
@@ -250,7 +250,7 @@ def test_a_convnet_split_over_height_equals_the_unplanned_run(mesh: str) -> None
 
 @pytest.mark.parametrize("mesh", ["8", "4x2"])
 def test_a_convolution_of_a_value_that_nobody_holds_leaves_the_baseline(mesh: str) -> None:
-    """The gradient of a sum is ones, which a transposed convolution reads; images beside it are split by rows."""
+    """Exclude a convolution from the baseline: it reads ones, the gradient of a sum. Other images are split by rows."""
 
     def step(p: Any, x: Any) -> Any:
         def loss(p: Any) -> Any:
@@ -271,7 +271,7 @@ def load_text(plan: Plan) -> Plan:
 
 
 def test_images_larger_than_the_batch_can_feed_are_split_in_space() -> None:
-    """Planned for a TPU, a batch of 4 large images on 16 chips: the plan itself splits their height or width."""
+    """Plan a batch of 4 large images for 16 chips: the plan splits their height or width."""
 
     def step(w: Any, x: Any) -> Any:
         def loss(w: Any) -> Any:
@@ -297,7 +297,7 @@ def test_a_region_of_another_program_is_refused() -> None:
 
 
 def state_space_block(p: Any, x: Any) -> Any:
-    """A causal depthwise convolution over the sequence, between two projections."""
+    """Compute a causal depthwise convolution over the sequence, between two projections."""
     h = jnp.einsum("blc,cd->bdl", x, p["in"])
     h = jax.nn.silu(convolution(1, ((3, 0),), 1, feature_group_count=h.shape[1])(h, p["conv"]))
     return jnp.einsum("bdl,dc->blc", h, p["out"])
@@ -330,7 +330,7 @@ def test_convolutions_over_a_sequence_are_split_along_it(
 
 
 def test_a_convolution_split_over_few_features_wastes_the_matrix_unit() -> None:
-    """64 features over 8 devices fill 8 of 128 columns; rows of images over 8 devices fill as many as before."""
+    """Compare 64 features over 8 devices, which fill 8 of 128 columns, with rows, which fill as many as before."""
     case = three("stem", convolution(2, ((3, 3), (3, 3))), f32(16, 3, 1024, 1024), f32(64, 3, 7, 7))[0]
     _, graph, op = found(case)
     assert op.rule is not None

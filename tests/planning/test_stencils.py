@@ -1,4 +1,4 @@
-"""Stencils written with slices: shards exchange what lies past their edges, as XLA's partitioner does it."""
+"""Stencils written with slices: shards exchange the elements past their edges, as XLA's partitioner does."""
 
 from collections.abc import Callable
 from typing import Any
@@ -28,7 +28,7 @@ def marching(u: Any) -> Any:
 
 
 def upwind(u: Any) -> Any:
-    """Differences to one side, two places wide, and their gradient."""
+    """Compute one-sided differences, two places wide, and a step along their gradient."""
 
     def energy(u: Any) -> Any:
         return ((3 * u[2:] - 4 * u[1:-1] + u[:-2]) ** 2).mean()
@@ -49,19 +49,19 @@ def test_a_grid_that_is_split_is_computed_right_and_costs_what_was_predicted(nam
     fn, mesh, pin, kind = CASES[name]
     program = trace(fn, (f32(1024, 1024),), name="grid", donate_argnums=0, roles={"u": "other"})
     plan = autoshard.plan(program, topology="cpu:8", mesh=mesh, pins={"u": pin})
-    found = measure(program, plan, steps=1, warmup=0, check=True)
-    assert found.check is not None and found.check.passed, found.check
+    measurement = measure(program, plan, steps=1, warmup=0, check=True)
+    assert measurement.check is not None and measurement.check.passed, measurement.check
     assert kind in {c.kind for c in plan.prediction.collectives}
     assert not any(c.kind == "all-gather" for c in plan.prediction.collectives)
-    assert found.counts_compiled.get("all-gather", 0) == 0, "nothing is gathered"
+    assert measurement.counts_compiled.get("all-gather", 0) == 0, "nothing is gathered"
 
 
 def test_the_halos_of_a_stencil_are_counted_to_the_byte() -> None:
     program = trace(heat, (f32(1024, 1024),), name="grid", donate_argnums=0)
     plan = autoshard.plan(program, topology="cpu:8", mesh="data=8", pins={"u": "data,None"})
-    found = measure(program, plan, steps=1, warmup=0)
-    assert found.wire_compiled == found.wire_predicted and found.wire_predicted["data"] > 0
-    assert found.counts_compiled == found.counts_predicted
+    measurement = measure(program, plan, steps=1, warmup=0)
+    assert measurement.wire_compiled == measurement.wire_predicted and measurement.wire_predicted["data"] > 0
+    assert measurement.counts_compiled == measurement.counts_predicted
 
 
 def test_a_large_grid_is_split_without_being_told() -> None:
@@ -76,12 +76,12 @@ def test_a_large_grid_is_split_without_being_told() -> None:
 @pytest.mark.parametrize(
     ("before", "after", "places", "parts", "reaches"),
     [
-        (64, 62, 0, 8, (0, 0)),  # the end is cut: nothing moves
+        (64, 62, 0, 8, (0, 0)),  # only the end is cut: nothing moves
         (64, 62, 1, 8, (0, 1)),
         (64, 62, 2, 8, (0, 2)),
         (64, 62, 1, 2, (0, 0)),  # 31 of each half's 32
         (62, 64, -1, 8, (1, 0)),
-        (64, 56, 0, 8, (7, 0)),  # seven of the last shard's come from before it
+        (64, 56, 0, 8, (7, 0)),  # seven elements of the last shard are from the shard before it
         (64, 32, 16, 4, (8, 8)),
         (64, 66, -1, 4, (0, 2)),
     ],
@@ -89,12 +89,12 @@ def test_a_large_grid_is_split_without_being_told() -> None:
 def test_reaches_are_what_xla_exchanges(
     before: int, after: int, places: int, parts: int, reaches: tuple[int, int]
 ) -> None:
-    """Each read from the op compiled alone for so many CPU devices."""
+    """Compare the reaches with those of the op compiled alone for so many CPU devices."""
     assert _reaches(before, after, places, parts) == reaches
 
 
 def test_a_half_of_a_dim_is_no_stencil() -> None:
-    """Elements that move past the next shard would be sent around in several rounds: such a dim stays whole."""
+    """Leave the dim whole: elements that move past the next shard would need several rounds of permutes."""
     program = trace(lambda u: jnp.tanh(u[:, :256]) * u[:, 256:], (f32(512, 512),), name="halves")
     plan = make_plan(program, Options(topology="cpu:8", mesh="data=8")).plan
     assert plan.results["result"].dims[1] == () and not plan.prediction.collectives

@@ -1,4 +1,4 @@
-"""Sweeps: rows in order, made once, each saying why it failed."""
+"""Sweeps: rows in order, planned once, each failed one with its reason."""
 
 import concurrent.futures
 import json
@@ -90,7 +90,7 @@ def test_rows_on_file_are_not_made_again(source: str, tmp_path: Path) -> None:
     first = autoshard.sweep(source, topologies=["cpu:2"], path=path)
     data = json.loads(path.read_text())
     (row,) = data["rows"].values()
-    row["step_time_s"] = 42.0  # a mark, to see where the row comes from
+    row["step_time_s"] = 42.0  # a mark that shows where the row was read
     path.write_text(json.dumps(data))
     again = autoshard.sweep(source, topologies=["cpu:2", "cpu:4"], path=path, progress=said)
     assert again[0].step_time_s == 42.0 and again[1].topology == "cpu:4"
@@ -133,7 +133,7 @@ def test_a_folder_keeps_the_plan_of_each_row(source: str, tmp_path: Path) -> Non
     assert set(written) == {"sweep.json", "cpu-2.plan.json"}
     assert autoshard.sweep(source, topologies=["cpu:2"], path=place, progress=said) == [row]
     assert said.lines == [f"1 of 1 rows are in {place} already"]
-    (place / row.plan).unlink()  # a row without its plan is made again, and the same
+    (place / row.plan).unlink()  # a row without its plan is planned again, with the same result
     assert autoshard.sweep(source, topologies=["cpu:2"], path=place) == [row]
     assert {path.name: path.read_bytes() for path in place.iterdir()} == written
     (other,) = autoshard.sweep(source, topologies=["cpu:2"], path=place, memory_limit=1 << 30)
@@ -188,7 +188,7 @@ def test_a_worker_that_dies_is_replaced(source: str) -> None:
 
 
 class Elsewhere(concurrent.futures.Executor):
-    """A worker on a machine where something is not as it is here."""
+    """A worker on a machine that differs from this one in something."""
 
     def __init__(self, change) -> None:
         self.change = change

@@ -7,7 +7,7 @@ import numpy as np
 
 
 STEP = 1e3
-"""Learning rate of the comparisons: large, so that an updated parameter shows its gradient to full precision."""
+"""Learning rate of the comparisons: large, so that an updated parameter has its gradient in full precision."""
 
 
 def real_model(fields, seed=0, **overrides):
@@ -29,7 +29,7 @@ def real_model(fields, seed=0, **overrides):
 
 
 def close(actual, expected, tolerance=1e-5):
-    """Largest difference over the tensor's own maximum."""
+    """Assert that the largest difference over the tensor's own maximum is below the tolerance."""
     actual, expected = np.asarray(actual, np.float64), np.asarray(expected, np.float64)
     assert actual.shape == expected.shape
     scale = max(np.abs(expected).max(), 1e-30)
@@ -38,7 +38,7 @@ def close(actual, expected, tolerance=1e-5):
 
 
 def random_batch(program, position, labels=None, seed=4):
-    """A batch for `program`, drawn from the shapes of its `position`-th argument; ids and labels below `labels`."""
+    """Draw a batch for `program` from the shapes of its `position`-th argument; ids and labels are below `labels`."""
     rng = np.random.default_rng(seed)
     batch = {}
     for key, leaf in program.args[position].items():
@@ -50,10 +50,10 @@ def random_batch(program, position, labels=None, seed=4):
 
 
 def check_training_step(config, monkeypatch, **options):
-    """One SGD step of `hf:config` against torch: loss, gradients of all parameters, running statistics.
+    """Compare one SGD step of `hf:config` with torch: loss, gradients of all parameters, running statistics.
 
-    Where an input of a ReLU lies within rounding of 0, one example's gradient of a unit depends on how threads shared
-    the sums (seen once, of a ResNet on a busy machine): then another batch must agree.
+    If it fails, another batch must agree. At a ReLU's input close to 0, a gradient may depend on the order in which
+    threads sum. This was seen once, for a ResNet on a busy machine.
     """
     try:
         return _check_training_step(config, monkeypatch, 4, **options)

@@ -223,7 +223,7 @@ def test_recursion_is_refused(main: str, a: str, chain: str, tmp_path: Path):
 
 
 def test_a_long_chain_of_calls_is_inlined(tmp_path: Path):
-    """Longer than Python's stack."""
+    """Inline a chain of calls that is longer than Python's stack."""
     functions = [
         f"func.func {'public @main' if n == 0 else f'private @f{n}'}(%arg0: tensor<4xf32>) -> tensor<4xf32> {{\n"
         + (f"%0 = func.call @f{n + 1}(%arg0) : (tensor<4xf32>) -> tensor<4xf32>" if n < 1500 else "")

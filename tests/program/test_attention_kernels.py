@@ -1,4 +1,4 @@
-"""Attention by jax's splash kernel, and a batch in microbatches: the same results, and what cannot be is said."""
+"""Attention by jax's splash kernel, and a batch in microbatches: equal results, and refusals of the impossible."""
 
 from typing import Any
 
@@ -19,7 +19,7 @@ from autoshard.program.kernels.flash_attention import KernelBlocks
 
 
 class Attention(nn.Module):
-    """`heads` query heads over `kv_heads` of keys and values, with projections."""
+    """`heads` query heads over `kv_heads` heads of keys and values, with projections."""
 
     def __init__(self, heads: int, kv_heads: int, size: int, causal: bool, mask: bool = False) -> None:
         super().__init__()
@@ -48,7 +48,7 @@ def step(module: Attention, length: int, **options: Any) -> Program:
 
 
 def ran(program: Program) -> tuple[dict[str, np.ndarray], float]:
-    """What parameters moved by, and the loss."""
+    """Return the changes of the parameters, and the loss."""
     args = program.make_args(0)
     before = jax.tree.map(np.asarray, args[0])
     out = jax.jit(program.fn)(*args)
@@ -97,7 +97,7 @@ def test_windows_and_softcaps_are_the_kernels_too() -> None:
 @pytest.mark.parametrize(("queries", "keys"), [(197, 230), (300, 300), (384, 384)])
 @pytest.mark.parametrize("more", [{"causal": True}, {"causal": False}, {"causal": False, "window": 50}])
 def test_sequences_that_no_block_divides_are_padded(queries: int, keys: int, more: dict[str, Any]) -> None:
-    """Values and gradients are those of scores in memory: no query sees padding, and no padding has a gradient."""
+    """Compare with scores in memory: no query attends to padding, and no padding has a gradient."""
     random = np.random.default_rng(0)
     shapes = ((1, 4, queries, 32), (1, 2, keys, 32), (1, 2, keys, 32), (1, queries, 4, 32))
     q, k, v, weights = (random.standard_normal(shape).astype(np.float32) for shape in shapes)
@@ -107,8 +107,8 @@ def test_sequences_that_no_block_divides_are_padded(queries: int, keys: int, mor
 
     wanted = jax.value_and_grad(loss, (0, 1, 2))(q, k, v)
     with splash_attention.attention_kernel("splash", []):
-        found = jax.value_and_grad(loss, (0, 1, 2))(q, k, v)
-    for one, other in zip(jax.tree.leaves(wanted), jax.tree.leaves(found), strict=True):
+        results = jax.value_and_grad(loss, (0, 1, 2))(q, k, v)
+    for one, other in zip(jax.tree.leaves(wanted), jax.tree.leaves(results), strict=True):
         assert np.abs(one - other).max() <= 2e-5 * np.abs(one).max()
 
 
@@ -132,7 +132,7 @@ def test_blocks_that_are_given_are_padded_to_as_well(blocks: tuple[tuple[int, in
 
 
 def test_padding_takes_less_than_smaller_blocks_and_scores_in_memory() -> None:
-    """What 4,352 tokens take, which are 17 blocks of 256, is not more than 4,608 take, which are 9 of 512."""
+    """Pad to blocks: 4,352 tokens, 17 blocks of 256, need no more time than 4,608, which are 9 blocks of 512."""
 
     def seconds(length: int) -> float:
         program = step(Attention(8, 8, 128, False), length, attention="auto")
@@ -167,9 +167,10 @@ def test_blocks_are_small_where_a_window_leaves_little() -> None:
 
 
 def test_work_is_that_of_the_blocks_that_a_mask_leaves() -> None:
-    """Of causal scores in 2 x 2 blocks three are computed, whatever parts a block of keys is multiplied in.
+    """Count computed blocks: causal scores in 2 x 2 blocks need three, for any split of a block of keys.
 
-    A fused backward kernel multiplies them five times; where keys are gathered there are two, which take seven.
+    A fused backward kernel multiplies them five times. For gathered keys there are two kernels, which multiply seven
+    times.
     """
     q, k = (jax.ShapeDtypeStruct((1, *dims, 2048, 128), "bfloat16") for dims in ((1, 2), (1,)))
 
@@ -210,7 +211,7 @@ def test_a_program_for_tpus_holds_the_kernel_itself(monkeypatch: pytest.MonkeyPa
     plan = make_plan(program, Options(topology="v5e:2x2", mesh="data=2,model=2", time_limit=20)).plan
     assert any(call.name.startswith("splash_mqa_fwd") for call in plan.calls)
     assert b"tpu_custom_call" in jax_export(plan, program)
-    monkeypatch.setattr(splash_attention, "interpreted", lambda: False)  # as it is traced where TPUs are
+    monkeypatch.setattr(splash_attention, "interpreted", lambda: False)  # traced as on a TPU host
     assert open_source("hf:llama-tiny", **options).fingerprint == program.fingerprint
 
 

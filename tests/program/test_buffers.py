@@ -1,4 +1,4 @@
-"""What torch modules write to their own buffers comes out of a planned step, and goes into the next."""
+"""Buffers that torch modules write to: results of a planned step and arguments of the next."""
 
 import jax
 import numpy as np
@@ -11,7 +11,7 @@ from autoshard.program import from_torch
 
 
 class Attending(torch.nn.Module):
-    """Attention to a cache of what it was shown before, with a count of calls that no checkpoint keeps."""
+    """Attention to a cache of earlier inputs, with a counter of calls that no checkpoint saves."""
 
     cache: torch.Tensor
     calls: torch.Tensor

@@ -1,4 +1,4 @@
-"""Attention over what a cache holds, by a kernel: the same as scores in memory, and what cannot be is said."""
+"""Attention over a cache by a kernel: equal to scores in memory, and refusals of the impossible."""
 
 import json
 from pathlib import Path
@@ -44,12 +44,12 @@ def cache(layers: int, batch: int, heads: int, length: int, filled: int, size: i
 @pytest.mark.parametrize(
     ("sizes", "position", "more"),
     [
-        ((2, 2, 2, 256), 0, {}),  # nothing but the token itself
-        ((2, 2, 2, 256), 127, {}),  # the last place of a block
+        ((2, 2, 2, 256), 0, {}),  # only the token itself
+        ((2, 2, 2, 256), 127, {}),  # the last position of a block
         ((1, 2, 1, 384), 383, {"window": 100, "softcap": 5.0, "scale": 0.3}),
-        ((1, 1, 2, 512), 40, {"window": 100}),  # a window that begins before the cache does
+        ((1, 1, 2, 512), 40, {"window": 100}),  # a window that begins before the cache
         ((2, 1, 1, 6144), 4000, {}),  # three parts, the last one empty
-        ((1, 1, 1, 4096), 3000, {"window": 200}),  # two parts, nothing seen of the first
+        ((1, 1, 1, 4096), 3000, {"window": 200}),  # two parts; the window excludes the first
     ],
 )
 def test_the_kernel_computes_what_scores_in_memory_do(
@@ -67,7 +67,7 @@ def test_the_kernel_computes_what_scores_in_memory_do(
 
 
 def test_blocks_that_hold_nothing_are_not_read() -> None:
-    """What lies there may be anything."""
+    """Fill empty blocks with NaN: they may contain anything and must not be read."""
     held = cache(1, 1, 1, 8192, filled=200)
     assert _Blocks.of(1, 1, 8192, 1024).positions == 4096
     empty = Held(*(each.at[..., 4096:, :].set(np.nan) for each in (held.keys, held.values)), 0, 200)

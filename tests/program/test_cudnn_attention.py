@@ -1,4 +1,4 @@
-"""Attention by cuDNN: the same as scores in memory where there is no GPU, and jax's own calls where there is one."""
+"""Attention by cuDNN: equal to scores in memory without a GPU, and jax's own calls with one."""
 
 import functools
 import re
@@ -47,8 +47,8 @@ def same(found: Any, wanted: Any) -> None:
 
 @pytest.mark.parametrize("options", [{"causal": False}, {"causal": True, "window": 9, "scale": 0.3}])
 def test_values_and_gradients_are_those_of_scores_in_memory(options: dict[str, Any]) -> None:
-    found = jax.jit(gradients(functools.partial(cudnn_attention, **options)))(*given())
-    same(found, jax.jit(gradients(functools.partial(plain, **options)))(*given()))
+    result = jax.jit(gradients(functools.partial(cudnn_attention, **options)))(*given())
+    same(result, jax.jit(gradients(functools.partial(plain, **options)))(*given()))
 
 
 @functools.cache
@@ -72,7 +72,7 @@ def llama(attention: str) -> Program:
 def test_scores_reach_no_memory_of_a_gpu() -> None:
     whole, fused = (make_plan(llama(each), Options(topology="h100:8", mesh="data=8")) for each in ("plain", "cudnn"))
     assert fused.plan.prediction.step_time_s < whole.plan.prediction.step_time_s
-    # The chosen plans split different dims, so that memory is compared under one baseline.
+    # The chosen plans split different dims, so memory is compared under one baseline.
     alike = (made.baseline_plans["data_parallel"].prediction.peak_bytes for made in (whole, fused))
     assert next(alike) > 1.8 * next(alike)
     text = jax_export(fused.plan, llama("cudnn"))
@@ -95,10 +95,10 @@ def test_work_is_that_of_the_scores_that_a_mask_leaves() -> None:
 
 
 def cuda_calls(fn: Any, *args: Any) -> list[tuple[str, str, str]]:
-    """Target, configuration and types of cuDNN's calls."""
+    """Return the target, configuration and types of cuDNN's calls."""
     text = jax.jit(fn).trace(*args).lower(lowering_platforms=("cuda",)).as_text()
-    found = re.findall(r'custom_call @(__cudnn\S+?)\(.*?backend_config = ("(?:[^"\\]|\\.)*").*?: (\(.*)', text)
-    return sorted(found)
+    matches = re.findall(r'custom_call @(__cudnn\S+?)\(.*?backend_config = ("(?:[^"\\]|\\.)*").*?: (\(.*)', text)
+    return sorted(matches)
 
 
 @pytest.mark.parametrize("window", [None, 32])

@@ -1,4 +1,4 @@
-"""Training steps made from a decoder's dims."""
+"""Training steps that are built from a decoder's dims."""
 
 import dataclasses
 import math
@@ -27,7 +27,7 @@ def step(**options) -> Program:
 
 
 def matmul_flops(program: Program) -> float:
-    """What the dots and attention kernels of the program compute, loops counted."""
+    """Return the FLOPs of the program's dots and attention kernels, with the loops' trips."""
     return read_graph(program.module).flops
 
 
@@ -64,7 +64,8 @@ def test_what_is_recomputed_follows_from_what_is_saved() -> None:
     assert flops["qkv_proj_offloaded"] < flops["full"]
     assert flops["custom"] == flops["save_dot_except_mlp"]
     layers = 4 * (CLOSED.attention_params + CLOSED.mlp_params)
-    # Full: every matmul of a layer twice forward, but for the last one, whose result nothing backward needs.
+    # Full remat: every matmul of a layer runs twice forward, except the last one, whose result the backward pass never
+    # reads.
     again = 2.0 * 64 * (layers - 4 * 64 * 160) + 64 * CLOSED.attention_flops_per_token(32, causal=False)
     assert flops["full"] - flops["none"] == pytest.approx(again)
 
@@ -75,7 +76,7 @@ def test_a_flash_kernel_computes_scores_again_but_only_blocks_that_are_seen() ->
         for kind in ("flash", "plain")
     )
     forward = 2048 * CLOSED.attention_flops_per_token(1024, causal=False)
-    # Of 2 x 2 blocks three; two matmuls forward, seven backward against two and four.
+    # Three of 2 x 2 blocks; two matmuls forward, seven backward instead of two and four.
     assert plain - kernel == pytest.approx(3.0 * forward - 0.75 * (1.0 + 3.5) * forward)
     assert step(attention="plain").model_flops == pytest.approx(CLOSED.train_flops(64, 32))
 
@@ -90,7 +91,7 @@ def test_splash_attention_skips_what_is_masked() -> None:
         "splash_mqa_dq",
         "splash_mqa_fwd_residuals",
     ]
-    # Of 4 x 4 blocks of 512 those up to the diagonal: 10; two, four and three matmuls over them.
+    # Ten of 4 x 4 blocks of 512, those up to the diagonal. Two, four and three matmuls over them.
     scores = 2 * 4 * 2048 * 2048 * 10 / 16
     assert sum(op.flops for op in kernels) == pytest.approx((2 + 4 + 3) * 2 * 128 * scores)
 
@@ -105,14 +106,14 @@ def test_splash_attention_takes_the_blocks_it_is_given() -> None:
         "splash_mqa_fwd_residuals",
     ]
     forward, backward = sorted(op.flops for op in kernels)
-    # Two matmuls over both blocks forward; one backward kernel makes five over both of its own.
+    # Two matmuls over both blocks forward. One backward kernel runs five over both of its own.
     assert forward == pytest.approx(2 * 2 * 128 * 2 * 4 * 2048 * 2048)
     assert backward == pytest.approx(2.5 * forward)
 
 
 @pytest.mark.parametrize(("saves", "times"), [((), 2), (("context",), 1)])
 def test_what_splash_attention_made_is_not_made_again_where_it_is_saved(saves: tuple[str, ...], times: int) -> None:
-    """The backward pass takes its row sums as well: they are saved with it, and it once."""
+    """Save the result and its row sums, which the backward pass reads too. The kernel then runs once."""
     dims = dataclasses.replace(DIMS, head_size=128)
     program = decoder_program(dims, batch=2, seq=512, saves=saves, attention="splash")
     graph = read_graph(program.module)
@@ -165,7 +166,7 @@ def test_bad_settings_are_named() -> None:
 
 
 def values(program: Program) -> tuple:
-    """Random parameters, moments of zero and tokens, as the step takes them."""
+    """Draw random parameters and tokens, and zero moments, in the step's shapes."""
     random = np.random.default_rng(0)
 
     def made(leaf):

@@ -1,4 +1,4 @@
-"""Experts by einsum and by sorting: values beside a plain mixture, what is dropped, and what is said."""
+"""Experts by einsum and by sorting: values compared with a plain mixture, dropped tokens, and messages."""
 
 from typing import Any
 
@@ -20,7 +20,7 @@ BATCH, DIM, INNER, EXPERTS = 6, 8, 5, 4
 
 
 def arguments() -> tuple[Any, ...]:
-    """Tokens [6, 1, 8], weights and mask [6, 1, 4] of two experts each, and the weights of the experts."""
+    """Return tokens [6, 1, 8], weights and mask [6, 1, 4] of two experts each, and the experts' weights."""
     random = np.random.default_rng(0)
     x, gate_up, down = (
         jnp.asarray(random.standard_normal(shape), jnp.float32)
@@ -32,7 +32,7 @@ def arguments() -> tuple[Any, ...]:
 
 
 def experts(*values: Any) -> Any:
-    return mix(*values, jax.nn.silu, EXPERTS)  # as many slots as tokens: none is dropped
+    return mix(*values, jax.nn.silu, EXPERTS)  # as many slots as tokens, so none is dropped
 
 
 def plain(x: Any, weights: Any, gate_up: Any, down: Any) -> Any:
@@ -52,12 +52,12 @@ def test_forms_that_drop_no_token_compute_the_same(form: str) -> None:
         return jax.value_and_grad(lambda *given: (made(*given) * jnp.cos(jnp.arange(float(DIM)))).sum(), (0, 1, 2, 3))
 
     notes: list[str] = []
-    for turn in (lambda value: value, lambda value: jnp.swapaxes(value, 0, 1)):  # decoded, and along a sequence
+    for turn in (lambda value: value, lambda value: jnp.swapaxes(value, 0, 1)):  # during decoding, and along a sequence
         mask = turn(arguments()[2])
         given = (turn(x), turn(weights), gate_up, down)
         (value, grads), (wanted, theirs) = jax.jit(total(mixed))(*given), total(plain)(*given)
         np.testing.assert_allclose(value, wanted, rtol=1e-5)
-        theirs = (theirs[0], theirs[1] * mask, *theirs[2:])  # a weight counts only where its expert is chosen
+        theirs = (theirs[0], theirs[1] * mask, *theirs[2:])  # a weight counts only if its expert is chosen
         for mine, other in zip((grads[0], grads[1] * mask, *grads[2:]), theirs, strict=True):
             np.testing.assert_allclose(mine, other, rtol=0, atol=1e-5 * np.abs(other).max())
     padded = "Rows of experts are sent padded: the batch of 1 is no multiple of the 4 groups."
@@ -66,7 +66,7 @@ def test_forms_that_drop_no_token_compute_the_same(form: str) -> None:
 
 
 def test_rows_beyond_those_of_a_group_are_dropped_and_said() -> None:
-    x = jnp.broadcast_to(arguments()[0][:1], (1, 8, DIM))  # eight times the same token, which wants experts 0 and 2
+    x = jnp.broadcast_to(arguments()[0][:1], (1, 8, DIM))  # the same token eight times, which chooses experts 0 and 2
     mask = jnp.zeros((1, 8, EXPERTS), bool).at[..., jnp.array([0, 2])].set(True)
     weights, (_, _, _, gate_up, down) = mask / 2, arguments()
     with capacity(0.5, notes := [], parse_experts("sorted:2")):
@@ -99,7 +99,8 @@ def test_bad_forms_are_named(options: dict[str, Any], said: str) -> None:
 def test_the_busiest_device_takes_longer_where_groups_are_split() -> None:
     topology, times = Topology.parse("v5e:2x2"), []
     for busiest in (1.0, 1.5):
-        shapes = [(2, 4, 2048, 2048), (8, 2048, 2048), (2, 4, 4)]  # rows, weights, and rows of each expert
+        # rows, weights, and the number of rows of each expert
+        shapes = [(2, 4, 2048, 2048), (8, 2048, 2048), (2, 4, 4)]
         dtypes = ("bfloat16", "bfloat16", "int32")
         given = tuple(jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in zip(shapes, dtypes, strict=True))
         program = trace(lambda *args, busiest=busiest: grouped_matmul(*args, 8192, busiest), given, name="grouped")

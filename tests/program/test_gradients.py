@@ -1,4 +1,4 @@
-"""Gradients of torch modules that are not those of what is computed: `no_grad`, `detach`, functions with their own."""
+"""Gradients of torch modules that differ from their values' derivatives: `no_grad`, `detach`, custom functions."""
 
 from typing import Any
 
@@ -30,7 +30,7 @@ class Sign(torch.autograd.Function):
 
 
 class Reversed(torch.autograd.Function):
-    """In the form with a context of its own, which holds a number, a tensor and a tensor that is computed."""
+    """Reversed gradient, with a separate `setup_context` that saves a number, a tensor and a computed tensor."""
 
     @staticmethod
     def forward(x, factor, beside):
@@ -48,7 +48,7 @@ class Reversed(torch.autograd.Function):
 
 
 class OfTwo(torch.autograd.Function):
-    """With a gradient for one of two arguments alone."""
+    """Function with a gradient for only one of its two arguments."""
 
     @staticmethod
     def forward(ctx, one, two):
@@ -242,7 +242,7 @@ def test_they_are_in_layers_that_are_scanned_and_computed_again(scan, remat):
 
 
 class Derivative(torch.nn.Module):
-    """A module whose forward pass asks for a derivative of `energy`, which goes through a linear layer."""
+    """Module whose forward pass differentiates `energy`, which contains a linear layer."""
 
     def __init__(self, ask):
         super().__init__()
@@ -288,7 +288,7 @@ def test_derivatives_in_a_forward_pass_are_refused(ask, sentence, train):
 
 
 class AskedInBackward(torch.autograd.Function):
-    """A function whose `backward` computes its forward pass again, and has torch differentiate that."""
+    """Function whose `backward` recomputes its forward pass and lets torch differentiate that."""
 
     @staticmethod
     def forward(ctx, x):

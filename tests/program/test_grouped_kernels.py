@@ -1,4 +1,4 @@
-"""Kernels for rows in groups: what they compute, step through and move follows from their tiles."""
+"""Kernels for grouped rows: work, steps and traffic follow from their tiles."""
 
 import pytest
 
@@ -11,7 +11,7 @@ ROWS, GROUPS, WIDTH, INNER = 4096, 8, 2048, 1536
 
 def test_tiles_that_do_not_divide_are_computed_whole() -> None:
     fit = GroupedKernels(GroupedTiles(512, 1024, 768))
-    # A tile of rows more for each group, half of the 8 tiles that the rows fill twice over.
+    # One more tile of rows for each group, and the 8 tiles of the rows are half filled twice.
     found = _work(fit, ROWS, GROUPS, (WIDTH, INNER), INNER, gradient=False)
     assert found.share == pytest.approx((4096 / 512 + 8) * 512 / 4096)
     assert found.steps == 16 * 2 * 2
@@ -22,7 +22,7 @@ def test_tiles_that_do_not_divide_are_computed_whole() -> None:
 
 
 def test_a_core_without_a_tile_of_columns_waits() -> None:
-    """On two cores one tile of all columns takes as long as two, and three tiles as long as four."""
+    """Compare tiles of columns on two cores: one tile needs as long as two, and three as long as four."""
     shares = []
     for inner in (512, 768, 1536):
         kernels = GroupedKernels(GroupedTiles(512, 1024, inner), cores=2)
@@ -37,11 +37,11 @@ def test_a_matrix_of_one_tile_is_read_once_a_group() -> None:
         for each in (tiles, narrow)
     )
     assert once == 2 * (16 * 512 * WIDTH + 8 * WIDTH * INNER + 4096 * INNER)
-    assert again - once == 2 * 8 * WIDTH * INNER  # of its 16 tiles of rows, 8 are further ones of a group
+    assert again - once == 2 * 8 * WIDTH * INNER  # 8 of its 16 tiles of rows are further ones of a group
 
 
 def test_devices_have_their_own_rows_and_groups() -> None:
-    """More devices with as much each: what is computed over what is needed stays, the rest is more by their number."""
+    """Scale rows and groups with the devices: the ratio of computed to needed work stays, steps and traffic grow."""
     one = _work(GroupedKernels(), ROWS, GROUPS, (WIDTH, INNER), INNER, gradient=False)
     rows = _work(GroupedKernels(row_parts=4), 4 * ROWS, GROUPS, (WIDTH, INNER), INNER, gradient=False)
     both = _work(

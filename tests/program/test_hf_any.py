@@ -1,4 +1,4 @@
-"""Architectures that no code here knows by name: what transformers' own modules compute, from their configurations."""
+"""Architectures without code of their own here: the values of transformers' modules, from their configurations."""
 
 import json
 
@@ -98,7 +98,7 @@ def written(kind, folder, **more):
 
 
 def eager(kind):
-    """The module of transformers with weights and its own attention and experts."""
+    """Build the transformers module with weights and its own attention and experts."""
     import torch
     import transformers
 
@@ -109,7 +109,7 @@ def eager(kind):
     torch.manual_seed(0)
     model = getattr(transformers, architecture)(config).float().eval()
     with torch.no_grad():
-        for parameter in model.parameters():  # the usual initial values hide a swapped or a missing one
+        for parameter in model.parameters():  # the usual initial values hide a swapped or missing weight
             parameter.copy_(0.2 * torch.randn_like(parameter) + (parameter.ndim < 2))
     return model
 
@@ -134,11 +134,11 @@ def test_forward_equals_the_eager_module(kind, tmp_path):
     more = {"use_cache": False} if hasattr(model.config, "use_cache") and kind != "clip" else {}
     with torch.no_grad():
         out = model(**given, **more)
-    found = jax.jit(program.fn)(params, args[1], *([function.buffer_values()] if len(args) > 2 else []))
+    result = jax.jit(program.fn)(params, args[1], *([function.buffer_values()] if len(args) > 2 else []))
     if kind == "clip":
-        close(found["logits_per_image"], out.logits_per_image.numpy(), 1e-4)
+        close(result["logits_per_image"], out.logits_per_image.numpy(), 1e-4)
     else:
-        close(found, out.logits.numpy(), 1e-4)
+        close(result, out.logits.numpy(), 1e-4)
 
 
 @pytest.mark.parametrize("kind", [pytest.param(each, marks=pytest.mark.full) for each in ("jetmoe", "longcat_flash")])
@@ -163,9 +163,9 @@ def test_gradients_equal_those_of_the_eager_module(kind, tmp_path):
         parameter.data = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad.clone()
     wanted = function.values()
     wanted = wanted if wanted.keys() == params.keys() else unstacked(wanted, params)
-    found = jax.jit(jax.grad(lambda p: (program.fn(p, batch, *buffers) * share).sum()))(params)
+    result = jax.jit(jax.grad(lambda p: (program.fn(p, batch, *buffers) * share).sum()))(params)
     for name in wanted:
-        close(found[name], wanted[name], 2e-4)
+        close(result[name], wanted[name], 2e-4)
 
 
 def test_a_model_that_compares_its_inputs_is_trained_on_its_own_loss(tmp_path):
@@ -183,20 +183,20 @@ def test_a_model_that_compares_its_inputs_is_trained_on_its_own_loss(tmp_path):
     own = function.values()
     params = own if own.keys() == args[0].keys() else unstacked(own, args[0])
     given = {k: torch.tensor(v).long() if v.dtype.kind == "i" else torch.tensor(v) for k, v in batch.items()}
-    found = jax.jit(program.fn)(params, args[1], batch, *([function.buffer_values()] if len(args) > 3 else []))
-    close(found[-1], model(**given, return_loss=True).loss.detach().numpy(), 1e-5)
+    result = jax.jit(program.fn)(params, args[1], batch, *([function.buffer_values()] if len(args) > 3 else []))
+    close(result[-1], model(**given, return_loss=True).loss.detach().numpy(), 1e-5)
 
 
 def unstacked(own, wanted):
-    """Stacked parameters as those of single layers, where the program's are not scanned."""
-    found = {}
+    """Split stacked parameters into those of single layers, where the program is not scanned."""
+    layers = {}
     for name, value in own.items():
         for i in range(len(value)) if "*" in name else ():
-            found[name.replace("*", str(i))] = value[i]
+            layers[name.replace("*", str(i))] = value[i]
         if "*" not in name:
-            found[name] = value
-    assert found.keys() == wanted.keys()
-    return found
+            layers[name] = value
+    assert layers.keys() == wanted.keys()
+    return layers
 
 
 @pytest.mark.parametrize(
@@ -220,7 +220,7 @@ def test_decoding_equals_the_full_pass(kind, tmp_path):
     rng = np.random.default_rng(3)
     params = {k: v + rng.standard_normal(v.shape, np.float32) * 0.1 for k, v in params.items()}
     expected = np.asarray(jax.jit(full.fn)(params, batch, *extra))
-    cache = jax.tree.map(np.zeros_like, decode.make_args(0)[1])  # as it is before the first token
+    cache = jax.tree.map(np.zeros_like, decode.make_args(0)[1])  # the state before the first token
     held = params if params.keys() == decode.make_args(0)[0].keys() else unstacked(params, decode.make_args(0)[0])
     step = jax.jit(decode.fn)
     for position in range(SEQ):
@@ -243,13 +243,13 @@ def test_sinks_are_one_more_key_without_a_value():
     scores = np.concatenate([scores, np.broadcast_to(sinks[:, None, None], (2, 4, 5, 1))], -1)
     shares = np.exp(scores) / np.exp(scores).sum(-1, keepdims=True)
     close(found, np.einsum("bhst,bhtd->bshd", shares[..., :-1], np.repeat(v, 2, 1)), 1e-5)
-    each = jnp.broadcast_to(sinks[None, :, None, None], (2, 4, 5, 1)) * jnp.arange(5)[:, None]  # of each query
+    each = jnp.broadcast_to(sinks[None, :, None, None], (2, 4, 5, 1)) * jnp.arange(5)[:, None]  # sinks for each query
     close(attend(q, k, v, causal=True, sinks=each)[:, 1], found[:, 1], 1e-5)
     assert abs(attend(q, k, v, causal=True, sinks=each) - found).max() > 1e-3
 
 
 def test_sorted_experts_have_their_biases(tmp_path):
-    """Both forms that drop no token compute the same of experts with biases and gates of their own."""
+    """Compare both lossless forms on experts with biases and gates of their own."""
     import jax
 
     source = f"hf:{written('gpt_oss', tmp_path, num_hidden_layers=1, layer_types=['full_attention'])}"
@@ -294,9 +294,9 @@ def test_sentences(fields, sentence, tmp_path):
 @pytest.mark.parametrize(
     ("kind", "wanted"),
     [
-        ("gpt-sw3", "GPT2LMHeadModel"),  # of another model's code
-        ("internlm3", "LlamaForCausalLM"),  # and of a configuration of its own
-        ("musicgen", "MusicgenForConditionalGeneration"),  # the likelier class takes the decoder's part alone
+        ("gpt-sw3", "GPT2LMHeadModel"),  # implemented by another model's code
+        ("internlm3", "LlamaForCausalLM"),  # another model's code, and its own configuration
+        ("musicgen", "MusicgenForConditionalGeneration"),  # the likelier class includes only the decoder
     ],
 )
 def test_the_class_is_one_that_takes_the_configuration(kind, wanted):
@@ -326,7 +326,7 @@ def test_floats_that_json_has_not_are_read_as_transformers_writes_them():
 
 
 def test_constructors_are_those_of_torch():
-    """Dtypes of their own accord, sizes by name, and bounds that are a fixed way apart."""
+    """Compare constructors of tensors: their default dtypes, sizes by name, and bounds with a constant difference."""
     import jax
     import torch
 
@@ -393,7 +393,7 @@ def test_a_mask_that_hides_nothing_is_left_out():
 
 
 def test_what_layers_add_to_the_places_of_an_image():
-    """Qwen3-VL adds features of images to hidden states under the mask of their places, whose values nobody knows."""
+    """Add image features to hidden states under the mask of their positions, as Qwen3-VL does, with unknown values."""
     import jax
     import torch
     from torch import nn
@@ -416,13 +416,13 @@ def test_what_layers_add_to_the_places_of_an_image():
     ids = np.array([[7, 0, 7, 0], [1, 7, 0, 0]], np.int32)
     empty = tuple(torch.tensor(each).to("meta") for each in (ids, hidden, features))
     program = from_torch(Adding(), empty)
-    found = jax.jit(program.fn)({}, {"ids": ids, "hidden": hidden, "features": features})
+    result = jax.jit(program.fn)({}, {"ids": ids, "hidden": hidden, "features": features})
     wanted = Adding()(*(torch.tensor(each) for each in (ids, hidden, features)))
-    close(jax.tree.leaves(found)[0], wanted.numpy())
+    close(jax.tree.leaves(result)[0], wanted.numpy())
 
 
 def test_images_of_zeros_are_not_looked_for():
-    """Idefics2 leaves out images that are all zeros: how many there are must not depend on their values."""
+    """Drop all-zero images as Idefics2 does: their number must not depend on values."""
     import jax
     import torch
     from torch import nn
@@ -443,7 +443,7 @@ def test_images_of_zeros_are_not_looked_for():
 
 
 def test_results_that_transformers_remembers_are_made_anew():
-    """Its caches would hold tracers of another trace."""
+    """Clear transformers' caches, which would contain tracers of another trace."""
     import torch
     from transformers.pytorch_utils import compile_compatible_method_lru_cache
 

@@ -1,4 +1,4 @@
-"""`hf:` decoders: the canonical program computes what the eager transformers module computes."""
+"""`hf:` decoders: the canonical program computes the values of the eager transformers module."""
 
 import re
 

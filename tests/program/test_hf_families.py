@@ -69,7 +69,7 @@ def test_tokens_beyond_the_slots_of_an_expert_are_dropped():
     from autoshard.program.moe.experts import capacity, mix
 
     x = jnp.ones((1, 4, 2))
-    mask = jnp.zeros((1, 4, 2), bool).at[:, :, 0].set(True)  # every token wants expert 0
+    mask = jnp.zeros((1, 4, 2), bool).at[:, :, 0].set(True)  # every token chooses expert 0
     weights = mask.astype(jnp.float32)
     gate_up, down = jnp.ones((2, 2, 2)), jnp.ones((2, 2, 1))
     with capacity(1.0, notes := []):
@@ -78,7 +78,7 @@ def test_tokens_beyond_the_slots_of_an_expert_are_dropped():
 
 
 def test_sliding_windows_alternate():
-    """Beyond the window, an early token reaches a late one only through the full-attention layers."""
+    """Connect tokens beyond the window only through the full-attention layers."""
     program = open_source("hf:gemma2-tiny", batch=1, seq=16, dtype="fp32")
     assert program.model_flops < open_source("hf:llama-tiny", batch=1, seq=16, dtype="fp32").model_flops * 4
     names = sorted(a.name for a in program.arguments if "q_proj" in a.name)

@@ -1,4 +1,4 @@
-"""What models are given beside ids, in the shapes that their configurations and their processors say."""
+"""Inputs of models in addition to ids, in the shapes that their configurations and processors define."""
 
 import pytest
 
@@ -59,10 +59,10 @@ def test_images_come_in_the_forms_of_processors(kind, names, form, shapes, fixed
     media = Media({"pixel_values": (2, 3, 28, 28)})
     assert MediaForm(**form) in forms_of(names, media)
     assert forms_of(names, media)[0] == MediaForm()
-    found = in_form(media, MediaForm(**form), names, config)
-    assert found.shapes["pixel_values"] == shapes
-    assert found.fixed.keys() == names
-    for mask in found.fixed.values():
+    arrays = in_form(media, MediaForm(**form), names, config)
+    assert arrays.shapes["pixel_values"] == shapes
+    assert arrays.fixed.keys() == names
+    for mask in arrays.fixed.values():
         assert mask.all() and mask.shape == shapes[: mask.ndim]
 
 
@@ -84,9 +84,9 @@ def test_patches_come_in_the_forms_of_processors(kind, more, shape, grid):
     media = media_of(config, names, "it", batch=2, image=None, room=4)
     assert media is not None
     assert MediaForm(**more) in [*forms_of(names, media)]
-    found = in_form(media, MediaForm(**more), names, config)
-    assert found.shapes["pixel_values"] == shape
-    assert found.fixed["image_grid_thw"].tolist() == [list(grid)] * 2
+    shapes = in_form(media, MediaForm(**more), names, config)
+    assert shapes.shapes["pixel_values"] == shape
+    assert shapes.fixed["image_grid_thw"].tolist() == [list(grid)] * 2
 
 
 def test_patches_of_all_images_come_side_by_side():

@@ -1,4 +1,4 @@
-"""Causes for which architectures of transformers were refused, each in the smallest form that shows it."""
+"""Reasons for which architectures of transformers were refused, each in its smallest form."""
 
 import inspect
 
@@ -13,17 +13,17 @@ from autoshard.program import from_torch
 
 
 def both(module, *given):
-    """What a module computes itself, and what its program does."""
+    """Return the results of a module and of its program."""
     empty = tuple(torch.tensor(each).to("meta") for each in given)
     program = from_torch(module, empty)
     params, batch, *buffers = program.make_args(0)
     params = {key: value.detach().numpy() for key, value in module.named_parameters()}
     names = list(inspect.signature(module.forward).parameters)
     assert batch.keys() == set(names)
-    found = jax.jit(program.fn)(params, dict(zip(names, given, strict=True)), *buffers)
+    result = jax.jit(program.fn)(params, dict(zip(names, given, strict=True)), *buffers)
     with torch.no_grad():
         wanted = module(*(torch.tensor(each) for each in given))
-    return program, jax.tree.leaves(found), jax.tree.leaves(wanted)
+    return program, jax.tree.leaves(result), jax.tree.leaves(wanted)
 
 
 def test_linear_of_one_row_and_indices_of_32_bits():
@@ -39,7 +39,7 @@ def test_linear_of_one_row_and_indices_of_32_bits():
 
 
 def test_values_of_buffers_that_decide_what_is_computed():
-    """EoMT masks attention only in layers whose probability is not zero, which a buffer says."""
+    """Read a buffer while tracing: EoMT masks attention only in layers whose probability is not zero, by a buffer."""
 
     class Scheduled(nn.Module):
         def __init__(self):
@@ -58,7 +58,7 @@ def test_values_of_buffers_that_decide_what_is_computed():
 
 
 def test_what_is_written_into_known_values_is_known(monkeypatch):
-    """Longformer writes into a slice of a large mask, and then asks whether there is anything in it."""
+    """Track a write into a known value: Longformer writes into a slice of a large mask, and then tests it."""
     from autoshard.program.torch_ops import torchax_environment
 
     monkeypatch.setattr(torchax_environment, "_FOLDED_ELEMENTS", 4)
@@ -139,7 +139,7 @@ def test_heads_that_positions_do_not_turn_may_be_none(rope, refused):
 
 
 class Rows(nn.Module):
-    """Granite adds features to hidden states under a mask, Higgs has a branch for each kind of token."""
+    """Branches under masks: Granite adds features to hidden states, Higgs has a branch for each kind of token."""
 
     def __init__(self):
         super().__init__()
@@ -195,7 +195,7 @@ def test_rows_under_a_mask_are_not_mixed():
 @pytest.mark.parametrize("ceil", [False, True])
 @pytest.mark.parametrize("counted", [False, True])
 def test_means_over_windows_are_those_of_torch(ceil, counted):
-    """EfficientNet takes one mean by a window far larger than its images."""
+    """Average over windows larger than the image, as EfficientNet does."""
     from autoshard.program.torch_ops.recurrent import avg_pool
 
     x = np.random.default_rng(0).standard_normal((2, 3, 7, 9), np.float32)
@@ -216,7 +216,7 @@ def test_means_over_windows_are_those_of_torch(ceil, counted):
 
 
 def test_a_view_of_one_element_is_written_without_its_value():
-    """Qwen3.5 writes a slice of frequencies into another, of one element where one token is decoded."""
+    """Write a slice of frequencies into another as Qwen3.5 does. When one token is decoded, it has one element."""
 
     class Writing(nn.Module):
         def forward(self, x):
@@ -262,11 +262,11 @@ def test_sizes_of_media_are_those_of_nested_configurations():
     windows = Config(model_type="outer", num_mel_bins=80, n_window=30)
     heard = media_of(windows, {"input_features"}, "it", batch=2, image=None, room=None)
     assert heard is not None
-    assert heard.shapes["input_features"] == (2, 80, 960)  # whole windows of 60 frames
+    assert heard.shapes["input_features"] == (2, 80, 960)  # windows of 60 whole frames
 
 
 def test_masks_that_code_cuts_have_all_their_dims():
-    """Pix2Struct cuts its masks of padding to the keys that there are, in their fourth dim."""
+    """Build masks with all four dims: Pix2Struct cuts its padding masks to the present keys in the fourth dim."""
     from transformers import masking_utils
     from transformers.models.llama.configuration_llama import LlamaConfig
     from transformers.models.pix2struct.configuration_pix2struct import Pix2StructTextConfig

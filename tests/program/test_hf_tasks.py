@@ -27,13 +27,13 @@ STACKED = {
 
 
 def slice_of(configs: dict[str, Any], *kept: str) -> list[Any]:
-    """All of them, those alone in `make test` that are kept."""
+    """Parametrise by all configurations, of which `make test` runs only those in `kept`."""
     return [pytest.param(each, marks=[pytest.mark.full] * (each not in kept)) for each in configs]
 
 
 @pytest.mark.parametrize("config", slice_of(TASKS, "vit-tiny", "t5-tiny"))
 def test_training_step_equals_eager(config, monkeypatch):
-    """Batch norms use batch statistics and update the running ones; frozen parameters stay."""
+    """Compare a training step: batch norms use batch statistics and update the running ones, frozen parameters stay."""
     check_training_step(config, monkeypatch, batch=BATCH, **TASKS[config])
 
 

@@ -1,4 +1,4 @@
-"""torch and torchax in versions that fit one another; a sentence where they do not, and nothing of them for JAX."""
+"""Versions of torch and torchax that match, a refusal for others, and no import of them for JAX programs."""
 
 import os
 import subprocess

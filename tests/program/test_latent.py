@@ -1,4 +1,4 @@
-"""Latent attention of decoders made from dims: its values, parameters and FLOPs."""
+"""Latent attention of decoders that are built from dims: its values, parameters and FLOPs."""
 
 import dataclasses
 import math
@@ -32,7 +32,7 @@ def test_heads_are_those_of_each_head_by_itself(query_rank: int) -> None:
         return value / np.sqrt((value**2).mean(-1, keepdims=True) + 1e-6) * scale
 
     def turned(value: np.ndarray) -> np.ndarray:
-        """Pairs (k, k + n) of the last dim as complex numbers, turned by their angles."""
+        """Rotate pairs (k, k + n) of the last dim, as complex numbers, by their angles."""
         half = value.shape[-1] // 2
         angle = np.arange(value.shape[1])[:, None] * 10000.0 ** (-np.arange(half) / half)
         made = (value[..., :half] + 1j * value[..., half:]) * np.exp(1j * angle)
@@ -68,7 +68,7 @@ def test_a_step_has_the_parameters_and_flops_of_the_closed_form(query_rank: int,
 
 
 def test_a_plain_step_trains() -> None:
-    """The loss of a step that can be run is finite, and its gradients reach what keys are made from."""
+    """Run a step: its loss is finite, and its gradients reach the weights that produce keys."""
     from autoshard.program.jax.decoder import _How, _loss
     from autoshard.program.jax.decoder_dims import parameters_of
     from autoshard.program.moe.decoder_experts import Routing

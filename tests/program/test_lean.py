@@ -1,4 +1,4 @@
-"""Imports without what models never need: left out where they can be, there again where they cannot."""
+"""Imports without modules that models never need: stubbed if possible, and restored if they are needed."""
 
 import importlib
 import sys
@@ -11,7 +11,7 @@ from autoshard.program.torch_ops import torch_imports
 
 @pytest.fixture
 def code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder of modules, among them an `accelerate` that nobody has imported yet."""
+    """A folder of modules, among them an `accelerate` that is not imported yet."""
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setattr(torch_imports, "_lean", False)
     for name in ("accelerate", "lean_optional", "lean_required"):
@@ -31,7 +31,7 @@ def test_what_is_optional_is_left_out_of_a_process_of_our_own_only(code: Path) -
     torch_imports.import_lean()
     assert not torch_imports.import_model_code("lean_optional").has
     assert "accelerate" not in sys.modules
-    importlib.import_module("accelerate")  # and it can be had afterwards
+    importlib.import_module("accelerate")  # it can be imported afterwards
 
 
 def test_one_that_is_here_already_stays(code: Path) -> None:

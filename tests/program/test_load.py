@@ -1,4 +1,4 @@
-"""Program files and `hf:` names: what works, and the sentences for what does not."""
+"""Program files and `hf:` names: the ones that load, and the errors of those that do not."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Policies by value: which values layers have, what is kept, computed again and sent to the host, and bad names."""
+"""Policies by value: the values of layers that are saved, recomputed and offloaded, and wrong names."""
 
 import functools
 import re
@@ -27,13 +27,13 @@ def llama(remat: str, **options) -> Program:
 
 
 def again(program: Program) -> list[str]:
-    """Kinds of the heavy ops that the backward pass computes again."""
+    """Return the kinds of the heavy ops that the backward pass recomputes."""
     graph = read_graph(program.module)
     return sorted(op.kind for op in graph.ops if AGAIN in op.name and op.kind in ("dot_general", "custom_call"))
 
 
 def stacks(program: Program) -> dict[str, list[tuple[int, ...]]]:
-    """Shapes of what the forward pass keeps of every layer, on the device and on the host."""
+    """Return the shapes of each layer's saved values, on the device and on the host."""
     graph = read_graph(program.module)
     away = analyse(graph).hosted
     found: dict[str, list[tuple[int, ...]]] = {"device": [], "host": []}
@@ -52,8 +52,8 @@ def test_values_are_found_by_the_modules_that_made_them() -> None:
     assert gpt2.savable == ("input", "attn.c_attn", "context", "attn.c_proj", "mlp.c_fc", "mlp.c_proj")
     assert {"experts.gate_up_proj", "experts.down_proj"} < set(open_source("hf:mixtral-tiny", **small).savable)
     encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(16, 2, 32, dropout=0.0), 3, enable_nested_tensor=False)
-    found = from_torch(encoder, torch.randn(5, 2, 16), train=True, remat="full").savable
-    assert set(found) == {"input", "in_proj", "context", "out_proj", "linear1", "linear2"}
+    savable = from_torch(encoder, torch.randn(5, 2, 16), train=True, remat="full").savable
+    assert set(savable) == {"input", "in_proj", "context", "out_proj", "linear1", "linear2"}
 
 
 HIDDEN, QUERY, KEYS, INNER = (4, 4, 128, 64), (4, 4, 128, 64), (4, 4, 128, 32), (4, 4, 128, 128)

@@ -179,7 +179,7 @@ def test_tpu_kernels_can_be_traced_without_a_tpu():
         return pl.pallas_call(kernel, out_shape=S((8, 128), F))(x)
 
     program = trace(double, (S((8, 128), F),))
-    assert b"autoshard.call" in program.module  # one op, lowered for its shards when a plan is applied
+    assert b"autoshard.call" in program.module  # one op, which is lowered for its shards when a plan is applied
 
 
 def test_shardings_in_the_program_are_noted():

@@ -1,4 +1,4 @@
-"""Optimizer state on the hosts: what is sent there, how the step then computes, and what cannot be."""
+"""Optimizer state on the hosts: the offloaded values, the step's results, and refusals."""
 
 from collections.abc import Callable
 from typing import Any
@@ -19,7 +19,7 @@ CLIPPED = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-2, mu_dtype
 
 
 def step_of(rule: Any, scanned: bool = True) -> Callable[..., Any]:
-    """A step of layers in a scan, or one after the other, and a bias that no scan runs over."""
+    """Return a step on layers, scanned or unrolled, with a bias outside of the scan."""
 
     def run(x: Any, w: Any) -> Any:
         return jnp.tanh(x @ w["up"]) @ w["down"], None
@@ -90,7 +90,7 @@ def test_the_state_of_stacks_waits_on_the_host_and_the_rest_stays() -> None:
 
 
 def test_master_weights_among_the_state_wait_with_it() -> None:
-    """Parameters in fewer bits are made of them; nothing but slices is read, and no second stack is needed."""
+    """Offload master weights with the state. Narrow parameters are slices of them, so no second stack is needed."""
     rule = optax.adamw(1e-2)
 
     def step(params: Any, state: Any, x: Any) -> Any:
@@ -121,7 +121,7 @@ def test_master_weights_among_the_state_wait_with_it() -> None:
 def test_only_slices_are_fetched_and_sent() -> None:
     graph = read_graph(hosted(CLIPPED).module)
     moved = [op for op in graph.ops if op.kind in (TO_HOST, "to_device")]
-    assert len(moved) == 8  # of two weights two moments each, both ways
+    assert len(moved) == 8  # two weights with two moments each, in both directions
     assert all(op.loop >= 0 and len(graph.tensors[op.results[0]].shape) == 2 for op in moved)
 
 

@@ -1,4 +1,4 @@
-"""Tests of what is read of a Pallas kernel's grid."""
+"""Grids of Pallas kernels, as they are parsed."""
 
 from typing import Any
 
@@ -13,14 +13,14 @@ from autoshard.program.kernels.splash_attention import splash_attention
 
 
 def _calls(function: Any, *shapes: tuple[int, ...]) -> list[PallasCall]:
-    """The kernels of a function of bf16 arrays, in the order in which they run."""
-    found: list[PallasCall] = []
+    """Return the kernels of a function of bf16 arrays, in the order in which they run."""
+    kernels: list[PallasCall] = []
 
     def walk(jaxpr: Any) -> None:
         for equation in jaxpr.eqns:
             if equation.primitive.name == "pallas_call":
                 avals = [[v.aval for v in side] for side in (equation.invars, equation.outvars)]
-                found.append(PallasCall.of(*avals, equation.params))
+                kernels.append(PallasCall.of(*avals, equation.params))
             else:
                 for value in equation.params.values():
                     for each in value if isinstance(value, (tuple, list)) else (value,):
@@ -29,7 +29,7 @@ def _calls(function: Any, *shapes: tuple[int, ...]) -> list[PallasCall]:
                             walk(inner)
 
     walk(jax.make_jaxpr(function)(*(jax.ShapeDtypeStruct(shape, "bfloat16") for shape in shapes)).jaxpr)
-    return found
+    return kernels
 
 
 @pytest.mark.parametrize("block", [(128, 128), (512, 128), (128, 512)])
@@ -70,7 +70,7 @@ def test_blocks_that_a_kernel_skips_by_its_place_are_left_out(block: tuple[int, 
 
     calls = _calls(jax.grad(loss, (0, 1, 2)), *[(2, 2, 1024, 128)] * 3)
     share = computed_share(1024, 1024, causal, None, block)
-    # Without a mask jax's own figure stands, which counts more than matmuls.
+    # Without a mask, jax's own figure is used, which counts more than matmuls.
     whole = [matmuls * 2 * 4 * 1024 * 1024 * 128 * share for matmuls in (2, 4, 3)]
     assert [call.flops for call in calls] == (whole if causal else pytest.approx(whole, rel=0.01))
     assert {call.steps for call in calls} == {4 * grid_steps(1024, 1024, causal, None, block)}

@@ -1,4 +1,4 @@
-"""Programs are lowered for the platform of their topology: priced as what runs there, and known on every host."""
+"""Programs lowered for the platform of their topology: priced as they run there, and equal on every host."""
 
 import functools
 
@@ -90,7 +90,7 @@ def test_a_program_that_cannot_be_rehearsed_here_is_refused_with_the_calls():
 
 
 def test_random_bits_are_no_loop_on_accelerators():
-    """JAX rolls the rounds of threefry up for CPUs alone."""
+    """Compare the platforms: JAX lowers the rounds of threefry to a loop for CPUs only."""
     program = traced("noise")
     loops = {platform: len(read_graph(lowered_for(program, platform).module).loops) for platform in TOPOLOGIES}
     assert loops["cpu"] > 0 == loops["cuda"] == loops["tpu"]
@@ -131,7 +131,7 @@ def test_what_has_one_lowering_is_planned_with_it_and_says_so(fn):
     [("qr", 2 * (2 * 256 * 128**2 - 2 * 128**3 / 3)), ("eigh", 9 * 128**3), ("lu", 2 * 128**3 / 3 + 2 * 128**3)],
 )
 def test_factorisations_count_their_flops(name: str, flops: float):
-    """Of cuSOLVER's calls; solving with both factors is n^2 for each column and factor."""
+    """Count the FLOPs of cuSOLVER's calls; solving with both factors is n^2 for each column and factor."""
     graph = read_graph(lowered_for(traced(name), "cuda").module)
     assert graph.flops == pytest.approx(flops, rel=0.02)
 

@@ -1,4 +1,4 @@
-"""Random torch modules: the traced step computes what eager torch does, and the user's module stays as it was.
+"""Random torch modules: the traced step computes the values of eager torch, and the user's module is unchanged.
 
 Forty modules, and eighty in full; `experiments/correctness/random_modules.py` traces three hundred.
 """
@@ -12,7 +12,7 @@ from tests.random_modules import WORDS, Recipe, build, random_recipe
 
 SEEDS = [*range(40), *(pytest.param(seed, marks=pytest.mark.full) for seed in range(40, 80))]
 REFUSED: list[str] = []
-"""Modules of this process that were refused."""
+"""Modules that were refused in this process."""
 
 
 @pytest.mark.parametrize("seed", SEEDS)
@@ -45,7 +45,7 @@ def test_random_modules_have_every_feature():
 
 
 def test_a_wrong_trace_is_found(monkeypatch):
-    """A judge that cannot say no is none: layers that scale by one number all come out as the first."""
+    """Break the trace on purpose, which the check must find: layers that scale by a number use the first layer's."""
     from tests import random_modules
 
     kept = random_modules.Layer._placed

@@ -1,4 +1,4 @@
-"""Real models whose layers know their number, or carry adapters that differ, beside eager torch.
+"""Real models whose layers know their number, or have different adapters, against eager torch.
 
 `experiments/models/torch_layers.py` compares all of them.
 """

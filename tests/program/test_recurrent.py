@@ -1,4 +1,4 @@
-"""Recurrent layers of torch as loops over their steps, beside torch's own results and gradients."""
+"""Recurrent layers of torch as loops over their steps, against torch's own results and gradients."""
 
 import jax
 import numpy as np
@@ -13,7 +13,7 @@ from autoshard.program.torch_ops.recurrent import torchs_own_gru
 
 
 def outputs_loss(output):
-    """Something of all that comes out."""
+    """Combine all outputs into a loss."""
     states = output[1] if isinstance(output[1], tuple) else (output[1],)
     return output[0].square().mean() + sum(state.sin().sum() for state in states)
 
@@ -47,7 +47,7 @@ def test_loss_and_gradients_are_torchs_own(kind, options):
 
 
 def test_steps_are_a_loop_and_the_gradient_of_its_weights_is_one_matmul_after_it():
-    """Within it, the sum over the batch would be reduced over the devices in every step."""
+    """Keep the weights' gradient out of the loop: within it, each step would sum the batch over the devices."""
     module = nn.LSTM(6, 8, device="meta")
     program = from_torch(module, torch.zeros(40, 4, 6, device="meta"), train=True, loss=outputs_loss)
     traced = jax.make_jaxpr(program.fn)(*program.args)

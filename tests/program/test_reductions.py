@@ -1,4 +1,4 @@
-"""Losses that are no plain mean, in microbatches and groups: eager torch's step of the whole batch."""
+"""Losses that are no plain mean, in microbatches and groups: equal to eager torch's step of the whole batch."""
 
 import jax
 import numpy as np
@@ -42,8 +42,8 @@ def steps(loss, **options):
     torch.manual_seed(0)
     module = nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 12))
     x, targets = torch.randn(8, 4, 8), torch.randint(12, (8, 4))
-    targets[2:4] = -100  # all of a microbatch that takes every fourth row of two are not
-    targets[0::4] = -100  # and all of one
+    targets[2:4] = -100  # all targets of a microbatch that has every fourth row of two
+    targets[0::4] = -100  # all targets of one microbatch
     targets[1, 1:] = -100
     value = loss(module(x), targets)
     value.backward()

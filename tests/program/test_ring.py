@@ -1,4 +1,4 @@
-"""Attention around a ring: parts of the sequence on several devices add up to attention of the whole, gradients too."""
+"""Attention around a ring: parts of the sequence on several devices add up to the whole attention, gradients too."""
 
 import functools
 from typing import Any
@@ -26,7 +26,7 @@ def plain(query: Any, key: Any, value: Any, causal: bool) -> Any:
 
 
 def given(length: int, batch: int = 2, heads: int = 2, size: int = 16) -> list[jax.Array]:
-    """Queries, keys, values and weights of the result."""
+    """Draw queries, keys, values and weights of the result."""
     rng = np.random.default_rng(0)
     shapes = ((batch, heads, 2, length, size), (batch, heads, length, size), (batch, heads, length, 8))
     return [jnp.array(rng.normal(size=each), jnp.float32) for each in (*shapes, (*shapes[0][:4], 8))]
@@ -42,7 +42,7 @@ def with_gradients(attend: Any, values: list[jax.Array]) -> list[np.ndarray]:
 
 
 def on_devices(settings: _Settings, values: list[jax.Array], mesh: Mesh, axes: tuple[str, ...]) -> list[np.ndarray]:
-    """Result and gradients of the calls on shards, the sequence split over `axes`."""
+    """Return results and gradients of the calls on shards, with the sequence split over `axes`."""
     query, key, value, weights = values
     queries, keys = PartitionSpec(None, None, None, axes, None), PartitionSpec(None, None, axes, None)
     rows = PartitionSpec(None, None, None, axes)
@@ -114,7 +114,7 @@ def test_jax_itself_splits_the_call(mesh: Mesh) -> None:
 
 
 def test_every_device_of_a_causal_ring_has_the_same_work(mesh: Mesh) -> None:
-    """Halves that a device has at its turn are those of i and 2n - 1 - i."""
+    """Assign the halves i and 2n - 1 - i of the sequence to device i."""
     settings = _Settings(True, How(False))
     call = RingCall(settings, False, tuple(each.shape for each in given(48)[:3]), "float32")
     spec = PartitionSpec(None, None, None, ("a", "b"), None)

@@ -1,4 +1,4 @@
-"""Decoders with experts that are made from their dims: beside a plain mixture, and against the closed form."""
+"""Decoders with experts that are built from their dims: against a plain mixture, and against the closed form."""
 
 import dataclasses
 from typing import Any
@@ -53,7 +53,7 @@ def test_parameters_and_model_flops_are_those_of_the_closed_form(changes: dict, 
 def test_both_routings_compute_the_rows_of_active_experts() -> None:
     flops = {routing: read_graph(step(routing=routing).module).flops for routing in ("dropless", "capacity")}
     every = read_graph(step(routing="capacity", capacity_factor=2.0).module).flops
-    # Twice the slots: two sparse layers, four passes (one recomputed, for the router's gradient too) over 128 rows.
+    # Twice the slots: two sparse layers, four passes over 128 rows (one recomputed, for the router's gradient too).
     assert every - flops["capacity"] == pytest.approx(2 * 2 * 128 * 32 * 48 * (4 * 3), rel=0.02)
     assert flops["dropless"] == pytest.approx(flops["capacity"], rel=0.02)
 
@@ -65,7 +65,7 @@ def values() -> tuple[dict[str, Any], Any]:
 
 
 def plain(weights: dict[str, Any], x: Any) -> Any:
-    """Every token by every expert, weighted."""
+    """Compute every token by every expert, weighted."""
     scores = jax.nn.softmax(x @ weights["router.weight"])
     best = jnp.where(scores >= jnp.sort(scores)[..., -2:-1], scores, 0.0)
     share = best / best.sum(-1, keepdims=True)
@@ -96,15 +96,15 @@ def test_values_and_gradients_are_those_of_a_plain_mixture(routing: str, factor:
 
 def test_tokens_beyond_the_slots_are_dropped() -> None:
     weights, x = values()
-    same = jnp.broadcast_to(x[:1, :1], x.shape)  # one sequence's tokens all choose the same two experts: 8 slots each
+    same = jnp.broadcast_to(x[:1, :1], x.shape)  # all tokens of one sequence choose the same two experts: 8 slots each
     lone = {k: jnp.zeros_like(v) if k.startswith("shared") else v for k, v in weights.items()}
-    found = np.asarray(jax.jit(lambda x, w: routed(DIMS, x, w, Routing("capacity")))(same, lone))
-    np.testing.assert_allclose(found[:, :8], jax.jit(plain)(lone, same)[:, :8], rtol=1e-4, atol=1e-5)
-    assert not found[:, 8:].any() and found[:, :8].any()
+    result = np.asarray(jax.jit(lambda x, w: routed(DIMS, x, w, Routing("capacity")))(same, lone))
+    np.testing.assert_allclose(result[:, :8], jax.jit(plain)(lone, same)[:, :8], rtol=1e-4, atol=1e-5)
+    assert not result[:, 8:].any() and result[:, :8].any()
 
 
 def trained(program: Program) -> tuple[Any, float]:
-    """Parameters after one step, and the loss."""
+    """Return the parameters after one step, and the loss."""
     random = np.random.default_rng(1)
     params, state, batch = program.args
 
@@ -120,7 +120,7 @@ def trained(program: Program) -> tuple[Any, float]:
 
 
 def test_microbatches_give_the_step_of_the_whole_batch() -> None:
-    # Slots for every token: none is dropped, of whatever batch.
+    # Slots for every token: none is dropped in any batch.
     options: dict[str, Any] = {
         "compute_dtype": "float32", "optimizer": "sgd", "routing": "capacity", "capacity_factor": 2.0
     }  # fmt: skip

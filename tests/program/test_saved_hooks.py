@@ -1,4 +1,4 @@
-"""Tracing fails within a checkpoint before it finds how layers run; eager torch afterwards is as it was."""
+"""Traces that fail within a checkpoint before they know how layers run: eager torch afterwards is unchanged."""
 
 import gc
 
@@ -11,7 +11,7 @@ from autoshard.program import from_torch
 
 
 class Mixture(nn.Module):
-    """Experts in a list, which are called side by side: a trace as a scan fails."""
+    """Experts in a list that are called next to each other, so a trace as a scan fails."""
 
     def __init__(self):
         super().__init__()
@@ -34,7 +34,7 @@ class Checkpointed(nn.Module):
 
 def test_a_failed_trace_leaves_no_hooks_in_torch():
     x = torch.ones(4, 8)
-    gc.disable()  # a hook may not wait for what clears away
+    gc.disable()  # a hook must not depend on garbage collection
     try:
         program = from_torch(Checkpointed(), (x,), train=True)
         assert _autograd._top_saved_tensors_default_hooks(True) is None

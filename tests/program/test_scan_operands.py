@@ -1,4 +1,4 @@
-"""Operands of scans, as the installed jax states them."""
+"""Operands of scans in the installed jax."""
 
 import jax
 import jax.numpy as jnp

@@ -1,4 +1,4 @@
-"""Torch modules in segments: where they begin, and which ops they have."""
+"""Torch modules in segments: their boundaries and their ops."""
 
 import re
 

@@ -1,4 +1,4 @@
-"""Tensors of torch modules that share elements: what is written to one is read from the others."""
+"""Tensors of torch modules that share elements: a write to one is read from the others."""
 
 import jax
 import numpy as np
@@ -125,7 +125,7 @@ def reshaped_in_place(x):
 
 
 def to_copies(x):
-    """Which torch makes where no view can be made of what lies as these do."""
+    """Write to the copies that torch makes if a layout allows no view."""
     turned = x.transpose(0, 1)
     flat, ordered, one = turned.reshape(-1), turned.contiguous(), turned.ravel()
     flat[:7] = 0
@@ -168,7 +168,7 @@ BODIES += [
 BODIES += [to_views_of_what_lies_turned, without_gradients]
 
 WITHOUT_GRADIENTS = {before_a_write, of_lists, of_numbers_and_truths}
-"""torch refuses writes to one of several views, and has no gradients of truths."""
+"""Bodies without gradients: torch refuses writes to one of several views, and booleans have no gradients."""
 
 
 def module_of(body):
@@ -255,7 +255,7 @@ def test_a_buffer_written_through_a_view_is_handed_back():
 
 
 def layered(layer_forward, model_forward):
-    """A module of four equal layers, each of which has one linear layer."""
+    """Build a module of four equal layers, each with one linear layer."""
     import torch
 
     class Layer(torch.nn.Module):

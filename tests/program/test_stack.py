@@ -1,4 +1,4 @@
-"""A stack of layers: a scan over them, or a pipeline of stages that computes the same."""
+"""A stack of layers: a scan, or a pipeline of stages with the same results."""
 
 import functools
 import re
@@ -30,12 +30,12 @@ TABLE = RNG.normal(size=(LENGTH, WIDTH)).astype(np.float32)
 
 
 def loss(weights: Any, x: Any, table: Any, remat: bool, **how: Any) -> Any:
-    """Of layers with a number, with something from outside, and with a mask that goes along with the batch."""
+    """Compute a loss of numbered layers that read a table from outside and a mask that belongs to the batch."""
 
     def layer(state: Any, own: Any) -> Any:
         hidden, seen = state
         inner = jnp.tanh((hidden + table) @ own["up"]) @ own["down"] * (1 + 0.1 * own["number"])
-        norm = jax.lax.rsqrt((inner * inner).sum(-1, keepdims=True))  # no epsilon: what is zero would be NaN
+        norm = jax.lax.rsqrt((inner * inner).sum(-1, keepdims=True))  # no epsilon: zeros would give NaN
         return hidden + jnp.where(seen, inner * norm, 0), seen
 
     run = jax.checkpoint(layer) if remat else layer
@@ -51,7 +51,7 @@ def value_and_gradients(remat: bool = False, **how: Any) -> Any:
 
 @pytest.mark.parametrize(("asked", "sums"), [((0, 1, 2), 1), ((0, 1), 0), ((0,), 0)])
 def test_rounds_sum_no_gradients_that_nobody_asks_for(asked: tuple[int, ...], sums: int) -> None:
-    """Of a table that all stages read the gradient is summed over them at every tick."""
+    """Count the sums: the gradient of a table that all stages read is summed over them at every tick."""
 
     def run(*args: Any) -> Any:
         return jax.grad(lambda *a: loss(*a, True, stages=2, microbatches=4, schedule="circular:2"), argnums=asked)(
@@ -76,7 +76,7 @@ def shape_of(graph: Any, carry: Any) -> tuple[int, ...]:
         (8, 2, None, False),
         (2, 4, "circular:2", True),
         (4, 4, "circular", False),
-        (3, 4, None, False),  # two layers outside
+        (3, 4, None, False),  # two layers outside of the stages
         (2, 4, "circular:3", True),
     ],
 )
@@ -147,7 +147,7 @@ def test_what_cannot_be_is_said(how: Any, sentence: str) -> None:
 def test_a_layer_gives_what_it_takes_of_a_microbatch() -> None:
     w, x = jnp.ones((4, 3)), jnp.ones((8, 3))
     outside = jnp.ones((8, 3))
-    for microbatches in (2, 8):  # of several examples, and of one, which would be broadcast
+    for microbatches in (2, 8):  # microbatches of several examples and of one, which could be broadcast
         with pytest.raises(UserError, match=r"part of `x`"):
             autoshard.stack(lambda x, w: x * w + outside, w, x, stages=2, microbatches=microbatches)
     with pytest.raises(UserError, match="one entry for each layer in front, but their first dims are 3, 4"):

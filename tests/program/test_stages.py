@@ -1,4 +1,4 @@
-"""Layers of torch modules, of configurations and of decoders from their dims as stages of a pipeline."""
+"""Layers of torch modules, of configurations and of decoders built from dims, as stages of a pipeline."""
 
 import dataclasses
 import json
@@ -23,19 +23,19 @@ FULL = pytest.mark.full
 
 
 def agree(plain: Any, staged: Any) -> None:
-    """Loss, gradients (which the state of momentum holds) and updates of two programs with the same arguments."""
+    """Compare loss, gradients (from the state of momentum) and updates of two programs with the same arguments."""
     args = plain.make_args(0)
     given = [own_part(plain.arguments, jax.tree.leaves(args), each.name) for each in staged.arguments]
     wanted = jax.tree.leaves(jax.jit(plain.fn)(*args))
-    found = jax.tree.leaves(jax.jit(staged.fn)(*jax.tree.unflatten(jax.tree.structure(staged.args), given)))
+    results = jax.tree.leaves(jax.jit(staged.fn)(*jax.tree.unflatten(jax.tree.structure(staged.args), given)))
     assert staged.model_flops == pytest.approx(plain.model_flops)
-    for result, b in zip(staged.results, found, strict=True):
+    for result, b in zip(staged.results, results, strict=True):
         a, b = np.asarray(own_part(plain.results, wanted, result.name)), np.asarray(b)
         np.testing.assert_allclose(b, a, rtol=0, atol=1e-5 * max(abs(a).max(), 1e-6))
 
 
 def own_part(named: Any, values: Any, name: str) -> Any:
-    """What a stack of all layers, or a value of its own, has under a name that may say some of the layers."""
+    """Return the value under a name, which may name some layers of a stack or a value of its own."""
     known = {each.name: value for each, value in zip(named, values, strict=True)}
     if name in known:
         return known[name]
@@ -47,7 +47,7 @@ def own_part(named: Any, values: Any, name: str) -> Any:
 
 
 class Attending(nn.Module):
-    """Layers that are given something of the batch, which they may not take for their own, and a table."""
+    """Layers with inputs from the batch, which must not become their parameters, and a table."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -68,7 +68,8 @@ class Attending(nn.Module):
     [pytest.param(2, 4, "gpipe", marks=FULL), (2, 2, "circular"), (3, 4, "gpipe")],
 )
 def test_what_belongs_to_the_batch_goes_along_with_it(stages: int, microbatches: int, schedule: str) -> None:
-    inputs = (meta(4, 4, 8), meta(4, 16))  # as many tokens as examples: shapes do not tell what belongs to the batch
+    # as many tokens as examples: the shapes do not show what belongs to the batch
+    inputs = (meta(4, 4, 8), meta(4, 16))
     options: dict[str, Any] = {"train": True, "optimizer": "momentum"}
     plain = from_torch(Attending(), inputs, **options)
     staged = from_torch(Attending(), inputs, **options, stages=stages, microbatches=microbatches, schedule=schedule)
@@ -102,7 +103,7 @@ def test_a_configuration_is_trained_in_stages() -> None:
     staged = open_source("hf:llama-tiny", **options, remat=remat, stages=2, microbatches=2)
     agree(plain, staged)
     assert not rolls(plain) and rolls(staged)
-    # What is computed again is the same: of 2 + 1 ticks two compute what is used.
+    # The recomputed FLOPs are the same: two of 2 + 1 ticks compute values that are used.
     assert read_graph(staged.module).flops < 1.5 * read_graph(plain.module).flops
 
 
@@ -140,7 +141,7 @@ def test_a_decoder_from_its_dims_is_the_same_in_stages(layers: int, stages: int,
 
 
 def test_kernels_work_for_all_stages() -> None:
-    """Attention of all stages is one call, with as many more FLOPs as there are ticks that nobody uses."""
+    """Call attention once for all stages. Its FLOPs grow by the share of unused ticks."""
     plain = read_graph(decoder_program(DIMS, batch=8, seq=64).module)
     staged = read_graph(decoder_program(DIMS, batch=8, seq=64, pipeline=Pipeline(2, 8)).module)
     for kind in ("attention", "attention_backward"):

@@ -215,7 +215,7 @@ def test_what_does_not_lower_is_named_with_its_module(inner, sentence):
 
 
 def test_what_is_remembered_or_drawn_in_one_trace_is_not_met_in_another():
-    """A module is traced several times: neither random keys nor tensors of cached properties may be kept."""
+    """Trace a module several times: random keys and tensors of cached properties must not leak between traces."""
 
     class Drawing(nn.Module):
         def forward(self, x):

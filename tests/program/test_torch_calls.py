@@ -1,4 +1,4 @@
-"""Calls of torch that libraries of models make, beside what they mean, and those that no plan can be made of."""
+"""Calls of torch that model libraries make, against their meaning, and calls that cannot be planned."""
 
 import jax
 import numpy as np
@@ -68,7 +68,7 @@ def test_bags_of_weighted_rows_are_torchs_own():
 def test_the_row_of_padding_has_no_gradient_as_in_torch(padding):
     torch.manual_seed(0)
     module, ids = nn.Embedding(6, 4, padding_idx=padding), torch.tensor([[2, 4, 5], [2, 0, 0]])
-    nn.init.normal_(module.weight)  # torch begins with a row of zeros for padding, whose gradient is zero here anyway
+    nn.init.normal_(module.weight)  # torch initialises a row of zeros for padding, whose gradient is zero here anyway
     program = from_torch(module, ids, train=True, optimizer="momentum")
     params, state, _ = program.make_args(0)
     batch = {key: ids.numpy() for key in program.args[2]}

@@ -1,4 +1,4 @@
-"""Layers of torch modules: scans that hold and scans that do not, and what the backward pass computes again."""
+"""Layers of torch modules: valid and invalid scans, and the recomputation of the backward pass."""
 
 import collections
 import re
@@ -158,7 +158,7 @@ def test_only_layers_that_are_named_compute_again(scan):
 
 
 class Numbered(Chain):
-    """Layers in a dict, by number, as a stage of a pipeline has them."""
+    """Layers in a dict by number, like those of a pipeline's stage."""
 
     def __init__(self, layers=6, first=0):
         super().__init__(layers)
@@ -211,7 +211,7 @@ def test_what_is_no_choice_is_refused(remat):
 
 
 class Collected(nn.Module):
-    """Two stages of unlike width whose outputs hooks collect, as transformers collects hidden states."""
+    """Two stages of different width whose outputs hooks collect, as transformers collects hidden states."""
 
     def __init__(self):
         super().__init__()

@@ -1,4 +1,4 @@
-"""Operations of torch whose own lowerings, or torchax's, once computed something else or had no gradient."""
+"""Operations of torch whose lowering, ours or torchax's, once was wrong or had no gradient."""
 
 import jax
 import numpy as np
@@ -101,7 +101,7 @@ EDGES = {
 
 @pytest.mark.parametrize("name", EDGES)
 def test_gradients_at_edges_are_torchs(name):
-    """Of rows of noughts, rows that are alike, and numbers at the bounds of what they are cut to."""
+    """Differentiate rows of zeros, equal rows, and numbers at the bounds of a clamp."""
 
     class Body(torch.nn.Module):
         def forward(self, x):
@@ -139,6 +139,6 @@ def operations():
 
 @pytest.mark.parametrize("name", SAMPLED)
 def test_torchs_own_samples_come_out_alike(operations, name):
-    """A slice of `python experiments/correctness/torch_operations.py`."""
+    """Check a slice of `python experiments/correctness/torch_operations.py`."""
     found = load_script("experiments/correctness/torch_operations.py").row(operations[name], operations[name].op, 2)
     assert found["outcomes"] == ["equal"] and found["samples"]

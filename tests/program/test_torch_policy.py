@@ -1,4 +1,4 @@
-"""Layers in torch keep what a policy says, compute the rest again, and have the same gradients."""
+"""Layers in torch save a policy's values, recompute the rest, and have the same gradients."""
 
 import re
 from collections import Counter
@@ -43,7 +43,7 @@ class Layer(nn.Module):
 
 
 class Counting(TorchDispatchMode):
-    """How often each matmul with a transposed weight ran, as linear layers have them and their gradients do not."""
+    """Counter of matmuls with a transposed weight: linear layers run these, and their gradients do not."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -69,11 +69,11 @@ FORWARD = {
     "after": "mm (16, 16)",
     "context": "attention",
 }
-"""What each value is made by: the op, and its weight's shape."""
+"""Producer of each value: the op, and its weight's shape."""
 
 
 def again(policy: str | None, marks: dict[str, tuple[str, ...]] | None = None) -> tuple[set[str], list[torch.Tensor]]:
-    """Which values two layers compute again, and their gradients."""
+    """Return the values that two layers recompute, and their gradients."""
     torch.manual_seed(0)
     layers = nn.ModuleList([Layer(), Layer()]).double()
     x = torch.randn(3, 4, 16, dtype=torch.float64, requires_grad=True)
@@ -117,7 +117,7 @@ def test_what_is_named_is_kept_and_the_rest_computed_again(policy: str, kept: se
 
 def test_modules_are_called_as_a_program_calls_them() -> None:
     assert again("full,keep=query", {"query": ("q_proj", "k_proj")})[0] == ALL - {"q_proj", "k_proj"}
-    recomputed, _ = again("full,keep=values", {"values": ("mixer",)})  # all that runs in it
+    recomputed, _ = again("full,keep=values", {"values": ("mixer",)})  # all ops that run in it
     assert recomputed == {"up", "down", "after", "context"}
 
 

@@ -1,4 +1,4 @@
-"""Which repeated layers of torch modules become scans: with several states, within others, under other names."""
+"""Repeated layers of torch modules that become scans: with several states, nested, and under other names."""
 
 from collections import OrderedDict
 
@@ -14,7 +14,7 @@ from autoshard.program.torch.torch_function import TorchFunction
 
 
 class Joint(nn.Module):
-    """Two streams that meet in every layer; given back in another order than they are taken in."""
+    """Two streams that are combined in every layer, and returned in another order than they are passed."""
 
     def __init__(self, width):
         super().__init__()
@@ -39,7 +39,7 @@ class Streams(nn.Module):
 
 
 class Held(nn.Module):
-    """Layers that are called by themselves."""
+    """Layers that are called outside of their stack."""
 
     def __init__(self):
         super().__init__()
@@ -47,7 +47,7 @@ class Held(nn.Module):
 
 
 class Between(nn.Module):
-    """Groups that are not called one after the other, of layers that are."""
+    """Groups that are not called in sequence, of layers that are."""
 
     def __init__(self):
         super().__init__()
@@ -63,7 +63,7 @@ class Between(nn.Module):
 
 
 class Dropping(nn.Module):
-    """A layer whose rate says nothing in evaluation."""
+    """A layer whose rate does not matter in evaluation."""
 
     def __init__(self, rate):
         super().__init__()
@@ -115,7 +115,7 @@ def test_what_is_scanned_computes_the_same(module, inputs, stacked):
 
 
 def test_what_a_layer_holds_may_be_used_outside_of_the_layers_too():
-    """As DiT does with its first layer's embedding of time: a constant in its place would have no gradient."""
+    """Use a layer's value outside, as DiT's first time embedding. A constant in its place would have no gradient."""
 
     class Block(torch.nn.Module):
         def __init__(self):

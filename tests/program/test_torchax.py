@@ -1,4 +1,4 @@
-"""torch_xla's wheel lays a torchax of its own over the installed one: both lower models to the same programs."""
+"""torch_xla's wheel installs its own torchax over the installed one: both lower models to the same programs."""
 
 import os
 import subprocess
@@ -26,7 +26,7 @@ for line in sys.argv[2:]:
 @pytest.mark.skipif(not OTHER.exists(), reason="`make test` installs it")
 def test_plans_are_the_same_with_either_torchax(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("AUTOSHARD_CACHE_DIR", str(tmp_path / "cache"))  # what was learned here counts in neither
+    monkeypatch.setenv("AUTOSHARD_CACHE_DIR", str(tmp_path / "cache"))  # the result cached here counts for neither
     env = os.environ | {"PYTHONPATH": f"{OTHER}{os.pathsep}{Path(__file__).parents[2]}"}
     other = tmp_path / "other"
     other.mkdir()

@@ -249,7 +249,7 @@ KERAS = {
     + [S(shape, F) for shape in ((16, 32), (32,), (32, 8), (8,)) for _ in range(2)],
     "metrics_variables": [S((), F), S((), F)],
 }
-"""What a compiled Keras model hands over: lists of values, in the order of its own lists."""
+"""Arguments of a compiled Keras model: lists of values, in the order of its own lists."""
 
 KERAS_ROLES = {
     "trainable_variables": "parameter",
@@ -298,7 +298,7 @@ def _keras_apart(trainable_variables, non_trainable_variables, optimizer_variabl
 
 
 def test_keras_state_has_its_roles_in_every_form():
-    """A tuple has no names: what each list is for is seen from what the step does with it."""
+    """Infer the roles of lists in a tuple without names from the step's uses of them."""
     batch = (DATA["x"], DATA["y"])
     by_number = _roles(trace(_keras_step, (tuple(KERAS.values()), batch)))
     by_name = _roles(trace(_keras_named, (KERAS, batch)))
@@ -315,7 +315,7 @@ def test_keras_state_has_its_roles_in_every_form():
 
 
 def test_numbered_state_of_layers_is_parameters():
-    """A bias that meets values of its own shape is no moment."""
+    """Exclude a bias that is combined with values of its own shape from the moments."""
 
     def step(net, x):
         def loss(net):

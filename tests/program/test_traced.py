@@ -1,4 +1,4 @@
-"""Traced programs on disk: used when they are just right, and never otherwise."""
+"""Traced programs on disk: used only if every input matches."""
 
 import json
 import logging
@@ -17,7 +17,7 @@ from tests.graph.programs import f32
 
 
 class Source:
-    """Something that traces, and counts how often."""
+    """Source that traces, and counts its traces."""
 
     def __init__(self) -> None:
         self.traced = 0
@@ -146,7 +146,7 @@ def test_the_oldest_entries_go(folder: Path) -> None:
 
 
 def test_the_entry_is_text_and_a_module(folder: Path) -> None:
-    """Nothing in it can run: two lines of JSON, then MLIR bytecode."""
+    """Check that no part of the entry is executable: two lines of JSON, then MLIR bytecode."""
     opened(Source())
     (path,) = folder.iterdir()
     first, second, module = path.read_bytes().split(b"\n", 2)

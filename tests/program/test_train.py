@@ -1,4 +1,4 @@
-"""Optimizers of traced steps: the dtypes in which they store their state, and what they compute with them."""
+"""Optimizers of traced steps: the dtypes of their state, and of their arithmetic."""
 
 import math
 
@@ -68,7 +68,7 @@ def test_steps_of_narrow_parameters_are_those_of_torch_with_wide_moments(optimiz
         params, state, _ = step(params, state, batch)
     for name, own in module.named_parameters():
         assert params[name].dtype == jnp.bfloat16
-        # A rounding of bf16 apart, as gradients are of sums in another order.
+        # The difference is one rounding of bf16, as for gradients that are summed in another order.
         np.testing.assert_allclose(params[name].astype(np.float32), own.detach().float().numpy(), rtol=2**-7)
     mine = jax.tree.leaves(state[0].mu if optimizer == "adamw" else state[0].trace)
     key = "exp_avg" if optimizer == "adamw" else "momentum_buffer"

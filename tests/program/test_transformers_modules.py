@@ -1,4 +1,4 @@
-"""Modules of transformers and PEFT as they are: caches that are left on, adapters with backward passes of their own."""
+"""Unmodified modules of transformers and PEFT: caches that stay on, adapters with custom backward passes."""
 
 from typing import Any
 
@@ -14,7 +14,7 @@ from autoshard.program import from_torch
 
 
 RATE = 1e4
-"""Factor of losses, so that what a step of SGD subtracts stands out from what is there."""
+"""Factor of losses, so that a step of SGD subtracts a significant part of the values."""
 
 
 def llama() -> Any:
@@ -35,7 +35,7 @@ IDS = torch.tensor([[1, 5, 9, 3], [2, 6, 4, 8]])
 
 
 def check_step(module: Any, given: dict[str, torch.Tensor], loss: Any) -> Any:
-    """Compare a step of SGD with eager torch: its loss, and what moves in proportion to its gradients."""
+    """Compare a step of SGD with eager torch: its loss, and the changes, which are proportional to the gradients."""
     program = from_torch(module, (), given, train=True, optimizer="sgd", loss=lambda out: loss(out) * RATE, scan=False)
     params, optimizer, _, *rest = program.make_args(0)
     state = {name: value.detach().numpy() for name, value in module.named_parameters()}

@@ -1,4 +1,4 @@
-"""Transposed convolutions, value and gradients compared with eager torch."""
+"""Transposed convolutions: value and gradients compared with eager torch."""
 
 import numpy as np
 import pytest
@@ -26,7 +26,7 @@ def test_a_transposed_convolution_has_torchs_values_and_gradients(kind, side, gr
     class Upsampling(nn.Module):
         def __init__(self):
             super().__init__()
-            self.first = nn.Conv1d(8, 8, 1)  # its gradients need that of the input of the other
+            self.first = nn.Conv1d(8, 8, 1)  # its gradients need the gradient of the other's input
             self.up = kind(8, 12, 3, groups=groups, **more)
 
         def forward(self, x):

@@ -1,4 +1,4 @@
-"""Layers of one list that differ in anything but their weights: each computes its own, as in eager torch."""
+"""Layers of one list that differ in more than their weights: each computes its own values, as in eager torch."""
 
 import contextlib
 import dataclasses
@@ -49,7 +49,7 @@ def default(scale):
     return apply
 
 
-# An attribute of a layer by its number, and the use that its forward makes of it.
+# An attribute of a layer that depends on its number, and its use in the forward pass.
 HELD = {
     "tensor": (lambda i: torch.tensor(i + 0.5), lambda held, x: x * held),
     "tensors in a list": (lambda i: [torch.tensor(i + 0.5)], lambda held, x: x * held[0]),
@@ -154,7 +154,7 @@ def test_layers_that_hold_equal_things_are_scanned(kind):
 
 
 class Numbered(nn.Module):
-    """A layer that knows its number, and what it makes of it."""
+    """A layer that knows its number and computes with it."""
 
     def __init__(self, number, use=None):
         super().__init__()
@@ -184,7 +184,7 @@ def test_layers_are_scanned_where_their_numbers_leave_them_equal(use, stacks):
 
 
 class Reversal(torch.autograd.Function):
-    """The identity, with a gradient of its own."""
+    """The identity with a custom gradient."""
 
     @staticmethod
     def forward(ctx, x, scale):
@@ -328,7 +328,7 @@ def test_frozen_parameters_have_no_gradient_and_all_others_do(frozen, part):
 
 
 class Keeping(nn.Module):
-    """A module that keeps values of a call in every way that a module can."""
+    """A module that stores values of a call in every way that a module can."""
 
     def __init__(self):
         super().__init__()
@@ -349,7 +349,7 @@ class Keeping(nn.Module):
 
 
 def contents(value, memo):
-    """List everything that can be reached from a module, by identity."""
+    """List all objects that can be reached from a module, by identity."""
     if id(value) in memo:
         return id(value)
     memo.add(id(value))
@@ -416,14 +416,15 @@ def test_what_is_read_is_seen():
 def test_the_use_of_a_number_is_seen(use, uses):
     module, plain = Numbered(2), use(2)
     found = plain
-    with opaque_numbers(module, [("", "_number")]) as used, contextlib.suppress(TypeError):  # of floats with it
+    # arithmetic of a float and the stand-in raises TypeError
+    with opaque_numbers(module, [("", "_number")]) as used, contextlib.suppress(TypeError):
         found = use(module._number)
     assert bool(used) == bool(uses) and module._number == 2
     assert uses == 0 or found == plain
 
 
 class Adapted(nn.Module):
-    """A linear layer that is frozen, and an adapter of rank 4."""
+    """A frozen linear layer with an adapter of rank 4."""
 
     def __init__(self):
         super().__init__()
@@ -443,7 +444,7 @@ def test_frozen_weights_have_a_role_and_no_gradient_flops():
         "layers.*.down.weight": "parameter",
         "layers.*.up.weight": "parameter",
     }
-    # The base is computed forward and for the gradient of its input, the adapter for that of its weights too.
+    # The base runs forward and for the gradient of its input, the adapter also for the gradient of its weights.
     assert program.model_flops == 4 * (2 * 2 * 4 * 8 * 8 + 3 * 2 * 2 * 4 * 8 * 4)
     assert program.weights["layers.*.base.weight"] == tuple(f"layers.{n}.base.weight" for n in range(4))
 
@@ -469,7 +470,7 @@ def test_baselines_split_frozen_weights_too():
 
 
 class Counting(nn.Module):
-    """A module that counts its calls, in a number and in a buffer that it assigns."""
+    """A module that counts its calls in a number, and in a buffer that it assigns."""
 
     def __init__(self):
         super().__init__()

@@ -1,4 +1,4 @@
-"""Numbers that 32 bits do not hold: a traced module computes them in 64, as eager torch does, and says so."""
+"""Numbers beyond 32 bits: a traced module computes them in 64 bits, as eager torch does, and warns."""
 
 import jax
 import numpy as np
@@ -33,7 +33,7 @@ class Hashed(nn.Module):
 
 
 class Rotary(nn.Module):
-    """Positions of a million, turned by angles that are computed in float64."""
+    """Positions up to a million, rotated by angles in float64."""
 
     def __init__(self):
         super().__init__()

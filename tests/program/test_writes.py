@@ -1,4 +1,4 @@
-"""Writes of torch under masks that are traced."""
+"""Writes of torch under traced masks."""
 
 import numpy as np
 import pytest
@@ -10,7 +10,7 @@ from autoshard.program.torch.torch_function import TorchFunction
 
 
 def written(body, *arrays):
-    """What `body` makes of tensors: by torch, and by the same code as a JAX function whose masks are traced."""
+    """Return the results of `body` by torch, and by the same code as a JAX function whose masks are traced."""
     import jax
     import torch
 
@@ -21,8 +21,8 @@ def written(body, *arrays):
     expected = body(*(torch.tensor(each) for each in arrays))
     function = TorchFunction(Body())
     function.folded = True
-    found = jax.jit(lambda *given: function({}, given, {}))(*arrays)
-    for ours, theirs in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+    result = jax.jit(lambda *given: function({}, given, {}))(*arrays)
+    for ours, theirs in zip(jax.tree.leaves(result), jax.tree.leaves(expected), strict=True):
         close(ours, theirs.numpy(), 1e-6)
 
 
@@ -79,7 +79,7 @@ def by_an_operation_in_place(x, mask, rows):
 
 
 def by_decomposed_operations_in_place(x, mask, rows):
-    """Of which torch's own decompositions would write to copies of views."""
+    """Write in place by ops whose torch decompositions would write to copies of views."""
     x = x.clone()
     x[:, 1:2].zero_()
     x[:, 2:3].fill_(0.5)
@@ -93,7 +93,7 @@ def by_decomposed_operations_in_place(x, mask, rows):
 
 
 def of_wrapped_diagonals(x, mask, rows):
-    """Of twelve rows of three, and of six of five, where a second diagonal would begin just below."""
+    """Fill wrapped diagonals of twelve rows of three, and of six of five, where a second one would begin just below."""
     tall, flat = x[:, :, :3].reshape(12, 3).clone(), rows.clone()
     tall.fill_diagonal_(3.0, wrap=True)
     flat.fill_diagonal_(4.0, wrap=True)
@@ -141,7 +141,7 @@ def test_writes_under_a_mask(body):
 
 @pytest.mark.parametrize("mixed", [lambda own: own.mean(0), lambda own: own.sum(0, True), lambda own: own.var()])
 def test_rows_under_a_mask_are_not_mixed(mixed):
-    """How many there are is not known, and places that the mask leaves out would be counted."""
+    """Refuse to mix rows under a mask: their number is unknown, and rows outside of the mask would count."""
     import torch
 
     class Body(torch.nn.Module):
@@ -171,7 +171,7 @@ def test_parts_of_rows_under_a_mask_are_not_taken_for_whole_ones(part):
 
 
 def test_a_large_mask_that_follows_from_sizes_is_asked_for_its_values():
-    """Values that are too many for constants are known beforehand all the same, also through views and writes."""
+    """Fold values that are too large for constants, also through views and writes."""
     import jax
     import torch
 

@@ -1,4 +1,4 @@
-"""Modules of layers for tests, and how they are run."""
+"""Modules of layers for tests, and functions that run them."""
 
 import torch
 from torch import nn
@@ -22,7 +22,7 @@ class Layer(nn.Module):
 
 
 class Chain(nn.Module):
-    """Layers called one after another, with a hook for what happens in between."""
+    """Layers called one after another, with a hook for code in between."""
 
     def __init__(self, layers=4, width=8, scales=None):
         super().__init__()
@@ -47,7 +47,7 @@ def run_module(module, *inputs, **options):
 
 
 def training_step(module, *inputs, **options):
-    """Trace a step with the mean of squares as its loss, and run it: the program, loss and gradients by torch name."""
+    """Trace a step with the mean of squares as its loss, and run it. Return program, loss and gradients by name."""
     import jax
     import numpy as np
 
@@ -64,7 +64,7 @@ def training_step(module, *inputs, **options):
 
 
 def eager_step(module, *inputs):
-    """Run the same step in eager torch, in evaluation mode: the loss and the gradients by name."""
+    """Run the same step in eager torch, in evaluation mode. Return the loss and the gradients by name."""
     modes = {child: child.training for child in module.modules()}
     module.eval()
     module.zero_grad(set_to_none=True)

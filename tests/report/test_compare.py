@@ -1,4 +1,4 @@
-"""Plans side by side: what the estimates cannot tell apart is said."""
+"""Plans in comparison: differences below the estimates' accuracy are marked."""
 
 import io
 from typing import Any

@@ -1,4 +1,4 @@
-"""What differs between two plans is found where it is: arguments, values inside the step, communication."""
+"""Differences between two plans, by place: arguments, values inside the step, communication."""
 
 import dataclasses
 
@@ -22,9 +22,9 @@ def pinned(plan: Plan, *pins: Pin) -> Plan:
 
 
 def test_equal_plans_have_no_difference(plan: Plan):
-    found = difference(plan, plan)
-    assert found.is_empty and not found.inside and not found.collectives
-    assert "The two plans are the same." in shown(found)
+    largest = difference(plan, plan)
+    assert largest.is_empty and not largest.inside and not largest.collectives
+    assert "The two plans are the same." in shown(largest)
 
 
 def test_plans_with_other_pins_alone_differ_there(plan: Plan):
@@ -36,18 +36,18 @@ def test_plans_with_other_pins_alone_differ_there(plan: Plan):
         Pin(5, 0, Spec((("data",), ())), name="jit(step)/dot_general"),
         Pin(5, 0, Spec(((), ("model",))), (9, 1), name="jit(step)/dot_general"),
     )
-    found = difference(first, second)
-    assert not found.specs and not found.is_empty
-    assert [(each.name, each.first, each.second) for each in found.inside] == [
+    largest = difference(first, second)
+    assert not largest.specs and not largest.is_empty
+    assert [(each.name, each.first, each.second) for each in largest.inside] == [
         ("dot_general", "*/data x */model", "*/data x *"),
         ("dot_general as op 9 takes it", "not pinned", "* x */model"),
     ]
-    text = shown(found)
+    text = shown(largest)
     assert (
         "2 values inside the step are held differently." in text
         and "dot_general */data x */model -> */data x *" in text
     )
-    assert difference_figures(found)["inside"][0]["second"] == "*/data x *"
+    assert difference_figures(largest)["inside"][0]["second"] == "*/data x *"
 
 
 def test_stages_of_one_value_are_one_after_the_other(plan: Plan):
@@ -80,9 +80,9 @@ def test_two_real_plans_with_the_same_arguments_show_where_they_differ():
     fixed = {"params.up": "None,model", "params.down": "model,None", "x": "data,None"}
     free = autoshard.plan(program, topology="v5e:2x4", mesh=mesh, pins=fixed)
     kept = autoshard.plan(program, topology="v5e:2x4", mesh=mesh, pins=fixed, axis_only={"data": "batch"}, form="jax")
-    found = difference(free, kept)
-    assert not found.specs and found.inside
-    assert all(each.second == "not pinned" for each in found.inside)
+    largest = difference(free, kept)
+    assert not largest.specs and largest.inside
+    assert all(each.second == "not pinned" for each in largest.inside)
 
 
 def test_what_moving_the_state_takes_is_said(plan: Plan):
@@ -90,9 +90,9 @@ def test_what_moving_the_state_takes_is_said(plan: Plan):
     axis = next(axis for axis, size in plan.mesh.items() if size > 1)
     whole, rows = ({state: Spec(((axes), ())[: len(plan.shapes[state])])} for axes in ((), (axis,)))
     first, second = (dataclasses.replace(plan, arguments=plan.arguments | each) for each in (rows, whole))
-    found = difference(first, second)
-    assert found.state is not None and max(found.state.received_bytes) > 0
-    assert "tensors of state from the first to the second." in shown(found)
-    assert difference_figures(found)["state"]["names"] == found.state.names
+    largest = difference(first, second)
+    assert largest.state is not None and max(largest.state.received_bytes) > 0
+    assert "tensors of state from the first to the second." in shown(largest)
+    assert difference_figures(largest)["state"]["names"] == largest.state.names
     back = difference(second, first)
     assert back.state is None and "of state" not in shown(back)  # every device has its part already

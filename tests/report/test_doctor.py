@@ -1,4 +1,4 @@
-"""The doctor says what works, from what is installed."""
+"""The doctor lists what works with the installed packages."""
 
 import dataclasses
 import importlib.metadata
@@ -23,7 +23,7 @@ def text_of(found: dict) -> str:
 
 @pytest.fixture
 def unseen(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No process looks for devices."""
+    """Fixture in which no process looks for devices."""
     monkeypatch.setattr(_doctor, "_devices", lambda: ([], "cpu", ""))
 
 

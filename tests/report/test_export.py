@@ -1,4 +1,4 @@
-"""Exported plans run, and give the plan's shardings."""
+"""Exported plans run, and have the plan's shardings."""
 
 import ast
 import dataclasses
@@ -32,7 +32,7 @@ MESH = {"data": 4, "model": 2}
 
 @pytest.fixture
 def small(plan: Plan) -> Plan:
-    """The parameters of a module with two layers, on eight devices that are not in order."""
+    """The parameters of a module with two layers, on eight devices in another order."""
     tensors = {
         "embed.weight": ((64, 32), Spec((("model",), ("data",)))),
         "layers.*.up.weight": ((2, 64, 32), Spec(((), ("data", "model"), ()))),
@@ -118,7 +118,7 @@ def test_jax_jits_a_step_with_the_plans_shardings(small: Plan):
 
 
 def parsed(text: str) -> tuple[tuple[int, ...], list[int], bool]:
-    """Tile shape, devices, and whether the last tile dim is of copies."""
+    """Return the tile shape, the devices, and True if the last tile dim is for replication."""
     match = re.fullmatch(r"\{devices=\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?( last_tile_dim_replicate)?\}", text)
     assert match, text
     tile, shape = (tuple(int(n) for n in match[k].split(",")) for k in (1, 2))
@@ -259,7 +259,7 @@ def test_flax_rules_turn_names_into_the_plans_specs(small: Plan):
     [
         ("v5p:4x8x8", {"data": 32, "model": 8}, {"ici_fsdp": 32, "ici_tensor": 8}),
         ("v5e:16x16*2", {"data": 64, "model": 8}, {"dcn_fsdp": 2, "ici_fsdp": 32, "ici_tensor": 8}),
-        # An axis spans slices only as a whole number of times.
+        # An axis spans slices only if its size is a multiple of their number.
         ("v5e:4x4*3", {"model": 16, "data": 3}, {"ici_tensor": 16, "dcn_fsdp": 3}),
         ("v5e:4x4*4", {"data": 2, "model": 32}, {"dcn_fsdp": 2, "dcn_tensor": 2, "ici_tensor": 16}),
         ("v5e:4x4*6", {"data": 4, "model": 24}, {"ici_fsdp": 4, "dcn_tensor": 6, "ici_tensor": 4}),
@@ -298,19 +298,19 @@ def test_experts_over_an_axis_in_parts_are_expert_parallelism(tmp_path: Path):
 
 
 def recomputing(plan: Plan, remat: str) -> dict[str, str]:
-    """MaxText's settings for a plan whose layers compute so much again."""
+    """Return MaxText's settings for a plan whose layers recompute as `remat` says."""
     made = dataclasses.replace(plan, provenance=plan.provenance | {"recipe": {"chosen": {"remat": remat}}})
     text = export_plan(made, "maxtext")
-    found = dict(re.findall(r"^(\w+): (\w+)$", text, re.MULTILINE))
-    return {key: value for key, value in found.items() if "parallelism" not in key} | {
+    settings = dict(re.findall(r"^(\w+): (\w+)$", text, re.MULTILINE))
+    return {key: value for key, value in settings.items() if "parallelism" not in key} | {
         "lacks": " ".join(re.findall(r"^# Not expressed here: (.*(?:layers|wait).*)$", text, re.MULTILINE))
     }
 
 
 def test_maxtext_places_every_tensor(plan: Plan):
-    found = recomputing(plan, "full,keep=q_proj/gate_proj,offload=context/input/self_attn.o_proj")
-    places = {name: place for name, place in found.items() if place in ("device", "offload")}
-    assert found["remat_policy"] == "custom" and not found["lacks"]
+    settings = recomputing(plan, "full,keep=q_proj/gate_proj,offload=context/input/self_attn.o_proj")
+    places = {name: place for name, place in settings.items() if place in ("device", "offload")}
+    assert settings["remat_policy"] == "custom" and not settings["lacks"]
     assert places == {
         "query_proj": "device",
         "mlpwi_0": "device",
@@ -318,7 +318,7 @@ def test_maxtext_places_every_tensor(plan: Plan):
         "decoder_layer_input": "offload",
         "out_proj": "offload",
     }
-    assert {"key_proj", "value_proj", "mlpwi_1", "mlpwo"} <= {name for name in found if found[name] == "remat"}
+    assert {"key_proj", "value_proj", "mlpwi_1", "mlpwo"} <= {name for name in settings if settings[name] == "remat"}
     dots = recomputing(plan, "dots,offload=v_proj")
     assert (dots["value_proj"], dots["mlpwo"], dots["context"]) == ("offload", "device", "remat")
 
@@ -332,7 +332,7 @@ def test_maxtext_says_what_it_cannot_place(plan: Plan):
 
 
 OF_MODULES = ("torch-pipelining", "transformers", "torchtitan", "haliax")
-"""Forms of plans that know a torch module, or names of dims; see the tests of these."""
+"""Forms of plans that need a torch module or names of dims; they have tests of their own."""
 
 
 @pytest.mark.parametrize("form", [form for form in EXPORT_FORMS if form not in OF_MODULES])
@@ -400,7 +400,7 @@ HOSTILE = "\"'\n__import__('os').abort()\n\r\x0b\x85\u2028#</script>{x}%s\\N{BEL
 
 
 def named(plan: Plan, word: str, topology: str) -> Plan:
-    """A plan whose names all hold this word."""
+    """Return a plan all of whose names contain this word."""
     axes = {f"data{word}": 4, f"model{word}": 2}
     data, model = axes
     specs = {f"w{word}": Spec(((data,), (model,))), f"b.*.{word}": Spec(((), (data, model)))}

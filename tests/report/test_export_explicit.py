@@ -65,7 +65,7 @@ def load(path: Path) -> Any:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A step, its plan, and the plan's export."""
+    """Write a step, its plan, and the plan's export to a folder."""
     folder = tmp_path_factory.mktemp("explicit")
     (folder / "step.py").write_text(STEP)
     plan = autoshard.plan(str(folder / "step.py"), topology="cpu:8", mesh={"data": 4, "model": 2}, pins=PINS)
@@ -85,7 +85,7 @@ def values(args: Any) -> Any:
 
 
 def hinted(folder: Path, without: str = "") -> Any:
-    """The step with every hint where its line says, but for one."""
+    """Return the step with each hint in its line, except for one."""
     text = STEP
     written = {
         'params["table"][ids]': 'params["table"].at[ids].get(out_sharding=at("step.py:8 gather"))',
@@ -104,12 +104,12 @@ def hinted(folder: Path, without: str = "") -> Any:
 
 
 def axes(leaf: Any) -> Any:
-    """The spec in an array's type."""
+    """Return the spec in an array's type."""
     return jax.typeof(leaf).sharding.spec
 
 
 def padded(spec: Spec) -> Any:
-    """A spec as types have it: an entry for every dim."""
+    """Convert a spec to the form of types: an entry for every dim."""
     return jax.sharding.PartitionSpec(*(None if not dim else dim[0] if len(dim) == 1 else dim for dim in spec.dims))
 
 
@@ -132,7 +132,7 @@ def test_a_step_with_the_hints_computes_the_same_and_its_types_are_the_plans(fol
     assert set(mesh.axis_types) == {jax.sharding.AxisType.Explicit}
     for leaf, spec in zip(jax.tree.leaves(exported.put(given, mesh)), plan.arguments.values(), strict=True):
         assert axes(leaf) == padded(spec)
-    # Without a mesh the hints say nothing.
+    # Without a mesh, the hints have no effect.
     for leaf, reference in zip(jax.tree.leaves(jax.jit(step)(*given)), jax.tree.leaves(wanted), strict=True):
         np.testing.assert_array_equal(leaf, reference)
 
@@ -158,7 +158,7 @@ def test_the_step_as_it_was_planned_runs_unchanged(folder: Path):
 
 
 def test_values_that_are_gathered_before_use_have_hints():
-    """Parameters split over the batch's axis, as FSDP has them: the plan takes them whole, types would not."""
+    """Split parameters over the batch's axis, as FSDP does: the plan gathers them before use, types would not."""
 
     def step(w: Any, x: Any) -> Any:
         return jax.nn.relu(x @ w)

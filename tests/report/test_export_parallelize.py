@@ -1,4 +1,4 @@
-"""The code for transformers' `tp_plan` and torchtitan's `parallelize` runs, and computes what the module does alone."""
+"""The code for transformers' `tp_plan` and torchtitan's `parallelize` runs, and computes the unplanned results."""
 
 import ast
 import dataclasses
@@ -123,7 +123,7 @@ dist.destroy_process_group()
 
 
 def llama_plan(plan: Plan, mesh: dict[str, int], split: dict[str, int]) -> Plan:
-    """A plan of the file's model, with a dim of some modules' weights over `model` and the batch over `data`."""
+    """Return a plan of the file's model with a dim of some modules' weights over `model` and the batch over `data`."""
     arguments, uses = {}, []
     for name, shape in SHAPES.items():
         stacked, kind = "*" in name, name.split(".")[-2]
@@ -169,19 +169,19 @@ def test_the_code_computes_what_the_module_does_alone(plan: Plan, tmp_path: Path
     command = [sys.executable, "-c", RUN, str(tmp_path), port]
     run = subprocess.run(command, capture_output=True, text=True, timeout=300, cwd=Path(__file__).parents[2])
     assert run.returncode == 0, run.stderr[-5000:]
-    found = json.loads(run.stdout.splitlines()[-1])
-    for name, each in found.items():
+    document = json.loads(run.stdout.splitlines()[-1])
+    for name, each in document.items():
         assert each.get("loss", 0.0) < 1e-5 and each["gradients"] < 1e-4, name
     for name in ("transformers", "tp"):
-        local = found[name]["local"]
+        local = document[name]["local"]
         assert local["model.layers.1.self_attn.q_proj.weight"] == [8, 32]
         assert local["model.layers.0.mlp.down_proj.weight"] == [32, 16]
         assert local["model.embed_tokens.weight"] == [16, 32] and local["lm_head.weight"] == [16, 32]
-    assert found["distribute"]["generated"], "token by token, with a cache"
-    local = found["distribute"]["local"]
+    assert document["distribute"]["generated"], "token by token, with a cache"
+    local = document["distribute"]["local"]
     assert local["model.layers.1.self_attn.q_proj.weight"] == [16, 32] and local["lm_head.weight"] == [32, 32]
     assert local["model.layers.0.mlp.down_proj.weight"] == [32, 32]
-    assert found["fsdp"]["local"]["model.layers.1.self_attn.q_proj.weight"] == [8, 32]
+    assert document["fsdp"]["local"]["model.layers.1.self_attn.q_proj.weight"] == [8, 32]
 
 
 def test_modules_that_do_not_meet_take_and_give_whole_values(plan: Plan) -> None:

@@ -1,4 +1,4 @@
-"""The code for torch.distributed.pipelining runs on two processes, and computes what the module does."""
+"""The code for torch.distributed.pipelining runs on two processes, and computes the module's results."""
 
 import dataclasses
 import re
@@ -43,7 +43,7 @@ dist.destroy_process_group()
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The results of both processes for each schedule."""
+    """Run both processes for each schedule, and store their results in a folder."""
     folder = tmp_path_factory.mktemp("pipelining")
     (folder / "net.py").write_text(FILE)
     (folder / "run.py").write_text(RUN)

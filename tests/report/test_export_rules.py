@@ -1,4 +1,4 @@
-"""Rules: patterns of paths under which every leaf of a train state has the plan's spec, as big_vision matches them."""
+"""Rules: patterns of paths under which every leaf of a train state has the plan's spec, matched as in big_vision."""
 
 import dataclasses
 import re
@@ -86,10 +86,10 @@ def padded(spec: PartitionSpec, rank: int) -> tuple[Any, ...]:
 
 def test_every_leaf_gets_the_plans_spec(plan, rules):
     state = jax.eval_shape(init)
-    found = jax.tree.leaves(rules["specs"](state))
+    results = jax.tree.leaves(rules["specs"](state))
     names = [name for name in plan.arguments if name.startswith("state.")]
-    assert len(names) == len(found)
-    for name, spec in zip(names, found, strict=True):
+    assert len(names) == len(results)
+    for name, spec in zip(names, results, strict=True):
         held = name.replace("state.opt.trace.", "state.params.")
         assert padded(spec, len(plan.shapes[name])) == padded(
             plan.arguments[held].partition_spec(), len(plan.shapes[name])
@@ -100,7 +100,7 @@ def test_every_leaf_gets_the_plans_spec(plan, rules):
 
 
 def test_the_tactics_of_big_vision_say_the_same(plan, rules):
-    """Its rule: the first pattern that matches a whole name; each tactic splits one more dim."""
+    """Apply big_vision's rule: the first pattern that matches a whole name. Each tactic splits one more dim."""
     shapes = jax.tree_util.tree_leaves_with_path(jax.eval_shape(init)["params"])
     for path, leaf in shapes:
         keys = [key.key for key in path]
@@ -126,7 +126,7 @@ def test_a_step_under_the_rules_computes_the_same(plan, rules):
 
 
 def test_a_shorter_path_does_not_take_what_is_whole(plan):
-    """`head.kernel` is split; `deep.head.kernel`, which ends like it, is not."""
+    """Split `head.kernel`, but not `deep.head.kernel`, whose name ends with it."""
     tensors = {"p.head.kernel": Spec((("data",),)), "p.deep.head.kernel": Spec(((),)), "p.bias": Spec(((),))}
     changed = dataclasses.replace(
         plan,

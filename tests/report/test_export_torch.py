@@ -1,4 +1,4 @@
-"""The code for DTensor and FSDP2 runs on four processes, and computes what the module does unplanned."""
+"""The code for DTensor and FSDP2 runs on four processes, and computes the module's unplanned results."""
 
 import dataclasses
 import runpy
@@ -107,7 +107,7 @@ SPECS = {"up.weight": ("model", "data"), "up.bias": ("model",), "down.weight": (
 
 
 def stated(plan: Plan) -> Plan:
-    """The same as FSDP and, over `model`, Megatron have it, whatever was chosen for so small a module."""
+    """Replace the chosen plan of this small module by FSDP and, over `model`, Megatron."""
     arguments = dict(plan.arguments)
     for name, shape in plan.shapes.items():
         if plan.roles.get(name) not in ("parameter", "batch"):
@@ -125,7 +125,7 @@ def stated(plan: Plan) -> Plan:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The results of all four processes for each form and mesh."""
+    """Run all four processes for each form and mesh, and store their results in a folder."""
     folder = tmp_path_factory.mktemp("torch")
     (folder / "net.py").write_text(FILE)
     (folder / "run.py").write_text(RUN)

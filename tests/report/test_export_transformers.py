@@ -125,7 +125,7 @@ SAVE = MAKE + "model_of(*json.loads(sys.argv[2])).save_pretrained(sys.argv[1])\n
 
 
 def planned(name: str) -> tuple[Plan, str]:
-    """The plan of a case and its code."""
+    """Return the plan of a case and its code."""
     import torch
     import transformers
 
@@ -141,7 +141,7 @@ def planned(name: str) -> tuple[Plan, str]:
 
 
 def rules(text: str) -> dict[str, Any]:
-    """The tables of an export, run without transformers."""
+    """Return the tables of an export, evaluated without transformers."""
     names: dict[str, Any] = {}
     exec(text[text.index("TP_PLAN = {") :].partition("\n\ndef config")[0], names)
     return names
@@ -156,10 +156,10 @@ def run(folder: Path, names: list[str]) -> dict[str, Any]:
     command = [sys.executable, "-c", RUN, str(folder), port, json.dumps({name: CASES[name][:2] for name in names})]
     done = subprocess.run(command, capture_output=True, text=True, timeout=600, cwd=Path(__file__).parents[2])
     assert done.returncode == 0, done.stderr[-5000:]
-    found = json.loads(done.stdout.splitlines()[-1])
-    for name, each in found.items():
+    document = json.loads(done.stdout.splitlines()[-1])
+    for name, each in document.items():
         assert each["logits"] < 1e-5 and each["loss"] < 1e-5 and each["gradients"] < 1e-4, name
-    return {name: each["local"] for name, each in found.items()}
+    return {name: each["local"] for name, each in document.items()}
 
 
 def test_experts_and_conv1d_compute_what_the_model_does_alone(tmp_path: Path) -> None:
@@ -185,13 +185,13 @@ def test_other_mixtures_and_norms_between_layers_compute_what_the_model_does_alo
     assert local["qwen3 moe, layers differ"]["model.layers.1.mlp.experts.gate_up_proj"] == [2, 64, 32]
     assert local["qwen3 moe, layers differ"]["model.layers.0.mlp.down_proj.weight"] == [32, 32]
     assert local["qwen3, tied"]["model.embed_tokens.weight"] == [32, 32]
-    # Rules that the class has of its own for what the plan leaves whole are not followed.
+    # The class's own rules for weights that the plan leaves whole are not applied.
     assert not any("mlp" in name for name in local["qwen3, tied"])
     assert not any("self_attn" in name for name in local["mixtral by width"])
 
 
 def made_of(plan: Plan, split: dict[str, tuple[tuple[int, ...], int | None]]) -> Plan:
-    """A plan of parameters of these shapes, with one dim of each over the devices; one of them is used as a layer."""
+    """Return a plan of parameters of these shapes, with one dim of each over the devices and one used as a layer."""
     shapes = {name: shape for name, (shape, _) in split.items()} | {"head.weight": (8, 16), "batch.ids": (4, 8)}
     arguments = {name: Spec(((),) * len(shape)) for name, shape in shapes.items()}
     for name, (shape, dim) in split.items():
@@ -226,8 +226,8 @@ def experts(up: tuple[int, ...], down: tuple[int, ...], dims: tuple[int | None, 
     ],
 )
 def test_experts_are_split_by_width_in_either_layout(plan: Plan, split: dict, styles: tuple[str, str]) -> None:
-    found = rules(export_plan(made_of(plan, split), "transformers", force=True))["TP_PLAN"]
-    assert found == dict(zip(split, styles, strict=True)) | {f"{LAYER}.mlp.experts": "moe_tp_experts"}
+    plan_rules = rules(export_plan(made_of(plan, split), "transformers", force=True))["TP_PLAN"]
+    assert plan_rules == dict(zip(split, styles, strict=True)) | {f"{LAYER}.mlp.experts": "moe_tp_experts"}
 
 
 @pytest.mark.parametrize(
@@ -250,28 +250,28 @@ def test_experts_that_no_style_splits_are_refused(plan: Plan, split: dict, why: 
 
 def test_biases_of_experts_go_with_them(plan: Plan) -> None:
     biased = experts((4, 16, 64), (4, 32, 16), (1, 1)) | {f"{LAYER}.mlp.experts.down_proj_bias": ((2, 4, 16), 1)}
-    found = rules(export_plan(made_of(plan, biased), "transformers", force=True))["EP_PLAN"]
-    assert found == dict.fromkeys(biased, "grouped_gemm") | {f"{LAYER}.mlp.experts": "ep_dispatch_experts"}
+    plan_rules = rules(export_plan(made_of(plan, biased), "transformers", force=True))["EP_PLAN"]
+    assert plan_rules == dict.fromkeys(biased, "grouped_gemm") | {f"{LAYER}.mlp.experts": "ep_dispatch_experts"}
 
 
 def test_layers_that_differ_are_whole_and_said_to_be(plan: Plan) -> None:
-    """transformers has one style for a module of all layers."""
+    """Leave layers that differ whole: transformers has one style for a module of all layers."""
     split = {
         "h.0.up.weight": ((32, 8), None), "h.0.up.bias": ((32,), None),
         "h.1.up.weight": ((32, 8), 0), "h.1.up.bias": ((32,), 0),
         "h.1.mlp.up.weight": ((32, 8), 0), "h.1.mlp.up.bias": ((32,), 0),
     }  # fmt: skip
     text = export_plan(made_of(plan, split), "transformers", force=True)
-    found = rules(text)
-    assert found["TP_PLAN"] == {"h.*.mlp.up": "colwise_gather_output"}
-    assert "h.*: layers of it differ" in text and "h.*.up" in found["WHOLE"]
+    plan_rules = rules(text)
+    assert plan_rules["TP_PLAN"] == {"h.*.mlp.up": "colwise_gather_output"}
+    assert "h.*: layers of it differ" in text and "h.*.up" in plan_rules["WHOLE"]
 
 
 def test_several_layers_in_one_give_whole_values(plan: Plan) -> None:
-    """Their columns are cut apart in the module, which the shards of one device do not hold together."""
+    """Return whole values: the module slices their columns, which one device's shards do not contain together."""
     split = {
         "attn.qkv.weight": ((24, 8), 0), "attn.qkv.bias": ((24,), 0),
         "attn.out.weight": ((16, 8), 1), "attn.out.bias": ((16,), None),
     }  # fmt: skip
-    found = rules(export_plan(made_of(plan, split), "transformers", force=True))["TP_PLAN"]
-    assert found == {"attn.qkv": "colwise_gather_output", "attn.out": "rowwise_split_input"}
+    plan_rules = rules(export_plan(made_of(plan, split), "transformers", force=True))["TP_PLAN"]
+    assert plan_rules == {"attn.qkv": "colwise_gather_output", "attn.out": "rowwise_split_input"}

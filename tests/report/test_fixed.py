@@ -1,4 +1,4 @@
-"""What was fixed is listed: in the terminal, on the page and in the figures."""
+"""Fixed specs are listed: in the terminal, on the page and in the figures."""
 
 import dataclasses
 import io

@@ -1,4 +1,4 @@
-"""Measured runs on GPUs beside predictions, in JSON and in words."""
+"""Measured runs on GPUs next to their predictions, in JSON and in words."""
 
 import io
 import json
@@ -11,14 +11,14 @@ from autoshard.validation import gpu_pair_figures, gpu_pair_report, validate_gpu
 
 
 def test_figures_and_words_say_the_same():
-    found = validate_gpu_pairs("ultrascale", only=["8B on 1 x 8 H100"])
-    figures = json.loads(json.dumps(gpu_pair_figures(found), allow_nan=False))
+    pairs = validate_gpu_pairs("ultrascale", only=["8B on 1 x 8 H100"])
+    figures = json.loads(json.dumps(gpu_pair_figures(pairs), allow_nan=False))
     (problem,) = figures["problems"]
     assert problem["problem"] == "8B on 1 x 8 H100" and len(problem["rows"]) == 60
     assert figures["verdicts"]["rows"] == 60 and figures["errors"][0]["rebuilt"] == 60
     assert figures["regret"]["ours"]["problems"] == 1
     text = io.StringIO()
-    Console(file=text, width=200).print(gpu_pair_report(found))
+    Console(file=text, width=200).print(gpu_pair_report(pairs))
     said = text.getvalue()
     assert problem["chosen"] in said and f"regret {problem['regret']:.3f}" in said
     counted = figures["verdicts"]
@@ -27,10 +27,10 @@ def test_figures_and_words_say_the_same():
 
 
 def test_rows_that_are_not_rebuilt_are_named():
-    found = validate_gpu_pairs("ultrascale", only=["1B on 8 x 8 H100"])
+    pairs = validate_gpu_pairs("ultrascale", only=["1B on 8 x 8 H100"])
     text = io.StringIO()
-    Console(file=text, width=200).print(gpu_pair_report(found))
-    skipped = sum(each.step is None for each in found.rows)
+    Console(file=text, width=200).print(gpu_pair_report(pairs))
+    skipped = sum(each.step is None for each in pairs.rows)
     assert skipped and f"{skipped} rows are not rebuilt:" in text.getvalue()
     assert "= 128 sequences, but a step has 256" in text.getvalue()
 

@@ -1,4 +1,4 @@
-"""A program's graph as files that other tools read, as a picture, and in figures."""
+"""A program's graph as files for other tools, as a picture, and in figures."""
 
 import dataclasses
 import io
@@ -39,7 +39,7 @@ def priced(plan: Plan) -> ProgramGraph:
 
 @pytest.fixture
 def bare() -> ProgramGraph:
-    """Two loops, forward and backward, and no plan."""
+    """Graph of two loops, forward and backward, without a plan."""
     return programs.program("decoder").graph()
 
 
@@ -105,7 +105,7 @@ def test_boxes_hold_every_op_but_constants_and_stand_below_what_they_take(bare: 
 
 
 def boxes_of(fn: Callable[..., Any], *args: Any) -> list[set[str]]:
-    """The kinds of ops of every box."""
+    """Return the kinds of ops in every box."""
     made = trace(fn, args).graph().to_networkx()
     drawing = draw_boxes(made, whole=False, columns=COLUMNS)
     return [{made.nodes[node]["kind"] for node in box} for box in drawing.boxes]

@@ -1,4 +1,4 @@
-"""The page holds the plan's own numbers, needs nothing else, and is safe with any name."""
+"""The page contains the plan's own numbers, needs no other files, and is safe with any name."""
 
 import dataclasses
 import json
@@ -15,7 +15,7 @@ from autoshard.report import html_report
 
 
 class Page(HTMLParser):
-    """What a test wants to know of a page."""
+    """Contents of a page that the tests compare."""
 
     VOID = ("meta", "link", "input", "br", "wbr")
 
@@ -52,7 +52,7 @@ class Page(HTMLParser):
 
 
 def value_at(saved: dict[str, Any], key: str) -> Any:
-    """`baselines.fsdp x tp.step_time_s` out of plan.json; the names of baselines may hold dots."""
+    """Return the value of a key such as `baselines.fsdp x tp.step_time_s`. Names of baselines may contain dots."""
     if key.startswith("baselines."):
         name, _, field = key.removeprefix("baselines.").rpartition(".")
         return saved["baselines"][name][field]
@@ -89,7 +89,7 @@ def test_the_page_needs_nothing_from_anywhere(plan: Plan):
 
 def test_every_tensor_is_in_the_page_with_its_spec(plan: Plan):
     data = json.loads(Page(html_report(plan)).scripts[0])
-    found = {}
+    specs = {}
 
     def walk(nodes: list[dict[str, Any]]) -> None:
         for node in nodes:
@@ -97,10 +97,10 @@ def test_every_tensor_is_in_the_page_with_its_spec(plan: Plan):
                 assert node["device"] == sum(child["device"] for child in node["children"])
                 walk(node["children"])
             else:
-                found[node["name"]] = (tuple(node["shape"]), Spec.from_json(node["dims"]))
+                specs[node["name"]] = (tuple(node["shape"]), Spec.from_json(node["dims"]))
 
     walk(data["trees"])
-    assert found == {name: (plan.shapes[name], plan.arguments[name]) for name in plan.arguments}
+    assert specs == {name: (plan.shapes[name], plan.arguments[name]) for name in plan.arguments}
     assert [tree["label"] for tree in data["trees"]] == ["parameters", "optimizer state", "batch"]
     assert [axis["size"] for axis in data["physical"]] == [4, 8, 8]
 
@@ -113,7 +113,7 @@ def test_a_stacked_block_says_how_many_layers_it_holds(plan: Plan):
 
 
 def unrolled(plan: Plan, layers: int, odd: int | None = None) -> Plan:
-    """The plan with a list of layers where it has a stack; layer `odd` splits nothing."""
+    """Return the plan with a list of layers in place of a stack; layer `odd` splits nothing."""
     arguments, shapes, dtypes, roles = {}, {}, {}, {}
     for name, spec in plan.arguments.items():
         for layer in range(layers) if "*" in name else (None,):
@@ -135,7 +135,7 @@ def test_repeated_layers_are_folded_where_they_are_split_alike(plan: Plan, odd: 
 
 
 def test_a_very_large_plan_stays_small(plan: Plan):
-    # 126 layers, unrolled, with optimizer state: as many tensors as a 405B model that nobody stacked.
+    # 126 layers, unrolled, with optimizer state: as many tensors as an unstacked 405B model.
     assert len(html_report(unrolled(plan, 126)).encode()) < 3 * 2**20
 
 
@@ -169,7 +169,7 @@ def test_a_collective_says_what_causes_it_where_and_what_of_it_is_exposed(plan: 
     ]  # fmt: skip
     assert cells[1][2:4] == ["dot_general in mlp.down_proj", "mlp.py:7"] and cells[1][6:] == ["210 ms", "150 ms"]
     assert 'title="lib/nets/mlp.py:7"' in rows[1]
-    assert cells[2][7] == "60 ms"  # a plan of an older version, which does not say: all of it
+    assert cells[2][7] == "60 ms"  # a plan of an older version, without exposed times: all of it counts
 
 
 def test_the_bar_and_the_sentence_show_what_is_exposed_and_no_more(plan: Plan):
@@ -194,7 +194,7 @@ def test_it_says_which_mesh_axis_lies_where(plan: Plan):
     words = "data=32 on x(4, ring) + y(8, ring); model=8 on z(8, ring)"
     order = make_mesh(Topology.parse(plan.topology), plan.mesh).device_order
     assert words in html_report(dataclasses.replace(plan, device_order=order))
-    assert words not in html_report(dataclasses.replace(plan, device_order=order[::-1]))  # laid by hand
+    assert words not in html_report(dataclasses.replace(plan, device_order=order[::-1]))  # ordered by hand
 
 
 def test_another_plan_beside_it(plan: Plan):

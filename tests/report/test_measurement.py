@@ -1,4 +1,4 @@
-"""A measurement on a terminal: medians and spread, collectives' times, and what could not be had."""
+"""A measurement on a terminal: medians and spread, collectives' times, and values that were not available."""
 
 import io
 from typing import Any

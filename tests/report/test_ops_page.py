@@ -1,4 +1,4 @@
-"""The op table of a plan's page says what the plan keeps, and adds up to its prediction."""
+"""The op table of a plan's page shows the plan's ops, and adds up to its prediction."""
 
 import dataclasses
 import json
@@ -13,9 +13,9 @@ from autoshard.report.page.ops_page import memory_data, ops_data, ops_summary, r
 
 
 def page_data(text: str) -> dict:
-    found = re.search(r'<script type="application/json" id="data">(.*?)</script>', text, re.DOTALL)
-    assert found is not None
-    return json.loads(found[1])
+    match = re.search(r'<script type="application/json" id="data">(.*?)</script>', text, re.DOTALL)
+    assert match is not None
+    return json.loads(match[1])
 
 
 def test_the_rows_add_up_to_the_step(plan: Plan):

@@ -1,4 +1,4 @@
-"""How measured plans beside ours are shown."""
+"""Tables of measured plans next to our predictions."""
 
 import io
 import json
@@ -42,15 +42,15 @@ def test_the_terminal_shows_rows_scores_and_reasons():
 
 
 def test_figures_can_be_written_as_json():
-    found = json.loads(json.dumps(pair_figures(GROUPS), allow_nan=False))
-    first, second = found["groups"]
+    document = json.loads(json.dumps(pair_figures(GROUPS), allow_nan=False))
+    first, second = document["groups"]
     assert first["rows"][0] == {
         "plan": "fsdp=4", "measured_s": 1.0, "predicted_s": 1.2, "unseen_s": 1.3, "measured_gib": 2.0,
         "predicted_gib": 3.0, "fits": True, "measured_fits": True, "skipped": None, "assumed": [],
     }  # fmt: skip
     assert first["rows"][2]["skipped"] == "experts are not rebuilt" and first["regret"] == 1.0
-    assert found["summary"]["rows"] == 5 and found["tpu"]["rows"] == 3
-    assert found["tpu"]["memory_error_median"] == pytest.approx(0.5)
+    assert document["summary"]["rows"] == 5 and document["tpu"]["rows"] == 3
+    assert document["tpu"]["memory_error_median"] == pytest.approx(0.5)
     assert second["regret"] is None
 
 
@@ -60,7 +60,7 @@ def test_one_page_holds_everything_and_is_the_same_twice(tmp_path: pathlib.Path)
     page = (tmp_path / "a.html").read_text()
     assert page == (tmp_path / "b.html").read_text()
     assert "<svg" in page and "a &lt;group&gt;" in page and "experts are not rebuilt" in page
-    assert not re.search(r"(?:src|href)\s*=\s*[\"']https?:", page)  # nothing is fetched
+    assert not re.search(r"(?:src|href)\s*=\s*[\"']https?:", page)  # the page loads nothing
 
 
 def test_pictures_end_as_their_kind(tmp_path: pathlib.Path):

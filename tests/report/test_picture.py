@@ -13,7 +13,7 @@ from autoshard.report import visualize_sharding, visualize_spec, visualize_tenso
 
 
 def drawn(draw, *args, **options) -> list[list[str]]:
-    """The devices in each cell, row by row, as they stand on the terminal."""
+    """Return the devices in each cell of the drawing, row by row."""
     out = io.StringIO()
     draw(*args, console=Console(file=out, width=200, color_system=None), **options)
     rows = [re.split("[│┃]", line) for line in out.getvalue().splitlines()]

@@ -1,4 +1,4 @@
-"""A refinement on a terminal: the best first, what was dropped and why, what was learned and from how much."""
+"""A refinement on a terminal: the best first, dropped plans with reasons, and learned figures with their evidence."""
 
 import pytest
 from rich.console import Console

@@ -1,4 +1,4 @@
-"""The schedule of a plan with stages, drawn: in a terminal, on the page, in the trace."""
+"""Drawings of the schedule of a plan with stages: in a terminal, on the page, in the trace."""
 
 import dataclasses
 import re
@@ -16,7 +16,7 @@ from autoshard.report.schedule_picture import schedule_picture, schedule_report
 
 
 def staged(plan: Plan, schedule: str = "1f1b", stages: int = 2, count: int = 4, rounds: int = 1) -> Plan:
-    """Equal chunks of 1 s forward and 2 s backward."""
+    """Add a pipeline with equal chunks of 1 s forward and 2 s backward to a plan."""
     chunks = (PlannedChunk(1.0, 2.0),) * (stages * rounds)
     return dataclasses.replace(plan, pipeline=PlannedPipeline(schedule, stages, count, rounds, False, chunks))
 
@@ -29,7 +29,7 @@ def printed(plan: Plan, width: int) -> list[str]:
 
 
 def test_a_row_has_a_place_for_every_second(plan: Plan) -> None:
-    lines = printed(staged(plan), 11 + 2 * 15)  # 15 seconds, two places each
+    lines = printed(staged(plan), 11 + 2 * 15)  # 15 seconds, two characters each
     rows = {line[2:9]: line[10:].rstrip() for line in lines if line.startswith("  stage ")}
     assert rows == {"stage 0": "0█1█····0▒▒▒2█1▒▒▒3█2▒▒▒··3▒▒▒", "stage 1": "··0█0▒▒▒1█1▒▒▒2█2▒▒▒3█3▒▒▒····"}
     assert sum(row.count("·") for row in rows.values()) == 2 * 6  # (S - 1) turns of 3 s in each of two rows

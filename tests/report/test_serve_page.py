@@ -1,4 +1,4 @@
-"""The page of ways to serve holds the plan's own figures, needs no network, and knows its own files."""
+"""The page of ways to serve: it contains the plan's own figures, needs no network, and refers to its own files."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Ways to serve as shardings in JAX: for every weight of a model, and run on eight devices with the results of one."""
+"""Ways to serve as JAX shardings: for every weight of a model, and run on eight devices with the results of one."""
 
 import dataclasses
 import json
@@ -32,7 +32,7 @@ NAMES = ("llama-tiny", "gemma2-tiny", "mixtral-tiny", "deepseek-v3-tiny", "gpt2-
 def planned(
     name: str, engine: ServingEngine, engines: int, prompt_engines: int = 0, prompts: ServingEngine | None = None
 ) -> ServingPlan:
-    """A made-up way to serve on 8 chips: tiny models are served best by copies that share nothing."""
+    """Return a made-up way to serve on 8 chips. For tiny models, independent copies would be best."""
     plan = plan_serving(f"hf:{name}", "v5e:2x4", ServingAsked(16, 16))
     prompts = engine if prompt_engines and prompts is None else prompts
     point = dataclasses.replace(
@@ -55,7 +55,7 @@ def decoding(name: str) -> Program:
     ("name", "engine", "engines"),
     [
         ("llama-tiny", ServingEngine(4), 2),
-        ("llama-tiny", ServingEngine(8), 1),  # of 4 heads of keys and values
+        ("llama-tiny", ServingEngine(8), 1),  # 4 key-value heads
         ("llama-tiny", ServingEngine(4, 2), 1),
         ("gemma2-tiny", ServingEngine(2, 2), 2),
         ("mixtral-tiny", ServingEngine(2, 2, 4), 2),
@@ -78,7 +78,7 @@ def test_a_step_so_laid_out_computes_what_one_device_does(name: str, engine: Ser
     leaves, tree = jax.tree.flatten(arguments)
     assert len(leaves) == len(shardings)
     placed = [jax.device_put(leaf, each) for leaf, each in zip(leaves, shardings, strict=True)]
-    # Every device holds its part of the cache's sequences, and of the heads that there are.
+    # Every device stores its part of the cache's sequences, and of the available heads.
     held = {
         each.name: leaf.addressable_shards[0].data.nbytes for each, leaf in zip(program.arguments, placed, strict=True)
     }
@@ -153,7 +153,7 @@ def test_dtypes_are_said_and_what_does_not_divide_is_whole():
     point = dataclasses.replace(plan.best, engine=ServingEngine(5), engines=1)
     text = jax_shardings(plan, point)
     assert "WEIGHT_DTYPE = jnp.int8" in text and "CACHE_DTYPE = jnp.float8_e4m3fn" in text
-    assert '"transformer.wte.weight": P(None, None)' in text  # 50257 words over 5
+    assert '"transformer.wte.weight": P(None, None)' in text  # 5 does not divide 50257 words
     assert '"transformer.h.*.attn.c_attn.weight": P(None, "kv"),  # queries, keys and values in turns' in text
     assert all(len(line) <= 120 for line in text.splitlines())
 
@@ -164,11 +164,11 @@ def test_the_command_writes_the_file_and_checks_it_with_plans(tmp_path: Path, ca
     done = run(*line.split(), "--jax", str(file), "--json")
     assert done.returncode == 0, done.stderr
     assert "serving_mesh" in loaded(file.read_text())
-    found = json.loads(done.stdout)
-    decode, prefill = found["checked"]
+    document = json.loads(done.stdout)
+    decode, prefill = document["checked"]
     assert (decode["kind"], prefill["kind"]) == ("decode", "prefill") and decode["length"] == 96 + 16
-    assert decode["sequences"] == found["best"]["batch"] * found["best"]["engines"]
-    for step in found["checked"]:
+    assert decode["sequences"] == document["best"]["batch"] * document["best"]["engines"]
+    for step in document["checked"]:
         assert step["failed"] == [] and 0 < step["free_s"] <= 1.001 * step["planned_s"]
         assert 0 < step["planned_bytes"] < step["estimate_bytes"] * 10
     assert cli.main([*line.split(), "--weights", "int8"]) == 2

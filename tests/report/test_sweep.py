@@ -1,4 +1,4 @@
-"""The table of a sweep: readable at 80 columns, with what stands out marked."""
+"""The table of a sweep: readable at 80 columns, with the extremes marked."""
 
 import io
 

@@ -1,4 +1,4 @@
-"""The page of a sweep: from the command, whole, with names that close no element."""
+"""The page of a sweep: written by the command, complete, and safe with names that contain HTML."""
 
 import dataclasses
 import json

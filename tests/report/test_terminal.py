@@ -1,4 +1,4 @@
-"""The terminal report says what the plan holds, in every width, and is safe with any name."""
+"""The terminal report: it shows the plan's content in every width, and is safe with any name."""
 
 import dataclasses
 import io

@@ -1,4 +1,4 @@
-"""The timeline of a plan's page has every span of the plan, each in the row of what is busy."""
+"""The timeline of a plan's page has every span of the plan, each in the row of its resource."""
 
 import dataclasses
 

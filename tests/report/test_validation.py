@@ -1,4 +1,4 @@
-"""When enough answers are right."""
+"""Threshold of right answers in a validation."""
 
 import dataclasses
 import io
@@ -104,13 +104,13 @@ def test_one_bad_row_is_named_and_the_rest_is_validated(tmp_path: pathlib.Path, 
     wrong = {"value": "much"} if kind == "runs" else {"answer": "much"}
     path = tmp_path / "data.json"
     path.write_text(json.dumps([good | wrong | {"id": "wrong"}, good]))
-    found = validate(path)
+    validated = validate(path)
     (name,) = wrong
-    assert len(found.runs) + len(found.questions) == 1 and passes(found)
-    assert validation_figures(found)["bad_rows"] == list(found.bad)
-    assert len(found.bad) == 1 and f"row 0 (wrong): {name} is 'much', expected a number" in found.bad[0]
+    assert len(validated.runs) + len(validated.questions) == 1 and passes(validated)
+    assert validation_figures(validated)["bad_rows"] == list(validated.bad)
+    assert len(validated.bad) == 1 and f"row 0 (wrong): {name} is 'much', expected a number" in validated.bad[0]
     screen = io.StringIO()
-    Console(file=screen, width=200).print(validation_report(found))
+    Console(file=screen, width=200).print(validation_report(validated))
     assert "1 row that cannot be read, left out:" in screen.getvalue() and "is 'much'" in screen.getvalue()
     path.write_text(json.dumps([good | wrong | {"id": "wrong"}, good | wrong]))
     with pytest.raises(UserError, match=r"row 0 \(wrong\): .* is 'much', .*; no row of the file can be used."):

@@ -1,4 +1,4 @@
-"""What else was possible: each alternative that a plan knows a time of, with the plan's own figures."""
+"""Alternatives: each one for which a plan has a time, with the plan's own figures."""
 
 import dataclasses
 
@@ -21,7 +21,7 @@ TRIED = [
 
 
 def chosen(plan: Plan) -> Plan:
-    """The plan with other recipes and meshes beside it."""
+    """Return the plan with rows of other recipes and meshes."""
     meshes = (
         MeshTried("data=32,model=8", "", 3.22, 3.1, "chosen"),
         MeshTried("data=256", "", None, 3.9, "no plan of it is faster"),

@@ -1,4 +1,4 @@
-"""The helpers beside these tests can be imported by name."""
+"""Import path for the helpers in this folder."""
 
 import pathlib
 import sys

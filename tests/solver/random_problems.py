@@ -1,4 +1,4 @@
-"""Random small problems and the brute force that judges them."""
+"""Random small problems, and a brute-force solver as their reference."""
 
 import itertools as it
 import random
@@ -16,7 +16,7 @@ def make_problem(
     terms: list[tuple[int, int, int, list[int]]] = (),  # type: ignore[assignment]
     limit: int | None = None,
 ) -> Problem:
-    """A `Problem` from plain lists; an edge is (node, node, costs), a term is (node, start, stop, usages)."""
+    """Build a `Problem` from plain lists; an edge is (node, node, costs), a term is (node, start, stop, usages)."""
 
     def offsets(rows: list[list[int]]) -> np.ndarray:
         return np.concatenate([[0], np.cumsum([len(row) for row in rows])]).astype(np.int64)
@@ -40,7 +40,7 @@ def make_problem(
 
 
 def brute_force(problem: Problem) -> int | None:
-    """Least cost over all choices, None when none is feasible; sums written out, nothing shared with the solver."""
+    """Return the least cost of all choices, None if none is feasible. No code is shared with the solver."""
     sizes = np.diff(problem.node_offsets).tolist()
     best = None
     for choices in it.product(*(range(size) for size in sizes)):
@@ -64,7 +64,7 @@ def brute_force(problem: Problem) -> int | None:
 
 @st.composite
 def problems(draw: st.DrawFn, memory: bool = True, most_nodes: int = 6, negative: bool = False) -> Problem:
-    """Problems small enough for brute force: any shape of graph, parallel and self edges, forbidden entries, ties."""
+    """Draw problems small enough for brute force: any graph, parallel and self edges, forbidden entries, ties."""
     count = draw(st.integers(1, most_nodes))
     sizes = [draw(st.integers(1, 4 if most_nodes <= 6 else 3)) for _ in range(count)]
     low = -5 if negative else 0
@@ -102,13 +102,13 @@ EXTREMES = {
     "both signs": (-3 * 10**17, 3 * 10**17, -(10**16), 10**15, 3, 0),
 }
 KINDS = ("plain", "tight memory", "infeasible", "empty intervals", "self and double edges", *EXTREMES)
-"""Of `random_problem`; the last are extremes of 64 bits."""
+"""Kinds of `random_problem`; the last are extremes of 64 bits."""
 EACH = 223
-"""Of every kind, in `make test`: 2,007 in all."""
+"""Problems of every kind in `make test`: 2,007 in all."""
 
 
 def random_problem(kind: str, seed: int) -> Problem:
-    """A problem of one of `KINDS`, drawn by its seed."""
+    """Return the problem of a seed and one of `KINDS`."""
     draw = random.Random(f"{kind} {seed}")
     sizes = [draw.randint(1, 3) for _ in range(draw.randint(1, 6 if kind not in EXTREMES else 5))]
     nodes = range(len(sizes))
@@ -140,7 +140,7 @@ def random_problem(kind: str, seed: int) -> Problem:
         edges.append((a, b, [FORBIDDEN] * (sizes[a] * sizes[b])))
     limit = None if draw.random() < 0.3 else draw.randint(1, 40)
     if kind in ("tight memory", "infeasible"):
-        # What no choices need less than, that or a byte beside it.
+        # The least peak of all choices, or one byte above or below it.
         limit = max(1, _least_peak(sizes, terms) + draw.choice((0, 0, 1) if kind == "tight memory" else (-1, -1, 0)))
     return make_problem(costs, edges, terms, limit)
 
@@ -158,10 +158,10 @@ def _least_peak(sizes: list[int], terms: list[tuple[int, int, int, list[int]]]) 
 
 
 def judged(problem: Problem) -> str:
-    """What `solve` says of a problem, or `wrong: ...` if it is.
+    """Return the status that `solve` gives a problem, or `wrong: ...` if brute force disagrees.
 
-    Right are `optimal`, `feasible` (not proven optimal), `infeasible`, `none found` where there is none and that is
-    not proven, and `refused`.
+    Right ones are `optimal`, `feasible` (not proven optimal), `infeasible`, `none found` (infeasible, but not proven),
+    and `refused`.
     """
     best = brute_force(problem)
     try:

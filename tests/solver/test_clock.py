@@ -1,4 +1,4 @@
-"""What a time limit counts, and that it ends a solve."""
+"""Time limits: the time that they count, and the end of a solve."""
 
 import itertools
 import subprocess
@@ -22,11 +22,11 @@ from autoshard.solver.search.local_search import Climber
 
 COUNT = 30
 LEAST = np.full(COUNT, 2)
-"""Choices that take no memory."""
+"""Choices that need no memory."""
 
 
 def hard_problem(count: int = COUNT) -> Problem:
-    """Every node beside every other, dear to agree with; memory for half of what each would like."""
+    """Connect all nodes by costly edges, with memory for half of the nodes' preferred usage."""
     costs = [[0, 3, 5]] * count
     edges = [(a, b, [7, 2, 1, 2, 7, 3, 1, 3, 7]) for a in range(count) for b in range(a + 1, count)]
     terms = [(node, 0, 2, [4, 2, 0]) for node in range(count)]
@@ -37,7 +37,7 @@ def test_waiting_does_not_count_and_work_does() -> None:
     began = processor_seconds()
     time.sleep(0.5)
     assert processor_seconds() - began < 0.4
-    while processor_seconds() - began < 0.5:  # it goes on
+    while processor_seconds() - began < 0.5:  # the process continues to work
         sum(range(1000))
 
 
@@ -62,7 +62,7 @@ def test_the_exact_solve_is_ended_by_processor_seconds() -> None:
 
 
 class Slow:
-    """A clock that a slow machine seems to have: every look at it takes a second."""
+    """A clock like a slow machine's: every call of it adds a second."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -87,7 +87,7 @@ def test_reducing_leaves_time_for_the_search(monkeypatch: pytest.MonkeyPatch) ->
     assert cut.stats["reduced_nodes"] > len(whole.costs)
     assert cut.status in (Status.FEASIBLE, Status.OPTIMAL) and evaluate(chain, cut.choices).feasible
     assert cut.stats["moves"] > 0
-    assert clock.now < 400 + 30  # looks, none of which begins anything long
+    assert clock.now < 400 + 30  # only calls of the clock, and no long step
 
 
 def test_what_was_reduced_until_then_is_the_same_problem() -> None:

@@ -20,7 +20,7 @@ ROOT = pathlib.Path(__file__).parents[2]
 
 @pytest.fixture(autouse=True)
 def signals_as_before():
-    """The command sets handlers; a test run must keep its own."""
+    """Restore the signal handlers: the command sets its own, and the test run needs the old ones."""
     before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     yield
     for number, handler in before.items():
@@ -29,7 +29,7 @@ def signals_as_before():
 
 @pytest.fixture
 def young(monkeypatch):
-    """As if the process had just begun: here the limit would count from the start of pytest."""
+    """Fixture that restarts the process's clock: otherwise the limit would count from the start of pytest."""
     monkeypatch.setattr("autoshard.solver.solve_command._age", lambda: 0.0)
 
 

@@ -9,7 +9,7 @@ from autoshard.solver.reductions import _dominators_plainly, _fold_between_plain
 
 
 def random_table(rng: np.random.Generator, rows: int, columns: int) -> np.ndarray:
-    """Small costs with many ties, some of them forbidden, the least of every row 0."""
+    """Draw small costs with many ties, some of them forbidden. The least of every row is 0."""
     table = rng.integers(0, 3, (rows, columns))
     table -= table.min(axis=1, keepdims=True)
     return np.where(rng.random(table.shape) < 0.1, FORBIDDEN, table)

@@ -1,4 +1,4 @@
-"""Exact solves run in a process of their own, which ends with a solve that does not end by itself."""
+"""Exact solves in a process of their own, which is killed if a solve does not end in time."""
 
 import dataclasses
 import itertools
@@ -21,7 +21,7 @@ from autoshard.solver.residual_graph import Graph, build
 
 
 def small_problem() -> Problem:
-    """One that reductions and elimination do not end: memory for some of what every node would like."""
+    """Build a problem that reductions and elimination do not finish: the memory limit is below the preferred usage."""
     return make_problem(*hard_parts(6))
 
 
@@ -42,7 +42,7 @@ def never() -> bool:
 
 @pytest.fixture
 def none_waits():
-    """No process is left of earlier tests, nor is one for later."""
+    """Fixture without idle processes of earlier tests, and without leftovers for later ones."""
     module._end()
     yield
     module._end()
@@ -182,7 +182,7 @@ def test_work_there_counts_once(none_waits):
     began = processor_seconds()
     solve_apart(job(build(small_problem())), never)
     worked = processor_seconds() - began
-    assert worked > 0.05  # it has imported scipy at least
+    assert worked > 0.05  # at least it has imported scipy
     module._end()
     assert abs(processor_seconds() - began - worked) < 0.5 * worked
 

@@ -1,4 +1,4 @@
-"""Mixed integer programs through MathOpt: what is proven, and what is kept of a run that was stopped."""
+"""Mixed integer programs through MathOpt: proven results, and results of a stopped run."""
 
 import itertools
 import math
@@ -21,7 +21,7 @@ WEIGHTS, WORTH = np.array([3.0, 4.0, 2.0]), np.array([5.0, 6.0, 3.0])
 
 
 def knapsack() -> IntegerProgram:
-    """The two of three things that fit and are worth most: the first and the last, 8."""
+    """Build a knapsack of three things. The first and the last fit and are worth most, 8."""
     program = IntegerProgram(-WORTH, 3)
     program.add(np.array([-np.inf]), np.array([5.5]), np.zeros(3, dtype=int), np.array([2, 0, 1]), WEIGHTS[[2, 0, 1]])
     return program

@@ -1,4 +1,4 @@
-"""Leaving alternatives out of a network never leaves out the optimum."""
+"""Pruning of a network's alternatives: the optimum is never pruned."""
 
 import itertools
 from random import Random
@@ -14,7 +14,7 @@ from autoshard.solver.search import pruning as module
 
 
 def network(problem: Problem) -> Network:
-    """The same in short, with tables that hold equal rows and columns once, one of them scaled."""
+    """Convert a problem to a network whose tables store equal rows and columns once, one of them scaled."""
     sizes = np.diff(problem.node_offsets)
     costs = np.split(problem.node_costs.astype(np.float64), problem.node_offsets[1:-1])
     links = []
@@ -36,7 +36,7 @@ def network(problem: Problem) -> Network:
 
 
 def restricted(problem: Problem, kept: tuple[np.ndarray, ...]) -> Problem:
-    """The problem with all alternatives but those kept forbidden."""
+    """Forbid all alternatives except those in `kept`."""
     costs = problem.node_costs.copy()
     for node, mine in enumerate(kept):
         low, high = problem.node_offsets[node : node + 2]
@@ -60,18 +60,18 @@ def restricted(problem: Problem, kept: tuple[np.ndarray, ...]) -> Problem:
 @settings(max_examples=150, deadline=None)
 @given(problems(most_nodes=5))
 def test_the_optimum_is_kept(problem: Problem) -> None:
-    found = narrow(network(problem))
+    narrowed = narrow(network(problem))
     best = brute_force(problem)
-    assert found.complete
-    assert all(len(mine) for mine in found.kept)
+    assert narrowed.complete
+    assert all(len(mine) for mine in narrowed.kept)
     if best is None:
-        assert found.choices is None
+        assert narrowed.choices is None
         return
-    assert found.bound <= best + 1e-6 * abs(best) + 1e-3
-    assert brute_force(restricted(problem, found.kept)) == best
-    if found.choices is not None:
-        assert evaluate(problem, found.choices).feasible
-        assert all(choice in mine for choice, mine in zip(found.choices, found.kept, strict=True))
+    assert narrowed.bound <= best + 1e-6 * abs(best) + 1e-3
+    assert brute_force(restricted(problem, narrowed.kept)) == best
+    if narrowed.choices is not None:
+        assert evaluate(problem, narrowed.choices).feasible
+        assert all(choice in mine for choice, mine in zip(narrowed.choices, narrowed.kept, strict=True))
 
 
 def test_most_of_a_chain_goes() -> None:
@@ -80,10 +80,10 @@ def test_most_of_a_chain_goes() -> None:
     costs = random.integers(0, 10**6, (count, wide)).tolist()
     edges = [(n, n + 1, random.integers(0, 10**6, wide * wide).tolist()) for n in range(count - 1)]
     problem = make_problem(costs, edges)
-    found = narrow(network(problem))
-    assert found.complete and found.choices is not None
-    assert sum(map(len, found.kept)) < 0.2 * count * wide
-    assert evaluate(problem, found.choices).cost <= found.bound * (1 + 1e-6)
+    narrowed = narrow(network(problem))
+    assert narrowed.complete and narrowed.choices is not None
+    assert sum(map(len, narrowed.kept)) < 0.2 * count * wide
+    assert evaluate(problem, narrowed.choices).cost <= narrowed.bound * (1 + 1e-6)
 
 
 def test_messages_of_like_costs_are_a_bound_to_begin_with(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -121,7 +121,7 @@ def test_flat_arrays_hold_what_is_left(problem: Problem, random: Random) -> None
         assert held == ([t.usage[mine].tolist() for t in theirs] if whole.usage_limit is not None else [])
         edges = range(flat.near_at[node], flat.near_at[node + 1])
         around = [link for link in whole.links if node in (link.first, link.second) and link.first != link.second]
-        around.sort(key=lambda link: link.first + link.second - node)  # links of equal ends stay in their order
+        around.sort(key=lambda link: link.first + link.second - node)  # links with equal ends stay in their order
         assert [int(flat.near[edge]) for edge in edges] == [link.first + link.second - node for link in around]
         for edge, link in zip(edges, around, strict=True):
             other = kept[flat.near[edge]]

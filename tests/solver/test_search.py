@@ -1,4 +1,4 @@
-"""The engine for large problems, made to run on small ones."""
+"""The engine for large problems, applied to small ones."""
 
 import dataclasses
 
@@ -22,7 +22,7 @@ from autoshard.solver.search.search_kernels import _block_cost, _grow, _residual
 
 
 def hard_problem(nodes: int, seed: int, hops: tuple[int, ...] = (1, 2, 7), alternatives: int = 4) -> Problem:
-    """A ring with chords, every node with memory that overlaps its neighbours', so that no reduction ends it."""
+    """Build a ring with chords. Each node's memory overlaps with its neighbours', so that no reduction finishes it."""
     random = np.random.default_rng(seed)
     costs = random.integers(0, 1000, (nodes, alternatives)).tolist()
     edges = []
@@ -123,7 +123,7 @@ def test_the_cheapest_of_all_starts_is_kept():
 
 @pytest.mark.parametrize("seed", range(4))
 def test_what_is_worth_most_gets_the_memory_that_there_is(seed):
-    """Of a ring whose nodes would all like some, with memory for half of them."""
+    """Compare with a knapsack: all nodes of a ring prefer memory, and the limit allows half of it."""
     random, count = np.random.default_rng(seed), 30
     costs = [[0, int(cost)] for cost in random.integers(1, 1000, count)]
     edges = [(node, (node + 1) % count, random.integers(0, 30, 4).tolist()) for node in range(count)]
@@ -165,7 +165,7 @@ def test_what_is_forbidden_stays_so_in_every_table():
 
 
 def test_a_block_is_minimised_exactly_whatever_members_keep_their_choice():
-    """Dense graphs, where some keep it after others were eliminated into them: the minimum is that of the choices."""
+    """Solve blocks of dense graphs exactly, where some members are fixed and others were eliminated into them."""
     late = 0
     for seed in range(12):
         graph = build(hard_problem(40, seed, hops=(1, 2, 3, 5, 11)))
@@ -186,7 +186,7 @@ def test_a_block_is_minimised_exactly_whatever_members_keep_their_choice():
             prices = np.zeros(len(flat.capacity))
             _residual(flat, work, climber.chosen, climber._used, prices, 0.0, done, inside)
             work.value[:] = work.base
-            work.trial[:] = 10**6  # what an earlier block has left there
+            work.trial[:] = 10**6  # leftovers of an earlier block
             least = minimise(flat, work, done, slots, False)
             assert least == pytest.approx(_block_cost(flat, work, work.trial, done, inside), rel=1e-9)
     assert late > 100
@@ -212,7 +212,7 @@ def test_the_members_of_a_block_are_different_marked_and_in_their_places(broken)
 
 @pytest.fixture
 def engine_only(monkeypatch):
-    """No shortcut past the engine: elimination and the small exact solve are switched off."""
+    """Fixture without shortcuts: elimination and the small exact solve are switched off."""
     monkeypatch.setattr(Elimination, "plan", staticmethod(lambda graph: None))
     monkeypatch.setattr(module, "_SMALL", -1)
 

@@ -115,7 +115,7 @@ def test_usages_that_no_64_bits_hold_are_refused():
 
 
 def test_allowed_costs_that_only_add_up_to_what_is_forbidden_are_refused():
-    """Not called impossible: every choice and every pair is allowed."""
+    """Refuse such costs, but not as infeasible: every choice and every pair is allowed."""
     dear = make_problem([[9 * 10**17], [2 * 10**17, 3 * 10**17]], [])
     with pytest.raises(UserError, match=r"add up to as much as 12\d+, and no choices.*divide all costs by 2$"):
         solve(dear)

@@ -1,4 +1,4 @@
-"""Groups of measured plans as a file has them."""
+"""Groups of measured plans in the format of their file."""
 
 import json
 import pathlib

@@ -1,4 +1,6 @@
-"""Degrees for a decoder under a GPU framework: every plan multiplies, and the first waits least of the fastest."""
+"""Degrees for a decoder under a GPU framework: their product is the devices, and of the fastest, the one that waits
+least is first.
+"""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Runs on GPUs as they are stated: what holds of any, and cases by hand."""
+"""Runs on GPUs with stated degrees: general properties, and cases by hand."""
 
 import dataclasses
 import json
@@ -35,7 +35,7 @@ def test_a_step_has_its_parts_and_they_add_up():
 
 
 def test_matmuls_bind_a_step_from_below():
-    """6 flops a parameter and token, at no more than the best rate that was measured."""
+    """Bound a step from below by 6 FLOPs a parameter and token, at the best measured rate."""
     for decoder, dp, tp in ((SMALL, 8, 1), (LARGE, 1, 8)):
         each = run(dp, tp, decoder=decoder)
         parameters = decoder.layers * decoder.layer_parameters + decoder.table_parameters
@@ -79,7 +79,7 @@ def test_first_stages_hold_more_microbatches():
 
 
 def test_stages_by_parameters():
-    """A head of 131072 x 2048 weighs four layers of 67M: 20 in all, so the first of two stages has eleven."""
+    """Balance stages by parameters: a head of 131072 x 2048 counts as four layers of 67M, so there are 11 and 5."""
     two = gpu_stages(run(4, 1, 2))
     assert two is not None
     first, last = two
@@ -93,10 +93,10 @@ def test_stages_by_parameters():
 
 
 def test_sums_in_buckets_wait_for_every_ring():
-    """As many gradients over more islands: more steps of each bucket's ring, so longer, although cards carry less."""
+    """Sum as many gradients over more islands: rings have more steps and need longer, although cards send less."""
     two, sixteen = (price_step(run(8 * nodes, zero=1, accumulation=1)).parts["gradients"] for nodes in (2, 16))
     assert 2.0 * two < sixteen < 8.0 * two
-    # Replicas that hold all state sum beside the last backward pass.
+    # Replicas that store all state overlap their sums with the last backward pass.
     assert price_step(run(128, zero=0, accumulation=1)).parts["gradients"] < 0.6 * sixteen
 
 
@@ -150,11 +150,11 @@ def test_columns_and_dicts_are_one(tmp_path: pathlib.Path):
 
 
 def test_runs_on_one_node_are_priced_as_measured():
-    """H100, nothing fitted to the table: 1B and 8B on one node within 20 %, those two apart whose steps thrash."""
-    found = validate_gpu_pairs("ultrascale", only=["on 1 x 8 H100"])
-    errors = sorted(abs(each.error) for each in found.rows if each.ran)
+    """Compare H100 steps on one node, without fitting: 1B and 8B within 20 %, except for two whose steps thrash."""
+    pairs = validate_gpu_pairs("ultrascale", only=["on 1 x 8 H100"])
+    errors = sorted(abs(each.error) for each in pairs.rows if each.ran)
     assert len(errors) == 43 and errors[-3] < 0.35 and errors[len(errors) // 2] < 0.12
-    (one,) = (problem for problem in found.problems if problem.name == "8B on 1 x 8 H100")
+    (one,) = (problem for problem in pairs.problems if problem.name == "8B on 1 x 8 H100")
     assert one.regret(one.chosen) == pytest.approx(1.0)
 
 
@@ -180,7 +180,7 @@ def test_of_plans_that_cannot_be_told_apart_the_one_that_waits_least_is_taken():
         return PricedGpuRow(row, GpuStep(seconds, 1e9, True, {}))
 
     pipeline, wide, slow = one(1.0, 4, 1, 4, accumulation=8), one(1.2, 4, 4, 1), one(1.22, 16, 1, 1)
-    # 8 microbatches through 4 stages hand on 11 times and back; replicas on other nodes sum and share once.
+    # 8 microbatches through 4 stages pass 11 activations in each direction. Replicas on other nodes sum and share once.
     assert [waits(each.row.run) for each in (pipeline, wide)] == [22, 2]
     assert waits(run(2, 1, 4, accumulation=8)) == 0, "one node"
     assert waits(run(1, 16, 1)) > 100, "tensor parallelism between nodes waits in every layer"

@@ -1,4 +1,4 @@
-"""Rows of measured plans: read, and rebuilt as they say."""
+"""Rows of measured plans: parsed, and rebuilt as stated."""
 
 import pathlib
 from typing import Any
@@ -16,8 +16,8 @@ from tests.validation.measured import MODEL, group, write
 
 
 def reasons(folder: pathlib.Path, given: dict[str, Any]) -> list[str]:
-    (found,) = read_groups(write(folder, given))
-    return [row.skipped for row in found.rows]
+    (pair_group,) = read_groups(write(folder, given))
+    return [row.skipped for row in pair_group.rows]
 
 
 def test_rows_are_read_as_runs(tmp_path: pathlib.Path):
@@ -27,9 +27,9 @@ def test_rows_are_read_as_runs(tmp_path: pathlib.Path):
         {"plan": {"dp": 4, "per_device_batch": 2}, "oom": True, "needed_gib": 100.0},
         {"plan": {"fsdp": 4, "xla_flags": "fast"}, "peak_memory_gib": 2.0},
     ]
-    (found,) = read_groups(write(tmp_path, group(*rows, flag_sets={"fast": ["--xla_a=1"]})))
-    first, second, third, fourth = found.rows
-    assert [row.skipped for row in found.rows] == ["", "", "", ""]
+    (pair_group,) = read_groups(write(tmp_path, group(*rows, flag_sets={"fast": ["--xla_a=1"]})))
+    first, second, third, fourth = pair_group.rows
+    assert [row.skipped for row in pair_group.rows] == ["", "", "", ""]
     assert first.run is not None and (first.run.spread, first.run.batch, first.run.seq) == (4, 4, 256)
     assert (first.step_s, first.token_s, first.fits) == (0.5, 0.5 / 1024, True)
     assert second.run is not None and (second.run.spread, second.run.tensor, second.run.remat) == (2, 2, "minimal")
@@ -42,19 +42,19 @@ def test_rows_are_read_as_runs(tmp_path: pathlib.Path):
 
 def test_the_time_is_the_devices_where_the_source_orders_by_it(tmp_path: pathlib.Path):
     rows = [{"plan": {"fsdp": 4}, "step_time_s": 0.5, "device_s": 0.4}, {"plan": {"dp": 4}, "step_time_s": 0.6}]
-    (found,) = read_groups(write(tmp_path, group(*rows, order_metric="device_s")))
-    assert [row.step_s for row in found.rows] == [0.4, None]
-    assert found.rows[0].token_s == pytest.approx(0.4 / 1024)
-    assert [row.fits for row in found.rows] == [True, True]
-    (found,) = read_groups(write(tmp_path, group(*rows, order_metric="step_time_s")))
-    assert [row.step_s for row in found.rows] == [0.5, 0.6]
+    (pair_group,) = read_groups(write(tmp_path, group(*rows, order_metric="device_s")))
+    assert [row.step_s for row in pair_group.rows] == [0.4, None]
+    assert pair_group.rows[0].token_s == pytest.approx(0.4 / 1024)
+    assert [row.fits for row in pair_group.rows] == [True, True]
+    (pair_group,) = read_groups(write(tmp_path, group(*rows, order_metric="step_time_s")))
+    assert [row.step_s for row in pair_group.rows] == [0.5, 0.6]
 
 
 def test_dtypes_and_the_optimizer_are_those_of_the_row(tmp_path: pathlib.Path):
     fixed = {"seq": 256, "per_device_batch": 1, "dtype": "bf16 parameters", "optimizer": "adafactor"}
     rows = [{"plan": {"fsdp": 4}}, {"plan": {"fsdp": 4, "dtype": "f32 compute and weights", "optimizer": "adamw f32"}}]
-    (found,) = read_groups(write(tmp_path, group(*rows, {"plan": {"fsdp": 4, "dtype": "fp8"}}, fixed=fixed)))
-    first, second, third = found.rows
+    (pair_group,) = read_groups(write(tmp_path, group(*rows, {"plan": {"fsdp": 4, "dtype": "fp8"}}, fixed=fixed)))
+    first, second, third = pair_group.rows
     assert first.run is not None and second.run is not None
     assert (first.run.weights, first.run.compute, first.run.optimizer) == ("bfloat16", "bfloat16", "sgd")
     assert any("Adafactor" in said for said in first.run.assumed)
@@ -120,18 +120,18 @@ def test_dtypes_and_the_optimizer_are_those_of_the_row(tmp_path: pathlib.Path):
 )
 def test_what_cannot_be_rebuilt_says_why(tmp_path: pathlib.Path, changes: dict, row: dict, said: str):
     given = group({"plan": {"fsdp": 4}, "step_time_s": 0.5} | row, {"plan": {"fsdp": 4}, "step_time_s": 0.5}, **changes)
-    found = reasons(tmp_path, given)
-    assert said in found[0] and bool(found[0]) is bool(said)
-    assert changes or not found[1]  # the other rows go on
+    sentences = reasons(tmp_path, given)
+    assert said in sentences[0] and bool(sentences[0]) is bool(said)
+    assert changes or not sentences[1]  # the other rows are priced
 
 
 def test_a_head_on_its_width_is_gathered_and_one_on_the_vocabulary_is_not(tmp_path: pathlib.Path):
-    """Measured on v5p:2x2x1: 1.2 to 1.3 ms more for 32,000 tokens of vocabulary at a width of 2048."""
+    """Compare with v5p:2x2x1, measured: 1.2 to 1.3 ms more for 32,000 tokens of vocabulary at a width of 2048."""
     rows = [{"plan": {"fsdp": 4, "lm_head": f"fsdp on {dim}"}, "step_time_s": 0.1} for dim in ("embed", "vocab")]
     wide = MODEL | {"vocab": 32000, "emb": 2048}
     fixed = {"seq": 1024, "per_device_batch": 1}
-    (found,) = validate_pairs(write(tmp_path, group(*rows, model=wide, fixed=fixed)))
-    on_width, on_vocabulary = found.rows
+    (pair_group,) = validate_pairs(write(tmp_path, group(*rows, model=wide, fixed=fixed)))
+    on_width, on_vocabulary = pair_group.rows
     assert on_width.predicted_s is not None and on_vocabulary.predicted_s is not None
     assert 0.8e-3 < on_width.predicted_s - on_vocabulary.predicted_s < 1.8e-3
 
@@ -139,8 +139,8 @@ def test_a_head_on_its_width_is_gathered_and_one_on_the_vocabulary_is_not(tmp_pa
 def test_weights_that_are_kept_gathered_are_gathered_once_and_held(tmp_path: pathlib.Path):
     rows = [{"plan": {"fsdp": 4, "remat": "minimal", "keep_gathered_weights": keeps}} for keeps in (False, True)]
     fixed = {"seq": 256, "per_device_batch": 1}
-    (found,) = read_groups(write(tmp_path, group(*rows, model=MODEL | {"emb": 512, "layers": 3}, fixed=fixed)))
-    runs = [row.run for row in found.rows]
+    (pair_group,) = read_groups(write(tmp_path, group(*rows, model=MODEL | {"emb": 512, "layers": 3}, fixed=fixed)))
+    runs = [row.run for row in pair_group.rows]
     assert runs[0] is not None and runs[1] is not None
     (_, again), (_, kept) = (stated_plan(run) for run in (runs[0], runs[1]))
     often, once = (sum(c.wire_bytes for c in p.prediction.collectives if c.kind == "all-gather") for p in (again, kept))
@@ -157,8 +157,8 @@ def test_single_values_are_kept_or_sent_to_the_host(tmp_path: pathlib.Path):
         {"plan": {"fsdp": 4, "offload": "layer inputs"}},
         {"plan": {"fsdp": 4, "remat": "custom: context=device, decoder_layer_input=offload", "context": "remat"}},
     ]
-    (found,) = read_groups(write(tmp_path, group(*rows)))
-    runs = [row.run for row in found.rows]
+    (pair_group,) = read_groups(write(tmp_path, group(*rows)))
+    runs = [row.run for row in pair_group.rows]
     assert [run and (run.remat, run.saves, run.offloads) for run in runs] == [
         ("full", ("query", "down"), ("down",)),
         ("full", ("query", "value"), ()),
@@ -186,11 +186,11 @@ def test_context_parallelism_by_its_method(tmp_path: pathlib.Path):
         words += [line for line in stated_plan(run)[1].words if line.endswith(" over context")]
     ways = ("keys and values gathered over context", "heads exchanged over context", "ring over context")
     assert words == [line for way in ways for line in ("sequence over context", way)]
-    (found,) = validate_pairs(write(tmp_path, given))
-    assert all(row.predicted_s for row in found.rows), [row.skipped for row in found.rows]
+    (pair_group,) = validate_pairs(write(tmp_path, given))
+    assert all(row.predicted_s for row in pair_group.rows), [row.skipped for row in pair_group.rows]
     odd = group({"plan": {"cp": 4, "cp_method": "ulysses"}}, fixed=fixed)
-    (found,) = validate_pairs(write(tmp_path, odd | {"model": odd["model"] | {"heads": 2, "kv_heads": 2}}))
-    assert "do not allow" in found.rows[0].skipped
+    (pair_group,) = validate_pairs(write(tmp_path, odd | {"model": odd["model"] | {"heads": 2, "kv_heads": 2}}))
+    assert "do not allow" in pair_group.rows[0].skipped
     (read,) = read_groups(write(tmp_path, group(rows[0], fixed=fixed | {"load_balanced": "yes"})))
     assert "load_balanced=yes is neither true nor false" in read.rows[0].skipped
 
@@ -208,14 +208,14 @@ def test_a_group_may_name_anothers_hardware_and_its_rows_share_a_length(tmp_path
     assert "the chip of 'TPU (see nothing)' is not known" in found.rows[0].skipped
     two["hardware"] = "TPU v5p"
     _, found = read_groups(write(tmp_path, first, two))
-    assert [row.run is None for row in found.rows] == [False, False, True]  # two lengths are not one
+    assert [row.run is None for row in found.rows] == [False, False, True]  # two sequence lengths are not one
 
 
 def test_state_that_is_spread_beside_whole_parameters(tmp_path: pathlib.Path):
     rows = [{"plan": {"dp": 4, "zero1": zero}} for zero in (False, True)]
-    (found,) = read_groups(write(tmp_path, group(*rows)))
-    assert found.rows[0].run is not None and found.rows[1].run is not None
-    (_, whole), (_, spread) = (stated_plan(row.run) for row in found.rows if row.run is not None)
+    (pair_group,) = read_groups(write(tmp_path, group(*rows)))
+    assert pair_group.rows[0].run is not None and pair_group.rows[1].run is not None
+    (_, whole), (_, spread) = (stated_plan(row.run) for row in pair_group.rows if row.run is not None)
     for name, spec in spread.arguments.items():
         if not name.startswith("batch"):
             assert any(spec.dims) == (name.startswith("optimizer.") and name != "optimizer.count"), name
@@ -223,20 +223,20 @@ def test_state_that_is_spread_beside_whole_parameters(tmp_path: pathlib.Path):
     held = [plan.prediction.memory["optimizer_state"] for plan in (whole, spread)]
     assert held[1] == pytest.approx(held[0] / 4, rel=0.01)
     gathered = [sum(c.wire_bytes for c in p.prediction.collectives if c.kind == "all-gather") for p in (whole, spread)]
-    assert gathered[1] > gathered[0]  # new parameters, of which each device makes a part
+    assert gathered[1] > gathered[0]  # new parameters: each device updates a part of them
 
 
 def test_gradients_that_are_gradient_groups_are_sent_once_and_whole(tmp_path: pathlib.Path):
     often = {"plan": {"dp": 4, "gradient_accumulation": 2, "per_device_batch": 2}}
     late = {"plan": often["plan"] | {"deferred_grad_allreduce": True}}
     spread = {"plan": late["plan"] | {"zero1": True}}
-    fixed = {"seq": 256, "scan_layers": False, "dtype": "f32 compute and weights"}  # what is added up is f32 anyway
-    (found,) = read_groups(write(tmp_path, group(often, late, spread, fixed=fixed)))
-    plans = [stated_plan(row.run)[1] for row in found.rows if row.run is not None]
+    fixed = {"seq": 256, "scan_layers": False, "dtype": "f32 compute and weights"}  # sums are in f32 anyway
+    (pair_group,) = read_groups(write(tmp_path, group(often, late, spread, fixed=fixed)))
+    plans = [stated_plan(row.run)[1] for row in pair_group.rows if row.run is not None]
     sent = [plan.prediction.wire_bytes["data"] for plan in plans]
     assert sent[1] == pytest.approx(sent[0] / 2, rel=0.05)
-    assert sent[2] == pytest.approx(1.5 * sent[1], rel=0.05)  # and new parameters, of which each device makes a part
-    assert "layers.0.attn.q_proj.weight" in plans[0].arguments  # layers that are not scanned have their own
+    assert sent[2] == pytest.approx(1.5 * sent[1], rel=0.05)  # and new parameters: each device updates a part of them
+    assert "layers.0.attn.q_proj.weight" in plans[0].arguments  # layers that are not scanned have their own names
 
 
 EXPERTS = MODEL | {"family": "mixtral", "emb": 512, "experts": 4, "top_k": 2, "moe_mlp": 512}
@@ -245,12 +245,12 @@ EXPERTS = MODEL | {"family": "mixtral", "emb": 512, "experts": 4, "top_k": 2, "m
 def test_experts_are_split_over_devices_of_their_own(tmp_path: pathlib.Path):
     rows = [{"plan": {"fsdp": 2, "ep": 2}, "step_time_s": 0.1}, {"plan": {"fsdp": 4}, "step_time_s": 0.1}]
     odd = {"plan": {"fsdp": 1, "ep": 4}, "step_time_s": 0.1}
-    (found,) = read_groups(write(tmp_path, group(*rows, odd, model=EXPERTS | {"experts": 6})))
-    assert found.rows[2].run is not None
+    (pair_group,) = read_groups(write(tmp_path, group(*rows, odd, model=EXPERTS | {"experts": 6})))
+    assert pair_group.rows[2].run is not None
     with pytest.raises(IncompleteError, match="do not allow the stated sharding .expert=4."):
-        rebuild(found.rows[2].run)
-    (found,) = read_groups(write(tmp_path, group(*rows, model=EXPERTS)))
-    runs = [row.run for row in found.rows]
+        rebuild(pair_group.rows[2].run)
+    (pair_group,) = read_groups(write(tmp_path, group(*rows, model=EXPERTS)))
+    runs = [row.run for row in pair_group.rows]
     assert runs[0] is not None and runs[1] is not None
     (_, split), (_, spread) = (stated_plan(run) for run in (runs[0], runs[1]))
     weights = {name: spec for name, spec in split.arguments.items() if name.startswith("layers.*.experts.")}
@@ -268,9 +268,9 @@ def test_dropless_experts_have_kernels_with_tiles(tmp_path: pathlib.Path):
     rows = [{"plan": {"fsdp": 4, "moe": each}} for each in said]
     rows += [{"plan": {"fsdp": 2, "ep": 2, "moe": "dropless"}}, {"plan": {"fsdp": 4, "moe_tile_mlp": 512}}]
     fixed = {"seq": 256, "per_device_batch": 1, "moe": "dropless", "moe_tiles": "256/1024/1024 x 6 paths"}
-    (found,) = read_groups(write(tmp_path, group(*rows[:5], model=EXPERTS)))
+    (pair_group,) = read_groups(write(tmp_path, group(*rows[:5], model=EXPERTS)))
     (tiled,) = read_groups(write(tmp_path, group(rows[5], model=EXPERTS, fixed=fixed)))
-    runs = [row.run for row in (*found.rows, *tiled.rows)]
+    runs = [row.run for row in (*pair_group.rows, *tiled.rows)]
     assert all(run is not None for run in runs)
     kernels = [run.kernels for run in runs if run is not None]
     assert kernels[0] == GroupedKernels(GroupedTiles(512, 1024, 1024), row_parts=4, cores=2)
@@ -281,15 +281,18 @@ def test_dropless_experts_have_kernels_with_tiles(tmp_path: pathlib.Path):
     assert runs[0] is not None
     model, _ = rebuild(runs[0])
     kinds = [op.kind for op in model.graph.ops]
-    # Three products forward, again, and for the gradients of rows; three more for those of weights.
+    # Three products forward, three recomputed, and three for the gradients of rows. Three more for those of weights.
     assert (kinds.count("grouped_matmul"), kinds.count("grouped_matmul_gradient")) == (9, 3)
-    assert any(term.kind == "gathered" for node in model.nodes for term in node.memory) is False  # small ones
+    # gathered values this small have no memory term
+    assert any(term.kind == "gathered" for node in model.nodes for term in node.memory) is False
 
 
 def test_moments_gradients_and_layers_that_look_ahead(tmp_path: pathlib.Path):
     fixed = {"seq": 256, "per_device_batch": 1, "optimizer": "adamw, mu and grad bf16"}
-    (found,) = read_groups(write(tmp_path, group({"plan": {"fsdp": 4}}, fixed=fixed, model=MODEL | {"mtp_layers": 1})))
-    (row,) = found.rows
+    (pair_group,) = read_groups(
+        write(tmp_path, group({"plan": {"fsdp": 4}}, fixed=fixed, model=MODEL | {"mtp_layers": 1}))
+    )
+    (row,) = pair_group.rows
     assert row.run is not None
     assert (row.run.state, row.run.gradients, row.run.decoder.ahead) == (("bfloat16", "float32"), "bfloat16", 1)
     program = rebuild(row.run)[0].program
@@ -301,9 +304,9 @@ def test_moments_gradients_and_layers_that_look_ahead(tmp_path: pathlib.Path):
 
 def test_experts_of_layers_that_look_ahead_are_split_as_well(tmp_path: pathlib.Path):
     plan = {"fsdp": 2, "ep": 2, "moe": "dropless"}
-    (found,) = read_groups(write(tmp_path, group({"plan": plan}, model=EXPERTS | {"mtp_layers": 1})))
-    assert found.rows[0].run is not None
-    model, choices = rebuild(found.rows[0].run)
+    (pair_group,) = read_groups(write(tmp_path, group({"plan": plan}, model=EXPERTS | {"mtp_layers": 1})))
+    assert pair_group.rows[0].run is not None
+    model, choices = rebuild(pair_group.rows[0].run)
     split = {
         argument.name: [axes for axes in tensor_spec(model, choices, tensor).dims if "expert" in axes]
         for tensor, argument in zip(model.graph.arguments, model.program.arguments, strict=True)

@@ -1,4 +1,4 @@
-"""Measured plans in stages: read by MaxText's names, rebuilt through the program in stages, and priced."""
+"""Measured plans in stages: parsed by MaxText's names, rebuilt as a program in stages, and priced."""
 
 import pathlib
 from typing import Any
@@ -20,8 +20,8 @@ DEEP = MODEL | {"layers": 4}
 
 def run_of(folder: pathlib.Path, plan: dict[str, Any], **changes: Any) -> tuple[Run | None, str]:
     fixed = FIXED | changes.pop("fixed", {})
-    (found,) = read_groups(write(folder, group({"plan": plan}, **({"model": DEEP} | changes), fixed=fixed)))
-    return found.rows[0].run, found.rows[0].skipped
+    (pair_group,) = read_groups(write(folder, group({"plan": plan}, **({"model": DEEP} | changes), fixed=fixed)))
+    return pair_group.rows[0].run, pair_group.rows[0].skipped
 
 
 @pytest.mark.parametrize(
@@ -47,8 +47,8 @@ def test_where_no_framework_is_named_a_pipeline_goes_through_its_stages_once(tmp
     run, _ = run_of(tmp_path, {"pp": 2, "fsdp": 2}, fixed={"framework": ""})
     assert run is not None and run.pipeline is not None and run.pipeline.schedule == "circular:2"
     bare = {key: value for key, value in FIXED.items() if key != "framework"}
-    (found,) = read_groups(write(tmp_path, group({"plan": {"pp": 2, "fsdp": 2}}, model=DEEP, fixed=bare)))
-    assert found.rows[0].run is not None and found.rows[0].run.pipeline == Pipeline(2, 2, "gpipe")
+    (pair_group,) = read_groups(write(tmp_path, group({"plan": {"pp": 2, "fsdp": 2}}, model=DEEP, fixed=bare)))
+    assert pair_group.rows[0].run is not None and pair_group.rows[0].run.pipeline == Pipeline(2, 2, "gpipe")
 
 
 @pytest.mark.parametrize(
@@ -71,9 +71,9 @@ def test_what_cannot_be_rebuilt_says_why(
     tmp_path: pathlib.Path, plan: dict[str, Any], changes: dict[str, Any], said: str
 ) -> None:
     run, skipped = run_of(tmp_path, plan, **changes)
-    if run is not None:  # what the model's sizes do not allow is only found when the row is rebuilt
-        (found,) = validate_pairs(write(tmp_path, group({"plan": plan}, model=DEEP, fixed=FIXED, **changes)))
-        skipped = found.rows[0].skipped
+    if run is not None:  # sizes that do not fit the model are only detected when the row is rebuilt
+        (pair_group,) = validate_pairs(write(tmp_path, group({"plan": plan}, model=DEEP, fixed=FIXED, **changes)))
+        skipped = pair_group.rows[0].skipped
     assert said in skipped
 
 
@@ -102,9 +102,9 @@ def test_a_row_between_slices_is_priced_beside_one_without_stages(tmp_path: path
     ]
     rows = [{"plan": plan, "step_time_s": 0.01} for plan in plans]
     given = group(*rows, model=DEEP, fixed=FIXED, chips=8, slices=2, topology="2x2x1")
-    (found,) = validate_pairs(write(tmp_path, given))
-    assert [row.skipped for row in found.rows] == ["", "", ""]
-    plain, few, many = (row.predicted_s for row in found.rows)
+    (pair_group,) = validate_pairs(write(tmp_path, given))
+    assert [row.skipped for row in pair_group.rows] == ["", "", ""]
+    plain, few, many = (row.predicted_s for row in pair_group.rows)
     assert plain is not None and few is not None and many is not None
     assert 0 < many < 2 * plain and few > 0
     (read,) = read_groups(tmp_path / "pairs.json")

@@ -1,4 +1,4 @@
-"""Measured plans of one model priced, and set in order."""
+"""Measured plans of one model: priced and ordered."""
 
 import math
 import pathlib
@@ -40,34 +40,34 @@ def test_a_chosen_plan_that_ran_out_of_memory_is_infinitely_bad():
     kept = plans(row(1.0, 2.0), row(2.0, 3.0), row(None, 1.0, fits=False, ran=False))
     assert kept.regret == 1.0
     assert summarise_pairs([kept]).verdicts_right == 3
-    assert PairGroup("g", "s", "TPU", False, True, kept.rows).regret is None  # workloads are not chosen among
+    assert PairGroup("g", "s", "TPU", False, True, kept.rows).regret is None  # different workloads are no choice
 
 
 def test_all_groups_together():
-    found = summarise_pairs([plans(row(1.0, 1.1), row(2.0, 2.2)), plans(row(1.0, 2.0), row(2.0, 1.0))])
-    assert (found.groups, found.rows, found.rebuilt, found.decided) == (2, 4, 4, 2)
-    assert found.tau == 0.0
-    assert found.regret_mean == pytest.approx(math.sqrt(2.0))
-    assert found.regret_worst == pytest.approx(2.0)
-    assert found.memory_median == pytest.approx(0.1)
+    summary = summarise_pairs([plans(row(1.0, 1.1), row(2.0, 2.2)), plans(row(1.0, 2.0), row(2.0, 1.0))])
+    assert (summary.groups, summary.rows, summary.rebuilt, summary.decided) == (2, 4, 4, 2)
+    assert summary.tau == 0.0
+    assert summary.regret_mean == pytest.approx(math.sqrt(2.0))
+    assert summary.regret_worst == pytest.approx(2.0)
+    assert summary.memory_median == pytest.approx(0.1)
     assert summarise_pairs([]).tau is None
 
 
 def test_a_small_group_is_rebuilt_and_priced(tmp_path: pathlib.Path):
     rows = [{"plan": {"fsdp": 4}, "step_time_s": 0.002}, {"plan": {"tp": 2, "fsdp": 2}, "step_time_s": 0.003}]
-    (found,) = validate_pairs(write(tmp_path, group(*rows)))
-    for each in found.rows:
+    (pair_group,) = validate_pairs(write(tmp_path, group(*rows)))
+    for each in pair_group.rows:
         assert each.predicted_s is not None and 1e-5 < each.predicted_s < 0.1
         assert each.predicted_bytes is not None and each.fits is True
-    assert found.rows[0].predicted_s != found.rows[1].predicted_s
+    assert pair_group.rows[0].predicted_s != pair_group.rows[1].predicted_s
 
 
 def test_fsdp_of_few_tokens_gathers_weights(tmp_path: pathlib.Path):
-    """Gathering activations would be cheaper: that is another strategy than the one that was run."""
+    """Gather the weights as the measured run did, although gathering activations would be cheaper."""
     wide = MODEL | {"emb": 1024, "mlp": 8192}
-    (found,) = read_groups(write(tmp_path, group({"plan": {"fsdp": 4}, "step_time_s": 1.0}, model=wide)))
-    assert found.rows[0].run is not None
-    _, model, groups, solved = _stated(found.rows[0].run, "flash")
+    (pair_group,) = read_groups(write(tmp_path, group({"plan": {"fsdp": 4}, "step_time_s": 1.0}, model=wide)))
+    assert pair_group.rows[0].run is not None
+    _, model, groups, solved = _stated(pair_group.rows[0].run, "flash")
     checked = 0
     for op_id, node in model.op_node.items():
         of = groups_of_op(model, groups, op_id)
@@ -80,13 +80,13 @@ def test_fsdp_of_few_tokens_gathers_weights(tmp_path: pathlib.Path):
 def test_a_stated_plan_is_compiled_with_the_flags_that_its_row_states(tmp_path: pathlib.Path):
     flag = "--xla_tpu_enable_async_collective_fusion=true"
     rows = [{"plan": {"fsdp": 4, "xla_flags": [flag]}, "step_time_s": 1.0}, {"plan": {"fsdp": 4}, "step_time_s": 1.0}]
-    (found,) = read_groups(write(tmp_path, group(*rows)))
-    plans = [stated_plan(row.run)[1] for row in found.rows if row.run is not None]
+    (pair_group,) = read_groups(write(tmp_path, group(*rows)))
+    plans = [stated_plan(row.run)[1] for row in pair_group.rows if row.run is not None]
     assert [plan.provenance.get("xla_flags", {}).get("flags") for plan in plans] == [[flag], None]
 
 
 def test_shipped_groups_are_read():
-    found = read_groups(PAIRS)
-    assert len(found) == 40 and sum(len(each.rows) for each in found) == 195
-    assert all(row.run or row.serving or row.skipped for each in found for row in each.rows)
-    assert sum(each.on_tpu for each in found) == 29
+    pair_groups = read_groups(PAIRS)
+    assert len(pair_groups) == 40 and sum(len(each.rows) for each in pair_groups) == 195
+    assert all(row.run or row.serving or row.skipped for each in pair_groups for row in each.rows)
+    assert sum(each.on_tpu for each in pair_groups) == 29

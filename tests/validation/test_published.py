@@ -1,4 +1,4 @@
-"""Which published runs are complete, and what their rows mean."""
+"""Completeness of published runs, and the meaning of their rows."""
 
 import json
 import pathlib
@@ -111,7 +111,7 @@ def test_matmuls_and_local_attention() -> None:
     gemma = parse_run(ROWS["recipe-v6e-gemma3-12b-1x"])
     assert isinstance(gemma, Run)
     assert (gemma.decoder.window, gemma.decoder.global_every, gemma.decoder.tied) == (1024, 6, True)
-    # The row's rate and step time agree with a causal count that knows the windows.
+    # The row's rate and step time agree with a causal count of FLOPs that respects the windows.
     stated = ROWS["recipe-v6e-gemma3-12b-1x"]
     assert stated["value"] * 1e12 * stated["step_time_s"] * 256 == pytest.approx(gemma.flops(causal=True), rel=0.02)
 

@@ -97,7 +97,7 @@ def test_the_simplest_prediction_is_the_median_mfu_of_other_sources() -> None:
     assert isinstance(run, Run)
     reached = _reached([*stated, *published().values()])
     assert not {"guessed", "lacking", "gemm-tpu7x-1024"} & {each.id for each in reached}
-    # Shipped runs on v5e are other sources, too; a source's own rows count for the second prediction alone.
+    # Shipped runs on v5e are other sources too. A source's own rows count for the second prediction only.
     shares = {each.id: each.mfu for each in reached if each.chip == "v5e"}
     assert len(shares) == 5 + 14 and shares["mine"] == pytest.approx(run.peak_s / run.step_s)
     bare = PublishedRow("mine", "small", "v5e", mine["source"], theirs=run.step_s)
@@ -105,7 +105,7 @@ def test_the_simplest_prediction_is_the_median_mfu_of_other_sources() -> None:
     others = [mfu for name, mfu in shares.items() if name not in ("mine", "too")]
     assert row.by_mfu == pytest.approx(run.peak_s / statistics.median(others))
     assert row.by_other_rows == pytest.approx(run.peak_s / statistics.median([*others, shares["too"]]))
-    # Where no other source has run the chip, all chips count; where nothing has, there is no prediction.
+    # If no other source has run the chip, all chips count. If there are no rows, there is no prediction.
     far = [each for each in reached if each.chip == "v6e"]
     assert _by_mfu(bare, run, far).by_mfu == pytest.approx(run.peak_s / statistics.median(each.mfu for each in far))
     assert _by_mfu(bare, run, far).by_other_rows is None and _by_mfu(bare, run, []).by_mfu is None
@@ -122,7 +122,7 @@ def test_more_slices_and_slower_links_take_longer(tmp_path: pathlib.Path) -> Non
     variants = [SMALL | {"id": str(n), "slices": n} for n in (1, 2, 8)]
     times = [row.ours for row in rows_of(tmp_path, variants) if row.ours is not None]
     assert len(times) == 3 and times[0] < times[1]
-    # What is left open is completed within the solver's tolerance.
+    # Unspecified choices are completed within the solver's tolerance.
     assert times[1] <= times[2] * (1 + 1e-6)
 
 

@@ -1,4 +1,4 @@
-"""Measured steps of serving: read, and rebuilt with weights and caches laid out as they say."""
+"""Measured steps of serving: parsed, and rebuilt with weights and caches laid out as stated."""
 
 import pathlib
 from typing import Any
@@ -28,9 +28,9 @@ def served(*rows: dict[str, Any], **changes: Any) -> dict[str, Any]:
 
 
 def run_of(folder: pathlib.Path, plan: dict[str, Any], *others: dict[str, Any]) -> ServingRun:
-    (found,) = read_groups(write(folder, served({"plan": plan}, *({"plan": each} for each in others))))
-    assert found.rows[0].serving is not None and found.rows[0].run is None, found.rows[0].skipped
-    return found.rows[0].serving
+    (pair_group,) = read_groups(write(folder, served({"plan": plan}, *({"plan": each} for each in others))))
+    assert pair_group.rows[0].serving is not None and pair_group.rows[0].run is None, pair_group.rows[0].skipped
+    return pair_group.rows[0].serving
 
 
 def specs(run: ServingRun) -> dict[str, Any]:
@@ -41,14 +41,14 @@ def specs(run: ServingRun) -> dict[str, Any]:
 
 def test_rows_say_phase_layout_and_time(tmp_path: pathlib.Path):
     rows = [{"plan": DECODE, "latency_s": 0.4}, {"plan": PREFILL, "latency_s": 1.5, "mfu": 40}]
-    (found,) = read_groups(write(tmp_path, served(*rows)))
-    decode, prefill = (row.serving for row in found.rows)
+    (pair_group,) = read_groups(write(tmp_path, served(*rows)))
+    decode, prefill = (row.serving for row in pair_group.rows)
     assert decode is not None and prefill is not None
     assert (decode.steps, decode.seq, decode.context, decode.by_batch, decode.parallel) == (8, 8, 128, True, True)
     assert any("a context of 128 tokens" in said for said in decode.assumed)
     assert (prefill.steps, prefill.seq, prefill.context) == (1, 128, 0)
-    assert [row.step_s for row in found.rows] == [0.4, 1.5]
-    assert [row.token_s for row in found.rows] == [0.4 / (32 * 8), 1.5 / (32 * 128)]
+    assert [row.step_s for row in pair_group.rows] == [0.4, 1.5]
+    assert [row.token_s for row in pair_group.rows] == [0.4 / (32 * 8), 1.5 / (32 * 128)]
 
 
 @pytest.mark.parametrize(
@@ -65,46 +65,46 @@ def test_rows_say_phase_layout_and_time(tmp_path: pathlib.Path):
 )
 def test_what_is_not_rebuilt_says_why(tmp_path: pathlib.Path, plan: dict[str, Any], reason: str):
     others = () if reason.startswith("how many") else ({"plan": PREFILL},)
-    (found,) = read_groups(write(tmp_path, served({"plan": plan, "latency_s": 0.4}, *others)))
-    assert found.rows[0].serving is None and reason in found.rows[0].skipped
+    (pair_group,) = read_groups(write(tmp_path, served({"plan": plan, "latency_s": 0.4}, *others)))
+    assert pair_group.rows[0].serving is None and reason in pair_group.rows[0].skipped
 
 
 def test_a_family_fills_in_what_its_rows_leave_open(tmp_path: pathlib.Path):
     dims = {key: value for key, value in MODEL.items() if key != "vocab"} | {"family": "PaLM 540B"}
-    (found,) = read_groups(write(tmp_path, served({"plan": PREFILL}, model=dims)))
-    run = found.rows[0].serving
+    (pair_group,) = read_groups(write(tmp_path, served({"plan": PREFILL}, model=dims)))
+    run = pair_group.rows[0].serving
     assert run is not None and run.decoder.vocabulary == 256_000 and run.decoder.tied
     assert "vocab 256000 of PaLM 540B" in run.assumed
 
 
 def test_stationary_weights_stand_in_two_dims_and_caches_by_sequence(tmp_path: pathlib.Path):
-    found = specs(run_of(tmp_path, DECODE, PREFILL))
+    specs_by_name = specs(run_of(tmp_path, DECODE, PREFILL))
     # 16 devices: 2 along the width, 8 along ffn and heads.
-    assert found["model.layers.*.mlp.gate_proj.weight"] == ((), ("yz",), ("x",))
-    assert found["model.layers.*.mlp.down_proj.weight"] == ((), ("x",), ("yz",))
-    assert found["cache.model.layers.*.keys"] == ((), ("x", "yz"), (), (), ())
-    found = specs(run_of(tmp_path, DECODE | {"ffn": "WS 1D", "attention": "heads"}, PREFILL))
-    assert found["model.layers.*.mlp.gate_proj.weight"] == ((), ("yz",), ())
-    assert found["cache.model.layers.*.keys"] == ((), (), (), (), ())
+    assert specs_by_name["model.layers.*.mlp.gate_proj.weight"] == ((), ("yz",), ("x",))
+    assert specs_by_name["model.layers.*.mlp.down_proj.weight"] == ((), ("x",), ("yz",))
+    assert specs_by_name["cache.model.layers.*.keys"] == ((), ("x", "yz"), (), (), ())
+    specs_by_name = specs(run_of(tmp_path, DECODE | {"ffn": "WS 1D", "attention": "heads"}, PREFILL))
+    assert specs_by_name["model.layers.*.mlp.gate_proj.weight"] == ((), ("yz",), ())
+    assert specs_by_name["cache.model.layers.*.keys"] == ((), (), (), (), ())
 
 
 def test_gathered_weights_are_spread_and_the_batch_is_split(tmp_path: pathlib.Path):
-    found = specs(run_of(tmp_path, PREFILL))
-    assert found["batch.input_ids"] == (("x",), ())
-    assert ("x",) in found["model.layers.*.mlp.gate_proj.weight"]
-    found = specs(run_of(tmp_path, PREFILL | {"ffn": "WG X"}))
-    assert found["batch.input_ids"] == (("x",), ())
-    assert sorted(found["model.layers.*.mlp.gate_proj.weight"]) == [(), ("x",), ("yz",)]
+    specs_by_name = specs(run_of(tmp_path, PREFILL))
+    assert specs_by_name["batch.input_ids"] == (("x",), ())
+    assert ("x",) in specs_by_name["model.layers.*.mlp.gate_proj.weight"]
+    specs_by_name = specs(run_of(tmp_path, PREFILL | {"ffn": "WG X"}))
+    assert specs_by_name["batch.input_ids"] == (("x",), ())
+    assert sorted(specs_by_name["model.layers.*.mlp.gate_proj.weight"]) == [(), ("x",), ("yz",)]
 
 
 def test_a_batch_that_does_not_divide_is_skipped(tmp_path: pathlib.Path):
     rows = [{"plan": DECODE | {"batch": 3}, "latency_s": 0.4}, {"plan": DECODE, "latency_s": 0.4}, {"plan": PREFILL}]
-    (found,) = validate_pairs(write(tmp_path, served(*rows)))
-    assert "do not allow WS 2D" in found.rows[0].skipped
-    # The measured time is of 8 steps.
-    assert found.rows[1].predicted_s is not None and found.rows[1].tokens == 32 * 8
+    (pair_group,) = validate_pairs(write(tmp_path, served(*rows)))
+    assert "do not allow WS 2D" in pair_group.rows[0].skipped
+    # The measured time is for 8 steps.
+    assert pair_group.rows[1].predicted_s is not None and pair_group.rows[1].tokens == 32 * 8
     one = specs_time(run_of(tmp_path, DECODE, PREFILL))
-    assert found.rows[1].predicted_s == pytest.approx(8 * one)
+    assert pair_group.rows[1].predicted_s == pytest.approx(8 * one)
 
 
 def specs_time(run: ServingRun) -> float:

@@ -1,4 +1,4 @@
-"""The compiler as referee: what it says is read right, and no process, lock or file stays behind."""
+"""The compiler as referee: its reports are parsed correctly, and no process, lock or file is left behind."""
 
 import concurrent.futures
 import dataclasses
@@ -71,7 +71,7 @@ def test_the_compiler_gets_the_flags_that_a_plan_was_made_for(monkeypatch: pytes
 
 
 def processes() -> set[str]:
-    found = set()
+    ids = set()
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
             try:
@@ -79,8 +79,8 @@ def processes() -> set[str]:
             except OSError:
                 continue
             if "_worker" in command and f"PPid:\t{os.getpid()}" in (entry / "status").read_text():
-                found.add(entry.name)
-    return found
+                ids.add(entry.name)
+    return ids
 
 
 def test_libtpu_is_needed(program, monkeypatch: pytest.MonkeyPatch):
@@ -152,52 +152,60 @@ MEMORY = {"arguments": 100, "results": 50, "temporaries": 30, "donated": 40, "pe
 
 def test_a_program_that_fits(program):
     plan = planned(program)
-    found = report(program, plan, Compiled(hlo(), MEMORY, 1.5, None, None, ""))
-    assert (found.verdict, found.over_bytes, found.peak_compiled) == (Verdict.FITS, 0, 150)
-    assert found.wire_compiled == {"model": 32 * 128 * 4}
-    assert found.estimate is not None and found.estimate.step_time_s > 0
-    assert found.flops is not None and found.flops.model_ratio == 0
-    assert [w[:69] for w in found.warnings] == ["the compiled program does 0.00 x the matrix flops of the traced one: "]
-    figures = compile_figures(found)
+    compilation = report(program, plan, Compiled(hlo(), MEMORY, 1.5, None, None, ""))
+    assert (compilation.verdict, compilation.over_bytes, compilation.peak_compiled) == (Verdict.FITS, 0, 150)
+    assert compilation.wire_compiled == {"model": 32 * 128 * 4}
+    assert compilation.estimate is not None and compilation.estimate.step_time_s > 0
+    assert compilation.flops is not None and compilation.flops.model_ratio == 0
+    assert [w[:69] for w in compilation.warnings] == [
+        "the compiled program does 0.00 x the matrix flops of the traced one: "
+    ]
+    figures = compile_figures(compilation)
     assert set(figures) >= {"verdict", "peak_bytes", "wire_bytes", "step_time_s", "unforeseen", "compile_s"}
     assert figures["verdict"] == "fits" and figures["wire_bytes"]["model"]["compiled"] == 32 * 128 * 4
-    assert figures["step_time_s"]["error"] == found.estimate.error and figures["step_time_s"]["undecided"] is False
+    assert (
+        figures["step_time_s"]["error"] == compilation.estimate.error and figures["step_time_s"]["undecided"] is False
+    )
     assert figures["flops"]["compiled"] == 0 < figures["flops"]["program"]
     json.dumps(figures)
-    assert any("all-reduce over model: 16.00 KiB (sync)" in line for line in compile_lines(found))
+    assert any("all-reduce over model: 16.00 KiB (sync)" in line for line in compile_lines(compilation))
 
 
 def test_the_compilers_own_remat_is_told(program):
     again = "  %fusion.3.remat2 = f32[32,128]{1,0:T(8,128)} copy(%p)\n"
-    found = report(program, planned(program), Compiled(hlo(again), MEMORY, 1.5, None, None, ""))
-    assert found.verdict is Verdict.FITS_WITH_REMAT
+    compilation = report(program, planned(program), Compiled(hlo(again), MEMORY, 1.5, None, None, ""))
+    assert compilation.verdict is Verdict.FITS_WITH_REMAT
 
 
 def test_a_program_that_does_not_fit(program):
-    found = report(program, planned(program), Compiled("", {}, 0.4, 60 * 2**30, 16 * 2**30, ""))
-    assert (found.verdict, found.over_bytes, found.peak_compiled) == (Verdict.DOES_NOT_FIT, 44 * 2**30, 60 * 2**30)
-    assert compile_lines(found)[0] == ("Verdict: does not fit, by 44.00 GiB (needs 60.00 GiB, has 16.00 GiB)")
-    assert compile_figures(found)["step_time_s"]["estimated"] is None
+    compilation = report(program, planned(program), Compiled("", {}, 0.4, 60 * 2**30, 16 * 2**30, ""))
+    assert (compilation.verdict, compilation.over_bytes, compilation.peak_compiled) == (
+        Verdict.DOES_NOT_FIT,
+        44 * 2**30,
+        60 * 2**30,
+    )
+    assert compile_lines(compilation)[0] == ("Verdict: does not fit, by 44.00 GiB (needs 60.00 GiB, has 16.00 GiB)")
+    assert compile_figures(compilation)["step_time_s"]["estimated"] is None
 
 
 def test_what_was_not_predicted_is_explained(program):
-    """Specs that force a move: params.up is split where its contraction is not."""
+    """Force a reshard by the specs: `params.up` is split where its contraction is not."""
     plan = dataclasses.replace(
         handmade(program, {"data": 2, "model": 4}, {**SPECS, "params.up": "model,-"}),
     )
     text = plan.lower(program.fn, *program.args).compile().as_text()
-    found = read_collectives(text, plan_mesh(plan))
-    rows = unforeseen(program, plan, found)
+    collectives = read_collectives(text, plan_mesh(plan))
+    rows = unforeseen(program, plan, collectives)
     assert rows and all(row.share >= 0.01 for row in rows)
-    assert sum(row.wire_bytes for row in rows) >= 0.9 * sum(c.wire_bytes for c in found)
+    assert sum(row.wire_bytes for row in rows) >= 0.9 * sum(c.wire_bytes for c in collectives)
     known = [row for row in rows if row.after]
     assert known and all(row.before != row.after for row in known)
     assert any(row.line.startswith(made.__file__) for row in known)
     predicted = tuple(
-        Collective(c.kind, c.axes, c.count, round(c.wire_bytes), 1e-6, False) for c in found if c.wire_bytes
+        Collective(c.kind, c.axes, c.count, round(c.wire_bytes), 1e-6, False) for c in collectives if c.wire_bytes
     )
     foreseen = dataclasses.replace(plan, prediction=dataclasses.replace(plan.prediction, collectives=predicted))
-    assert unforeseen(program, foreseen, found) == ()
+    assert unforeseen(program, foreseen, collectives) == ()
 
 
 def test_involuntary_rematerialisation_is_reported(program):
@@ -207,13 +215,13 @@ def test_involuntary_rematerialisation_is_reported(program):
         'HLO operation: metadata={op_name="jit(step)/jvp()/dot_general"}'
     )
     plan = planned(program)
-    found = report(program, plan, Compiled(hlo(), MEMORY, 1.5, None, None, log))
-    assert found.warnings[0] == "the compiler reports 1 involuntary full rematerializations"
-    assert "was not able to go from sharding {devices=[2,1]}" in found.unforeseen[0].note
+    compilation = report(program, plan, Compiled(hlo(), MEMORY, 1.5, None, None, log))
+    assert compilation.warnings[0] == "the compiler reports 1 involuntary full rematerializations"
+    assert "was not able to go from sharding {devices=[2,1]}" in compilation.unforeseen[0].note
 
 
 class FakeWorker:
-    """Stands for the compiler: a process that does what the test says."""
+    """Stand-in for the compiler: a process that runs the test's shell command."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, script: str) -> None:
         real = subprocess.Popen
@@ -279,7 +287,7 @@ Total bytes: 512 (512B)
 
 
 def dumping(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, last: str) -> FakeWorker:
-    """A compiler that leaves its dumps, of which `last` ends the name of the last, and then is busy for long."""
+    """Install a compiler that leaves its dumps and then stays busy. The name of the last dump ends with `last`."""
     left, stem = tmp_path / "left", "module_0000.jit_stand_in.cl_1"
     left.mkdir()
     (left / f"{stem}.after_optimizations.txt").write_text(hlo())
@@ -291,22 +299,22 @@ def dumping(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, last: str) -> FakeW
 
 def test_a_quick_compilation_ends_when_memory_is_assigned(program, monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     worker = dumping(monkeypatch, tmp_path, "after_optimizations_after_buffer_assignment.txt")
-    found = compile_plan(program, planned(program), quick=True)
-    arguments = found.memory_compiled["arguments"]
-    assert worker.gone() and found.verdict is Verdict.FITS and found.estimate is not None
-    assert found.memory_compiled == {
+    compilation = compile_plan(program, planned(program), quick=True)
+    arguments = compilation.memory_compiled["arguments"]
+    assert worker.gone() and compilation.verdict is Verdict.FITS and compilation.estimate is not None
+    assert compilation.memory_compiled == {
         "arguments": arguments,
         "temporaries": 409600 - arguments,
         "on_chip": 64,
         "host": 512,
     }
-    assert found.peak_compiled == 409600 and any("no machine code" in warning for warning in found.warnings)
+    assert compilation.peak_compiled == 409600 and any("no machine code" in warning for warning in compilation.warnings)
 
 
 def test_a_quick_compilation_waits_for_memory_that_is_not_assigned(
     program, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ):
-    """A program that does not fit leaves all dumps but one."""
+    """Leave all dumps but one, as a program that does not fit does."""
     worker = dumping(monkeypatch, tmp_path, "oom_intermediate_module.txt")
     with pytest.raises(UserError, match="did not finish v5e:2x2 within 1 s"):
         compile_plan(program, planned(program), time_limit=1, quick=True)
@@ -330,8 +338,8 @@ def test_the_compiler_gets_all_it_needs(program, monkeypatch: pytest.MonkeyPatch
     keep = tmp_path / "kept"
     done = """{"status": "memory", "message": "(2.00G) exceeds available HBM (1.00G)", "compile_s": 1}"""
     FakeWorker(monkeypatch, f"cp -r $1 {keep}; echo '{done}' > $1/result.json")
-    found = compile_plan(program, planned(program))
-    assert (found.verdict, found.over_bytes) == (Verdict.DOES_NOT_FIT, 2**30)
+    compilation = compile_plan(program, planned(program))
+    assert (compilation.verdict, compilation.over_bytes) == (Verdict.DOES_NOT_FIT, 2**30)
     job = json.loads((keep / "job.json").read_text())
     assert job == {"platform": "tpu", "topology": "v5e:2x2", "options": {}, "aliases": [[0, 0], [1, 1]]}
     assert (keep / "module.mlirbc").read_bytes() == program.module
@@ -355,7 +363,7 @@ def test_plans_are_compiled_by_an_executor_and_come_in_their_order(program, monk
 
 
 class Backwards(concurrent.futures.ThreadPoolExecutor):
-    """Calls whose first takes longer than the others; what goes out and comes back could go to another machine."""
+    """Calls of which the first takes longest. Their arguments and results can be pickled."""
 
     took = 0
 
@@ -374,9 +382,9 @@ def test_a_shortage_of_temporaries_counts_the_arguments_too(program, monkeypatch
     message = "total memory required for HLO temporaries (2.00G) exceeds available HBM (1.00G)"
     done = f"""{{"status": "memory", "message": "{message}", "compile_s": 1}}"""
     FakeWorker(monkeypatch, f"echo '{done}' > $1/result.json")
-    found = compile_plan(program, planned(program))
+    compilation = compile_plan(program, planned(program))
     arguments = 2 * 128 * 256 * 4 // 2 + 2 * 64 * 128 * 4 // 2
-    assert found.peak_compiled == 2 * 2**30 + arguments
+    assert compilation.peak_compiled == 2 * 2**30 + arguments
 
 
 def test_modules_without_a_function_are_lowered_like_functions(program):
@@ -398,12 +406,12 @@ def test_the_real_compiler_compiles_a_small_step(program):
         with pytest.raises(UserError, match="needs libtpu"):
             compile_plan(program, planned(program))
         return
-    found = compile_plan(program, planned(program), time_limit=300)
-    assert found.verdict is Verdict.FITS
-    assert found.peak_compiled is not None and found.peak_compiled > 0
-    assert found.memory_compiled["donated"] >= 2 * 256 * 128 * 4 // 2
-    assert found.memory_at_peak["parameters"] == 2 * 256 * 128 * 4 // 2, "split over model"
-    assert found.wire_compiled["data"] > 0 and found.wire_compiled["model"] > 0
-    assert found.flops is not None and not found.flops.complaint
-    assert found.flops.model_ratio == pytest.approx(5 / 6, rel=0.01), "the first layer's input needs no gradient"
+    compilation = compile_plan(program, planned(program), time_limit=300)
+    assert compilation.verdict is Verdict.FITS
+    assert compilation.peak_compiled is not None and compilation.peak_compiled > 0
+    assert compilation.memory_compiled["donated"] >= 2 * 256 * 128 * 4 // 2
+    assert compilation.memory_at_peak["parameters"] == 2 * 256 * 128 * 4 // 2, "split over model"
+    assert compilation.wire_compiled["data"] > 0 and compilation.wire_compiled["model"] > 0
+    assert compilation.flops is not None and not compilation.flops.complaint
+    assert compilation.flops.model_ratio == pytest.approx(5 / 6, rel=0.01), "the first layer's input needs no gradient"
     assert processes() == set()

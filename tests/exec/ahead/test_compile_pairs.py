@@ -1,4 +1,4 @@
-"""Measured plans judged by the compiler, with the compiler replaced: what is made of its reports."""
+"""Measured plans judged by the compiler, which is replaced here: the use of its reports."""
 
 import json
 import pathlib

@@ -1,4 +1,4 @@
-"""The GPU compiler as referee, with no GPU: what it is told of the chip, and what it says of plans."""
+"""The GPU compiler as referee, without a GPU: its description of the chip, and its verdicts on plans."""
 
 import importlib.util
 from pathlib import Path
@@ -67,7 +67,8 @@ def test_plans_for_gpus_are_judged_by_their_compiler(tmp_path: Path, monkeypatch
     for each in result.judged:
         assert each.seen.verdict == Verdict.FITS.value and not each.seen.failed
         assert each.seen.seconds
-        assert each.seen.peak_bytes and each.seen.peak_bytes > sum(2 * m * n for m, n in shapes) // 8  # its arguments
+        # larger than its arguments
+        assert each.seen.peak_bytes and each.seen.peak_bytes > sum(2 * m * n for m, n in shapes) // 8
     place = Topology.parse("h100:8")
     kept = Database(tmp_path).read(place.name, compiler_version(place))
     assert [one.judge for one in kept] == ["compile"] * 2 and "jax-cuda12-pjrt" in kept[0].compiler
@@ -80,11 +81,11 @@ def test_what_does_not_fit_is_said_though_the_compiler_knows_no_limit() -> None:
 
     program = trace(f, (jax.ShapeDtypeStruct((131072, 65536), jnp.float32),), name="wide")
     plan = make_plan(program, Options(topology="h200:1", mesh="data=1", memory_limit=4000 << 30)).plan
-    found = compile_plan(program, plan, 300.0)
+    compilation = compile_plan(program, plan, 300.0)
     limit = Topology.parse("h200:1").usable_bytes
-    assert found.verdict is Verdict.DOES_NOT_FIT and found.available_bytes == limit
-    assert found.peak_compiled is not None and found.over_bytes == found.peak_compiled - limit > 0
-    assert "does not fit, by" in compile_lines(found)[0]
+    assert compilation.verdict is Verdict.DOES_NOT_FIT and compilation.available_bytes == limit
+    assert compilation.peak_compiled is not None and compilation.over_bytes == compilation.peak_compiled - limit > 0
+    assert "does not fit, by" in compile_lines(compilation)[0]
 
 
 def test_every_gpu_is_described_by_its_own_figures(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -94,7 +95,7 @@ def test_every_gpu_is_described_by_its_own_figures(monkeypatch: pytest.MonkeyPat
         target = gpu_target(Topology.make(chip, chip.small_shapes[-1]))
         text = target.options["target_config"]
         figures = dict(line.split(": ") for line in text.splitlines() if line.startswith("  ") and "{" not in line)
-        # Drivers report up to 7 % more or less than what data sheets call 80 or 141 GB.
+        # Drivers report up to 7 % more or less than the 80 or 141 GB of the data sheets.
         assert int(figures["  device_memory_size"]) == pytest.approx(chip.hbm_bytes, rel=0.08)
         assert int(figures["  memory_bandwidth"]) == pytest.approx(chip.memory_bytes_per_s, rel=0.05)
     islands = gpu_target(Topology.parse("h100:8*4"))

@@ -1,4 +1,4 @@
-"""What holds memory at a compiled program's peak, read from live ranges and scheduled text."""
+"""Memory at a compiled program's peak, by kind, read from live ranges and scheduled text."""
 
 import dataclasses
 
@@ -65,9 +65,9 @@ def compiled(live: str) -> Compiled:
 
 
 def test_each_kind_at_the_peak(plan: Plan) -> None:
-    """What a loop takes over counts once, what is written over an argument not again, fast memory not at all.
+    """Count a buffer that a loop aliases once, no buffer that aliases an argument, and none in fast memory.
 
-    Tiles are padded: the batch's 100 to 128 lanes, 300 to 384.
+    Tiles are padded: the batch's 100 lanes to 128, 300 to 384.
     """
     assert memory_at_peak(compiled(LIVE), plan) == {
         "parameters": 64 * 128 * 4,
@@ -80,7 +80,7 @@ def test_each_kind_at_the_peak(plan: Plan) -> None:
 
 
 def test_what_a_loop_writes_over_a_donated_argument_is_that_argument(plan: Plan) -> None:
-    """As a cache that layers write to: handed from the argument to the loop, on to its body, and to the result."""
+    """Follow a donated argument into the loop, its body and the result, like a cache that layers write to."""
     text = TEXT.replace(
         "%first = f32[64,128]{1,0:T(8,128)} get-tuple-element(%new)",
         "%first = f32[64,128]{1,0:T(8,128)} get-tuple-element(%w)",
@@ -90,9 +90,10 @@ def test_what_a_loop_writes_over_a_donated_argument_is_that_argument(plan: Plan)
         .replace("    sum{}:4-5\n", "")
         .replace("c{0}:5-14", "c{0}:5-14\n    w{0}:14-20")
     )
-    found = memory_at_peak(dataclasses.replace(compiled(live), text=text), plan)
-    assert "gradients" not in found
-    kept = TEXT.replace("input_output_alias={ {0}: (0, {}, may-alias) }", "")  # not donated: the loop has its own
+    at_peak = memory_at_peak(dataclasses.replace(compiled(live), text=text), plan)
+    assert "gradients" not in at_peak
+    # not donated: the loop has its own buffer
+    kept = TEXT.replace("input_output_alias={ {0}: (0, {}, may-alias) }", "")
     assert memory_at_peak(dataclasses.replace(compiled(live), text=kept), plan)["gradients"] >= 64 * 128 * 4
 
 
@@ -101,7 +102,7 @@ def test_without_live_ranges_nothing_is_said(plan: Plan) -> None:
 
 
 def test_arguments_on_the_host_are_told_apart() -> None:
-    """The compiler counts them in its peak; the device does not hold them."""
+    """Subtract arguments on the host, which the compiler counts in its peak although the device does not store them."""
     text = TEXT.replace(
         "%q = f32[64,128]{1,0:T(8,128)} parameter(1)", "%q = f32[64,100]{1,0:T(8,128)S(5)} parameter(1)"
     )
@@ -118,14 +119,14 @@ STATED = {"arguments": 1000, "results": 400, "donated": 400, "temporaries": 700}
     [
         (1600, 0, {}, 1600),
         (1600, 500, {}, 1600),  # the device is fuller than its host
-        (3000, 2000, {"parameters": 900, "temporaries": 600}, 1500),  # the host is fuller: live ranges tell
-        (3000, 2000, {}, 1700),  # and without them what was allocated
+        (3000, 2000, {"parameters": 900, "temporaries": 600}, 1500),  # the host is fuller: live ranges decide
+        (3000, 2000, {}, 1700),  # without live ranges, the allocated bytes decide
         (0, 0, {}, None),
     ],
 )
 def test_the_peak_of_a_device_is_not_that_of_stacks_on_its_host(
     peak: int, host: int, at_peak: dict[str, int], device: int | None
 ) -> None:
-    """The compiler states the arguments and whichever memory is fuller."""
+    """Recover the device's peak: the compiler states the arguments, and only the fuller memory of the two."""
     stated = dataclasses.replace(compiled(""), memory={**STATED, "peak": peak, "host": host})
     assert device_peak(stated, at_peak) == device

@@ -1,4 +1,4 @@
-"""Steps of one GPU: memory and time as planned, beside the program that XLA's compiler for GPUs makes."""
+"""Steps on one GPU: memory and time as planned, compared with the program of XLA's compiler for GPUs."""
 
 import importlib.util
 from collections.abc import Callable
@@ -27,7 +27,7 @@ def f32(*shape: int) -> Any:
 
 
 def decode(heads_first: bool) -> Program:
-    """Trace a token of attention over caches that a loop over layers takes apart; `heads_first`: before the places."""
+    """Trace a token of attention over caches that a loop over layers slices; `heads_first`: heads before positions."""
     width = HEADS * GROUPS * SIZE
     kept = "bkpd" if heads_first else "bpkd"
 
@@ -101,10 +101,10 @@ def saved() -> Program:
 )  # fmt: skip
 def test_a_step_of_one_gpu_takes_the_memory_and_time_that_were_planned(make: Callable[[], Program]) -> None:
     program = make()
-    found = compile_plan(program, make_plan(program, Options(topology="h100:1", mesh="data=1")).plan, 300.0)
-    assert found.peak_compiled is not None and found.estimate is not None
-    assert found.peak_predicted == pytest.approx(found.peak_compiled, rel=0.05)
-    assert found.step_time_predicted_s == pytest.approx(found.estimate.step_time_s, rel=0.2)
+    compilation = compile_plan(program, make_plan(program, Options(topology="h100:1", mesh="data=1")).plan, 300.0)
+    assert compilation.peak_compiled is not None and compilation.estimate is not None
+    assert compilation.peak_predicted == pytest.approx(compilation.peak_compiled, rel=0.05)
+    assert compilation.step_time_predicted_s == pytest.approx(compilation.estimate.step_time_s, rel=0.2)
 
 
 def test_a_cache_whose_heads_come_first_is_copied_nowhere() -> None:
@@ -115,5 +115,6 @@ def test_a_cache_whose_heads_come_first_is_copied_nowhere() -> None:
             sum(graph.tensors[each.tensor].shape == cache.shape for each in analyse(graph, gpu_kernels=gpu).passes)
             for gpu in (False, True)
         ]
-        # The two stacks that the loop fills begin with zeros; caches of both layouts are copied into it and out.
+        # The two stacks that the loop fills begin as zeros. Caches of both layouts are copied before and after the
+        # loop.
         assert counts == [0, 2 if heads_first else 6]

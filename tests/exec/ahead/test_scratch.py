@@ -1,4 +1,4 @@
-"""Memory and time of sorts and cumulative ops, beside what the compilers make of them."""
+"""Memory and time of sorts and cumulative ops, compared with the compilers' own programs."""
 
 import importlib.util
 from collections.abc import Callable

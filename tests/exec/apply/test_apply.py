@@ -57,7 +57,7 @@ def test_donation_is_kept(mlp):
 
 
 def test_only_state_that_stays_in_its_place_is_written_over(mlp):
-    """Memory of a shard of another shape cannot be that of the result."""
+    """Reuse the buffer only of state whose spec stays: a shard of another shape cannot share the result's memory."""
     specs = {"params.up": "-,model", "params.down": "-,model"}
     plan = handmade(mlp, MESH, specs, results={"params.up": "model,-", "params.down": "-,model"})
     names = [argument.name for argument in mlp.arguments]
@@ -186,7 +186,7 @@ def test_the_device_order_of_the_plan_is_used(mlp):
 
 
 def test_another_lowering_gets_the_planned_body(mlp):
-    """Platforms lower some ops differently: the body that was planned is the one that runs."""
+    """Lower for another platform, which lowers some ops differently. The planned body is the one that runs."""
     dots = made.numbers(mlp, "dot_general")
     plan = handmade(mlp, MESH, TENSOR_PARALLEL, pins=(Pin(dots[0], 0, spec("data,-")),))
 
@@ -259,7 +259,7 @@ def test_a_planned_step_cannot_be_traced(mlp):
 
 
 def test_a_number_of_python_and_an_array_are_different_arguments():
-    """The one takes the dtype of what it meets, as in `jax.jit`; the other brings its own."""
+    """Treat weak types as `jax.jit` does: a Python number adopts the other operand's dtype, an array keeps its own."""
     scaled = made.trace(lambda x, scale: x * scale, (jax.ShapeDtypeStruct((8,), jnp.bfloat16), 2.0), name="scaled")
     step = handmade(scaled, {"data": 8}, {"x": "data"}).jit(scaled.fn)
     x = jnp.arange(8, dtype=jnp.bfloat16)

@@ -1,4 +1,4 @@
-"""Opaque calls under a plan: on shards as planned, equal to the unplanned run, with the bytes that were predicted."""
+"""Opaque calls under a plan: they run on shards, equal the unplanned run, and send the predicted bytes."""
 
 import functools
 from collections.abc import Callable, Iterator
@@ -23,7 +23,7 @@ from tests.exec.planned_programs import f32
 
 
 SEEN: list[tuple[int, ...]] = []
-"""Shapes of queries that `attend` was traced with."""
+"""Shapes of the queries that `attend` was traced with."""
 
 
 @register_rule("b h s d, b h t d, b h t d -> b h s d", need_replication=("s", "t", "d"), flops="4 b h s t d")
@@ -69,7 +69,7 @@ def multiply_kernel(a: Any, b: Any, out: Any) -> None:
 
 
 def blockwise(a: Any, b: Any) -> Any:
-    """A matmul as a Pallas kernel over blocks of 8 rows and 16 columns."""
+    """Multiply in a Pallas kernel over blocks of 8 rows and 16 columns."""
     (m, k), n = a.shape, b.shape[1]
     return pl.pallas_call(
         multiply_kernel,
@@ -88,7 +88,7 @@ def scanned(ws: Any, x: Any) -> Any:
 
 @custom_partitioning
 def theirs(a: Any) -> Any:
-    """Somebody's own call: squares of each row's elements over the row's sum."""
+    """Return the squares of each row's elements over the row's sum, as an opaque call of a user."""
     return a * a / a.sum(1, keepdims=True)
 
 
@@ -140,7 +140,7 @@ def assert_same(found: Any, wanted: Any) -> None:
     ],
 )
 def test_calls_run_as_planned(name: str, which: str, calls: dict[str, str]) -> None:
-    """`calls`: name of a call -> the planned spec of its first operand."""
+    """Run a plan's calls on shards. `calls` maps a call's name to the planned spec of its first operand."""
     program, result = planned(name)
     plan = result.baseline_plans[which] if which else result.plan
     assert calls.items() <= {call.name: str(call.operands[0]) for call in plan.calls}.items()

@@ -1,6 +1,7 @@
-"""Modules under a plan on DTensors: eight processes compute what one does, and what DTensor cannot run is run whole.
+"""Modules under a plan on DTensors: eight processes compute the values of one. Ops that DTensor cannot run are run
+whole.
 
-A planned module and a Llama on four processes are among the tests of exports, which start these anyway.
+The tests of exports also run a planned module and a Llama on four processes, which they start anyway.
 """
 
 import dataclasses
@@ -31,7 +32,7 @@ def test_a_family_trains_and_infers_as_undistributed(family: str, tmp_path: Path
     assert training["loss"] < ALLOWED and training["gradients"] < ALLOWED and training["updates"] < ALLOWED
     assert inference["output"] < ALLOWED
     assert training["updates_seen"] > 0.5
-    # Gradients are DTensor's own affair: it places them as the values that they are of.
+    # DTensor places gradients itself, like the values that they belong to.
     assert training["wire_bytes"] < 1.6 * rows[0]["planned_bytes"]
     assert inference["wire_bytes"] <= 1.25 * rows[1]["planned_bytes"]
     for each in (training, inference):
@@ -246,7 +247,7 @@ torch.distributed.destroy_process_group()
 
 
 def test_values_between_layers_are_placed_as_planned(tmp_path: Path) -> None:
-    """Each collective of the plan is there once, and no other: a value that stays split would be gathered again."""
+    """Count the collectives: each one of the plan, and no other. A value that stays split would be gathered again."""
     (tmp_path / "net.py").write_text(PLACED)
     net = runpy.run_path(str(tmp_path / "net.py"))
     program = from_torch(net["model"], net["inputs"])
@@ -298,7 +299,7 @@ torch.distributed.destroy_process_group()
 
 
 def test_what_is_selected_stays_split_over_the_other_dims() -> None:
-    """From the end too. Then a list of numbers, which DTensor refuses, beside the same numbers as an index."""
+    """Select from the end too, and by a list of numbers, which DTensor refuses, and by the same numbers as a tensor."""
     for found in run_workers(SELECTING, []):
         assert len(found) == 18
         for split, dim, equal, places in found:

@@ -1,4 +1,4 @@
-"""Planned steps under JAX's explicit meshes: types of results are those of `jax.jit`."""
+"""Planned steps under JAX's explicit meshes: types of results equal those of `jax.jit`."""
 
 from typing import Any
 
@@ -53,7 +53,7 @@ def test_a_loop_has_the_types_of_jit(as_shapes: bool) -> None:
 @pytest.mark.parametrize("inside", [False, True])
 @pytest.mark.parametrize("mesh", [{"d": 8}, {"data": 8}, {"data": 4, "model": 2}])
 def test_a_plan_without_types_of_its_own_gives_types_too(inside: bool, mesh: dict[str, int]) -> None:
-    """Traced outside the mesh, or with its types lifted, the plan's axes are its own."""
+    """Trace outside of the mesh, or ignore its types: the plan then has axes of its own."""
     wanted = step(*arrays(w=None, x=None))
     free = [jax.ShapeDtypeStruct((32, 32), jnp.float32)] * 2
     user = explicit(("d", 8))

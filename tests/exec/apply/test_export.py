@@ -1,4 +1,4 @@
-"""A `jax.export` artifact of a plan runs in a process without autoshard and gives what the unplanned step gives."""
+"""`jax.export` artifacts of plans: they run in a process without autoshard and return the unplanned step's results."""
 
 import os
 import pickle
@@ -47,7 +47,7 @@ def step(params: Any, x: jax.Array, y: jax.Array) -> Any:
 
 
 def adam(params: Any, state: Any, x: jax.Array) -> Any:
-    """A step whose state has nodes that `jax.export` does not know."""
+    """Run a step whose state has pytree nodes that `jax.export` does not know."""
     grads = jax.grad(lambda p: jnp.mean((x @ p) ** 2))(params)
     updates, state = optax.sgd(0.1, momentum=0.9).update(grads, state)
     return optax.apply_updates(params, updates), state
@@ -99,7 +99,7 @@ def test_another_program_is_refused(tmp_path: Path):
 
 @pytest.mark.parametrize(("topology", "platform"), [("cpu:8", "cpu"), ("v5e:2x4", "tpu")])
 def test_gradients_of_padded_pooling_are_in_the_form_of_the_platform(topology: str, platform: str) -> None:
-    """JAX pads values before it selects of them, but for TPUs."""
+    """Export the gradient of a padded pooling. JAX pads the values before it selects among them, except for TPUs."""
 
     def run(x: Any) -> Any:
         window = (1, 3, 3, 1), (1, 2, 2, 1), ((0, 0), (1, 1), (1, 1), (0, 0))

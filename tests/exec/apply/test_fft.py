@@ -1,4 +1,4 @@
-"""Ffts whose batch is split: they stay on their devices, on every backend."""
+"""FFTs whose batch is split: they stay on their devices, on every backend."""
 
 import importlib.util
 
@@ -37,10 +37,10 @@ def test_a_split_batch_of_ffts_computes_the_same_and_moves_gradients_alone(mesh:
     program = spectral(16, 16)
     pinned = make_plan(program, Options(topology="cpu:8", mesh=mesh, asked=read_asked({"images": "data,-,-,-"}))).plan
     assert len(pinned.regions) >= 2
-    found = measure(program, pinned, steps=1, warmup=1, check=True)
-    assert not found.failed
+    measurement = measure(program, pinned, steps=1, warmup=1, check=True)
+    assert not measurement.failed
     gradient = 16 * 9 * 4 * 8
-    assert sum(found.wire_compiled.values()) <= 4 * gradient
+    assert sum(measurement.wire_compiled.values()) <= 4 * gradient
 
 
 @pytest.mark.parametrize(
@@ -51,16 +51,16 @@ def test_compilers_gather_no_batch_of_ffts(topology: str) -> None:
     plan = make_plan(
         program, Options(topology=topology, mesh="data=8", asked=read_asked({"images": "data,-,-,-"}))
     ).plan
-    found = compile_plan(program, plan, 300.0)
+    compilation = compile_plan(program, plan, 300.0)
     images = 256 * 32 * 32 * 4 * 4
-    assert 0 < sum(found.wire_compiled.values()) < images // 8
+    assert 0 < sum(compilation.wire_compiled.values()) < images // 8
 
 
 @pytest.mark.parametrize("length", [pytest.param(256, marks=pytest.mark.full), 1024])
 def test_ffts_of_tpus_are_priced_as_the_products_that_they_run_as(length: int) -> None:
-    """They are priced within a third of the compiler's schedule, where their bytes alone would take a tenth of it."""
+    """Price FFTs within a third of the compiler's schedule. Their bytes alone would need a tenth of its time."""
     program = trace(lambda x: jnp.abs(jnp.fft.fft(x)), (S(((1 << 23) // length, length), jnp.float32),))
     plan = make_plan(program, Options(topology="v5e:1x1", mesh="data=1")).plan
-    found = compile_plan(program, plan, 300.0, quick=True)
-    assert found.estimate is not None
-    assert found.step_time_predicted_s == pytest.approx(found.estimate.step_time_s, rel=0.35)
+    compilation = compile_plan(program, plan, 300.0, quick=True)
+    assert compilation.estimate is not None
+    assert compilation.step_time_predicted_s == pytest.approx(compilation.estimate.step_time_s, rel=0.35)

@@ -1,7 +1,6 @@
-"""Ops that take starts, indices and edges, split in every way, beside one device;
-`experiments/correctness/indexed_ops.py` has all.
+"""Ops with starts, indices and edges, split in every way, against one device.
 
-Starts and indices lie before, at and past the ends.
+`experiments/correctness/indexed_ops.py` has all of them. Starts and indices lie before, at and past the ends.
 """
 
 import jax

@@ -1,6 +1,6 @@
-"""Functions on DTensors of one of four devices: each part is that of the whole result, in the placements that it has.
+"""Functions on DTensors of one of four devices: each shard equals that part of the whole result, in its placements.
 
-No device sends anything here: the other three are not there.
+The other three devices do not exist, so no device sends anything.
 """
 
 from collections.abc import Iterator
@@ -169,7 +169,7 @@ def test_a_wrong_value_of_an_argument_that_is_written_to_is_seen(mesh: DeviceMes
         ([1.0, 2.0001], [1.0, 2.0], True),
         ([1.0, 2.01], [1.0, 2.0], False),
         ([], [], True),
-        ([2e-6, torch.inf], [1e-6, torch.inf], False),  # rounding is that of the largest that is finite
+        ([2e-6, torch.inf], [1e-6, torch.inf], False),  # the rounding error is relative to the largest finite value
         ([1e-6, torch.inf], [1e-6, torch.inf], True),
         ([1.0, torch.nan], [1.0, torch.inf], False),
         ([1.0, torch.nan], [1.0, torch.nan], True),

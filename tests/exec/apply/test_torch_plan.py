@@ -14,7 +14,7 @@ from tests.exec.workers import run_workers
 
 
 def module_plan(mesh: dict[str, int], specs: dict[str, str]):
-    """A handmade plan of a small torch module."""
+    """Return a small torch module and a plan for it with given specs."""
     import torch
 
     from autoshard.program import from_torch

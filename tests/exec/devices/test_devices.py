@@ -1,4 +1,4 @@
-"""CPU devices that stand in for a machine."""
+"""CPU devices that stand in for a machine's accelerators."""
 
 import os
 import subprocess
@@ -29,8 +29,8 @@ print(sum(name == "tf_XLAEigen" for name in names))
 def threads(**variables: str) -> int:
     env = {key: value for key, value in os.environ.items() if key not in ("XLA_FLAGS", "PJRT_NPROC", "NPROC")}
     env |= {"JAX_PLATFORMS": "cpu"} | variables
-    found = subprocess.run([sys.executable, "-c", THREADS], env=env, capture_output=True, text=True, check=True)
-    devices, count = map(int, found.stdout.split())
+    done = subprocess.run([sys.executable, "-c", THREADS], env=env, capture_output=True, text=True, check=True)
+    devices, count = map(int, done.stdout.split())
     assert devices == 8
     return count
 
@@ -70,7 +70,7 @@ def test_a_platform_that_is_not_here_is_named(values: str, tmp_path: Path) -> No
 
 
 def test_an_assertion_without_a_word_in_jax_names_the_platform_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    """That is how JAX fails on a host without CUDA whose plugin for CUDA is installed."""
+    """Fail as JAX does on a host without CUDA whose CUDA plugin is installed."""
 
     def fail() -> None:
         raise AssertionError

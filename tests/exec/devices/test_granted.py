@@ -1,4 +1,4 @@
-"""Memory of GPUs that JAX takes only if it is told to."""
+"""Memory of GPUs that JAX allocates only if it is configured to."""
 
 import dataclasses
 from types import SimpleNamespace
@@ -18,14 +18,14 @@ GIB = 1 << 30
 
 
 def planned(gib: float, topology: str = "h100:1") -> Plan:
-    """A step whose argument and result together have so many GiB."""
+    """Plan a step whose argument and result together need so many GiB."""
     rows = int(gib * GIB / 2 / 4096)
     args = (jax.ShapeDtypeStruct((rows, 1024), jnp.float32),)
     return autoshard.plan(autoshard.trace(lambda x: 2.0 * x, args), topology=topology, mesh={"data": 1})
 
 
 def compiled(gib: float) -> SimpleNamespace:
-    """What `jax.stages.Compiled` says of its memory."""
+    """Return a stand-in for the memory statistics of `jax.stages.Compiled`."""
     sizes = {"argument": 2, "output": 1, "temp": 1, "alias": 1}
     stats = {f"{name}_size_in_bytes": parts * gib * GIB / 3 for name, parts in sizes.items()}
     return SimpleNamespace(memory_analysis=lambda: SimpleNamespace(**stats))
@@ -36,7 +36,7 @@ def refuse() -> None:
 
 
 def devices(gib: float | None) -> list[SimpleNamespace]:
-    """One of another process, and one of this."""
+    """Return one device of another process, and one of this process."""
     stats = None if gib is None else {"bytes_limit": int(gib * GIB)}
     theirs = SimpleNamespace(process_index=1, memory_stats=refuse)
     return [theirs, SimpleNamespace(process_index=0, memory_stats=lambda: stats)]

@@ -1,4 +1,4 @@
-"""Timed steps on CPU devices meet memory that is there already."""
+"""Reuse of memory in timed steps on CPU devices: the allocator does not return freed pages to the system."""
 
 import contextlib
 import ctypes
@@ -15,12 +15,12 @@ from autoshard.exec.run.planned_steps import run_in_turn
 
 
 SIZE = 40 << 20
-"""Above every threshold from which glibc maps memory anew, and within one thread's own heap."""
+"""Bytes above every threshold from which glibc maps new memory, and within one thread's own heap."""
 needs_glibc = pytest.mark.skipif(_glibc() is None, reason="another C library than glibc")
 
 
 def fresh_pages() -> int:
-    """Pages that the system had to give while `SIZE` bytes were allocated, written and freed."""
+    """Return the page faults of allocating, writing and freeing `SIZE` bytes."""
     libc = ctypes.CDLL(None)
     libc.malloc.restype, libc.malloc.argtypes = ctypes.c_void_p, [ctypes.c_size_t]
     libc.free.argtypes = [ctypes.c_void_p]
@@ -32,7 +32,7 @@ def fresh_pages() -> int:
 
 
 class Step:
-    """Stands for a step on a device, which is a thread: its "time" is the fresh pages of its temporaries."""
+    """Stand-in for a step on a device, which is a thread. Its "time" is the number of fresh pages of temporaries."""
 
     def __init__(self, pool: ThreadPoolExecutor) -> None:
         self.pool = pool
@@ -42,14 +42,14 @@ class Step:
 
 
 def pages_of_steps() -> tuple[list[float], dict[str, list[float]]]:
-    """Fresh pages of steps as they are, and of two whose steps are timed."""
+    """Return the fresh pages of ordinary steps, and of two steps that are timed in turn."""
     with ThreadPoolExecutor(1) as device:
         usual = [Step(device).run()[0] for _ in range(4)]
         return usual, run_in_turn({"a": Step(device), "b": Step(device)}, rounds=3)  # type: ignore[dict-item]
 
 
 def pages_after_failure() -> tuple[int, int]:
-    """Fresh pages while memory is kept, and after the body has failed."""
+    """Return the fresh pages inside of `memory_kept`, and after its body has failed."""
     with contextlib.suppress(ZeroDivisionError), memory_kept():
         fresh_pages()
         kept = fresh_pages()
@@ -58,7 +58,7 @@ def pages_after_failure() -> tuple[int, int]:
 
 
 def in_a_process_of_its_own(body: Callable[[], Any]) -> Any:
-    """What other tests left to the allocator does not count."""
+    """Run in a new process, in which other tests left nothing to the allocator."""
     with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as process:
         return process.submit(body).result()
 

@@ -21,8 +21,8 @@ def module(body: str, before: str = "") -> str:
 
 
 def only(body: str, before: str = "", mesh=MESH):
-    (found,) = read_collectives(module(body, before), mesh)
-    return found
+    (collective,) = read_collectives(module(body, before), mesh)
+    return collective
 
 
 MODEL, DATA = "{{0,1,2,3},{4,5,6,7}}", "{{0,4},{1,5},{2,6},{3,7}}"
@@ -92,7 +92,7 @@ SIZE = 16 * 16 * 4
             SIZE,
             {"data": SIZE / 2},
         ),
-        # The whole mesh: the last axis first with the full size, then the first axis with what is left.
+        # The whole mesh: the last axis first with its full size, then the rest of the first axis.
         (
             "ROOT %r = f32[16,16]{1,0} all-reduce(%p), replica_groups=[1,8]<=[8], to_apply=%add",
             "all-reduce",
@@ -135,19 +135,19 @@ SIZE = 16 * 16 * 4
     ],
 )
 def test_each_kind(line, kind, axes, size, wire):
-    found = only("  " + line)
-    assert (found.kind, found.axes, found.size_bytes, found.count) == (kind, axes, size, 1)
-    assert found.wire == pytest.approx(wire)
-    assert not found.asynchronous and not found.in_loop
+    collective = only("  " + line)
+    assert (collective.kind, collective.axes, collective.size_bytes, collective.count) == (kind, axes, size, 1)
+    assert collective.wire == pytest.approx(wire)
+    assert not collective.asynchronous and not collective.in_loop
 
 
 def test_combined_and_narrow_arrays_add_up():
-    found = only(
+    collective = only(
         "  %q = bf16[8]{0} convert(%p)\n"
         f"  ROOT %r = (f32[16,16], bf16[8]{{0:T(256)}}) all-reduce(%p, %q), replica_groups={MODEL}, to_apply=%add"
     )
-    assert (found.size_bytes, found.count, found.arrays) == (SIZE + 16, 1, 2)
-    assert count_by_kind([found]) == {"all-reduce": 2}
+    assert (collective.size_bytes, collective.count, collective.arrays) == (SIZE + 16, 1, 2)
+    assert count_by_kind([collective]) == {"all-reduce": 2}
 
 
 def test_groups_of_one_send_nothing():
@@ -156,12 +156,12 @@ def test_groups_of_one_send_nothing():
 
 
 def test_start_and_done_count_once():
-    found = only(
+    collective = only(
         "  %s = (f32[16,16]{1,0}, f32[64,16]{1,0}) all-gather-start(%p), "
         f"replica_groups={MODEL}, dimensions={{0}}\n"
         "  ROOT %d = f32[64,16]{1,0} all-gather-done(%s)"
     )
-    assert (found.kind, found.size_bytes, found.asynchronous) == ("all-gather", 4 * SIZE, True)
+    assert (collective.kind, collective.size_bytes, collective.asynchronous) == ("all-gather", 4 * SIZE, True)
     permute = only(
         "  %s = (f32[16,16]{1,0}, f32[16,16]{1,0}, u32[]{:S(2)}, u32[]{:S(2)}) collective-permute-start(%p), "
         "source_target_pairs={{0,4},{4,0},{1,5},{5,1},{2,6},{6,2},{3,7},{7,3}}\n"
@@ -175,12 +175,12 @@ def test_a_generic_asynchronous_pair_counts_its_body():
         "%wrapped (x: f32[16,16]) -> f32[4,16] {\n  %x = f32[16,16]{1,0} parameter(0)\n"
         f"  ROOT %rs = f32[4,16] reduce-scatter(%x), replica_groups={MODEL}, dimensions={{0}}, to_apply=%add\n}}\n"
     )
-    found = only(
+    collective = only(
         "  %s = ((f32[16,16]{1,0}), f32[4,16]{1,0}, u32[]) async-start(%p), calls=%wrapped\n"
         "  ROOT %d = f32[4,16]{1,0} async-done(%s), calls=%wrapped",
         before,
     )
-    assert (found.kind, found.asynchronous) == ("reduce-scatter", True)
+    assert (collective.kind, collective.asynchronous) == ("reduce-scatter", True)
 
 
 def test_what_the_sparse_cores_do_is_found():
@@ -190,12 +190,12 @@ def test_what_the_sparse_cores_do_is_found():
         "%wrapped (y: f32[4,16]) -> f32[16,16] {\n  %y = f32[4,16]{1,0} parameter(0)\n"
         '  ROOT %c = f32[16,16] custom-call(%y), custom_call_target="x", called_computations={%inside}\n}\n'
     )
-    found = only(
+    collective = only(
         "  %s = ((f32[4,16]{1,0}), f32[16,16]{1,0}, u32[]) async-start(%p), calls=%wrapped\n"
         "  ROOT %d = f32[16,16]{1,0} async-done(%s), calls=%wrapped",
         before,
     )
-    assert (found.kind, found.asynchronous, found.wire) == ("all-gather", True, {"model": SIZE * 3 / 4})
+    assert (collective.kind, collective.asynchronous, collective.wire) == ("all-gather", True, {"model": SIZE * 3 / 4})
 
 
 def test_tpu_fused_all_reduce_and_slice_is_one_reduce_scatter():
@@ -205,8 +205,12 @@ def test_tpu_fused_all_reduce_and_slice_is_one_reduce_scatter():
         "  %zero = u32[] constant(0)\n"
         "  ROOT %ds = f32[4,16]{1,0:T(8,128)} dynamic-slice(%ar, %zero, %zero), dynamic_slice_sizes={4,16}\n}\n"
     )
-    found = only("  ROOT %f = f32[4,16]{1,0:T(8,128)} fusion(%p), kind=kCustom, calls=%all-reduce-scatter", before)
-    assert (found.kind, found.size_bytes, found.wire) == ("reduce-scatter", SIZE, {"model": SIZE * 3 / 4})
+    collective = only("  ROOT %f = f32[4,16]{1,0:T(8,128)} fusion(%p), kind=kCustom, calls=%all-reduce-scatter", before)
+    assert (collective.kind, collective.size_bytes, collective.wire) == (
+        "reduce-scatter",
+        SIZE,
+        {"model": SIZE * 3 / 4},
+    )
 
 
 def test_tpu_asynchronous_fusions_count_once():
@@ -224,13 +228,13 @@ def test_tpu_asynchronous_fusions_count_once():
         f"  %ag3 = f32[64,16]{{1,0}} {gather}\n"
         '  ROOT %c = f32[64,16]{1,0} custom-call(%ag3), custom_call_target="AsyncCollectiveDone"\n}\n'
     )
-    found = only(
+    collective = only(
         "  %a = (f32[16,16]{1,0}, f32[64,16]{1,0}, u32[]{:S(2)}) fusion(%p), kind=kCustom, calls=%begin\n"
         "  %b = f32[64,16]{1,0} fusion(%p), kind=kOutput, calls=%during\n"
         "  ROOT %c = f32[64,16]{1,0} fusion(%p), kind=kCustom, calls=%end",
         before,
     )
-    assert (found.kind, found.asynchronous, found.size_bytes) == ("all-gather", True, 4 * SIZE)
+    assert (collective.kind, collective.asynchronous, collective.size_bytes) == ("all-gather", True, 4 * SIZE)
 
 
 def loop(condition: str, change: str, start: int = 0, config: str = "") -> tuple[str, str]:
@@ -285,9 +289,9 @@ UP = "  %one = s32[] constant(1)\n  %n = s32[] add(%i, %one)"
 )
 def test_loops_are_multiplied_by_their_trips(condition, change, start, config, trips):
     body, before = loop(condition, change, start, config)
-    found = only(body, before)
-    assert (found.count, found.in_loop, found.trips_known) == (trips, True, True)
-    assert found.wire["model"] == pytest.approx(trips * 2 * SIZE * 3 / 4)
+    collective = only(body, before)
+    assert (collective.count, collective.in_loop, collective.trips_known) == (trips, True, True)
+    assert collective.wire["model"] == pytest.approx(trips * 2 * SIZE * 3 / 4)
 
 
 def test_a_trip_count_behind_a_fusion_is_found():
@@ -305,8 +309,8 @@ def test_a_trip_count_behind_a_fusion_is_found():
 
 def test_an_unknown_trip_count_is_said():
     body, before = loop("  ROOT %c = pred[] custom-call(%i)", UP)
-    found = only(body, before)
-    assert (found.count, found.in_loop, found.trips_known) == (1, True, False)
+    collective = only(body, before)
+    assert (collective.count, collective.in_loop, collective.trips_known) == (1, True, False)
 
 
 def test_of_a_conditional_the_larger_branch_counts():
@@ -347,15 +351,15 @@ def test_transfers_between_slices_are_found():
 
 
 def test_totals():
-    found = read_collectives(
+    collectives = read_collectives(
         module(
             f"  %a = f32[16,16]{{1,0}} all-reduce(%p), replica_groups={MODEL}, to_apply=%add\n"
             f"  ROOT %b = f32[16,16]{{1,0}} all-reduce(%a), replica_groups={DATA}, to_apply=%add"
         ),
         MESH,
     )
-    assert wire_by_axis(found) == {"data": SIZE, "model": SIZE * 3 // 2}
-    assert count_by_kind(found) == {"all-reduce": 2}
+    assert wire_by_axis(collectives) == {"data": SIZE, "model": SIZE * 3 // 2}
+    assert count_by_kind(collectives) == {"all-reduce": 2}
 
 
 def test_shapes_with_layouts_spaces_and_comments():
@@ -376,12 +380,12 @@ def test_shapes_with_layouts_spaces_and_comments():
 
 
 def test_a_collective_without_a_name_takes_its_neighbours():
-    found = only(
+    collective = only(
         f"  %a = f32[16,16] all-reduce(%p), replica_groups={MODEL}, to_apply=%add, "
         'metadata={op_name="custom-call.4"}\n'
         '  ROOT %b = f32[16,16] copy(%a), metadata={op_name="jit(step)/jvp()/dot_general"}'
     )
-    assert found.source == "jit(step)/jvp()/dot_general"
+    assert collective.source == "jit(step)/jvp()/dot_general"
 
 
 def test_a_collective_names_its_source_line():

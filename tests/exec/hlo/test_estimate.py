@@ -1,4 +1,4 @@
-"""Times from schedules: flops, traffic, collectives hidden and exposed, loops, transfers between slices."""
+"""Times from schedules: FLOPs, traffic, collectives hidden and exposed, loops, transfers between slices."""
 
 import math
 
@@ -42,16 +42,16 @@ REDUCE = float(PRICES.time("all-reduce", ("model",), SIZE))
 
 
 def test_a_matmul_takes_its_roofline():
-    found = estimate(module(matmul("d").replace("%d", "ROOT %d")), MESH)
-    assert found.flops == 2 * 4096**3
-    assert found.step_time_s == pytest.approx(ONE)
-    assert found.by_kind["matmul"] == pytest.approx(ONE - OVERHEAD)
-    assert found.exposed_comm_s == 0
+    estimated = estimate(module(matmul("d").replace("%d", "ROOT %d")), MESH)
+    assert estimated.flops == 2 * 4096**3
+    assert estimated.step_time_s == pytest.approx(ONE)
+    assert estimated.by_kind["matmul"] == pytest.approx(ONE - OVERHEAD)
+    assert estimated.exposed_comm_s == 0
 
 
 def test_a_copy_takes_its_traffic():
-    found = estimate(module(f"  ROOT %c = {BIG} copy(%p)"), MESH)
-    assert found.compute_s == pytest.approx(float(COMPUTE.memory_seconds(2 * SIZE)) + OVERHEAD)
+    estimated = estimate(module(f"  ROOT %c = {BIG} copy(%p)"), MESH)
+    assert estimated.compute_s == pytest.approx(float(COMPUTE.memory_seconds(2 * SIZE)) + OVERHEAD)
 
 
 @pytest.mark.parametrize(
@@ -65,7 +65,7 @@ def test_a_copy_takes_its_traffic():
     ],
 )
 def test_traffic_is_that_of_whole_tiles(array: str, held: int):
-    """The layouts are those of arrays in compiled recurrences, caches and batches of small matrices."""
+    """Read whole tiles, for the layouts of arrays in compiled recurrences, caches and batches of small matrices."""
     parameters = f"  %p = {array} parameter(0)\n"
     found = work(module(f"  ROOT %c = {array} copy(%p)", parameters=parameters), "c")
     assert found.hbm_bytes == 2 * held
@@ -82,12 +82,12 @@ def test_what_is_made_in_the_memory_of_the_scalar_core_starts_no_kernel():
 
 
 def test_a_synchronous_collective_is_exposed():
-    found = estimate(module(matmul("d") + f"  ROOT %r = {BIG} all-reduce(%d), {MODEL}, to_apply=%add"), MESH)
-    assert found.exposed_comm_s == pytest.approx(REDUCE)
-    assert found.step_time_s == pytest.approx(ONE + REDUCE)
-    assert found.hidden_comm_s == pytest.approx(0, abs=1e-12)
-    assert set(found.traffic) == {("all-reduce", False)}
-    assert found.traffic["all-reduce", False].waited_s == found.exposed_comm_s
+    estimated = estimate(module(matmul("d") + f"  ROOT %r = {BIG} all-reduce(%d), {MODEL}, to_apply=%add"), MESH)
+    assert estimated.exposed_comm_s == pytest.approx(REDUCE)
+    assert estimated.step_time_s == pytest.approx(ONE + REDUCE)
+    assert estimated.hidden_comm_s == pytest.approx(0, abs=1e-12)
+    assert set(estimated.traffic) == {("all-reduce", False)}
+    assert estimated.traffic["all-reduce", False].waited_s == estimated.exposed_comm_s
 
 
 def asynchronous(between: str) -> str:
@@ -138,13 +138,13 @@ def test_loops_are_multiplied():
         f"  ROOT %r = {BIG} get-tuple-element(%w), index=1"
     )
     twice = estimate(module(body, before), MESH, layers=(7, 13))
-    found = estimate(module(body, before), MESH)
-    assert twice.step_time_s == pytest.approx(2 * found.step_time_s, rel=0.01)
-    assert found.flops == 6 * 2 * 4096**3
-    assert found.exposed_comm_s == pytest.approx(6 * REDUCE)
-    assert found.traffic["all-reduce", False].sent_s == pytest.approx(6 * REDUCE)
-    assert found.step_time_s == pytest.approx(6 * (ONE + REDUCE), rel=0.01)
-    assert found.unknown_trips == 0
+    estimated = estimate(module(body, before), MESH)
+    assert twice.step_time_s == pytest.approx(2 * estimated.step_time_s, rel=0.01)
+    assert estimated.flops == 6 * 2 * 4096**3
+    assert estimated.exposed_comm_s == pytest.approx(6 * REDUCE)
+    assert estimated.traffic["all-reduce", False].sent_s == pytest.approx(6 * REDUCE)
+    assert estimated.step_time_s == pytest.approx(6 * (ONE + REDUCE), rel=0.01)
+    assert estimated.unknown_trips == 0
 
 
 def test_asynchronous_fusions_hide_too():
@@ -160,7 +160,7 @@ def test_asynchronous_fusions_hide_too():
         f"%end (x: bf16[4096,4096]) -> bf16[16384,4096] {{\n  %x = {BIG} parameter(0)\n  %ag3 = {whole} {gather}\n"
         f'  ROOT %c = {whole} custom-call(%ag3), custom_call_target="AsyncCollectiveDone"\n}}\n'
     )
-    found = estimate(
+    estimated = estimate(
         module(
             f"  %a = ({BIG}, {whole}, u32[]{{:S(2)}}) fusion(%p), kind=kCustom, calls=%begin\n"
             f"  %b = {BIG} fusion(%p, %q), kind=kOutput, calls=%during\n"
@@ -170,9 +170,9 @@ def test_asynchronous_fusions_hide_too():
         MESH,
     )
     wire = float(PRICES.time("all-gather", ("model",), 4 * SIZE))
-    assert found.flops == 2 * 4096**3
-    assert found.step_time_s == pytest.approx(max(wire, ONE))
-    assert found.hidden_comm_s == pytest.approx(min(wire, ONE))
+    assert estimated.flops == 2 * 4096**3
+    assert estimated.step_time_s == pytest.approx(max(wire, ONE))
+    assert estimated.hidden_comm_s == pytest.approx(min(wire, ONE))
 
 
 def test_transfers_between_slices_run_on_the_network():
@@ -232,7 +232,7 @@ def work(text: str, name: str):
             2 * 32 * 4 * 1024 * 1024 * 128,
         ),
         ("32,1024,4,128", "4,128,512,1", "32,1024,512,1", "size=1x4", "0b1f_1io0->0bf1", 2 * 32 * 1024 * 512 * 512),
-        # An image convolution, 3 x 3 with padding: the corners meet four, the edges six, the inside nine.
+        # An image convolution, 3 x 3 with padding: outputs at corners read four pixels, at edges six, inside nine.
         (
             "8,5,5,16",
             "3,3,16,32",
@@ -275,7 +275,7 @@ def test_a_fusion_reads_slices_and_writes_updates_in_place():
 
 @pytest.mark.parametrize(("table", "written"), [("parameter(2)", 2), ("broadcast(%c), dimensions={}", 1024)])
 def test_a_fused_scatter_writes_its_updates_unless_the_fusion_makes_what_it_updates(table: str, written: int):
-    """Sizes in rows of the table: 2 rows are read as updates, and a table that the fusion makes is written whole."""
+    """Count rows of the table: 2 rows are read as updates, and a table that the fusion computes is written whole."""
     wide, rows, ids = "f32[1024,512]{1,0}", "f32[2,512]{1,0}", "s32[2,1]{1,0}"
     before = (
         f"%put (i: s32[2,1], u: f32[2,512], t: f32[1024,512]) -> f32[1024,512] {{\n  %i = {ids} parameter(0)\n"
@@ -353,10 +353,10 @@ def test_what_no_published_run_spent_time_on_adds_to_the_error():
 
 
 def test_the_timeline_adds_up_and_shows_links_beside_compute():
-    found = estimate(asynchronous(matmul("d")), MESH)
-    own = [span for span in found.spans if span.lane in ("compute", "exposed")]
-    assert sum(span.seconds for span in own) == pytest.approx(found.step_time_s)
-    (sent,) = (span for span in found.spans if span not in own)
+    estimated = estimate(asynchronous(matmul("d")), MESH)
+    own = [span for span in estimated.spans if span.lane in ("compute", "exposed")]
+    assert sum(span.seconds for span in own) == pytest.approx(estimated.step_time_s)
+    (sent,) = (span for span in estimated.spans if span not in own)
     assert sent.start_s == 0 and sent.name == "collective-permute over model: s"
     assert sent.seconds == pytest.approx(float(PRICES.time("collective-permute", ("model",), SIZE)))
 
@@ -386,7 +386,7 @@ def test_a_kernel_takes_what_it_says_of_itself():
 
 @pytest.mark.parametrize(("table", "blocks", "sides"), [
     ("%whole", 1, (1024, 1024)),
-    ("%window", 7, (256, 256)),  # of 4 x 4 blocks, none of which is beyond the two columns of the table
+    ("%window", 7, (256, 256)),  # all 4 x 4 blocks are within the two columns of the table
     ("%flat", 12, (512, 128)),  # causal: 4 and 8 of 8 blocks of keys
 ])  # fmt: skip
 def test_the_blocks_of_splash_attention_are_told_by_its_tables(table: str, blocks: int, sides: tuple[int, int]):
@@ -408,7 +408,7 @@ def test_reserving_memory_takes_no_time():
 
 
 def host_copies(compute: str) -> str:
-    """Two arrays that come from the host, what is computed meanwhile, and one that goes back."""
+    """Return a module that fetches two arrays from the host, computes in the meantime, and sends one back."""
     away = f"bf16[4096,4096]{T[:-1]}S(5)}}"
     start = f"(({away}), {BIG}, u32[]{{:S(2)}}) async-start"
     return module(
@@ -425,5 +425,5 @@ def test_what_comes_from_the_host_and_goes_there_shares_its_link():
     alone, beside = estimate(host_copies(""), MESH), estimate(host_copies(matmul("d")), MESH)
     assert alone.step_time_s == pytest.approx(3 * once + ONE)
     assert alone.copy_s == alone.by_kind["copy"] == pytest.approx(3 * once)
-    assert beside.step_time_s == pytest.approx(alone.step_time_s)  # computed while the first is on its way
+    assert beside.step_time_s == pytest.approx(alone.step_time_s)  # computed while the first transfer runs
     assert not alone.traffic and alone.exposed_comm_s == 0

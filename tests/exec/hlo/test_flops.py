@@ -1,4 +1,4 @@
-"""Compiled flops against the program's: what rematerialisation explains is no complaint."""
+"""Compiled FLOPs against the program's: rematerialisation explains some, and these cause no complaint."""
 
 import dataclasses
 
@@ -32,15 +32,15 @@ def test_what_remat_does_not_explain_is_said(compiled: float, remat: float, sent
 def test_flops_of_all_devices_are_compared_with_the_program() -> None:
     shapes = (jax.ShapeDtypeStruct((4096, 4096), jnp.bfloat16),) * 2
     program = trace(lambda a, b: a @ b, shapes, name="product")
-    found = estimate(module(matmul("d").replace("%d", "ROOT %d")), MESH)
-    check = check_flops(program, found, 16)
+    estimated = estimate(module(matmul("d").replace("%d", "ROOT %d")), MESH)
+    check = check_flops(program, estimated, 16)
     assert check.program == 2 * 4096**3 and check.compiled == 16 * check.program and check.remat == 0
     assert check.complaint.startswith("the compiled program does 16.00 x")
-    assert not check_flops(program, found, 1).complaint
+    assert not check_flops(program, estimated, 1).complaint
 
 
 def test_recompute_is_known_by_its_name() -> None:
     text = module(matmul("d.remat") + matmul("e", "d.remat").replace("%e", "ROOT %e"))
-    found = estimate(text, MESH)
-    assert found.remat_flops == found.flops / 2
-    assert dataclasses.replace(found, remat_flops=0.0).flops == 2 * 2 * 4096**3
+    estimated = estimate(text, MESH)
+    assert estimated.remat_flops == estimated.flops / 2
+    assert dataclasses.replace(estimated, remat_flops=0.0).flops == 2 * 2 * 4096**3

@@ -1,4 +1,4 @@
-"""Which links a group of devices spans, and what a collective costs there."""
+"""Links that a group of devices spans, and the cost of a collective on them."""
 
 import pytest
 
@@ -26,8 +26,8 @@ V5P = Topology.parse("v5p:4x4x4")
     ],
 )
 def test_groups_span_physical_axes(topology, members, wanted):
-    found = group_segments(topology, members)
-    assert (None if found is None else list(found)) == wanted
+    segments_of_group = group_segments(topology, members)
+    assert (None if segments_of_group is None else list(segments_of_group)) == wanted
 
 
 def test_a_group_of_a_mesh_axis_is_priced_like_the_axis():
@@ -50,7 +50,7 @@ def test_a_permute_takes_its_longest_way_and_its_fullest_link():
         return permute_seconds(V5E, calibration, pairs, size)[0] - calibration.collective_launch_s
 
     assert seconds([(0, 1), (1, 2), (2, 3)]) == pytest.approx(link)
-    # A line: what goes back crosses every link, but the other way; what goes two steps shares one.
+    # A line: the permute back crosses every link in the other direction, and two of its two-step sends share one.
     assert seconds([(0, 1), (1, 2), (2, 3), (3, 0)]) == pytest.approx(link)
     assert seconds([(0, 2), (1, 3)]) == pytest.approx(2 * link)
     assert seconds([(0, 3), (1, 2)]) == pytest.approx(2 * link)
@@ -58,7 +58,7 @@ def test_a_permute_takes_its_longest_way_and_its_fullest_link():
     tpu7x = Topology.parse("tpu7x:2x2x1")
     assert permute_seconds(tpu7x, load_calibration("tpu7x"), [(0, 1), (1, 2)], 8)[1] == {"y+"}
     assert permute_seconds(tpu7x, load_calibration("tpu7x"), [(0, 1), (1, 0)], 8)[1] == {"die"}
-    # One device of each chip sends over the chip's link by itself; two share it.
+    # One device of each chip uses the chip's link alone; two devices share it.
     alone, shared = (
         permute_seconds(tpu7x, load_calibration("tpu7x"), p, 1 << 28)[0] for p in ([(0, 2)], [(0, 2), (1, 3)])
     )

@@ -1,4 +1,4 @@
-"""Which compiled communication a prediction does not account for."""
+"""Compiled communication that a prediction does not account for."""
 
 from autoshard.exec.hlo.compiled_collectives import CompiledCollective
 from autoshard.exec.hlo.unforeseen import Expected, beyond

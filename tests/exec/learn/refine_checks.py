@@ -1,4 +1,4 @@
-"""A refinement whose judge is slow and says when it has judged: `refine_checks.py`; AUTOSHARD_DATA_DIR keeps."""
+"""A refinement with a slow judge that prints when it has judged: `refine_checks.py`, data in AUTOSHARD_DATA_DIR."""
 
 import signal
 import sys
@@ -15,7 +15,7 @@ from tests.planning.programs import program
 
 
 class MadeUpJudge:
-    """Takes bills to seconds by a function of its own, and counts what it is asked."""
+    """Judge that converts bills to seconds by a function of its own, and counts its calls."""
 
     name: Judge = "measure"
 
@@ -33,7 +33,7 @@ class MadeUpJudge:
 
 
 def main() -> None:
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # jobs that a shell runs in the background ignore it
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # background jobs of a shell ignore SIGINT
     judge = MadeUpJudge(lambda bill: 0.1 + 0.001 * len(bill.charges), wait_s=1.0)
     refinement.judge_of = lambda *_: judge
     result = refine(

@@ -1,4 +1,4 @@
-"""Plan, judge, learn, plan again: the judged best wins, what was seen is kept and not judged again, and teaches."""
+"""Plan, judge, learn, plan again: the best judged plan wins, and judgements are stored, reused and learnt from."""
 
 import dataclasses
 import os
@@ -36,7 +36,7 @@ def database(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Database:
 
 @pytest.fixture
 def judged_by(monkeypatch: pytest.MonkeyPatch) -> Callable[..., MadeUpJudge]:
-    """Replace the judge by one that has bills take what a function says."""
+    """Judge whose time of each bill is a function's result."""
 
     def replace(seconds: Callable[[Bill], float]) -> MadeUpJudge:
         judge = MadeUpJudge(seconds)
@@ -111,7 +111,7 @@ def test_what_was_seen_with_compiler_flags_serves_plans_with_the_same_flags_alon
     assert same.provenance["learned"]["hash"] == result.fit.hash
     fitted = {each.figure for each in result.fit.figures}
     assert "gather_overlap" in fitted and not fitted & same.provenance["xla_flags"]["figures"].keys()
-    (bill,) = plan_bills(decoder, [same])  # raises where what the plan keeps does not price it again
+    (bill,) = plan_bills(decoder, [same])  # raises if the plan's record does not price it again
     assert bill.seconds(result.fit.calibration) == pytest.approx(same.prediction.step_time_s, rel=1e-6)
     for other in (None, "async"):
         assert "learned" not in make_plan(decoder, Options(**case, xla_flags=other)).plan.provenance

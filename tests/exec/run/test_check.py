@@ -1,4 +1,4 @@
-"""Comparing results: tolerance by dtype, noise, and what Adam does to it."""
+"""Comparison of results: tolerance by dtype, noise, and Adam's amplification of noise."""
 
 import dataclasses
 import math
@@ -12,7 +12,7 @@ from autoshard.program import Argument, Program, Result, Role
 
 
 def program(*results: tuple[str, Role | None], shape: tuple[int, ...] = (4,), dtype: str = "float32") -> Program:
-    """Results that replace an argument of the role, or are free if it is None."""
+    """Build a program of results that replace an argument of a role, or of none if the role is None."""
     arguments, outs = [], []
     for i, (name, role) in enumerate(results):
         if role is not None:
@@ -70,7 +70,7 @@ STATE = [P, MU * 0, NU * 0]
 
 
 def test_under_adam_moments_explain_what_is_noise():
-    """The third gradient is noise: its sign may differ, and with it the whole update."""
+    """Compare steps whose third gradient is noise: its sign may differ, and so may the whole update."""
     unplanned = [UPDATED, MU, NU]
     flipped = [array(-0.01, 0.01, 0.01, -0.01), array(1, -1, -1e-7, 0.5), NU]
     check = compare(ADAM, flipped, unplanned, before=STATE)
@@ -80,7 +80,7 @@ def test_under_adam_moments_explain_what_is_noise():
     assert not compare(ADAM, [flipped[0], MU, NU], unplanned, before=STATE).passed
     wrong = compare(ADAM, [array(-0.01, 0.0101, 0.01, -0.01), *flipped[1:]], unplanned, before=STATE)
     assert not wrong.passed and wrong.worst is not None and wrong.worst.name == "params.w"
-    # Without the state before the step nothing is explained.
+    # The check without the state before the step explains nothing.
     assert not compare(ADAM, flipped, unplanned).passed
 
 

@@ -1,4 +1,4 @@
-"""A traced torch step beside eager torch, as `autoshard measure --check` compares them."""
+"""A traced torch step against eager torch, as `autoshard measure --check` compares them."""
 
 import dataclasses
 import json
@@ -34,7 +34,7 @@ def program():
 
 
 def _wrong(program: Program) -> Program:
-    """The program whose traced gradients and loss are half as large again, as of a wrong lowering."""
+    """Scale the traced gradients and loss by 1.5, as a wrong lowering could."""
     import jax
 
     step = program.eager.step

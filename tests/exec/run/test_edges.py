@@ -1,4 +1,4 @@
-"""Checks of measured steps from arguments at the edges: indices at and past the ends, ties, NaN."""
+"""Checks of measured steps with edge-case arguments: indices at and past the ends, ties, NaN."""
 
 import jax
 import jax.numpy as jnp
@@ -35,7 +35,7 @@ def planned(fn, *args, **pins: str):
         (lambda x, i: lax.dynamic_slice(x, (i[0], i[1]), (2, 2)), {1: (8, 16)}),
         (lambda x, i: lax.dynamic_update_slice(x, x[:1], (i[0], 0)), {1: (16,)}),
         (lambda x, i: lax.scan(lambda c, t: (c + x[t], None), x[0], i)[0], {1: (16,)}),
-        (lambda x, i: lax.fori_loop(0, i[0], lambda k, c: c + x[i[k]], x[0]), {}),  # how often the loop runs
+        (lambda x, i: lax.fori_loop(0, i[0], lambda k, c: c + x[i[k]], x[0]), {}),  # the index is a number of trips
         (lambda x, i: x[:8] * i[:, None], {}),
     ],
 )
@@ -62,7 +62,7 @@ def test_the_check_sees_a_clamp_that_is_lost(monkeypatch: pytest.MonkeyPatch):
     assert not right.failed and set(right.edges) == {ENDS, BEYOND, UNDEFINED}
     monkeypatch.setattr(mlir, "guard_indexing", lambda module: None)
     wrong = measure(program, plan, steps=1, warmup=0, check=True)
-    assert wrong.check is not None and wrong.check.passed  # in range nothing is seen
+    assert wrong.check is not None and wrong.check.passed  # arguments in range show no difference
     beyond = wrong.edges[BEYOND]
     assert wrong.failed and beyond is not None and not beyond.passed
 

@@ -1,4 +1,4 @@
-"""The noise of results: another order of the examples, and what it excuses."""
+"""Noise of results: the difference when the examples are reordered, and the tolerance that it justifies."""
 
 from typing import Any
 
@@ -17,7 +17,7 @@ from tests.graph.programs import f32
 
 
 def attention(optimizer: optax.GradientTransformation) -> Program:
-    """A step on one attention layer whose keys have a bias: its gradient is zero in theory."""
+    """Trace a step of one attention layer whose keys have a bias. Its gradient is zero in theory."""
 
     def step(p: Any, state: Any, x: Any) -> Any:
         def loss(p: Any) -> Any:
@@ -81,7 +81,7 @@ def test_twice_the_noise_is_excused_and_no_more() -> None:
 
 
 def bf16_step(scale: float = 1.0) -> Program:
-    """A step in 32-bit floats that multiplies in bfloat16; `scale` makes its gradient a wrong one."""
+    """Trace a step in float32 that multiplies in bfloat16; `scale` makes its gradient a wrong one."""
 
     def step(p: Any, x: Any) -> Any:
         def loss(p: Any) -> Any:

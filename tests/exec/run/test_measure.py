@@ -193,8 +193,8 @@ def test_device_arrays_that_the_program_gives_survive_a_donated_step() -> None:
     params = {"w": jnp.ones((16, 8)), "b": jnp.zeros((8,))}
     args = (params, tx.init(params), jnp.ones((8, 16)))
     program = trace(step, args, name="given arrays", donate_argnums=(0, 1), training=True, make_args=lambda seed: args)
-    found = measure(program, make_plan(program, Options(topology="cpu:8")).plan, steps=2, warmup=0, check=True)
-    assert found.check is not None and found.check.passed
+    measurement = measure(program, make_plan(program, Options(topology="cpu:8")).plan, steps=2, warmup=0, check=True)
+    assert measurement.check is not None and measurement.check.passed
     assert params["w"].sum() == 128.0 and not params["b"].is_deleted()
 
 
@@ -219,9 +219,9 @@ def test_an_unplanned_step_that_does_not_fit_is_said_and_the_planned_one_is_time
         raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 9 bytes")
 
     monkeypatch.setattr("autoshard.exec.run.measurement._unplanned_step", too_large)
-    found = measure(mlp, handmade(mlp, MESH, TENSOR_PARALLEL), steps=2, warmup=0, check=True)
-    assert found.check is None and len(found.step_times_s) == 2
-    skipped = measurement_figures(found)["check_skipped"]
+    measurement = measure(mlp, handmade(mlp, MESH, TENSOR_PARALLEL), steps=2, warmup=0, check=True)
+    assert measurement.check is None and len(measurement.step_times_s) == 2
+    skipped = measurement_figures(measurement)["check_skipped"]
     assert skipped.startswith("the unplanned step ran out of memory on one device, so that nothing was compared: RESO")
 
     def broken(*_):

@@ -1,4 +1,4 @@
-"""What the profiler says of collectives, and what is said when it says nothing."""
+"""Times of collectives from the profiler, and the message if the profiler has none."""
 
 import json
 from pathlib import Path
@@ -26,21 +26,21 @@ def mlp() -> Program:
 
 
 def test_collectives_are_timed_by_kind_and_axes(mlp: Program) -> None:
-    found = measure(mlp, handmade(mlp, {"data": 4, "model": 2}, SPECS), steps=1, warmup=1, timed_collectives=2)
-    assert found.collective_times is not None and not found.collective_times.note
-    times = {(t.kind, t.axes): t for t in found.collective_times.times}
+    measurement = measure(mlp, handmade(mlp, {"data": 4, "model": 2}, SPECS), steps=1, warmup=1, timed_collectives=2)
+    assert measurement.collective_times is not None and not measurement.collective_times.note
+    times = {(t.kind, t.axes): t for t in measurement.collective_times.times}
     assert set(times) == {("all-reduce", ("data",)), ("all-reduce", ("model",))}
-    counted = {("all-reduce", c.axes): c.count for c in found.collectives}
+    counted = {("all-reduce", c.axes): c.count for c in measurement.collectives}
     assert {key: t.count for key, t in times.items()} == counted
     assert all(t.seconds > 0 for t in times.values())
-    figures = measurement_figures(found)
+    figures = measurement_figures(measurement)
     assert [t["axes"] for t in json.loads(json.dumps(figures))["collectives"]["times"]] == [["data"], ["model"]]
     assert figures["profiler"] == ""
 
 
 def test_without_the_profiler_no_times_are_given(mlp: Program) -> None:
-    found = measure(mlp, handmade(mlp, {"data": 4, "model": 2}, SPECS), steps=1, warmup=0)
-    assert found.collective_times is None and "times" not in measurement_figures(found)["collectives"]
+    measurement = measure(mlp, handmade(mlp, {"data": 4, "model": 2}, SPECS), steps=1, warmup=0)
+    assert measurement.collective_times is None and "times" not in measurement_figures(measurement)["collectives"]
 
 
 def test_a_profiler_that_does_not_start_is_a_note(mlp: Program, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -48,8 +48,8 @@ def test_a_profiler_that_does_not_start_is_a_note(mlp: Program, monkeypatch: pyt
         raise RuntimeError("only one profile\ncan run")
 
     monkeypatch.setattr(jax.profiler, "start_trace", refuse)
-    found = measure(mlp, handmade(mlp, {"data": 4, "model": 2}, SPECS), steps=1, warmup=0, timed_collectives=1)
-    assert measurement_figures(found)["profiler"] == "the profiler did not start: only one profile can run"
+    measurement = measure(mlp, handmade(mlp, {"data": 4, "model": 2}, SPECS), steps=1, warmup=0, timed_collectives=1)
+    assert measurement_figures(measurement)["profiler"] == "the profiler did not start: only one profile can run"
 
 
 def test_a_profile_that_cannot_be_read_is_a_note(mlp: Program, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -57,8 +57,8 @@ def test_a_profile_that_cannot_be_read_is_a_note(mlp: Program, monkeypatch: pyte
         raise ValueError("it is no profile")
 
     monkeypatch.setattr(profiled_collectives, "read_events", refuse)
-    found = measure(mlp, handmade(mlp, {"data": 4, "model": 2}, SPECS), steps=1, warmup=0, timed_collectives=1)
-    assert measurement_figures(found)["profiler"] == "what the profiler wrote cannot be read: it is no profile"
+    measurement = measure(mlp, handmade(mlp, {"data": 4, "model": 2}, SPECS), steps=1, warmup=0, timed_collectives=1)
+    assert measurement_figures(measurement)["profiler"] == "what the profiler wrote cannot be read: it is no profile"
 
 
 def one(opcode: str) -> CompiledCollective:
@@ -77,7 +77,7 @@ def test_no_op_and_no_collective_are_told_apart() -> None:
 
 
 def test_steps_without_numbers_share_their_time() -> None:
-    """Two devices, two steps, an op of 1 s on one device and of 3 s on the other."""
+    """Average an op of 1 s on one device and of 3 s on the other, over two steps."""
     wanted = (CollectiveTime("all-reduce", ("model",), 2.0, 1),)
     for numbered in (False, True):
         ran = [

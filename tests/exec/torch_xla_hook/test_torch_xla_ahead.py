@@ -1,4 +1,4 @@
-"""Models that fit only when they are split train with nothing planned before."""
+"""Models that fit only if they are split: they train although no plan was made before."""
 
 from typing import Any
 
@@ -25,7 +25,7 @@ def test_no_device_holds_what_is_split_whole():
     row = ahead("on_the_host")
     check_trained(row)
     assert not row["said"]
-    # Eight devices that hold the parameters whole take eight times their size.
+    # Eight devices with whole parameters need eight times their size.
     assert row["growth"][0] < 7
 
 

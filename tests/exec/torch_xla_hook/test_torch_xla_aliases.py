@@ -1,4 +1,4 @@
-"""Aliases that a script keeps across planned steps: writes to one are seen in the other, in both directions."""
+"""Aliases that a script uses across planned steps: writes to one are visible in the other, in both directions."""
 
 from typing import Any
 
@@ -17,7 +17,7 @@ SETTINGS = ({"XLA_AUTO_USE_GROUP_SHARDING": "0"}, {"XLA_AUTO_PLAN_AHEAD": "1"}, 
 
 @pytest.fixture(scope="module")
 def planned() -> dict[str, dict[str, Any]]:
-    """All cases under auto-sharding, in one process."""
+    """Run all cases under auto-sharding, in one process."""
     return modes.run_mode("auto", MODULE, *CASES)
 
 
@@ -41,7 +41,7 @@ def test_planned_steps_equal_eager_torch_under_other_settings(setting: dict[str,
 
 @pytest.mark.full
 def test_aliases_cost_no_execution_and_few_compilations(planned: dict[str, Any]):
-    """Each plan adds its own program, and the one that follows it with split data."""
+    """Allow three compilations for each plan: its own program and the next ones with split data."""
     for name, row in modes.run_mode("spmd", MODULE, *CASES).items():
         assert planned[name]["executions"] <= row["executions"], name
         assert planned[name]["compiles"] <= row["compiles"] + 3 * planned[name]["plans"], name

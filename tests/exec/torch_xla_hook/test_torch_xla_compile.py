@@ -27,7 +27,7 @@ def test_inference_alone_is_planned_and_holds_its_parameters_so(found: dict[str,
 
 
 def test_a_compiled_region_sends_what_is_planned(tmp_path: Path):
-    """Hooks of modules do not run there, so pins find the ops by what dynamo says of them."""
+    """Match pins to ops by dynamo's metadata, since hooks of modules do not run in a compiled region."""
     flags = f"{QUICKLY} --xla_dump_to={tmp_path} --xla_dump_hlo_as_text --xla_dump_hlo_pass_re=NONE"
     strict = {"AUTOSHARD_STRICT": "1", "XLA_AUTO_SPMD_MESH": "4,2", "XLA_FLAGS": flags}
     row = run_checks("torch_xla_compile_checks", "compiled_layers", **strict)["compiled_layers"]
@@ -47,7 +47,7 @@ def test_a_batch_that_cannot_stay_split_as_an_earlier_plan_has_it_is_split_anew(
 
 
 def test_what_is_computed_on_the_host_is_no_part_of_a_region(found: dict[str, Any]):
-    """There it would be the same in every call."""
+    """Exclude host ops from the region: inside, their values would be the same in every call."""
     row = found["hosted_inside"]
     assert row["difference"] < 1e-5
     assert row["compiles"][-1] == row["compiles"][-2]
@@ -62,12 +62,12 @@ def test_a_compiled_module_trains_as_planned(found: dict[str, Any]):
 
 @pytest.mark.full
 def test_a_step_that_still_runs_is_waited_for_when_its_data_is_named():
-    """A model is watched again when a batch of a new shape comes, and the step before may be running then."""
+    """Wait for the running step: a batch of a new shape makes the hook watch the model again."""
     found = run_checks("torch_xla_compile_checks", "running")["running"]["handles"]
     assert len(set(found)) == 5 and found[::2] == found[1::2]
 
 
 @pytest.mark.full
 def test_compiled_gradients_are_wrong_upstream():
-    """Why a compiled module trains lazily. When this fails, PyTorch/XLA is mended, and it need not any more."""
+    """Show why a compiled module trains lazily. If this fails, PyTorch/XLA is fixed and can train compiled modules."""
     assert max(run_checks("torch_xla_compile_checks", "upstream_gradients")["upstream_gradients"]["differences"]) > 0.1

@@ -1,4 +1,4 @@
-"""Modules that `SpmdFullyShardedDataParallel` wraps, planned; and the plan that is FSDP only."""
+"""Modules wrapped by `SpmdFullyShardedDataParallel` under a plan, and the plan that is FSDP only."""
 
 from typing import Any
 
@@ -29,7 +29,7 @@ def check_wrapped(row: dict[str, Any]) -> None:
     assert row["difference"] < 1e-5
     assert row["compiles"] == [1, 2, 2, 2] and row["plans"] == 1
     assert row["held"] == row["marked"] and all(text.startswith("{devices=") for text in row["held"])
-    # Names survive wrapping.
+    # Names do not change by wrapping.
     assert sorted(row["planned"]) == sorted(row["names"])
     assert set(row["names"]) <= set(row["kept"])
 

@@ -11,7 +11,7 @@ from tests.exec.torch_xla_hook.torch_xla_processes import run_checks
 
 @pytest.fixture(scope="session")
 def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder that makes this checkout an installed distribution with its entry points."""
+    """Install this checkout, with its entry points, as a distribution in a new folder."""
     folder = tmp_path_factory.mktemp("installed")
     torch_xla_overhead.install(folder)
     return folder
@@ -23,20 +23,20 @@ def run(installed: Path, *names: str, **environment: str) -> dict[str, dict[str,
 
 @pytest.fixture(scope="module")
 def asked(installed: Path) -> dict[str, dict[str, Any]]:
-    """Checks in one process that calls `xr.use_spmd(auto=True)`."""
+    """Run checks in one process that calls `xr.use_spmd(auto=True)`."""
     names = ("auto", "matmul", "training", "second_model", "accumulation", "compiled_step")
     return run(installed, *names, XLA_AUTO_SPMD_MESH="4,2", AUTOSHARD_STRICT="1")
 
 
 @pytest.fixture(scope="module")
 def unchanged(installed: Path) -> dict[str, dict[str, Any]]:
-    """Checks in one process that only has `XLA_AUTO_SPMD=1`."""
+    """Run checks in one process that only has `XLA_AUTO_SPMD=1`."""
     return run(installed, "unchanged_script", "failing", XLA_AUTO_SPMD="1")
 
 
 @pytest.fixture(scope="module")
 def unasked(installed: Path) -> dict[str, dict[str, Any]]:
-    """Checks in one process in which nothing asks for auto-sharding; the second one plans by itself."""
+    """Run checks in one process without auto-sharding. The second check plans explicitly."""
     return run(installed, "without_asking", "offline", XLA_AUTO_SPMD_MESH="4,2", JAX_PLATFORMS="cpu")
 
 
@@ -57,7 +57,7 @@ def test_parameters_and_state_are_split_and_stay_so(asked: dict[str, Any]):
 
 
 def test_later_steps_do_not_compile(asked: dict[str, Any]):
-    # As many as the same loop in SPMD mode without auto-sharding: results of the first step come back sharded.
+    # As many as in SPMD mode without auto-sharding: results of the first step are returned sharded.
     assert asked["training"]["compiles"] == [1, 2, 2, 2, 2, 2]
     assert asked["second_model"]["compiles"] == [1, 2, 2]
 
@@ -90,7 +90,7 @@ def test_gradient_accumulation(asked: dict[str, Any]):
 def test_a_compiled_step_with_batches_of_two_sizes(asked: dict[str, Any]):
     found = asked["compiled_step"]
     assert found["difference"] < 1e-5 and found["plans"] == 2
-    # Each size is planned, and compiled once more when the results of its planned run come back sharded.
+    # Each size is planned, and compiled once more when the results of its planned run are returned sharded.
     assert found["compiles"] == [1, 2, 2, 3, 3, 4, 4, 4]
 
 

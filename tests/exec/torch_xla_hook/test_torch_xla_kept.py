@@ -1,4 +1,4 @@
-"""Decisions on captured steps that are kept on disk."""
+"""Decisions on captured steps that are cached on disk."""
 
 from pathlib import Path
 from types import SimpleNamespace
@@ -24,9 +24,9 @@ def taken() -> Any:
 
 @pytest.fixture
 def count(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[int]:
-    """How often was really planned, as the length of it."""
+    """List whose length counts the decisions that were really planned."""
     monkeypatch.setenv("AUTOSHARD_CACHE_DIR", str(tmp_path))
-    monkeypatch.setattr(decision_cache, "registrations", tuple)  # those of other tests
+    monkeypatch.setattr(decision_cache, "registrations", tuple)  # without the registrations of other tests
     planned, decide = [], decision_cache.decide
 
     def counted(*given: Any) -> Any:
@@ -65,7 +65,7 @@ def test_an_entry_that_says_nothing_is_not_used(count: list[int], monkeypatch: p
 
 def test_a_mesh_is_found_again(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     monkeypatch.setenv("AUTOSHARD_CACHE_DIR", str(tmp_path))
-    monkeypatch.setattr(decision_cache, "registrations", tuple)  # those of other tests
+    monkeypatch.setattr(decision_cache, "registrations", tuple)  # without the registrations of other tests
     made = decision_cache.kept_mesh(taken(), "cpu:8")
     monkeypatch.setattr(decision_cache, "best_mesh", lambda *_: {})
     assert decision_cache.kept_mesh(taken(), "cpu:8") == made != {}

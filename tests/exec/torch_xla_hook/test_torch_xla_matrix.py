@@ -1,4 +1,4 @@
-"""A slice of the matrix of PyTorch/XLA runs: losses, compilations, and what the executed HLO sends."""
+"""A slice of the matrix of PyTorch/XLA runs: losses, compilations, and the collectives of the executed HLO."""
 
 from typing import Any
 
@@ -13,7 +13,7 @@ STEPS = 4
 
 @pytest.fixture(scope="module")
 def rows() -> dict[str, Any]:
-    """A convolutional net: norms in every step, and a spec that changes between a convolution and its bias."""
+    """Run a convolutional net, with norms in every step and a spec that changes between a convolution and its bias."""
     plain = torch_xla_matrix.run("cnn", MODEL, STEPS)
     split = torch_xla_matrix.run("cnn", [*MODEL, "--mesh", "4,2"], STEPS)
     return {"plain": plain["momentum"], "split": split["momentum"]}
@@ -46,24 +46,27 @@ def test_every_step_sends_what_is_planned(rows: dict[str, Any]):
     ],
 )
 def test_what_a_backward_pass_takes_is_sent_as_planned(model: str, mesh: str):
-    """Experts: the small factors of an outer product are moved. Attention: split over more than what is around it.
+    """Compare the executed bytes of models whose backward passes reshard in different ways.
 
-    A gradient that one product takes whole and the next split; a table that is gathered before it is looked up in.
+    - Experts: an outer product's small factors are resharded.
+    - Attention: it is split over more axes than the ops around it.
+    - Gradients: one product reads a gradient whole, and the next one reads it split.
+    - Tables: a table is gathered before a lookup.
     """
-    found = torch_xla_matrix.run(model, [*MODEL, "--mesh", mesh], 3)["momentum"]
-    assert found["compiles"] == [1, 2, 2]
-    for executed in found["wire"]["executed"]:
-        assert executed == pytest.approx(found["wire"]["planned"], rel=0.1)
+    run = torch_xla_matrix.run(model, [*MODEL, "--mesh", mesh], 3)["momentum"]
+    assert run["compiles"] == [1, 2, 2]
+    for executed in run["wire"]["executed"]:
+        assert executed == pytest.approx(run["wire"]["planned"], rel=0.1)
 
 
 @pytest.mark.full
 def test_what_is_planned_is_sent_where_shardy_is_asked_for(monkeypatch: pytest.MonkeyPatch):
-    """The released binary does not know the switch; one that does has to send the same."""
+    """Set the switch for Shardy: the released binary ignores it, and one that knows it must send the same bytes."""
     monkeypatch.setenv("CONVERT_SHLO_TO_SHARDY", "1")
-    found = torch_xla_matrix.run("mlp", [*MODEL, "--mesh", "4,2"], 3)["momentum"]
-    assert found["compiles"] == [1, 2, 2] and sum(found["wire"]["planned"].values()) > 0
-    for executed in found["wire"]["executed"]:
-        assert executed == pytest.approx(found["wire"]["planned"], rel=0.2)
+    run = torch_xla_matrix.run("mlp", [*MODEL, "--mesh", "4,2"], 3)["momentum"]
+    assert run["compiles"] == [1, 2, 2] and sum(run["wire"]["planned"].values()) > 0
+    for executed in run["wire"]["executed"]:
+        assert executed == pytest.approx(run["wire"]["planned"], rel=0.2)
 
 
 def test_the_table_says_what_differs():

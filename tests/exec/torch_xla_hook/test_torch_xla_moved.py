@@ -1,4 +1,4 @@
-"""Values moved, pooled or summed up along a dim that the user's marks or the plan split, in four steps."""
+"""Values moved, pooled or summed along a dim that the user's marks or the plan split, in four steps."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -31,7 +31,7 @@ def check(names: Sequence[str], sizes: str) -> dict[str, dict[str, Any]]:
 
 def test_planned_steps_equal_eager_torch():
     rows = check(QUICK, "8")
-    # Moving to what another tensor is does not read that one.
+    # Moving a value to another tensor's dtype and device does not read that tensor.
     assert rows["mask_like_value"]["compiles"] == 2 and rows["mask_like_value"]["executions"] == STEPS
 
 

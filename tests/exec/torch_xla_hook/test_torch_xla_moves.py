@@ -1,4 +1,4 @@
-"""`XLA_AUTO_USE_GROUP_SHARDING`: a graph's inputs are split in a group, or one by one."""
+"""`XLA_AUTO_USE_GROUP_SHARDING`: a graph's inputs are split in a group, or one at a time."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -18,7 +18,7 @@ SETTINGS = ("", "1", "0")
 
 @pytest.fixture(scope="module")
 def found() -> dict[str, Any]:
-    """By setting, what one process found."""
+    """Return the results of one process for each setting."""
 
     def moves(setting: str) -> Any:
         here = {"XLA_AUTO_SPMD_MESH": "4,2", "AUTOSHARD_STRICT": "1", "XLA_AUTO_USE_GROUP_SHARDING": setting}

@@ -1,4 +1,4 @@
-"""Plans that are made before anything is on a device: host memory, nested batches, shards and checkpoints."""
+"""Plans made before any tensor is on a device: host memory, nested batches, shards and checkpoints."""
 
 from typing import Any
 
@@ -18,8 +18,8 @@ def offline(name: str) -> dict[str, Any]:
 def test_a_module_is_made_shard_by_shard():
     row, whole = offline("shard_by_shard"), offline("whole_first")
     assert row["held"] == whole["held"] == ["{devices=[8,1]0,1,2,3,4,5,6,7}"]
-    assert row["spread"] == pytest.approx(whole["spread"], rel=0.05)  # made by the same reset_parameters
-    # Of the model's 16 layers the host holds a few at once: the one that is made, and those on their way.
+    assert row["spread"] == pytest.approx(whole["spread"], rel=0.05)  # initialised by the same reset_parameters
+    # The host stores only a few of the model's 16 layers at once: the current one, and those in transfer.
     assert row["peak"] < 0.4 and whole["peak"] > 1
 
 

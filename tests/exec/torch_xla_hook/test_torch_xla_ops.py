@@ -1,4 +1,4 @@
-"""Who is told of the ops that run on the XLA device."""
+"""Observers of the ops that run on the XLA device."""
 
 from typing import Any
 
@@ -17,20 +17,20 @@ def everything() -> dict[str, dict[str, Any]]:
 
 
 def test_ops_that_are_told_of_make_what_they_make_alone(everything: dict[str, dict[str, Any]]):
-    """A view of what an op has made of nothing is a view also where a mode is."""
+    """Create tensors inside of an observed block: views of them stay views under a mode too."""
     found = everything["made_inside"]
     assert found["same graph"]
     assert max(found["differences"]) == 0
 
 
 def test_ops_are_told_of_at_their_kernels_where_these_are_stood_in_for(everything: dict[str, dict[str, Any]]):
-    """A mode, which slows every op down, is there for the others only."""
+    """Use a dispatch mode, which slows every op, only for ops without a stand-in kernel."""
     found = everything["told_ops"]
     assert found["outer"] == [
         ["aten.mm.default 0", "aten.mm.default 1"],
         ["aten.mm.default 0 1", "aten.mm.default 1 1"],
     ]
-    apart = ["aten.addmm.default 0", "aten.addmm.default with bias 0"]  # the product, and the bias added to it
+    apart = ["aten.addmm.default 0", "aten.addmm.default with bias 0"]  # the product, and the sum with the bias
     assert found["inner"] == [apart, [f"{kind} 1" for kind in apart]]
     assert found["moded"] == ["aten.tanh.default 0"] and found["modes"] == [False, True]
     assert found["difference"] < 1e-5
@@ -38,7 +38,7 @@ def test_ops_are_told_of_at_their_kernels_where_these_are_stood_in_for(everythin
 
 
 def test_a_loop_is_told_of_as_one_op_and_two_convolutions_apart(everything: dict[str, dict[str, Any]]):
-    """A backward pass of a convolution makes the gradient of what it took, and of its weight: two products."""
+    """Report two products for a convolution's backward pass: the gradients of its input and of its weight."""
     found = everything["told_parts"]
     assert found["loop"] == [["xla.scan", [[3], [5, 3]]]]
     kind = "aten.convolution_backward.default"
@@ -50,7 +50,7 @@ def test_a_loop_is_told_of_as_one_op_and_two_convolutions_apart(everything: dict
 
 
 def test_what_is_computed_on_the_host_is_put_together_from_shards(everything: dict[str, dict[str, Any]]):
-    """PyTorch/XLA compiles a program for each split tensor that such an op takes, in every step."""
+    """Assemble host ops' operands from shards: otherwise PyTorch/XLA compiles a program for each one in every step."""
     found = everything["on_host"]
     assert {"aten::_embedding_bag", "aten::huber_loss"} <= set(found["host"]) and any(found["split"])
     assert max(found["differences"]) < 1e-5
@@ -59,7 +59,7 @@ def test_what_is_computed_on_the_host_is_put_together_from_shards(everything: di
 
 
 def test_chunks_are_slices(everything: dict[str, dict[str, Any]]):
-    """Such are the gates of an LSTM. Views by strides are of what their base holds, and none of ours."""
+    """Compare chunks, such as an LSTM's gates, and strided views. Only the chunks become slices."""
     found = everything["chunked"]
     assert not any(found[name][0] for name in ("gates", "unlike", "lstm"))
     assert max(off for _, off in found.values()) < 1e-6

@@ -1,4 +1,4 @@
-"""What auto-sharding does in a step after the first: counted, beside the same loop sharded by hand."""
+"""Overhead of auto-sharding in a step after the first, counted against the same loop sharded by hand."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Which places of a script a plan's pins fall on."""
+"""Places of a script that a plan's pins apply to."""
 
 import dataclasses
 from types import SimpleNamespace
@@ -29,9 +29,10 @@ def pinned(
     graph: dict[int, Any] | None = None,
     arguments: dict[str, Spec] | None = None,
 ) -> dict[Place, tuple[Spec, ...]]:
-    """`graph` has what ops take, by their numbers; an add takes values of its own shape, a dot does not.
+    """Return the specs of each pinned place. `graph` maps an op's number to its kind and operands.
 
-    A sum is over all dims but the first. What is spread is found again in the last dim. A turn exchanges two dims.
+    An "add" has operands of its own shape, a "dot" does not. A "sum" reduces all dims but the first. A "spread" is a
+    broadcast whose operand is its last dim. A "turn" swaps two dims.
     """
     plan: Any = SimpleNamespace(pins=pins, arguments=arguments or {"weight": WHOLE, "bias": Spec((("data",),))})
     graph = graph or {7: ("dot", (4, 0), (5, 0))}
@@ -57,7 +58,10 @@ def test_an_op_whose_operands_stay_is_left_to_propagation():
 
 
 def test_a_product_that_does_without_an_axis_of_its_operands_has_these_pinned():
-    """Or has one more. A lookup is pinned whole: what it makes does not follow from what it takes."""
+    """Pin the operands if the product has fewer or more axes than they have. Pin a lookup whole.
+
+    A lookup's result does not follow from its operands.
+    """
     first = TAKEN._replace(number=0)
     pins = Pin(op=4, index=0, spec=SPLIT), Pin(op=7, index=0, spec=WHOLE)
     places = {first: (-1, 0), TAKEN: (4, 0), MADE: (7, 0)}
@@ -83,7 +87,7 @@ def test_an_op_that_takes_an_operand_in_another_spec_is_pinned_whole():
 
 
 def test_an_argument_that_is_taken_in_another_spec_is_pinned_there():
-    """Such as a table that is split, and gathered before something is looked up in it."""
+    """Reshard an argument before its op, like a split table that is gathered before a lookup."""
     graph = {7: ("gather", (-1, 0), (4, 0))}
     pin = Pin(op=-1, index=0, spec=OTHER, operand=(7, 0))
     places = {FIRST: (-1, 0), MADE: (7, 0)}
@@ -94,7 +98,7 @@ def test_an_argument_that_is_taken_in_another_spec_is_pinned_there():
 
 
 def test_a_product_that_takes_what_another_is_handed_in_more_axes_has_its_operands_pinned():
-    """Propagation would else bring these axes back to what both take."""
+    """Pin the operands that two products share: else propagation reshards them to the axes of the other product."""
     graph = {7: ("dot", (4, 0), (5, 0)), 8: ("dot", (4, 0), (5, 0))}
     pins = [Pin(op=number, index=0, spec=WHOLE) for number in (4, 5, 7)]
     handed = Pin(op=4, index=0, spec=SPLIT, operand=(8, 0))
@@ -110,7 +114,7 @@ def test_values_that_no_result_needs_have_no_pins():
 
 
 def test_a_spec_that_changes_inside_of_an_op_is_pinned_before_the_last():
-    """Such as between a convolution and its bias; a module that gives the same value has it in its last spec."""
+    """Change the spec within an op, as between a convolution and its bias. The module's result has the last spec."""
     graph = {6: ("dot", (4, 0), (5, 0)), 7: ("add", (6, 0), (3, 0))}
     pins = (
         Pin(op=4, index=0, spec=SPLIT),
@@ -141,7 +145,7 @@ def test_what_a_view_splits_anew_is_pinned_where_it_is_made():
 
 
 def test_a_product_that_takes_what_a_view_splits_anew_has_it_pinned():
-    """Such as tokens that a router takes whole, and that come split from what is before it."""
+    """Split a view differently, like tokens that a router needs whole and that the op before it returns split."""
     graph = {5: ("reshape", (4, 0)), 7: ("dot", (5, 0), (-1, 0))}
     pins = [Pin(op=4, index=0, spec=SPLIT), Pin(op=5, index=0, spec=WHOLE), Pin(op=7, index=0, spec=WHOLE)]
     places = {OUTPUT: (4, 0), FIRST: (5, 0), TAKEN: (-1, 0), MADE: (7, 0)}
@@ -162,7 +166,7 @@ def test_a_product_that_takes_what_a_view_splits_anew_has_it_pinned():
 def test_a_view_that_is_handed_on_in_more_axes_keeps_its_own_beside(
     handed: Spec, through: str, specs: tuple[Spec, ...]
 ):
-    """Else these would be the axes in which the backward pass takes it, too."""
+    """Pin the view's own spec first: otherwise the backward pass would receive it in the further axes too."""
     graph = {5: (through, (4, 0)), 7: ("dot", (5, 0), (-1, 0))}
     pins = (
         Pin(op=4, index=0, spec=SPLIT),
@@ -177,30 +181,30 @@ def test_a_view_that_is_handed_on_in_more_axes_keeps_its_own_beside(
 def test_a_view_that_turns_dims_splits_anew_what_stays_where_it_was(turned: Spec):
     graph = {5: ("turn", (4, 0)), 7: ("dot", (5, 0), (-1, 0))}
     pins = [Pin(op=4, index=0, spec=SPLIT), Pin(op=5, index=0, spec=turned), Pin(op=7, index=0, spec=turned)]
-    found = pinned(*pins, places={OUTPUT: (4, 0), FIRST: (5, 0), MADE: (7, 0)}, graph=graph)
-    assert found == {OUTPUT: (SPLIT,)} | ({FIRST: (SPLIT,)} if turned == SPLIT else {})
+    pinned_specs = pinned(*pins, places={OUTPUT: (4, 0), FIRST: (5, 0), MADE: (7, 0)}, graph=graph)
+    assert pinned_specs == {OUTPUT: (SPLIT,)} | ({FIRST: (SPLIT,)} if turned == SPLIT else {})
 
 
 def test_what_is_cut_out_of_a_view_that_splits_anew_is_pinned_where_it_is_taken():
-    """Such as queries, keys and values of one product."""
+    """Slice a view that is split differently, like queries, keys and values of one product."""
     graph = {5: ("turn", (4, 0)), 6: ("slice", (5, 0)), 7: ("dot", (6, 0), (-1, 0))}
     pins = [Pin(op=op, index=0, spec=SPLIT) for op in (4, 5, 6, 7)]
-    found = pinned(*pins, places={OUTPUT: (4, 0), FIRST: (6, 0), MADE: (7, 0)}, graph=graph)
-    assert found == {OUTPUT: (SPLIT,), FIRST: (SPLIT,)}
+    pinned_specs = pinned(*pins, places={OUTPUT: (4, 0), FIRST: (6, 0), MADE: (7, 0)}, graph=graph)
+    assert pinned_specs == {OUTPUT: (SPLIT,), FIRST: (SPLIT,)}
 
 
 def test_what_a_view_splits_anew_and_an_op_takes_in_further_specs_has_all_of_them():
     graph = {5: ("turn", (4, 0)), 7: ("dot", (5, 0), (-1, 0))}
     made, anew = Pin(op=4, index=0, spec=SPLIT), Pin(op=5, index=0, spec=SPLIT)
     steps = [dataclasses.replace(anew, spec=spec, operand=(7, 0)) for spec in (WHOLE, OTHER)]
-    found = pinned(
+    pinned_specs = pinned(
         made, anew, *steps, Pin(op=7, index=0, spec=OTHER), places={FIRST: (5, 0), MADE: (7, 0)}, graph=graph
     )
-    assert found[FIRST] == (SPLIT, WHOLE, OTHER)
+    assert pinned_specs[FIRST] == (SPLIT, WHOLE, OTHER)
 
 
 def test_what_any_op_makes_in_one_spec_after_the_other_is_pinned():
-    """Such as a pooling whose channels are split before it and its examples after."""
+    """Change the spec after an op, like a pooling whose channels are split before it and its examples after it."""
     pools = {7: ("pool", (4, 0))}
     pins = Pin(op=4, index=0, spec=OTHER), Pin(op=7, index=0, spec=OTHER), Pin(op=7, index=0, spec=SPLIT)
     assert pinned(*pins, places={FIRST: (4, 0), MADE: (7, 0)}, graph=pools) == {MADE: (OTHER, SPLIT)}
@@ -208,16 +212,16 @@ def test_what_any_op_makes_in_one_spec_after_the_other_is_pinned():
 
 @pytest.mark.parametrize("number", [0, 1], ids=["whole", "split"])
 def test_a_bias_that_is_gathered_to_be_spread_is_pinned_before(number: int):
-    """XLA would gather it spread over all of the result. One that only needs slicing follows what it meets."""
+    """Pin a bias before its broadcast: XLA would gather the broadcast. A bias that is only sliced follows its op."""
     graph = {6: ("spread", (-1, number)), 7: ("add", (4, 0), (6, 0))}
     split = Spec(((), ("model",)))
     pins = [Pin(op=op, index=0, spec=split) for op in (4, 6, 7)]
-    found = pinned(*pins, places={FIRST: (4, 0), TAKEN: (-1, number), MADE: (7, 0)}, graph=graph)
-    assert (found.get(TAKEN) == (Spec((("model",),)),)) == bool(number)
+    pinned_specs = pinned(*pins, places={FIRST: (4, 0), TAKEN: (-1, number), MADE: (7, 0)}, graph=graph)
+    assert (pinned_specs.get(TAKEN) == (Spec((("model",),)),)) == bool(number)
 
 
 def test_what_a_module_gives_and_the_plan_leaves_to_propagation_is_pinned_as_what_it_is_made_from():
-    """Such as a product and its bias, after a view has split that anew: what it is added to would be as it was."""
+    """Pin a module's result by its operands: a product, which a view has split differently, and its bias."""
     graph = {5: ("turn", (4, 0)), 7: ("add", (5, 0), (6, 0))}
     pins = Pin(op=4, index=0, spec=SPLIT), Pin(op=5, index=0, spec=SPLIT), Pin(op=6, index=0, spec=SPLIT)
     assert pinned(*pins, places={OUTPUT: (7, 0)}, graph=graph) == {OUTPUT: (SPLIT,)}
@@ -247,7 +251,7 @@ def test_a_sum_splits_anew_only_dims_that_it_keeps(made: Spec, summed: tuple[str
     ids=["follows", "an axis comes in from what is made", "an axis comes back from another op", "handed on as it is"],
 )
 def test_what_a_product_takes_is_not_pinned_where_it_follows(after: Spec, handed: Spec | None, is_pinned: bool):
-    """Here a view of what a module gives, where nothing around would split it in another way."""
+    """Use a view of a module's result, which the ops around it would not split in another way."""
     graph = {5: ("reshape", (4, 0)), 7: ("dot", (-1, 0), (5, 0)), 8: ("add", (7, 0), (6, 0)), 9: ("dot", (5, 0))}
     pins = [
         Pin(op=4, index=0, spec=SPLIT),
@@ -258,10 +262,10 @@ def test_what_a_product_takes_is_not_pinned_where_it_follows(after: Spec, handed
     if handed is not None:
         pins.append(Pin(op=5, index=0, spec=handed, operand=(9, 0)))
     places = {OUTPUT: (4, 0), FIRST: (-1, 0), TAKEN: (5, 0), MADE: (7, 0)}
-    found = pinned(*pins, places=places, graph=graph)
-    assert found.pop(OUTPUT) == (SPLIT,)
-    assert (found.get(TAKEN) == (SPLIT,)) == is_pinned
-    assert not found or is_pinned
+    pinned_specs = pinned(*pins, places=places, graph=graph)
+    assert pinned_specs.pop(OUTPUT) == (SPLIT,)
+    assert (pinned_specs.get(TAKEN) == (SPLIT,)) == is_pinned
+    assert not pinned_specs or is_pinned
 
 
 def test_what_a_module_gives_is_not_pinned_at_the_op_that_makes_it_too():
@@ -274,7 +278,7 @@ def test_what_a_module_gives_is_not_pinned_at_the_op_that_makes_it_too():
 
 
 def test_data_that_becomes_a_view_split_otherwise_is_taken_so():
-    """Indices of a lookup, which it flattens first: else the op would follow how they are held."""
+    """Pin the indices of a lookup, which flattens them first: otherwise the op would follow their stored spec."""
     views = {5: ("turn", (-1, 1)), 6: ("reshape", (-1, 0))}
     looks = views | {7: ("gather", (4, 0), (5, 0)), 8: ("gather", (4, 0), (6, 0))}
     pins = [Pin(op=4, index=0, spec=WHOLE), Pin(op=5, index=0, spec=SPLIT), Pin(op=6, index=0, spec=WHOLE)]
@@ -286,6 +290,6 @@ def test_data_that_becomes_a_view_split_otherwise_is_taken_so():
         Place("block", 0, "operand", 1, later): (-1, 0),
         Place("block", 0, "result", 0, later): (8, 0),
     }
-    found = pinned(*pins, places=places, graph=looks, arguments={"ids": WHOLE, "turned": WHOLE})
-    assert found[TAKEN] == (OTHER,)
-    assert Place("block", 0, "operand", 1, later) not in found  # whole, as it is held
+    pinned_specs = pinned(*pins, places=places, graph=looks, arguments={"ids": WHOLE, "turned": WHOLE})
+    assert pinned_specs[TAKEN] == (OTHER,)
+    assert Place("block", 0, "operand", 1, later) not in pinned_specs  # whole, as it is stored

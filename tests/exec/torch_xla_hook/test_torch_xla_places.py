@@ -1,4 +1,4 @@
-"""Which topology PyTorch/XLA's devices form, from what the runtime says of them: no TPU is needed."""
+"""Topology of PyTorch/XLA's devices, from the runtime's attributes. No TPU is needed."""
 
 import itertools
 
@@ -10,12 +10,12 @@ from autoshard.exec.torch_xla_hook.planning.runtime_topology import tpu_topology
 
 
 def attributes(topology: Topology) -> list[dict[str, object]]:
-    """What the runtime says of every device of a topology."""
-    found = []
+    """Return the runtime's attributes of every device of a topology."""
+    rows = []
     for number in range(topology.num_devices):
         where, coords, core = topology.coords(number)
-        found.append({"name": f"TPU:{number}", "coords": list(coords), "core_on_chip": core, "slice_index": where})
-    return found
+        rows.append({"name": f"TPU:{number}", "coords": list(coords), "core_on_chip": core, "slice_index": where})
+    return rows
 
 
 TPUS = [load_chip(name) for name in chip_names() if load_chip(name).backend == "tpu"]

@@ -1,4 +1,4 @@
-"""Auto-sharding through `distribute_module`, and what PyTorch/XLA's own test of auto-sharding checks."""
+"""Auto-sharding through `distribute_module`, and the checks of PyTorch/XLA's own test of auto-sharding."""
 
 import math
 from typing import Any
@@ -53,7 +53,7 @@ def test_upstreams_training(found: dict[str, Any]):
     training = found["upstream_training"]
     assert training["compiles"][-1] <= 3 and training["compiles"][2:] == training["compiles"][-1:] * 3
     assert any(split(text) for text in [training["data"], *training["parameters"]])
-    # Eight threads of one machine take longer to meet than each of them to compute all of it.
+    # Eight threads of one machine need longer to synchronise than each of them to compute everything.
     assert any(said.startswith("with nothing split a step is predicted to take") for said in training["warnings"])
 
 

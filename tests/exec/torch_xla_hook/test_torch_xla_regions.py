@@ -1,4 +1,4 @@
-"""Which calls of modules a compiled region's ops are told to be from."""
+"""Attribution of a compiled region's ops to calls of modules."""
 
 from typing import Any
 
@@ -11,7 +11,7 @@ from autoshard.exec.torch_xla_hook.values.module_hooks import Guard  # noqa: E40
 
 
 class Told:
-    """Stands for the pins of a module."""
+    """Stand-in for the pins of a module."""
 
     def __init__(self, name: str, said: list[str]) -> None:
         self._name = name
@@ -28,7 +28,7 @@ class Told:
 
 
 def region(*ops: tuple[str, Any, list[str] | None]) -> Any:
-    """Ops one after the other, each by its name, what it runs, and the calls that it is from."""
+    """Build a chain of ops, each from its name, its function, and the module calls that it belongs to."""
     graph = torch.fx.Graph()
     value = graph.placeholder("x")
     for number, (name, function, calls) in enumerate(ops):
@@ -65,7 +65,7 @@ def test_calls_begin_and_end_with_their_ops():
         "leave inner",
         "inner gives [[-1.0]]",
         "leave outer",
-        "outer gives [[-1.0]]",  # to an op that does not say what call it is from
+        "outer gives [[-1.0]]",  # to an op without a module call
     ]
 
 

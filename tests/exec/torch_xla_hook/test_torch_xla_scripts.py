@@ -1,4 +1,4 @@
-"""What ordinary scripts do beside training one model in a loop, under auto-sharding."""
+"""Ordinary scripts under auto-sharding that do more than train one model in a loop."""
 
 from typing import Any
 
@@ -9,7 +9,7 @@ from tests.exec.torch_xla_hook.torch_xla_processes import run_checks
 
 @pytest.fixture(scope="module")
 def found() -> dict[str, dict[str, Any]]:
-    """What all scripts found, in one process; the last of them breaks the watcher on purpose."""
+    """Run all scripts in one process. The last of them breaks the watcher on purpose."""
     names = ("inferred", "evaluated_first", "known_steps", "copied", "freed", "compiled_own", "scanned", "read")
     names += (
         "compiled_in_place",
@@ -49,14 +49,14 @@ def test_what_fails_in_the_watcher_is_said_once_and_ends_it(found: dict[str, Any
 def test_a_planned_model_is_copied_saved_and_averaged(found: dict[str, Any]):
     row = found["copied"]
     assert max(row["differences"].values()) < 1e-5
-    assert not row["mentions"]  # what is saved loads without autoshard
+    assert not row["mentions"]  # the checkpoint loads without autoshard
 
 
 def test_models_that_are_trained_in_turn_are_freed(found: dict[str, Any]):
     row = found["freed"]
     assert row["alive"] == [[False, False]] * 3 and row["split"] == [True] * 3
     assert not row["armed"]
-    assert row["compiles"][2] == 0  # one like the last is the same program, also where it is planned anew
+    assert row["compiles"][2] == 0  # a batch like the last one has the same program, even if it is planned again
 
 
 def test_inference_is_planned_where_gradients_are_kept_and_after_a_call_on_the_host(found: dict[str, Any]):
@@ -81,7 +81,7 @@ def test_evaluating_first_costs_a_training_plan_nothing(found: dict[str, Any]):
     assert after == pytest.approx(alone, rel=0.01)
     assert [all(kept) for kept in row["again"]] == [
         True
-    ]  # evaluation after it is planned anew, with what training has split
+    ]  # the evaluation after it is planned again, with the tensors that training has split
     assert not any("your own mark" in note for notes in row["notes"] for note in notes)
 
 
@@ -99,7 +99,7 @@ def check_averages(row: dict[str, Any]) -> None:
     assert row["difference"] < 1e-5 and row["averages"] < 1e-5
     assert row["warned"] == [] and row["plans"] == 2
     assert not any("your own mark" in note for notes in row["notes"] for note in notes)
-    assert row["unknown"] <= 1  # averages are state, no data; labels are
+    assert row["unknown"] <= 1  # averages are state, not data; labels are data
 
 
 def test_a_model_is_evaluated_as_planned_between_its_training_steps(found: dict[str, Any]):
@@ -120,7 +120,7 @@ def test_a_script_may_mark_its_batches_itself_in_every_step(found: dict[str, Any
     row = found["marked_batches"]
     over_data = "{devices=[4,1,2]0,1,2,3,4,5,6,7 last_tile_dim_replicate}"
     assert row["difference"] < 1e-5
-    assert row["held"][1] == [over_data, over_data]  # what is alike is split as the script has it
+    assert row["held"][1] == [over_data, over_data]  # targets like the inputs get the inputs' split
     assert row["held"][2][0].startswith("{devices=[2,1,4]0,2,4,6,1,3,5,7")
     assert any("your own mark on batch.0.0, 64/data x 96, is kept." in note for note in row["notes"][0])
 

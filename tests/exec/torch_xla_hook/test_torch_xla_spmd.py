@@ -1,4 +1,4 @@
-"""Tests of SPMD as PyTorch/XLA has them, with auto-sharding and without: nothing differs but what is meant to."""
+"""PyTorch/XLA's own tests of SPMD, with and without auto-sharding: only intended differences remain."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""The Hugging Face Trainer under auto-sharding: it trains, evaluates, saves, and goes on under another plan."""
+"""The Hugging Face Trainer under auto-sharding: it trains, evaluates, saves, and resumes under another plan."""
 
 from pathlib import Path
 from typing import Any
@@ -28,7 +28,7 @@ def check_alike(found: dict[str, Any], expected: dict[str, Any]) -> None:
 
 
 def alone(family: str, folder: Path) -> dict[str, Any]:
-    """On one device, with nothing planned."""
+    """Train on one device, without a plan."""
     return run(f"alone_{family}", folder / "alone", CPU_NUM_DEVICES="1")
 
 
@@ -47,7 +47,7 @@ def test_the_plain_trainer_goes_on_under_another_plan(family: str, tmp_path: Pat
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("family", ["llama", "gpt_neox"])  # what GPT-2 gives is no output that the Trainer can shard
+@pytest.mark.parametrize("family", ["llama", "gpt_neox"])  # the Trainer cannot shard GPT-2's output
 def test_the_trainer_with_fsdpv2_goes_on_without(family: str, tmp_path: Path):
     expected = alone(family, tmp_path)
     wrapped = run(f"wrapped_{family}", tmp_path, XLA_AUTO_SPMD_MESH="fsdp=8,tensor=1")
@@ -55,7 +55,7 @@ def test_the_trainer_with_fsdpv2_goes_on_without(family: str, tmp_path: Path):
     assert wrapped["wrapped"] == "SpmdFullyShardedDataParallel" and wrapped["mesh"] == {"fsdp": 8, "tensor": 1}
     assert wrapped["plans"] == 2 and all(text.startswith("{devices=") for text in wrapped["held"])
     assert not any("_orig_module" in name for name in wrapped["parameters"])
-    # The Trainer saves the wrapped module, and no module has its parameters by these names.
+    # The Trainer saves the wrapped module, in which no parameter has these names.
     saved = tmp_path / f"checkpoint-{SAVED}" / "pytorch_model.bin"
     state = torch.load(saved, weights_only=True)
     assert all("_orig_module" in name for name in state)

@@ -1,4 +1,4 @@
-"""Scripts for `test_torch_xla_ahead.py`: models of which more than half of a device's memory would be taken whole."""
+"""Scripts for `test_torch_xla_ahead.py`: models that would fill more than half of a device's memory unsplit."""
 
 import threading
 import time
@@ -23,7 +23,7 @@ WIDTH, LAYERS = 1792, 24
 
 
 def blocks(odd: bool = False) -> Any:
-    """A stack of layers with residuals; of an `odd` one no copy runs."""
+    """Build a stack of layers with residuals. A copy of an `odd` one fails."""
     import torch
 
     class Net(torch.nn.Module):
@@ -43,7 +43,7 @@ def blocks(odd: bool = False) -> Any:
 
 
 def raise_if_copied(model: Any) -> None:
-    """Fails in a copy of the module, as a module does that looks itself up somewhere."""
+    """Raise in a copy of the module, as a module with a registry of itself would."""
     if id(model) not in KNOWN:
         raise RuntimeError("who is this")
 
@@ -52,7 +52,7 @@ KNOWN: set[int] = set()
 
 
 class Resident:
-    """Bytes by which this process grows, at most, from when it is entered."""
+    """Largest growth of this process in bytes since the context was entered."""
 
     def __enter__(self) -> "Resident":
         self.first = self.most = self._now()
@@ -79,7 +79,7 @@ class Resident:
 
 
 def trained(device: str, odd: bool = False) -> dict[str, Any]:
-    """Three steps of a module made on `device`, the optimizer made before anything is on the devices."""
+    """Train three steps of a module on `device`. Its optimizer is built before any tensor is on the devices."""
     import torch
     import torch_xla
 
@@ -95,7 +95,7 @@ def trained(device: str, odd: bool = False) -> dict[str, Any]:
     size = sum(each.numel() * each.element_size() for each in plain.parameters())
     batches = [(torch.randn(16, WIDTH), torch.randn(16, 16)) for _ in range(3)]
     losses, growth = [], []
-    torch.manual_seed(1)  # what is made at the first call is made as the plain one was
+    torch.manual_seed(1)  # parameters created in the first call equal the plain ones
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         for x, y in batches:

@@ -1,4 +1,4 @@
-"""Scripts for `test_torch_xla_aliases.py`: aliases of tensors that a script makes once and uses in all its steps."""
+"""Scripts for `test_torch_xla_aliases.py`: aliases of tensors that a script creates once and uses in all its steps."""
 
 import copy
 from typing import Any
@@ -48,7 +48,7 @@ def train(script: Script, model: nn.Module, optimizer: Any, step: int, zeroes: b
 
 @case
 def state_dict(script: Script) -> None:
-    """A state dict that is made once and read at the end."""
+    """Create a state dict once and read it at the end."""
     model = mlp(script)
     optimizer, state = sgd(model), model.state_dict()
     for step in range(STEPS):
@@ -62,7 +62,7 @@ def state_dict(script: Script) -> None:
 
 @case
 def averages(script: Script) -> None:
-    """Averages of the weights, kept through detached aliases of both models' parameters."""
+    """Average the weights through detached aliases of both models' parameters."""
     model = mlp(script)
     average = copy.deepcopy(model)
     optimizer = sgd(model)
@@ -79,7 +79,7 @@ def averages(script: Script) -> None:
 
 @case
 def decayed_data(script: Script) -> None:
-    """`.data` of each parameter, decayed by hand."""
+    """Scale `.data` of each parameter by hand."""
     model = mlp(script)
     optimizer, weights = sgd(model), [p.data for p in model.parameters()]
     for step in range(STEPS):
@@ -94,7 +94,7 @@ def decayed_data(script: Script) -> None:
 
 @case
 def flat_gradients(script: Script) -> None:
-    """Gradients that are parts of one buffer, which is zeroed and clipped as a whole."""
+    """Use one buffer for all gradients, and zero and clip it as a whole."""
     model = mlp(script)
     optimizer = sgd(model)
     flat = torch.zeros(sum(p.numel() for p in model.parameters()), device=script.device)
@@ -116,7 +116,7 @@ def flat_gradients(script: Script) -> None:
 
 @case
 def table_views(script: Script) -> None:
-    """Rows, columns, strides and the flat form of one table; each is written, and all are read."""
+    """Write to rows, columns, strides and the flat form of one table, and read all of them."""
     model = mlp(script)
     optimizer = sgd(model)
     table = torch.zeros(8, 16, device=script.device)
@@ -136,7 +136,7 @@ def table_views(script: Script) -> None:
 
 @case
 def metrics(script: Script) -> None:
-    """Sums of metrics in one tensor, whose entries are kept by name, beside a counter of the model's own."""
+    """Sum metrics in one tensor through named entries, and update a counter of the model."""
     model = mlp(script)
     optimizer = sgd(model)
     sums = torch.zeros(3, device=script.device)
@@ -152,7 +152,7 @@ def metrics(script: Script) -> None:
 
 @case
 def layer_caches(script: Script) -> None:
-    """One cache of keys for all layers, of which each layer writes its own part while it generates."""
+    """Share one cache of keys among all layers. Each layer writes its own part during generation."""
 
     class Layer(nn.Module):
         def __init__(self, cache: Any) -> None:
@@ -191,7 +191,7 @@ class Tied(nn.Module):
 
 @case
 def shared_rows(script: Script) -> None:
-    """A head whose weight is the first rows of the table: two parameters of one storage."""
+    """Use the table's first rows as the head's weight: two parameters of one storage."""
     model = Tied(8).to(script.device)
     model.head.weight = nn.Parameter(model.table.weight.data[:8])
     optimizer = sgd(model, 0.1)
@@ -207,7 +207,7 @@ def shared_rows(script: Script) -> None:
 
 @case
 def turned(script: Script) -> None:
-    """A decoder whose weight is the encoder's, transposed, as another parameter."""
+    """Use the encoder's transposed weight as the decoder's parameter."""
     encoder, decoder = nn.Linear(16, 64).to(script.device), nn.Linear(64, 16).to(script.device)
     decoder.weight = nn.Parameter(encoder.weight.data.t())
     model = nn.Sequential(encoder, nn.Tanh(), decoder)
@@ -225,7 +225,7 @@ def turned(script: Script) -> None:
 
 @case
 def written_after_inference(script: Script) -> None:
-    """A state dict made before planned inference, written through after it, and then training."""
+    """Create a state dict before planned inference, write through it after, and then train."""
     model = mlp(script)
     state = model.state_dict()
     with torch.no_grad():
@@ -247,7 +247,7 @@ def written_after_inference(script: Script) -> None:
 
 @case
 def buffers(script: Script) -> None:
-    """Aliases of buffers: running statistics are decayed, and a mask is written to."""
+    """Write through aliases of buffers: running statistics decay, and a mask is changed."""
 
     class Net(nn.Module):
         def __init__(self) -> None:
@@ -275,7 +275,7 @@ def buffers(script: Script) -> None:
 
 @case
 def optimizer_state(script: Script) -> None:
-    """Aliases of an optimizer's state, made before its first step and after it, by which it is scaled."""
+    """Scale an optimizer's state through aliases that are created before and after its first step."""
     model = mlp(script)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, eps=1e-3)
     parameters = list(model.parameters())
@@ -304,7 +304,7 @@ def optimizer_state(script: Script) -> None:
 
 @case
 def swapped(script: Script) -> None:
-    """A parameter swapped for another one in the middle of training, beside aliases of both."""
+    """Swap a parameter for another one in the middle of training, with aliases of both."""
     model = mlp(script)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
     other = nn.Parameter(torch.full((64, 16), 0.01).to(script.device))
@@ -323,7 +323,7 @@ def swapped(script: Script) -> None:
 
 @case
 def pruned_rows(script: Script) -> None:
-    """Parts of a weight that are zeroed after every step, through views made without gradients."""
+    """Zero parts of a weight after every step, through views created without gradients."""
     model = mlp(script)
     optimizer = sgd(model)
     with torch.no_grad():
@@ -341,7 +341,7 @@ def pruned_rows(script: Script) -> None:
 
 @case
 def batch_views(script: Script) -> None:
-    """One batch on the device, filled anew for every step, of which views are used."""
+    """Fill one batch on the device again for every step, and use views of it."""
     model = mlp(script)
     optimizer = sgd(model)
     whole = torch.zeros(64, 16, device=script.device)
@@ -361,7 +361,7 @@ def batch_views(script: Script) -> None:
 
 @case
 def flat_parameters(script: Script) -> None:
-    """All parameters as parts of one flat parameter, which is what the optimizer updates."""
+    """Store all parameters in one flat parameter, which the optimizer updates."""
     model = mlp(script)
     flat = nn.Parameter(torch.cat([p.detach().flatten() for p in model.parameters()]))
     flat.grad = torch.zeros_like(flat)
@@ -384,7 +384,7 @@ def flat_parameters(script: Script) -> None:
 
 @case
 def planned_again(script: Script) -> None:
-    """Batches of other shapes and evaluation between the steps, each with a plan of its own; and data that is kept."""
+    """Run batches of different shapes and evaluations in turn, each with its own plan, and reuse one stored batch."""
     model = mlp(script)
     optimizer = sgd(model)
     state, batch = model.state_dict(), data(script, 0, 64, 16)
@@ -410,7 +410,7 @@ def planned_again(script: Script) -> None:
 
 @case
 def loaded(script: Script) -> None:
-    """Weights rolled back from copies, and loaded in the place of others, beside an alias of each."""
+    """Restore weights from copies, and load weights over others, with an alias of each."""
     model = mlp(script)
     optimizer = sgd(model)
     aliases = [p.detach() for p in model.parameters()]
@@ -436,7 +436,7 @@ def loaded(script: Script) -> None:
 
 @case
 def vector(script: Script) -> None:
-    """Parameters that are parts of a vector, which is perturbed for a second pass and set back."""
+    """Store the parameters in a vector, perturb it for a second pass, and reset it."""
     model = mlp(script)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
     flat = nn.utils.parameters_to_vector(model.parameters()).detach()
@@ -454,7 +454,7 @@ def vector(script: Script) -> None:
 
 @case
 def accumulated(script: Script) -> None:
-    """Gradients summed over two batches, each a step of its own, and scaled through detached aliases."""
+    """Sum gradients over two batches, each its own step, and scale them through detached aliases."""
     model = mlp(script)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
     for p in model.parameters():
@@ -476,7 +476,7 @@ def accumulated(script: Script) -> None:
 
 @case
 def samples_of_gradients(script: Script) -> None:
-    """Gradients of each sample by `vmap` and `grad`, whose average a step of one's own applies."""
+    """Compute each sample's gradients by `vmap` and `grad`, and apply their average by hand."""
     model = mlp(script)
     parameters = {name: p.detach() for name, p in model.named_parameters()}
 
@@ -501,7 +501,7 @@ def samples_of_gradients(script: Script) -> None:
 
 @case
 def shifted(script: Script) -> None:
-    """Tokens shifted by a pad that cuts, added to reversed ones, on a batch whose tokens the script splits."""
+    """Shift tokens by a pad that cuts, add reversed ones, for a batch whose tokens the script splits."""
 
     class Net(nn.Module):
         def __init__(self) -> None:
@@ -529,7 +529,7 @@ def shifted(script: Script) -> None:
 
 @case
 def per_sample_gradients(script: Script) -> None:
-    """Gradients of each sample by a transform of detached parameters, kept, and a usual step."""
+    """Store each sample's gradients, computed by a transform of detached parameters, and train an ordinary step."""
     model = mlp(script)
     optimizer = sgd(model)
     detached = {name: parameter.detach() for name, parameter in model.named_parameters()}

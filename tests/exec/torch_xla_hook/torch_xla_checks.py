@@ -1,7 +1,7 @@
 """Scripts for `test_torch_xla_hook.py`, run in processes of their own under the real torch_xla on 8 CPU devices.
 
-`python -m tests.exec.torch_xla_hook.torch_xla_checks NAME ...` runs the named checks in one process and prints what
-each found.
+`python -m tests.exec.torch_xla_hook.torch_xla_checks NAME ...` runs the named checks in one process and prints the
+results of each.
 """
 
 import copy
@@ -42,14 +42,14 @@ def plans() -> list[Any]:
 
 
 def mlp(width: int = 256) -> Any:
-    """Of a smooth activation: rounding decides the gradient of a ReLU whose input is as good as 0."""
+    """Build an MLP with a smooth activation: rounding decides the gradient of a ReLU at an input of nearly 0."""
     import torch
 
     return torch.nn.Sequential(torch.nn.Linear(width, 4 * width), torch.nn.Tanh(), torch.nn.Linear(4 * width, width))
 
 
 def inferences(called: Any, plain: Any, *widths: int) -> tuple[list[int], float]:
-    """Programs compiled by the end of each of four calls, and by how much any result differs from that of `plain`.
+    """Return the programs compiled after each of four calls, and the largest difference from the results of `plain`.
 
     A batch has 16 rows, each of the shape `widths`.
     """
@@ -68,13 +68,13 @@ def inferences(called: Any, plain: Any, *widths: int) -> tuple[list[int], float]
 
 
 def difference(one: Any, other: Any) -> float:
-    """Largest difference as a part of the largest value."""
+    """Return the largest difference as a fraction of the largest value."""
     one, other = one.detach().cpu().double(), other.detach().cpu().double()
     return float((one - other).abs().max() / other.abs().max())
 
 
 def train(steps: int, width: int = 256, rows: int = 64, **options: Any) -> dict[str, Any]:
-    """An ordinary loop, and the same loop without any XLA beside it."""
+    """Run an ordinary loop, and the same loop without XLA."""
     import torch
     import torch_xla
 
@@ -117,7 +117,7 @@ def shown(found: dict[str, Any]) -> dict[str, Any]:
 
 @check
 def auto() -> dict[str, Any]:
-    """The one line that asks."""
+    """Turn auto-sharding on by its one line."""
     import torch_xla.runtime as xr
 
     import autoshard.torch_xla  # noqa: F401
@@ -128,39 +128,39 @@ def auto() -> dict[str, Any]:
 
 @check
 def training() -> dict[str, Any]:
-    found = train(6)
+    run = train(6)
     plan = plans()[-1]
-    return {**shown(found), "mesh": plan.mesh, "topology": plan.topology, "roles": plan.roles, "pins": len(plan.pins)}
+    return {**shown(run), "mesh": plan.mesh, "topology": plan.topology, "roles": plan.roles, "pins": len(plan.pins)}
 
 
 @check
 def second_model() -> dict[str, Any]:
-    """A model that comes later is planned too, and evaluated with another batch size."""
+    """Train a second model, which is planned too, and evaluate it with another batch size."""
     import torch
 
-    found = train(3, width=128, optimizer=lambda p: torch.optim.AdamW(p, lr=1e-2))
+    run = train(3, width=128, optimizer=lambda p: torch.optim.AdamW(p, lr=1e-2))
     before = len(plans())
     x = torch.randn(32, 128)
     outputs = []
     for _ in range(2):
         with torch.no_grad():
-            outputs.append(found["model"](x.to("xla")).cpu())
+            outputs.append(run["model"](x.to("xla")).cpu())
     return {
-        **shown(found),
-        "evaluated": max(difference(out, found["plain"](x)) for out in outputs),
+        **shown(run),
+        "evaluated": max(difference(out, run["plain"](x)) for out in outputs),
         "planned_for_evaluation": len(plans()) - before,
     }
 
 
 @check
 def matmul() -> dict[str, Any]:
-    """A graph without modules, as in PyTorch/XLA's own test of auto-sharding."""
+    """Run a graph without modules, as PyTorch/XLA's own test of auto-sharding does."""
     import torch
     import torch_xla
 
     planned, differences = len(plans()), []
     for _ in range(3):
-        a, b = torch.rand(64, 128), torch.rand(128, 256)  # of one sign: a sum that is nearly zero has no digits
+        a, b = torch.rand(64, 128), torch.rand(128, 256)  # positive, so that the sum is not close to zero
         c = (a.to("xla") @ b.to("xla")).sum()
         torch_xla.sync()
         differences.append(difference(c, (a @ b).sum()))
@@ -169,7 +169,7 @@ def matmul() -> dict[str, Any]:
 
 @check
 def unchanged_script() -> dict[str, Any]:
-    """`XLA_AUTO_SPMD=1` and nothing else: momentum, dropout, autocast, and losses read before the first sync."""
+    """Set only `XLA_AUTO_SPMD=1`: momentum, dropout, autocast, and losses read before the first sync."""
     import torch
     import torch_xla
 
@@ -201,7 +201,7 @@ def unchanged_script() -> dict[str, Any]:
 
 @check
 def compiled_step() -> dict[str, Any]:
-    """A step in `torch_xla.compile`, with smaller batches in between."""
+    """Run a step in `torch_xla.compile`, with smaller batches in between."""
     import torch
     import torch_xla
 
@@ -229,7 +229,7 @@ def compiled_step() -> dict[str, Any]:
 
 @check
 def accumulation() -> dict[str, Any]:
-    """Two small batches to each update, the first of them a graph of its own."""
+    """Accumulate two small batches for each update, the first of them in its own graph."""
     import torch
     import torch_xla
 
@@ -253,7 +253,7 @@ def accumulation() -> dict[str, Any]:
 
 @check
 def offline() -> dict[str, Any]:
-    """A module on the meta device, planned there and made in parts, and an input sharding for a loader."""
+    """Plan a module on the meta device, materialise it in parts, and build an input sharding for a loader."""
     import torch
     import torch_xla.distributed.parallel_loader as loader
     import torch_xla.runtime as xr
@@ -286,7 +286,7 @@ def offline() -> dict[str, Any]:
 
 @check
 def early_tensors() -> dict[str, Any]:
-    """A model on the device before SPMD mode is on."""
+    """Move a model to the device before SPMD mode is on."""
     import torch_xla.runtime as xr
 
     from autoshard import UserError
@@ -301,7 +301,7 @@ def early_tensors() -> dict[str, Any]:
 
 @check
 def without_asking() -> dict[str, Any]:
-    """SPMD without auto-sharding stays PyTorch/XLA's own."""
+    """Use SPMD without auto-sharding, which leaves PyTorch/XLA unchanged."""
     import torch
     import torch_xla
     import torch_xla.runtime as xr
@@ -315,7 +315,7 @@ def without_asking() -> dict[str, Any]:
 
 @check
 def failing() -> dict[str, Any]:
-    """A planner that cannot plan: one warning, and the step runs replicated."""
+    """Replace the planner by one that fails: one warning, and the step runs replicated."""
     import torch
     import torch_xla
 
@@ -351,7 +351,7 @@ def failing() -> dict[str, Any]:
 
 
 def report(checks: dict[str, Check]) -> None:
-    """Run the checks named on the command line, each from the same seed, and print what it found as a line of JSON."""
+    """Run the checks named on the command line, each from the same seed. Print each result as a line of JSON."""
     import torch
 
     warnings.simplefilter("ignore")

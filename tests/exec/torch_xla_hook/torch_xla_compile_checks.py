@@ -15,7 +15,7 @@ def script(function: Check) -> Check:
 
 
 def pair(width: int) -> tuple[Any, Any]:
-    """A net on the XLA device, and the same on the host."""
+    """Return a net on the XLA device, and the same net on the host."""
     import torch
 
     torch.manual_seed(0)
@@ -57,7 +57,7 @@ def compiled_inference() -> dict[str, Any]:
 
 @script
 def compiled_layers() -> dict[str, Any]:
-    """Inference of compiled layers that are alike, one of them called twice; what its plan sends."""
+    """Compile equal layers for inference, call one of them twice, and return the plan's collectives."""
     import torch
     import torch_xla.runtime as xr
 
@@ -88,7 +88,7 @@ def compiled_layers() -> dict[str, Any]:
 
 @script
 def hosted_inside() -> dict[str, Any]:
-    """Compiled inference with ops inside that PyTorch/XLA computes on the host."""
+    """Compile inference with ops inside that PyTorch/XLA computes on the host."""
     import torch
 
     class Hosted(torch.nn.Module):
@@ -107,7 +107,7 @@ def hosted_inside() -> dict[str, Any]:
 
 @script
 def written_batch() -> dict[str, Any]:
-    """A model that writes to its batch, after one whose plan splits such batches as this cannot have them."""
+    """Run a model that writes to its batch, after one whose plan splits batches in a way that this one cannot use."""
     import torch
     import torch_xla
 
@@ -168,7 +168,7 @@ def compiled_training() -> dict[str, Any]:
 
 @script
 def running() -> dict[str, Any]:
-    """What identifies the data of a tensor, asked for right after a step began that takes a while."""
+    """Return identities of a tensor's data, requested right after a long step began."""
     import torch
     import torch_xla
     import torch_xla.runtime as xr
@@ -182,13 +182,13 @@ def running() -> dict[str, Any]:
             value = torch.tanh(value @ value)
         torch_xla.sync()
         found += handles([value, value])
-        kept.append(value)  # what identifies data that is gone may identify other data
+        kept.append(value)  # the identity of freed data may be reused
     return {"handles": found}
 
 
 @script
 def upstream_gradients() -> dict[str, Any]:
-    """Compiled training in SPMD mode with no autoshard: what upstream computes, beside the host."""
+    """Train compiled in SPMD mode without autoshard. Compare upstream's gradients with those on the host."""
     import torch
     import torch_xla
     import torch_xla.runtime as xr

@@ -1,4 +1,4 @@
-"""Scripts for `test_torch_xla_fsdp.py`: modules that `SpmdFullyShardedDataParallel` wraps, planned."""
+"""Scripts for `test_torch_xla_fsdp.py`: planned modules that `SpmdFullyShardedDataParallel` wraps."""
 
 import copy
 import functools
@@ -16,7 +16,7 @@ def script(function: Check) -> Check:
 
 
 def block() -> Any:
-    """The class of a residual block."""
+    """Return the class of a residual block."""
     import torch
 
     class Block(torch.nn.Module):
@@ -31,7 +31,7 @@ def block() -> Any:
 
 
 def wrapped(policy: str, checkpointed: bool) -> tuple[Any, Any, Any]:
-    """A net wrapped by FSDPv2, the same net on the host, and the mesh."""
+    """Return a net wrapped by FSDPv2, the same net on the host, and the mesh."""
     import numpy as np
     import torch
     import torch_xla.distributed.spmd as xs
@@ -108,7 +108,7 @@ def size() -> dict[str, Any]:
 
 @script
 def fsdp_baseline() -> dict[str, Any]:
-    """The baseline `fsdp` of an offline plan against what FSDPv2 marks."""
+    """Compare the baseline `fsdp` of an offline plan with the marks of FSDPv2."""
     import torch
 
     from autoshard.exec import TorchPlan

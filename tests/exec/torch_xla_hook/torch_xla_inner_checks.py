@@ -1,4 +1,4 @@
-"""Scripts for `test_torch_xla_moves.py` and `test_torch_xla_ops.py`: what the hook does inside, seen from inside."""
+"""Scripts for `test_torch_xla_moves.py` and `test_torch_xla_ops.py`: internals of the hook."""
 
 import copy
 import tempfile
@@ -19,7 +19,7 @@ from tests.exec.torch_xla_hook.torch_xla_checks import (
 
 @check
 def moves() -> dict[str, Any]:
-    """Inputs that pass through the host while they are split; a training loop, and values that are read at once."""
+    """Split inputs that pass through the host, in a training loop and for values that are read at once."""
     import torch
     import torch_xla.debug.metrics as metrics
 
@@ -56,7 +56,7 @@ def moves() -> dict[str, Any]:
 
 @check
 def told_ops() -> dict[str, Any]:
-    """Who is told of which ops, at kernels and through a mode, and of none that the telling itself runs."""
+    """Report the observed ops of nested observers, at kernels and through a mode, without the observers' own ops."""
     import torch
     from torch.utils._python_dispatch import _get_current_dispatch_mode
 
@@ -93,7 +93,7 @@ def told_ops() -> dict[str, Any]:
         with moded:
             modes.append(_get_current_dispatch_mode() is not None)
             third = torch.tanh(second) @ here
-    third = third @ here  # no one is told
+    third = third @ here  # no observer is active
     fewer = {}
     for name, kinds in {
         "of another kind": {"aten.bmm.default"},
@@ -118,7 +118,7 @@ def told_ops() -> dict[str, Any]:
 
 @check
 def made_inside() -> dict[str, Any]:
-    """What is made of nothing while ops are told of, and then written to through views and read through others."""
+    """Create tensors from nothing in an observed block. Write to them through views, and read them through others."""
     import torch
 
     from autoshard.exec.torch_xla_hook.capture.op_events import Ops
@@ -156,7 +156,7 @@ def made_inside() -> dict[str, Any]:
 
 @check
 def chunked() -> dict[str, Any]:
-    """Chunks, which are slices in the lazy graph, and views by strides: what they are; of chunks the gradients too."""
+    """Compare chunks, which are slices in the lazy graph, and strided views. Also compare the gradients of chunks."""
     import torch
 
     from autoshard.exec.torch_xla_hook.values.lazy_tensors import xlac
@@ -174,24 +174,24 @@ def chunked() -> dict[str, Any]:
         torch.manual_seed(0)
         return [torch.nn.LSTM(8, 4).to(x.device)(x.unsqueeze(0))[0]]
 
-    found = {}
+    results = {}
     for make in (gates, unlike, strided, lstm):
         plain = torch.randn(4, 8)
         ours, theirs = plain.to("xla").requires_grad_(), plain.clone().requires_grad_()
         made = [make(ours), make(theirs)]
         looked_up = "aten::take" in xlac()._get_xla_tensors_text(made[0])
         pairs = [*zip(*made, strict=True)]
-        if make is not strided:  # those gradients are wrong in PyTorch/XLA, with or without us
+        if make is not strided:  # PyTorch/XLA's gradients of strided views are wrong with and without our hook
             for values in made:
                 torch.stack([(value**2).sum() for value in values]).sum().backward()
             pairs.append((ours.grad, theirs.grad))
-        found[make.__name__] = [looked_up, max(difference(*pair) for pair in pairs)]
-    return found
+        results[make.__name__] = [looked_up, max(difference(*pair) for pair in pairs)]
+    return results
 
 
 @check
 def told_parts() -> dict[str, Any]:
-    """Who is told of a loop, and of the two convolutions of one backward pass."""
+    """Report the observed loop, and the two convolutions of one backward pass."""
     import torch
     from torch_xla.experimental.scan import scan
 
@@ -238,7 +238,7 @@ def told_parts() -> dict[str, Any]:
 
 @check
 def on_host() -> dict[str, Any]:
-    """Ops that PyTorch/XLA computes on the host, on a table and on results that are split; then all is saved."""
+    """Run ops that PyTorch/XLA computes on the host, on a split table and split results. Then save everything."""
     import torch
     import torch_xla
     import torch_xla.core.xla_model as xm

@@ -1,4 +1,4 @@
-"""Scripts for `test_torch_xla_moved.py`: ops that move, pool or sum up values along a dim that is split."""
+"""Scripts for `test_torch_xla_moved.py`: ops that move, pool or sum values along a dim that is split."""
 
 import functools
 import itertools
@@ -17,7 +17,7 @@ ROWS = 64
 
 
 def _along(function: Callable[[Any], Any], value: Any) -> Any:
-    """Apply to the last dim what is written for it, of a value whose sequence is dim 1; cut the result to its rows."""
+    """Apply an op of the last dim to dim 1, the sequence of a value. Cut the result to the value's rows."""
     made = function(value.transpose(1, 2)).transpose(1, 2)
     rest = value.shape[1] - made.shape[1]
     return functional.pad(made, (0, 0, 0, rest)) if rest > 0 else made[:, : value.shape[1]]
@@ -44,11 +44,11 @@ OPS: dict[str, Callable[[Any], Any]] = {
     "mean": lambda h: _along(lambda t: functional.avg_pool1d(t, 3, 1, 1, count_include_pad=False), h),
     "mean_ceil": lambda h: _along(lambda t: functional.avg_pool1d(t, 3, 2, 1, True, False), h),
 }
-"""Ops on a value of batch, sequence and features, along the sequence."""
+"""Ops along the sequence of a value of batch, sequence and features."""
 
 
 class Along(nn.Module):
-    """Sum up what some ops make of projections of a sequence, between two layers."""
+    """Sum of the results of some ops on projections of a sequence, between two layers."""
 
     def __init__(self, names: list[str]) -> None:
         super().__init__()
@@ -92,7 +92,7 @@ POOLS: dict[str, Callable[[Any], Any]] = {
 
 
 class Images(nn.Module):
-    """Two blocks of a convolution, a norm and all pools, whose means feed a classifier."""
+    """Two blocks of a convolution, a norm and all pools, whose means are classified."""
 
     def __init__(self, names: list[str]) -> None:
         super().__init__()
@@ -131,7 +131,7 @@ def _of_images(names: list[str], script: Script) -> None:
 
 
 class Masked(nn.Module):
-    """Two layers with a mask between them that is moved to the kind and device of a value."""
+    """Two layers, and between them a mask that is moved to the dtype and device of a value."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -159,7 +159,7 @@ def mask_like_value(script: Script) -> None:
 
 
 def edges(script: Script) -> None:
-    """Pads of a small matrix that cut, add, do both, and cut more than there is."""
+    """Pad a small matrix: cut, add, both, and cut more than it has."""
     values = torch.arange(12).reshape(3, 4).to(script.device)
     for low, high in itertools.product((-5, -2, 0, 1), (-5, -1, 0, 3)):
         try:

@@ -1,4 +1,4 @@
-"""Scripts for `test_torch_xla_offline.py`: plans that are made before anything is on a device."""
+"""Scripts for `test_torch_xla_offline.py`: plans that are made before any tensor is on a device."""
 
 from typing import Any
 
@@ -14,7 +14,7 @@ def script(function: Check) -> Check:
 
 
 class HostMemory:
-    """Bytes of host tensors alive at once, at most, while it is entered; what the XLA devices hold is not counted."""
+    """Peak bytes of live host tensors while the context is active, without the memory of the XLA devices."""
 
     def __init__(self) -> None:
         from torch.multiprocessing.reductions import StorageWeakRef
@@ -40,7 +40,7 @@ class HostMemory:
 
 
 def deferred(device: str) -> dict[str, Any]:
-    """Host tensors alive at once while a module of 100 million bytes, made on `device`, is put on 8 devices."""
+    """Measure the live host tensors while a module of 100 million bytes, created on `device`, is moved to 8 devices."""
     import torch
     import torch_xla.runtime as xr
 
@@ -81,7 +81,7 @@ def whole_first() -> dict[str, Any]:
 
 @script
 def nested_batches() -> dict[str, Any]:
-    """Loaders of batches that are dicts, and tuples of dicts, with inputs that are split in several ways."""
+    """Load batches that are dicts, and tuples of dicts, with inputs that are split in several ways."""
     import torch
     import torch_xla.distributed.parallel_loader as loader
     import torch_xla.runtime as xr
@@ -117,9 +117,9 @@ def nested_batches() -> dict[str, Any]:
 
 
 def parts_of(plan: Any, name: str) -> dict[int, tuple[slice, ...]]:
-    """What each device holds of a parameter, from the plan's spec, mesh and order of devices."""
+    """Return each device's part of a parameter, from the plan's spec, mesh and order of devices."""
     shape, sizes = plan.shapes[name], plan.mesh
-    found = {}
+    parts = {}
     for place, device in enumerate(plan.device_order):
         at = {}
         for axis in reversed(sizes):
@@ -130,12 +130,12 @@ def parts_of(plan: Any, name: str) -> dict[int, tuple[slice, ...]]:
             for axis in axes:
                 position, count = position * sizes[axis] + at[axis], count * sizes[axis]
             slices.append(slice(position * size // count, (position + 1) * size // count))
-        found[device] = tuple(slices)
-    return found
+        parts[device] = tuple(slices)
+    return parts
 
 
 def planned_mlp(mesh: str, pins: dict[str, str]) -> tuple[Any, Any]:
-    """A plan, and the module made as it says."""
+    """Return a plan, and a module materialised by it."""
     import torch
 
     import autoshard
@@ -150,7 +150,7 @@ def planned_mlp(mesh: str, pins: dict[str, str]) -> tuple[Any, Any]:
 
 @script
 def shards() -> dict[str, Any]:
-    """Local shards against the plan's, for splits over one axis, both, and none."""
+    """Compare local shards with the plan's, for splits over one axis, both, and none."""
     import torch
     import torch_xla.distributed.spmd as xs
     import torch_xla.runtime as xr
@@ -158,15 +158,15 @@ def shards() -> dict[str, Any]:
     xr.use_spmd()
 
     def wrong(plan: Any, model: Any) -> list[str]:
-        """Names of parameters whose shards are not the plan's parts of the whole."""
-        found = []
+        """List the parameters whose shards are not the plan's parts of the whole."""
+        names = []
         for name, parameter in model.named_parameters():
             whole = parameter.detach().cpu()
             held = xs.wrap_if_sharded(parameter).local_shards
             parts = parts_of(plan, name)
             if len(held) != 8 or any(not torch.equal(s.data, whole[parts[d]]) for d, s in enumerate(held)):
-                found.append(name)
-        return found
+                names.append(name)
+        return names
 
     models = [
         planned_mlp("4,2", {"0.weight": "data,model", "0.bias": "data", "2.weight": "-,data+model"}),
@@ -180,7 +180,7 @@ def shards() -> dict[str, Any]:
 
 @script
 def state_between_plans() -> dict[str, Any]:
-    """State of three plans, each loaded under the next one: what is split in one is whole in another."""
+    """Load the state of each of three plans under the next one: a tensor split in one plan is whole in another."""
     import itertools
     import tempfile
 

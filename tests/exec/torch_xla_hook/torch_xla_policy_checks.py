@@ -1,4 +1,4 @@
-"""Scripts for `test_torch_xla_policy.py`: PyTorch/XLA's other doors to auto-sharding, and its own test of it."""
+"""Scripts for `test_torch_xla_policy.py`: PyTorch/XLA's other entry points of auto-sharding, and its own test."""
 
 from typing import Any
 
@@ -57,7 +57,7 @@ def steps(model: Any) -> dict[str, Any]:
 
 @script
 def our_policy() -> dict[str, Any]:
-    """`autoshard.auto_policy` plans for the mesh it is given."""
+    """Plan by `autoshard.auto_policy`, for the mesh that it is given."""
     from torch.distributed.tensor import distribute_module
 
     import autoshard
@@ -69,7 +69,7 @@ def our_policy() -> dict[str, Any]:
 
 @script
 def their_policy() -> dict[str, Any]:
-    """PyTorch/XLA's own `auto_policy`, in the process where ours was used before."""
+    """Plan by PyTorch/XLA's own `auto_policy`, in a process that has used ours."""
     from torch.distributed.tensor import distribute_module
     from torch_xla.distributed.spmd import auto_policy
 
@@ -82,7 +82,7 @@ def their_policy() -> dict[str, Any]:
 
 @script
 def distributed_tensor() -> dict[str, Any]:
-    """A batch that `distribute_tensor` has split keeps its split, and is a mark of the user's."""
+    """Split a batch by `distribute_tensor`: the split stays, as a mark of the user's."""
     import torch
     from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
@@ -134,7 +134,7 @@ def wrong_policies() -> dict[str, Any]:
 
 @script
 def searched_mesh() -> dict[str, Any]:
-    """`XLA_AUTO_SPMD_MESH=auto`: the mesh of the first step is kept by what comes later."""
+    """Set `XLA_AUTO_SPMD_MESH=auto`: later models reuse the mesh of the first step."""
     import torch_xla.runtime as xr
 
     import autoshard.torch_xla
@@ -148,7 +148,7 @@ def searched_mesh() -> dict[str, Any]:
 
 @script
 def upstream_matmul() -> dict[str, Any]:
-    """What PyTorch/XLA's test of auto-sharding checks of a product, and that its mesh is the planned one."""
+    """Repeat the checks of PyTorch/XLA's test on a product, and check that its mesh is the planned one."""
     import torch
     import torch_xla.core.xla_model as xm
     import torch_xla.runtime as xr
@@ -169,7 +169,7 @@ def upstream_matmul() -> dict[str, Any]:
 
 @script
 def upstream_training() -> dict[str, Any]:
-    """And of five steps of a net that ends in one column, with a cross entropy over it."""
+    """Repeat the checks of PyTorch/XLA's test on five steps of a net with one output column and a cross entropy."""
     import torch
     import torch_xla.core.xla_model as xm
 

@@ -1,4 +1,4 @@
-"""Starting processes under the real torch_xla on 8 CPU devices."""
+"""Processes under the real torch_xla on 8 CPU devices."""
 
 import json
 import os
@@ -13,18 +13,18 @@ from tests.compiling import QUICKLY
 
 ROOT = Path(__file__).parents[3]
 NOT_HANDED_ON = ("XLA_", "PJRT_", "AUTOSHARD_", "TORCH_DEVICE_BACKEND_")
-"""Prefixes of the variables of this process that the started ones do not get."""
+"""Prefixes of this process's variables that the started processes do not inherit."""
 
 
 def run_checks(module: str, *names: str, path: str = "", **environment: str) -> dict[str, dict[str, Any]]:
-    """What each of the named checks of a module of this directory found, run in one process; see `report`."""
+    """Run the named checks of a module of this directory in one process. Return the results of each; see `report`."""
     return run_module(module, (), names, path, **environment)
 
 
 def run_module(
     module: str, given: Sequence[str], names: Sequence[str], path: str = "", **environment: str
 ) -> dict[str, dict[str, Any]]:
-    """Run a module of this directory with the arguments `given` and `names`; return what it printed for each name."""
+    """Run a module of this directory with the arguments `given` and `names`. Return its output for each name."""
     kept = {key: value for key, value in os.environ.items() if not key.startswith(NOT_HANDED_ON)}
     here: Mapping[str, str] = {
         "PJRT_DEVICE": "CPU",

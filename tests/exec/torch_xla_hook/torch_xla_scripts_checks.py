@@ -1,4 +1,4 @@
-"""Scripts for `test_torch_xla_scripts.py`: what ordinary scripts do beside training one model in a loop."""
+"""Scripts for `test_torch_xla_scripts.py`: ordinary scripts that do more than train one model in a loop."""
 
 import copy
 import gc
@@ -22,7 +22,7 @@ def script(function: Check) -> Check:
 
 
 def on() -> Any:
-    """Auto-sharding of this process."""
+    """Turn auto-sharding on in this process."""
     import torch_xla.runtime as xr
 
     import autoshard.torch_xla
@@ -32,7 +32,7 @@ def on() -> Any:
 
 
 def net(width: int = 256, layers: int = 2) -> Any:
-    """A module of a class of the script's own."""
+    """Build a module whose class is the script's own."""
     import torch
 
     class Net(torch.nn.Module):
@@ -70,7 +70,7 @@ def sgd(*models: Any) -> list[Any]:
 
 
 def train(model: Any, plain: Any, steps: int, width: int = 256, rows: int = 64) -> float:
-    """Train both alike; the largest difference of a loss."""
+    """Train both models alike. Return the largest difference of a loss."""
     import torch
     import torch_xla
 
@@ -86,7 +86,7 @@ def train(model: Any, plain: Any, steps: int, width: int = 256, rows: int = 64) 
 
 @script
 def compiled_own() -> dict[str, Any]:
-    """`torch.compile` of a module of the script's own class, twice called and more."""
+    """Compile a module of the script's own class by `torch.compile`, and call it several times."""
     import torch
 
     on()
@@ -99,7 +99,7 @@ def compiled_own() -> dict[str, Any]:
 
 @script
 def scanned() -> dict[str, Any]:
-    """Layers run by PyTorch/XLA's `scan_layers`, which traces a copy of the first."""
+    """Run layers by PyTorch/XLA's `scan_layers`, which traces a copy of the first one."""
     import torch
     from torch_xla.experimental.scan_layers import scan_layers
 
@@ -126,7 +126,7 @@ def scanned() -> dict[str, Any]:
 
 @script
 def copied() -> dict[str, Any]:
-    """A planned model is copied, saved and averaged."""
+    """Copy, save and average a planned model."""
     import torch
     import torch_xla
 
@@ -137,26 +137,26 @@ def copied() -> dict[str, Any]:
     x = torch.randn(64, 128)
     with torch.no_grad():
         expected = plain(x)
-    found = {}
+    results = {}
     file = io.BytesIO()
     torch.save(model.layers[0], file)
     file.seek(0)
     with torch.no_grad():
-        found["loaded"] = difference(torch.load(file, weights_only=False)(x.to("xla")), plain.layers[0](x))
+        results["loaded"] = difference(torch.load(file, weights_only=False)(x.to("xla")), plain.layers[0](x))
         twin = copy.deepcopy(model)
-        found["copied"] = difference(twin(x.to("xla")), expected)
+        results["copied"] = difference(twin(x.to("xla")), expected)
     averaged = torch.optim.swa_utils.AveragedModel(model)
     averaged.update_parameters(model)
     torch_xla.sync()
     with torch.no_grad():
-        found["averaged"] = difference(averaged(x.to("xla")), expected)
-    found["trained"] = train(twin, copy.deepcopy(plain), 3, 128)
-    return {"differences": found, "mentions": b"autoshard" in file.getvalue()}
+        results["averaged"] = difference(averaged(x.to("xla")), expected)
+    results["trained"] = train(twin, copy.deepcopy(plain), 3, 128)
+    return {"differences": results, "mentions": b"autoshard" in file.getvalue()}
 
 
 @script
 def freed() -> dict[str, Any]:
-    """Models trained in turn, each let go before the next."""
+    """Train models in turn, each freed before the next."""
     session = on()
     watched, split, compiles = [], [], []
     for width in (64, 128, 128):
@@ -175,7 +175,7 @@ def freed() -> dict[str, Any]:
 
 @script
 def inferred() -> dict[str, Any]:
-    """Inference without `no_grad`, whose results are read at once, after a call on the host."""
+    """Run inference without `no_grad`, and read its results at once, after a call on the host."""
     import torch
 
     session = on()
@@ -198,7 +198,7 @@ def inferred() -> dict[str, Any]:
 
 @script
 def known_steps() -> dict[str, Any]:
-    """A second model is moved long before it runs; what is known meanwhile is not watched for ever."""
+    """Move a second model long before it runs: known steps in between do not stay watched."""
     session = on()
     plain = net(128)
     model = copy.deepcopy(plain).to("xla")
@@ -214,7 +214,7 @@ def known_steps() -> dict[str, Any]:
 
 @script
 def read() -> dict[str, Any]:
-    """Results of planned steps that a script reads, split or not."""
+    """Read results of planned steps, split or not."""
     import torch
     import torch_xla
     import torch_xla.debug.metrics as metrics
@@ -236,7 +236,7 @@ def read() -> dict[str, Any]:
         counts.append(metrics.metric_data("CompileTime")[0])
     x = torch.randn(64, 256, requires_grad=True)
     there = x.detach().to("xla").requires_grad_()
-    for given, run in ((x, plain), (there, model)):  # gradients go back through what is read
+    for given, run in ((x, plain), (there, model)):  # gradients flow back through the value that is read
         run(given).cpu().square().mean().backward()
     torch_xla.sync()
     differences.append(difference(there.grad, x.grad))
@@ -247,13 +247,13 @@ def read() -> dict[str, Any]:
 
 
 def noted(session: Any, first: int) -> list[list[str]]:
-    """What is said of the plans from the first of these on."""
+    """Return the warnings of the session's plans, starting with the plan of the number `first`."""
     return [list(plan.warnings) for plan in session.plans[first:]]
 
 
 @script
 def evaluated_first() -> dict[str, Any]:
-    """Evaluated before it trains, with batches of the same shape."""
+    """Evaluate before training, with batches of the same shape."""
     import torch
     import torch_xla
 
@@ -284,7 +284,7 @@ def evaluated_first() -> dict[str, Any]:
 
 
 def patches() -> Case:
-    """Images cut into patches, and a classifier of these."""
+    """Build a classifier of images that are cut into patches."""
     import torch
 
     net = torch.nn.Sequential(
@@ -308,7 +308,7 @@ def averaged_vit() -> dict[str, Any]:
 
 
 def averaging(case: Case) -> dict[str, Any]:
-    """Training with an EMA of the weights, whose last batch is short."""
+    """Train with an EMA of the weights. The last batch is short."""
     import torch
     import torch_xla
 
@@ -363,13 +363,14 @@ def evaluated_gpt2() -> dict[str, Any]:
     config.resid_pdrop = config.embd_pdrop = config.attn_pdrop = 0.0
     case = MODELS["gpt2"]()._replace(model=GPT2LMHeadModel(config))
     head = case.model.lm_head
-    head.weight = torch.nn.Parameter(head.weight.detach().clone())  # as moving to the device makes two of one
+    # moving to the device splits a shared parameter into two
+    head.weight = torch.nn.Parameter(head.weight.detach().clone())
     found = evaluating(case)
     return found | {"embedding": found["split"][:1]}
 
 
 def words() -> Case:
-    """A module of a table and a head that takes and gives what a language model of Hugging Face does."""
+    """Build a module of a table and a head, with the inputs and outputs of a Hugging Face language model."""
     import torch
 
     class Words(torch.nn.Module):
@@ -392,7 +393,7 @@ def words() -> Case:
 
 
 def evaluating(case: Case) -> dict[str, Any]:
-    """What a trainer does: evaluate with other shapes after training, where the embedding is split."""
+    """Evaluate as trainers do: with other shapes after training, while the embedding is split."""
     import torch
     import torch_xla
 
@@ -440,8 +441,8 @@ def evaluating(case: Case) -> dict[str, Any]:
 
 @script
 def failing_watch() -> dict[str, Any]:
-    """What is wrong in the watcher, or in what it has left behind, is warned of once, and the script goes on."""
-    os.environ.pop("AUTOSHARD_STRICT", None)  # which would have it raise
+    """Break the watcher, or a leftover of it: a single warning, and the script continues."""
+    os.environ.pop("AUTOSHARD_STRICT", None)  # otherwise the watcher raises
     import torch_xla
 
     from autoshard.exec.torch_xla_hook.capture.first_step import Watch
@@ -479,7 +480,7 @@ def failing_watch() -> dict[str, Any]:
 
 @script
 def marked_batches() -> dict[str, Any]:
-    """The script splits its inputs itself in every step, over other axes from the third on; targets are alike."""
+    """Mark the inputs in every step, over another axis in the third step. The targets have the inputs' shape."""
     import torch
     import torch_xla.distributed.spmd as xs
 
@@ -502,7 +503,7 @@ def marked_batches() -> dict[str, Any]:
 
 @script
 def compiled_in_place() -> dict[str, Any]:
-    """`module.compile()` before it is moved: inference compiled, training lazy."""
+    """Compile by `module.compile()` before the model is moved: inference is compiled, training lazy."""
     import torch
     import torch_xla
 
@@ -521,7 +522,7 @@ def compiled_in_place() -> dict[str, Any]:
 
 @script
 def mask_inside() -> dict[str, Any]:
-    """A module that makes a mask in each of its calls, and writes to slices of it."""
+    """Run a module that creates a mask in each call, and writes to slices of it."""
     import torch
 
     class Masked(torch.nn.Module):
@@ -543,7 +544,7 @@ def mask_inside() -> dict[str, Any]:
 
 @script
 def checked_masks() -> dict[str, Any]:
-    """A module that reads in the middle of its call whether a mask masks anything, in training and in inference."""
+    """Run a module that reads during its call if a mask masks anything, in training and in inference."""
     import torch
     import torch_xla
 

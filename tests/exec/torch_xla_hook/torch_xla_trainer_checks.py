@@ -1,6 +1,6 @@
-"""Scripts for `test_torch_xla_trainer.py`: the Hugging Face Trainer as it is, planned live.
+"""Scripts for `test_torch_xla_trainer.py`: the unmodified Hugging Face Trainer, planned live.
 
-It evaluates in the middle of training, and goes on from a checkpoint under another plan.
+It evaluates in the middle of training, and resumes from a checkpoint under another plan.
 """
 
 import functools
@@ -37,7 +37,7 @@ def model_of(family: str) -> Any:
 
 
 def trained(family: str, folder: str, resumes: bool = False, **options: Any) -> dict[str, Any]:
-    """What the Trainer logs: from the start with a checkpoint in the middle, or on from that; and its model."""
+    """Return the Trainer's logs and its model: from the start with a checkpoint in the middle, or resumed from it."""
     import torch
     from transformers import Trainer, TrainingArguments
 
@@ -50,7 +50,7 @@ def trained(family: str, folder: str, resumes: bool = False, **options: Any) -> 
             return {"input_ids": ids, "labels": ids}
 
     class Completed(Trainer):
-        """Trainer 5.23 makes no optimizer where XLA's FSDP wraps the model."""
+        """Trainer with an optimizer: Trainer 5.23 creates none if XLA's FSDP wraps the model."""
 
         def create_scheduler(self, *args: Any, **kwargs: Any) -> Any:
             if self.optimizer is None:
@@ -86,9 +86,9 @@ def trained(family: str, folder: str, resumes: bool = False, **options: Any) -> 
 
 
 def alone(family: str) -> dict[str, Any]:
-    """On one device, with nothing planned."""
-    found = trained(family, os.environ["FOLDER"])
-    return {key: found[key] for key in ("losses", "evaluated")}
+    """Train on one device, without a plan."""
+    run = trained(family, os.environ["FOLDER"])
+    return {key: run[key] for key in ("losses", "evaluated")}
 
 
 def planned(family: str, resumes: bool = False, **options: Any) -> dict[str, Any]:
@@ -97,9 +97,9 @@ def planned(family: str, resumes: bool = False, **options: Any) -> dict[str, Any
     import autoshard.torch_xla  # noqa: F401
 
     xr.use_spmd(auto=True)
-    found = trained(family, os.environ["FOLDER"], resumes, **options)
-    model, made = found.pop("model"), plans()
-    return found | {
+    run = trained(family, os.environ["FOLDER"], resumes, **options)
+    model, made = run.pop("model"), plans()
+    return run | {
         "wrapped": type(model).__name__,
         "plans": len(made),
         "mesh": made[0].mesh,
@@ -109,7 +109,7 @@ def planned(family: str, resumes: bool = False, **options: Any) -> dict[str, Any
 
 
 def wrapped(family: str) -> dict[str, Any]:
-    """With the Trainer's FSDPv2 option."""
+    """Train with the Trainer's FSDPv2 option."""
     config = {"xla": True, "xla_fsdp_v2": True, "xla_fsdp_grad_ckpt": False}
     config["transformer_layer_cls_to_wrap"] = [LAYERS[family]]
     return planned(family, fsdp="full_shard", fsdp_config=config)

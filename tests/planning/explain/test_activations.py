@@ -1,4 +1,4 @@
-"""What a plan says of the values between a torch module's layers."""
+"""Words of a plan about the values between a torch module's layers."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Why a tensor has its spec: alternatives with prices that can be checked, from the plan file alone."""
+"""Reasons for a tensor's spec: alternatives with prices that can be checked, from the plan file alone."""
 
 import dataclasses
 import functools
@@ -37,11 +37,11 @@ def wide() -> tuple[Program, Plan]:
 
 def test_the_choice_comes_first_and_the_rest_by_time() -> None:
     program, plan = wide()
-    found = explain_plan(plan, "params.0.up", program)
-    first, *others = found.alternatives
-    assert first.chosen and first.spec == found.spec == plan.arguments["params.0.up"]
+    explanation = explain_plan(plan, "params.0.up", program)
+    first, *others = explanation.alternatives
+    assert first.chosen and first.spec == explanation.spec == plan.arguments["params.0.up"]
     assert first.step_time_s == pytest.approx(plan.prediction.step_time_s)
-    assert len({one.spec for one in found.alternatives}) == len(found.alternatives) == 1 + len(others)
+    assert len({one.spec for one in explanation.alternatives}) == len(explanation.alternatives) == 1 + len(others)
     times = [one.step_time_s for one in others if one.step_time_s is not None]
     assert times == sorted(times) and len(times) > 4
     gap = plan.plan_gap * plan.prediction.step_time_s
@@ -52,8 +52,10 @@ def test_the_choice_comes_first_and_the_rest_by_time() -> None:
 
 def test_an_alternative_costs_what_a_plan_pinned_to_it_costs() -> None:
     program, plan = wide()
-    found = explain_plan(plan, "params.0.up", program)
-    one = next(a for a in found.alternatives if not a.chosen and a.how == "solved" and a.delta_s and a.delta_s > 1e-7)
+    explanation = explain_plan(plan, "params.0.up", program)
+    one = next(
+        a for a in explanation.alternatives if not a.chosen and a.how == "solved" and a.delta_s and a.delta_s > 1e-7
+    )
     entries = ["+".join(axes) or "None" for axes in one.spec.dims]
     pinned = make_plan(
         program,
@@ -68,9 +70,9 @@ def test_pins_are_said_and_kept() -> None:
     program, _ = wide()
     asked = read_asked({"params.0.down": "None,model"}, replicate=["params.0.up"])
     plan = make_plan(program, Options(topology="v5e:2x4", mesh="data=4,model=2", asked=asked)).plan
-    found = explain_plan(plan, "up", program)
-    assert found.name == "params.0.up" and found.fixed == "--replicate params.0.up"
-    assert found.spec == Spec.replicated(2)
+    explanation = explain_plan(plan, "up", program)
+    assert explanation.name == "params.0.up" and explanation.fixed == "--replicate params.0.up"
+    assert explanation.spec == Spec.replicated(2)
 
 
 def test_the_file_alone_is_enough(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,4 +1,4 @@
-"""A program as a graph holds every op and tensor; with a plan, every second and byte that the plan predicts."""
+"""Graph of a program: it has every op and tensor, and with a plan every second and byte that the plan predicts."""
 
 import dataclasses
 import json
@@ -38,7 +38,7 @@ def collectives(made: networkx.MultiDiGraph) -> list[dict[str, Any]]:
 
 
 def attention() -> Model:
-    """Its softmax is priced as one on TPUs."""
+    """Build the model of grouped-query attention, whose softmax is fused on TPUs."""
     return programs.model_of(programs.grouped_query(), "v5e:2x4", "data=4,model=2")
 
 
@@ -180,7 +180,7 @@ def test_a_plan_of_another_program_is_refused(planned: tuple[Program, Plan], pro
 
 
 def test_a_graph_that_is_shown_does_not_fill_the_screen():
-    """What an interpreter prints of a graph and of its program names them: their modules may have megabytes."""
+    """Print a graph by its program's name: the `repr` of its module may have megabytes."""
     program = programs.program("decoder")
     shown = repr(program.graph())
     assert shown.startswith("ProgramGraph(program=Program(name=") and "OpGraph" not in shown and "MLIR" not in shown

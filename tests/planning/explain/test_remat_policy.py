@@ -1,4 +1,4 @@
-"""The policy of a plan for layers that are written in JAX, or in torch."""
+"""Remat policy of a plan for layers that are written in JAX or in torch."""
 
 import dataclasses
 from typing import Any
@@ -29,7 +29,7 @@ def having(plan: Plan, remat: Any) -> Plan:
 
 
 def kept(policy: Any) -> tuple[list[tuple[int, ...]], list[tuple[int, ...]]]:
-    """Shapes of what layers written in JAX keep under a policy, on the device and on the host."""
+    """Return the shapes that JAX layers save under a policy: on the device, and on the host."""
 
     def layer(x: Any, w: Any) -> tuple[Any, None]:
         inner = checkpoint_name(checkpoint_name(x, "input") @ w[0], "query")
@@ -81,7 +81,7 @@ def test_a_plan_without_a_policy_says_so(plain: Plan) -> None:
 
 
 def test_layers_in_torch_keep_what_the_plan_says(plain: Plan) -> None:
-    """Which results are kept is tested with the contexts (`tests/program/test_torch_policy.py`)."""
+    """Check the names only: `tests/program/test_torch_policy.py` checks which results the contexts save."""
     layer = torch.nn.ModuleDict({"q_proj": torch.nn.Linear(4, 4), "wk": torch.nn.Linear(4, 4)})
     plan = having(plain, "full,keep=q_proj/k_proj:2+none")
     x = torch.ones(2, 4, requires_grad=True)

@@ -1,4 +1,4 @@
-"""Recipes that compute more again where memory is not short: not planned, and no faster if they are."""
+"""Recipes with more recomputation where memory is not short: they are pruned, and would be no faster."""
 
 import functools
 from typing import Any
@@ -21,7 +21,7 @@ TOPOLOGY = "v5e:2x4"
 
 @functools.cache
 def stack(remat: str) -> Program:
-    """Layers that compute nothing again, or everything."""
+    """Trace layers that recompute nothing or everything."""
 
     def layer(x: Any, w: Any) -> tuple[Any, None]:
         return jnp.tanh(x @ w["up"]) @ w["down"], None

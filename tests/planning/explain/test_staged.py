@@ -1,4 +1,4 @@
-"""Torch modules as a program for each stage: the cut, what it is made of, and what cannot be."""
+"""Torch modules as one program for each stage: the cut, its prices, and modules that cannot be cut."""
 
 import dataclasses
 import re
@@ -76,14 +76,15 @@ def test_segments_have_every_second_and_every_parameter(tmp_path: Path) -> None:
     made, prices, names = priced(str(path), "cpu:4", "stage=2,data=2")
     costs = prices.costs
     assert names == ["wide", "back", "mixed", "mixed.1", "mixed.2", "norm", "head"]
-    # One block without loops: nothing is hidden behind anything, so all of the step is somewhere.
+    # The program is one block without loops: no collective overlaps compute, so all of the step's time belongs to a
+    # stage.
     spent = costs.forward_s.sum() + costs.backward_s.sum() + costs.update_s.sum()
     assert spent == pytest.approx(made.prediction.step_time_s, rel=1e-6)
     assert (costs.forward_s[[0, 1, 2, 4, 6]] > 0).all() and (costs.backward_s[[0, 1, 2, 4, 6]] > 0).all()
     weights = [32 * 512 + 512, 512 * 32 + 32, 32 * 256 + 256, 0, 256 * 32 + 32, 2 * 32, 64 * 8 + 8]
     assert prices.kinds["parameters"].tolist() == [4 * n for n in weights]
     assert prices.kinds["gradients"].tolist() == [4 * n for n in weights]
-    # What crosses: 2048 examples a device in f32; the first hidden state is needed by the head again.
+    # The values that cross a cut: 2048 examples a device in f32. The head needs the first hidden state again.
     assert prices.handed_bytes.tolist() == [2048 * n * 4 for n in (512, 32, 32 + 256, 32 + 256, 32 + 32, 32 + 32)]
     assert "data" in str(made.words), "the batch is split inside of a stage"
     assert prices.exposed_s[2].sum() > 0 and prices.exposed_s[:2].sum() == 0, "gradients are summed once a step"
@@ -95,14 +96,14 @@ def test_the_plan_is_the_best_of_all_cuts(net: str, plan: Plan) -> None:
     schedule = Schedule("1f1b", 2, 4)
     every = {k: cut_seconds(prices.costs, schedule, (0, k)) for k in range(1, len(names))}
     best = min(every, key=every.__getitem__)
-    found = plan.pipeline
-    assert found is not None and found.chunks[1].modules[0] == names[best]
+    pipeline = plan.pipeline
+    assert pipeline is not None and pipeline.chunks[1].modules[0] == names[best]
     assert plan.prediction.step_time_s == pytest.approx(every[best])
-    assert found.bound_s == pytest.approx(every[best]) and plan.plan_gap == pytest.approx(0, abs=1e-9)
-    assert found.memory_bytes == tuple(map(round, cut_memory(prices.costs, schedule, (0, best))))
-    assert plan.prediction.peak_bytes == max(found.memory_bytes)
+    assert pipeline.bound_s == pytest.approx(every[best]) and plan.plan_gap == pytest.approx(0, abs=1e-9)
+    assert pipeline.memory_bytes == tuple(map(round, cut_memory(prices.costs, schedule, (0, best))))
+    assert plan.prediction.peak_bytes == max(pipeline.memory_bytes)
     assert sum(plan.prediction.memory.values()) == plan.prediction.peak_bytes
-    assert found.timetable().in_flight == (2, 1)
+    assert pipeline.timetable().in_flight == (2, 1)
 
 
 def test_the_plan_is_saved_and_is_the_same_twice(net: str, plan: Plan, tmp_path: Path) -> None:
@@ -185,16 +186,18 @@ def test_programs_in_jax_are_no_modules(tmp_path: Path) -> None:
 
 
 def test_figures_of_the_record_are_those_of_its_timetable(plan: Plan) -> None:
-    found = plan.pipeline
-    assert found is not None
-    assert found.timetable().step_time_s + found.after_s == pytest.approx(plan.prediction.step_time_s)
-    slower = dataclasses.replace(found, chunks=(dataclasses.replace(found.chunks[0], hand_over_s=1.0), found.chunks[1]))
+    pipeline = plan.pipeline
+    assert pipeline is not None
+    assert pipeline.timetable().step_time_s + pipeline.after_s == pytest.approx(plan.prediction.step_time_s)
+    slower = dataclasses.replace(
+        pipeline, chunks=(dataclasses.replace(pipeline.chunks[0], hand_over_s=1.0), pipeline.chunks[1])
+    )
     assert slower.timetable().step_time_s > 2.0
 
 
 def test_updates_are_of_the_segment_whose_parameters_they_are(net: str) -> None:
     _, prices, _ = priced(net, "cpu:2", "stage=2")
     parameters, update = prices.kinds["parameters"], prices.costs.update_s
-    # What is updated takes memory's time: of the two large weights about as much as they have of all bytes.
+    # The optimizer's update is bound by memory: each large weight has about its share of all bytes.
     large = parameters > 0.2 * parameters.sum()
     assert large.sum() == 2 and (update[large] > 0.1 * update.sum()).all()

@@ -1,4 +1,4 @@
-"""Pipelines among recipes: which are considered, and that the best of all of them is taken."""
+"""Pipelines among recipes: the ones that are considered, and the choice of the fastest."""
 
 import dataclasses
 import functools
@@ -22,7 +22,7 @@ LAYERS = 8
 
 
 def program(width: int, tokens: int, batch: int, **how: Any) -> Program:
-    """A step of MLPs that are computed again in the backward pass, in stages or not."""
+    """Trace a step of MLPs that are recomputed in the backward pass, with or without stages."""
     stack = load_script("experiments/quality/pipeline_search.py").Stack
     return stack("", LAYERS, width, 4 * width, tokens, batch).program(**how)
 
@@ -30,7 +30,7 @@ def program(width: int, tokens: int, batch: int, **how: Any) -> Program:
 @pytest.mark.parametrize(
     ("width", "tokens", "schedules", "stages"),
     [
-        (8192, 1024, ("gpipe",), 2),  # gradients take longer from slice to slice than what layers hand on
+        (8192, 1024, ("gpipe",), 2),  # gradients need longer between slices than the activations of the stages
         pytest.param(256, 64, ("gpipe", "circular:2"), 1, marks=pytest.mark.full),
     ],
 )
@@ -39,7 +39,7 @@ def test_the_best_of_all_recipes_is_taken(width: int, tokens: int, schedules: tu
     options = Options(topology="v5e:2x2*2", mesh="data=2,model=4")
     choices = {"stages": (1, 2), "schedule": (None, *schedules), "microbatches": (1, 4, 8)}
     chosen, made = plan_recipes(make, choices, options, of_source=True)
-    found: dict[Recipe, float] = {}
+    steps: dict[Recipe, float] = {}
     alone = None
     for values in itertools.product(*choices.values()):
         recipe = Recipe(tuple(zip(choices, values, strict=True)))
@@ -47,7 +47,7 @@ def test_the_best_of_all_recipes_is_taken(width: int, tokens: int, schedules: tu
             continue
         try:
             each = make(**recipe.arguments)
-            found[recipe] = make_plan(each, options).plan.prediction.expected_s
+            steps[recipe] = make_plan(each, options).plan.prediction.expected_s
         except (InfeasibleError, UserError):
             continue
         graph = read_program(each, "tpu", False).graph
@@ -55,10 +55,10 @@ def test_the_best_of_all_recipes_is_taken(width: int, tokens: int, schedules: tu
         pipeline = pipeline_of(recipe)
         if pipeline is None:
             alone = arithmetic_of(graph, least, 1, LAYERS)
-        else:  # what is known before a pipeline is traced is what its program says
+        else:  # before the pipeline is traced, only its program is known
             assert alone is not None
             assert alone.in_stages(pipeline, LAYERS) == pytest.approx(least, rel=1e-6)
-    assert found[chosen] == min(found.values()) == made.plan.prediction.expected_s
+    assert steps[chosen] == min(steps.values()) == made.plan.prediction.expected_s
     assert chosen.arguments["stages"] == stages
     assert made.plan.words[-1].startswith("pipeline of 2 stages, " if stages == 2 else "no pipeline: ")
     assert "bubble" in made.plan.words[-1]
@@ -129,7 +129,7 @@ def test_as_many_stages_as_slices_come_before_fewer() -> None:
 
 
 def test_the_most_promising_pipeline_of_as_many_stages_comes_first() -> None:
-    """Little bubble, but no parameters that are gathered anew in many ticks."""
+    """Rank pipelines of equal stages by their bubble and by the ticks in which they gather parameters again."""
     rows = [(4, schedule, count) for schedule in ("gpipe", "circular:4") for count in (4, 32)]
     found = [(schedule, count) for _, schedule, count in in_order(rows, NAMES, 1, lambda: 16)]
     assert found == [("circular:4", 4), ("gpipe", 4), ("circular:4", 32), ("gpipe", 32)]
@@ -148,7 +148,7 @@ def test_of_pipelines_that_are_planned_in_vain_less_promising_ones_are_left_out(
         return Recipe((("stages", stages), ("schedule", "circular:4"), ("microbatches", microbatches)))
 
     search.slower(recipe(4, 8), 16)
-    assert not search.outdone(recipe(4, 16), 16)  # little was looked at
+    assert not search.outdone(recipe(4, 16), 16)  # few meshes were searched
     search.planned = 100_000_000
     assert search.outdone(recipe(4, 16), 16) and search.outdone(recipe(4, 8), 16)
     assert not search.outdone(recipe(4, 4), 16) and not search.outdone(recipe(2, 16), 16)

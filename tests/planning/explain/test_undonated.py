@@ -1,4 +1,4 @@
-"""Warnings about memory: state that a step replaces and does not donate, and caches in a layout that is copied."""
+"""Warnings about memory: state that a step replaces but does not donate, and caches copied to another layout."""
 
 import jax
 import jax.numpy as jnp

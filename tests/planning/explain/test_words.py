@@ -11,7 +11,7 @@ from tests.planning import programs as made
 
 
 def choose(model: Model, everywhere: dict[str, str], stored: dict[str, str]) -> NDArray[np.int64]:
-    """Splits the dims of the named groups over the named axes, in all clusters and in those of state only."""
+    """Split the dims of the named groups over named axes: `everywhere` in all clusters, `stored` in those of state."""
     groups = made.groups(model)
     of_state = {
         model.structure.cluster_of[t]

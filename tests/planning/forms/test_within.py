@@ -1,4 +1,4 @@
-"""What a form holds of a plan is priced as the form has it; planned within a form, a plan loses nothing in it."""
+"""Plans in a form's terms: priced as the form expresses them, and unchanged by the form where planned within it."""
 
 import dataclasses
 
@@ -34,7 +34,7 @@ def mlp(width: int = 512, hidden: int = 2048, batch: int = 2048) -> Program:
 
 
 def pinned_inside() -> tuple[Program, Plan]:
-    """Arguments whole, the work split inside: what no form without pins can hold."""
+    """Plan whole arguments with the work split inside, which no form without pins can express."""
     program = mlp()
     whole = {"params.*": "None,None", "x": "None,None"}
     plan = autoshard.plan(program, topology="v5e:2x4", mesh=MESH, pins=whole)
@@ -72,8 +72,8 @@ def test_megatrons_arguments_alone_give_megatrons_step(rest: Rest):
     wanted = {"params.up": Spec(((), ("model",))), "params.down": Spec((("model",), ())), "x": Spec((("data",), ()))}
     model = _model(program)
     choices = Propagation(model, rest).choices(wanted)
-    found = evaluate(model, choices)
-    assert [(c.kind, c.axes) for c in found.collectives] == [("all-reduce", ("model",))]
+    outcome = evaluate(model, choices)
+    assert [(c.kind, c.axes) for c in outcome.collectives] == [("all-reduce", ("model",))]
     assert tensor_spec(model, choices, model.graph.results[0]) == Spec((("data",), ()))
     hidden = [t.id for t in model.graph.tensors if t.shape == (2048, 2048)]
     assert hidden and all(tensor_spec(model, choices, t) == Spec((("data",), ("model",))) for t in hidden)
@@ -130,10 +130,10 @@ def test_what_cannot_be_planned_for_a_form_is_said():
 def test_where_nothing_for_a_form_fits_it_says_the_least():
     model, form = _model(mlp()), form_named("dtensor")
     limit = model.mesh.topology.usable_bytes
-    found = search(model, [], Limits(limit, 10.0, 0), lambda line: None)
+    searched = search(model, [], Limits(limit, 10.0, 0), lambda line: None)
     groups = read_program(model.program, "tpu").groups
     with pytest.raises(InfeasibleError, match=r"that the dtensor form can hold fits into 1 B .* the least found is"):
-        plan_within(form, model, groups, found, Required({}, {}), Limits(1, 10.0, 0), lambda line: None)
+        plan_within(form, model, groups, searched, Required({}, {}), Limits(1, 10.0, 0), lambda line: None)
 
 
 def test_state_belongs_to_the_parameter_it_is_called_after():

@@ -1,4 +1,4 @@
-"""Trials done by several at once, whoever is first, are taken as if done one by one."""
+"""Trials that several workers run at once are recorded in the order of a serial run."""
 
 import random
 
@@ -14,7 +14,7 @@ MESHES = candidate_meshes(Topology.parse("v5p:4x4x8"))
 
 
 class Made(Trials):
-    """Trials with made-up outcomes: everything in them depends on what the mesh is held against."""
+    """Trials with made-up outcomes that depend only on the mesh and on the incumbent."""
 
     def __init__(self, seed: int) -> None:
         draw = random.Random(seed)
@@ -51,7 +51,7 @@ def figures(trials: list[Trial]) -> list[tuple[object, ...]]:
 
 
 def run(made: Made, seats: int, ahead: bool, seed: int) -> list[tuple[object, ...]]:
-    """Seats take and finish jobs at random; some are lost, outdated ones are stopped or not."""
+    """Let seats start and finish jobs at random, lose some, and stop some outdated ones. Return the trials in order."""
     taken: list[Trial] = []
     work, draw = InOrder(made, MESHES, taken.append, ahead), random.Random(seed)
     doing: dict[int, Job] = {}

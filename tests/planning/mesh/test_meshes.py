@@ -1,4 +1,4 @@
-"""Looking for the mesh: bounds that hold, the best one found, and what is said of the others."""
+"""Search of the mesh: its bounds hold, it returns the best mesh, and it reports the others."""
 
 import functools
 import math
@@ -61,7 +61,7 @@ def test_no_mesh_is_better_and_every_bound_holds(name: str, topology: str) -> No
     mine = plan.prediction.step_time_s
     for tried in plan.meshes:
         if tried.step_time_s is None and tried.bound_s is None:
-            continue  # left out for its sizes
+            continue  # pruned for its sizes
         alone = on(name, topology, tried.mesh).plan
         there, rounding = alone.prediction, 0.5e-12 * (alone.provenance["nodes"] + alone.provenance["edges"])
         least = there.step_time_s if there.fits else float("inf")
@@ -88,7 +88,7 @@ def test_a_mesh_looked_at_ahead_leaves_the_same_plan(monkeypatch: pytest.MonkeyP
     plan = make_plan(made.program("wide mlp"), options, progress=lines.append).plan
     in_order = searched("wide mlp", "v5e:4x4")
     assert sum(line.endswith("to hold others against") for line in lines) == 1
-    # Axes of equal sizes may have changed places.
+    # Axes of equal sizes may have swapped places.
     assert plan.mesh == in_order.mesh and plan.prediction.peak_bytes == in_order.prediction.peak_bytes
     assert plan.prediction.step_time_s == pytest.approx(in_order.prediction.step_time_s, rel=1e-9)
     assert {each.mesh for each in plan.meshes} == {each.mesh for each in in_order.meshes}
@@ -104,7 +104,7 @@ def test_the_chosen_mesh_given_by_hand_is_the_same_plan() -> None:
 
 
 def test_equal_input_gives_equal_bytes() -> None:
-    """Where no clock cuts the search: on a slow machine one may."""
+    """Plan twice without a time limit: on a slow machine the clock may cut the search."""
     again = make_plan(
         made.program("wide mlp"), Options(topology="v5e:4x4", refine_axes=False, time_limit=math.inf)
     ).plan
@@ -136,11 +136,11 @@ def test_a_helper_that_dies_does_not_change_the_plan() -> None:
     with Crew(1, "autoshard.planning.warm_planner:ready") as crew:
         wait_for_helpers(crew)
         (helper,) = set(crew.map(nap, [0.1] * 4, lambda seconds: (seconds,))) - {os.getpid()}
-        os.kill(helper, signal.SIGSTOP)  # it takes a job, and is killed with it
+        os.kill(helper, signal.SIGSTOP)  # the worker starts a job and is killed during it
 
         def said(line: str) -> None:
             if line.startswith("mesh ") and not any(earlier.startswith("mesh ") for earlier in lines):
-                os.kill(helper, signal.SIGKILL)  # jobs are handed out by now, and more are to come
+                os.kill(helper, signal.SIGKILL)  # by now jobs are handed out, and more will follow
             lines.append(line)
 
         made_without = make_plan(made.program("wide mlp"), Options(**options), crew=crew, progress=said)

@@ -1,4 +1,4 @@
-"""Portfolios: plans that really differ, the planned one first."""
+"""Portfolios: plans that really differ, the chosen plan first."""
 
 import dataclasses
 import math
@@ -98,8 +98,8 @@ def test_every_candidate_keeps_what_was_asked_for():
 
 
 def test_other_meshes_are_offered_with_choices_of_their_own():
-    found = portfolio(mesh=None, candidates=12)
-    elsewhere = [each for each in found.candidates if each.plan.mesh != found.plan.mesh]
+    plans = portfolio(mesh=None, candidates=12)
+    elsewhere = [each for each in plans.candidates if each.plan.mesh != plans.plan.mesh]
     assert elsewhere
     program = made.program("wide mlp")
     topology = Topology.parse(ON["topology"])
@@ -109,7 +109,7 @@ def test_other_meshes_are_offered_with_choices_of_their_own():
         model = build_model(program, read_program(program, "tpu"), mesh, topology.usable_bytes)
         outcome = evaluate(model, np.array(each.plan.choices.split(), np.int64))
         assert outcome.step_time_s == pytest.approx(each.plan.prediction.step_time_s, rel=1e-9)
-    assert found.plan.meshes and not any(each.plan.meshes for each in elsewhere)
+    assert plans.plan.meshes and not any(each.plan.meshes for each in elsewhere)
 
 
 def test_a_program_with_nothing_to_choose_offers_one_plan():
@@ -130,7 +130,7 @@ def test_candidates_of_recipes_say_which_recipe_they_are():
 
 
 def outcome(peak: int, **seconds: float) -> Outcome:
-    """Compute of a second, and collectives of so many seconds."""
+    """Build an outcome with one second of compute and some seconds of collectives."""
     collectives = [Collective(kind, ("x",), 1, 1, s, False) for kind, s in seconds.items()]
     channels = {(-1, "compute"): 1.0, (-2, "exposed"): sum(seconds.values())}
     return Outcome(channels, tuple(collectives), peak, 0, {})

@@ -48,7 +48,7 @@ def test_no_wall_time_is_in_the_plan() -> None:
 
 
 def test_the_work_of_solving_does_not_depend_on_the_clock(monkeypatch: pytest.MonkeyPatch) -> None:
-    # Nothing is left to the exact solver, which says nothing of time.
+    # No problem counts as small enough for HiGHS: the search solves all of them.
     monkeypatch.setattr(sys.modules["autoshard.solver.solve_problem"], "_SMALL", 0)
     program = made.program("decoder")
     plans = [make_plan(program, Options(topology="v5e:2x4", mesh="data=2,model=4", time_limit=math.inf)).plan]
@@ -60,7 +60,7 @@ def test_the_work_of_solving_does_not_depend_on_the_clock(monkeypatch: pytest.Mo
         engines.append(engine)
         return worked(engine, start)
 
-    # A machine on which everything takes a thousand times as long, because it stands still or works for others.
+    # A machine on which everything needs a thousand times as long, because it stalls or is shared.
     monkeypatch.setattr(time, "monotonic", lambda: 1e3 * on_the_wall())
     monkeypatch.setattr(_engine.Engine, "run", searched)
     plans.append(make_plan(program, Options(topology="v5e:2x4", mesh="data=2,model=4")).plan)

@@ -1,4 +1,4 @@
-"""What is said of work that several devices do alike."""
+"""Warnings about work that several devices repeat."""
 
 from typing import Any
 
@@ -19,7 +19,7 @@ def multiplied(a: Any, b: Any, out: Any) -> None:
 
 
 def rows_kernel(parts: int, layers: int = 1) -> Program:
-    """A kernel over rows in so many blocks, once for each layer; nothing else of it can be split."""
+    """Trace a Pallas kernel over `parts` blocks of rows, once for each layer. Only its rows can be split."""
 
     def fn(params: Any, x: Any) -> Any:
         block = pl.BlockSpec((ROWS // parts, INNER), lambda i: (i, 0))

@@ -1,4 +1,4 @@
-"""What a plan is charged for adds up to its prediction, for any figures; and what was seen changes later plans."""
+"""Bills of plans add up to the prediction for any calibration, and observations change later plans."""
 
 import dataclasses
 import json
@@ -50,7 +50,7 @@ def database(tmp_path, monkeypatch: pytest.MonkeyPatch) -> Database:
 
 
 def slow_memory(database: Database) -> None:
-    """Keep what a machine would show whose memory is four times as slow as we ship it."""
+    """Record observations of a machine whose memory is four times slower than the shipped calibration says."""
     plan = make_plan(
         programs.program("mixed"), Options(topology="cpu:8", mesh="data=4,model=2", calibration=False)
     ).plan

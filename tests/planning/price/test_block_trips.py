@@ -1,4 +1,4 @@
-"""How often a value moves for an op, by the blocks that make and take it."""
+"""Number of times that a value moves for an op, by the blocks of its producer and its consumer."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -17,12 +17,12 @@ TRIPS = {STEP: 1.0, SCAN: 6.0, BRANCH: 3.0, INNER: 30.0}
     ("made", "taken", "trips"),
     [
         (STEP, STEP, 1.0),
-        (STEP, SCAN, 1.0),  # moved once, ahead of the loop
+        (STEP, SCAN, 1.0),  # moved once, before the loop
         (SCAN, INNER, 6.0),
         (SCAN, SCAN, 6.0),
-        (STEP, BRANCH, 3.0),  # not ahead of a conditional
+        (STEP, BRANCH, 3.0),  # not hoisted out of a conditional
         (SCAN, BRANCH, 3.0),
-        (BRANCH, SCAN, 6.0),  # what a branch gives, taken by the conditional
+        (BRANCH, SCAN, 6.0),  # a branch's result, consumed by the conditional
         (INNER, SCAN, 6.0),
         (SCAN, STEP, 1.0),
     ],

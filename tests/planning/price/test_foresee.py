@@ -1,4 +1,4 @@
-"""What keeping and offloading single values is foreseen to come to, beside plans of programs that do so."""
+"""Forecasts of saving and offloading single values, compared with plans of programs that do so."""
 
 import dataclasses
 import functools
@@ -55,7 +55,7 @@ def values(config: str) -> _Values:
 
 
 def foreseen(config: str, policy: Policy) -> tuple[float, float]:
-    """Seconds and bytes that are foreseen of a policy."""
+    """Forecast the step time in seconds and the peak in bytes under a policy."""
     found = values(config)
     names = short_names(found.model.program.savable)
     kept = np.array([[names[path] in policy.keep for path in found.paths]])
@@ -81,10 +81,10 @@ def test_what_is_foreseen_is_what_is_planned(config: str, policy: Policy) -> Non
 
 def test_every_value_that_is_computed_again_is_found(config: str) -> None:
     program = step(config, "full")
-    found = find_values(program, read_program(program, "tpu").graph)
+    savable = find_values(program, read_program(program, "tpu").graph)
     again = {"self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj", "context"}
-    assert {place.path for place in found} == again | {"mlp.gate_proj", "mlp.up_proj", "input"}
-    assert len({(place.loop, place.loop_again) for place in found}) == 1 and len(found) == 8
+    assert {place.path for place in savable} == again | {"mlp.gate_proj", "mlp.up_proj", "input"}
+    assert len({(place.loop, place.loop_again) for place in savable}) == 1 and len(savable) == 8
 
 
 def test_a_module_whose_name_ends_another_is_not_taken_for_it(config: str) -> None:

@@ -1,4 +1,4 @@
-"""What nearly full memory is charged, and what it changes."""
+"""Charge for nearly full memory, and its effect on plans."""
 
 import functools
 import json
@@ -19,7 +19,7 @@ ON: dict[str, Any] = {"topology": "v5e:2x4", "mesh": "data=8", "time_limit": 60}
 
 
 def charged(share: float, compute_s: float = 1.0, hidden_s: float = 0.0) -> float:
-    """With such a share of the memory predicted."""
+    """Return the seconds that are charged at a predicted share of the chip's memory."""
     return tight_seconds(V5E, int(share * V5E.usable_bytes), compute_s, hidden_s)
 
 
@@ -60,7 +60,7 @@ def test_the_constants_are_those_of_the_data():
 
 @functools.cache
 def layers() -> Program:
-    """Matmuls whose weights are best whole on every device, and a little slower gathered one after the other."""
+    """Trace matmuls that are fastest with whole weights, and a little slower with weights gathered one by one."""
 
     def forward(weights: Any, x: Any) -> Any:
         for w in weights:
@@ -72,14 +72,14 @@ def layers() -> Program:
 
 
 def plan_with(memory: int, monkeypatch: pytest.MonkeyPatch) -> Plan:
-    """A plan where a chip has so much memory, and no other limit holds."""
+    """Plan for a chip with so many bytes of memory and a memory limit that does not bind."""
     with monkeypatch.context() as patch:
         patch.setattr(Topology, "usable_bytes", property(lambda self: memory))
         return make_plan(layers(), Options(**ON, memory_limit=1 << 30)).plan
 
 
 def blind(memory: int, monkeypatch: pytest.MonkeyPatch) -> Plan:
-    """The same, chosen by step time alone."""
+    """Plan without the charge, by step time alone."""
     with monkeypatch.context() as patch:
         patch.setattr("autoshard.planning.solve.weight_search.tight_seconds", lambda *_: 0.0)
         return plan_with(memory, patch)

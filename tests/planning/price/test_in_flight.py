@@ -1,4 +1,4 @@
-"""What collectives hold on GPUs: gathered operands, what waits to be summed, and what is joined."""
+"""Memory of collectives on GPUs: gathered operands, operands that wait for their sum, and combined collectives."""
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +17,7 @@ MESH = "data=8"
 
 
 def deep() -> Program:
-    """Gradients of layers that are no loop, all weights of one size."""
+    """Trace gradients of unrolled layers whose weights have one size."""
 
     def loss(weights: list[jax.Array], x: jax.Array) -> jax.Array:
         for weight in weights:
@@ -48,7 +48,8 @@ def test_gathered_weights_are_held_between_their_uses_on_gpus_alone(topology: st
     program = deep()
     outcome = priced(program, make_plan(program, Options(topology=topology, mesh=MESH)).baseline_plans["fsdp"])
     beside = outcome.peak_bytes - outcome.solved_bytes
-    # All weights but the first are gathered forward and needed again backward; one is held in part already.
+    # All weights but the first are gathered in the forward pass and again in the backward pass. One is partly live
+    # already.
     whole = 2 * WIDTH * WIDTH
     assert (LAYERS - 2) * whole <= beside <= (LAYERS + 1) * whole if topology.startswith("h100") else beside == 0
 
@@ -57,7 +58,7 @@ def test_a_plan_fits_with_what_its_collectives_hold() -> None:
     program = deep()
     free = make_plan(program, Options(topology="h100:8", mesh=MESH)).plan
     outcome = priced(program, free)
-    limit = (outcome.solved_bytes + outcome.peak_bytes) // 2  # the solver alone would take it again
+    limit = (outcome.solved_bytes + outcome.peak_bytes) // 2  # the solver alone would choose this plan again
     made = make_plan(program, Options(topology="h100:8", mesh=MESH, memory_limit=limit)).plan
     assert made.prediction.fits and made.prediction.peak_bytes <= limit < outcome.peak_bytes
     assert sum(made.prediction.memory.values()) == made.prediction.peak_bytes

@@ -1,4 +1,4 @@
-"""Pipelines on chips whose compiler makes the gradient of the head last."""
+"""Pipelines on chips whose compiler schedules the gradient of the head last."""
 
 from autoshard.cost import Topology, make_mesh
 from autoshard.planning.price.analysed_program import LATE_IN_STAGES, build_model, read_program

@@ -1,4 +1,4 @@
-"""What starting fusions costs, beside the bytes that they move."""
+"""Launch cost of fusions, in addition to the bytes that they move."""
 
 import dataclasses
 from typing import Any
@@ -17,7 +17,7 @@ TRIPS = 5
 
 
 def model_of(topology: str) -> Model:
-    """A reduction outside of a loop, and one in each of its trips; the counter is of the scalar core."""
+    """Build a model of a reduction before a loop and one in each trip. The loop's counter runs on the scalar core."""
 
     def run(x: Any, rows: Any) -> Any:
         def body(carried: Any, row: Any) -> Any:
@@ -47,7 +47,7 @@ def test_every_fusion_is_started_in_every_trip(topology: str):
 
 
 def build_again(model: Model, overhead: float) -> float:
-    """Seconds of the loop's compute with another figure for a start."""
+    """Return the seconds of the loop's compute with another launch overhead."""
     figures = dataclasses.replace(model.compute.calibration, op_overhead_s=overhead)
     reading = read_program(model.program, model.mesh.topology.backend)
     again = build_model(model.program, reading, model.mesh, 1 << 40, figures)

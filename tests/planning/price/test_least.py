@@ -1,4 +1,4 @@
-"""The least time of a program: its matrix work alone, by hand."""
+"""Least time of a program: its matrix work alone, computed by hand."""
 
 from typing import Any
 
@@ -27,5 +27,5 @@ def test_matmuls_run_on_all_devices_at_the_calibrated_share_of_their_peak() -> N
 
 @pytest.mark.parametrize("words", ["ij,ij->", "ij,ij->i", "ij,ij->ij"])
 def test_products_of_what_has_the_same_dims_are_no_matmuls(words: str) -> None:
-    """XLA multiplies and sums them elsewhere, at the speed of memory."""
+    """Price no matrix work: XLA multiplies and sums such operands elementwise, at the speed of memory."""
     assert seconds(lambda x, y: jnp.einsum(words, x, y), bf16(256, 512), bf16(256, 512)) == 0.0

@@ -1,4 +1,7 @@
-"""Compiled prices of paths against those by numpy, which the partitioner's programs are compared with elsewhere."""
+"""Compiled prices of reshard paths against those by numpy.
+
+Other tests compare the prices by numpy with the partitioner's programs.
+"""
 
 import dataclasses
 import itertools
@@ -27,7 +30,7 @@ MESHES = [
 
 
 def random_states(rng: np.random.Generator, axes: int, values: list[int]) -> States:
-    """About sixty different states of so many axes."""
+    """Return about sixty different states of so many axes."""
     every = np.array(list(itertools.product(values, repeat=axes)), dtype=np.int64)
     return every[rng.permutation(len(every))[:60]]
 

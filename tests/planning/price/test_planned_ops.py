@@ -1,4 +1,4 @@
-"""What a plan says of its ops and of what is held adds up to its prediction and to its own memory chart."""
+"""Ops and live memory of a plan add up to its prediction and to its own memory chart."""
 
 import jax.numpy as jnp
 import numpy as np
@@ -44,7 +44,7 @@ def test_elementwise_ops_move_what_they_read_and_write():
     model = programs.model_of(trace(fn, (f32(8192, 4096),)), "v5e:2x2", "data=4")
     assert all((node.states[0] < 0).all() for node in model.nodes)
     rows = planned_ops(model, np.zeros(len(model.nodes), dtype=np.int64))
-    # The second is written beside the first, from what the first has at hand.
+    # The second result is written by the same fusion, from operands that the first one has read.
     assert {row.kind: row.moved_bytes for row in rows} == pytest.approx({"tanh": 8 * count, "convert": 2 * count})
     assert all(row.flops == 0 and row.bound == "memory" for row in rows)
 
@@ -71,7 +71,7 @@ def test_no_op_runs_faster_than_the_chip(name: str, topology: str, mesh: str):
 
 @pytest.mark.parametrize(("name", "topology", "mesh"), programs.CASES)
 def test_what_is_not_split_does_all_flops_of_the_program(name: str, topology: str, mesh: str):
-    """One device that holds everything whole does what the program says."""
+    """Price a plan with nothing split: each device performs all FLOPs of the program."""
     model = programs.model(name, topology, mesh)
     assert all((node.states[0] < 0).all() for node in model.nodes)
     prices = price_ops(model, np.zeros(len(model.nodes), dtype=np.int64))
@@ -79,7 +79,7 @@ def test_what_is_not_split_does_all_flops_of_the_program(name: str, topology: st
     done = {op.id: prices.work["op", op.id].flops for op in heavy}
     assert any(done.values())
     for op in heavy:
-        # A product of two tensors of the same dims is no matmul, and so none of the matrix unit's.
+        # A product of two tensors of the same dims is no matmul and does not use the matrix unit.
         assert done[op.id] in (0.0, pytest.approx(op.flops * model.graph.trips(op.loop), rel=1e-9)), op.name
 
 
@@ -96,7 +96,7 @@ def test_what_is_held_is_what_the_chart_shows(name: str, topology: str, mesh: st
             rest = sizes[moment] - listed - (model.fixed_bytes if kind == "temporaries" else 0)
             assert rest >= 0, (moment, kind)
             small = max(small, rest)
-    # What is left out is small beside the peak.
+    # The omitted values are small in comparison with the peak.
     assert small <= 0.05 * max(sum(column) for column in zip(*timeline.memory.values(), strict=True))
 
 

@@ -1,4 +1,4 @@
-"""What a plan reads of a program before anything is priced."""
+"""Analysis of a program before anything is priced."""
 
 from typing import Any
 
@@ -18,22 +18,23 @@ def step(state: Any, x: Any) -> Any:
 
 
 def test_donated_state_is_written_over_and_other_state_is_not() -> None:
-    """The state counts once where the caller gives it away, and beside its update where the caller keeps it.
+    """Count the state once if the caller donates it, else the state and its update.
 
-    XLA's own assignment says what is held: the product lies where the updated state of a caller who keeps it goes.
+    The reference is XLA's own buffer assignment. If the state is not donated, the product shares the buffer of its
+    update.
     """
     given = (f32(1024, 1024), f32(8, 1024))
     for donated in ((), (0,)):
         program = trace(step, given, name="update", donate_argnums=donated)
         model = programs.model_of(program, "cpu:8", "data=8")
         held = evaluate(model, np.zeros(len(model.nodes), dtype=np.int64)).peak_bytes
-        found = jax.jit(step, donate_argnums=donated).lower(*given).compile().memory_analysis()
-        total = found.argument_size_in_bytes + found.output_size_in_bytes - found.alias_size_in_bytes
-        assert held == pytest.approx(total + found.temp_size_in_bytes, rel=0.02)
+        analysis = jax.jit(step, donate_argnums=donated).lower(*given).compile().memory_analysis()
+        total = analysis.argument_size_in_bytes + analysis.output_size_in_bytes - analysis.alias_size_in_bytes
+        assert held == pytest.approx(total + analysis.temp_size_in_bytes, rel=0.02)
 
 
 def test_what_goes_into_an_update_is_a_gradient() -> None:
-    """Of a step without moments too: its sum may run beside what follows, and is stored as what it is."""
+    """Recognise gradients in a step without moments as well: their sum may overlap, and is stored as a gradient."""
     model = programs.model_of(trace(step, (f32(1024, 1024), f32(8, 1024)), name="update"), "v5e:2x2", "data=4")
     made = {reshard.overlap for reshard in model.reshards if model.nodes[reshard.source].kind == "op"}
     assert made and made <= {Overlap.GRADIENTS, Overlap.GRADIENTS_AT_MATMUL}

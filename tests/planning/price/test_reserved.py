@@ -1,4 +1,4 @@
-"""Memory of results that replace no donated argument: what is predicted, beside what real compilers reserve."""
+"""Memory of results that replace no donated argument: the prediction against the reservation of real compilers."""
 
 import importlib.util
 
@@ -41,10 +41,10 @@ def test_temporaries_lie_in_the_memory_of_results_as_compilers_place_them(topolo
     for donated in (False, True):
         program = scanned(donated)
         plan = make_plan(program, Options(topology=topology, mesh="data=1")).plan
-        found = compile_plan(program, plan, 300.0)
-        assert found.peak_compiled is not None
-        assert found.peak_predicted == pytest.approx(found.peak_compiled, rel=0.05)
-        peaks[donated] = found.peak_predicted
+        compilation = compile_plan(program, plan, 300.0)
+        assert compilation.peak_compiled is not None
+        assert compilation.peak_predicted == pytest.approx(compilation.peak_compiled, rel=0.05)
+        peaks[donated] = compilation.peak_predicted
     assert peaks[True] <= peaks[False]
 
 

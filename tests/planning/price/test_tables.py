@@ -1,4 +1,4 @@
-"""Tables of paths that recipes share: the same prices, and no more memory than is allowed."""
+"""Tables of reshard paths that recipes share: the same prices, and no more memory than is allowed."""
 
 import pickle
 

@@ -1,4 +1,6 @@
-"""The timeline runs the step in its predicted time, one thing at a time in each lane, with the predicted peak."""
+"""Timeline of a step: it ends at the predicted time, has one interval at a time in each lane, and the predicted
+peak.
+"""
 
 import itertools
 from collections import defaultdict
@@ -17,7 +19,7 @@ from tests.planning import programs
 
 
 def decoder(params, batch):
-    """A scan of layers with a loss, its gradients and an update: loops forward and backward."""
+    """Compute a step of scanned layers with loss, gradients and update: a forward and a backward loop."""
 
     def loss(params):
         def layer(x, w):
@@ -75,7 +77,7 @@ def test_the_lanes_add_up_to_the_prediction(plan: Plan, timeline: Timeline):
     spent: dict[str, float] = defaultdict(float)
     for span in timeline.spans:
         spent[span.lane] += span.seconds
-    # What is too short to be kept may be missing, but not more than a little of the step.
+    # Intervals that are too short for the timeline may be missing, but only a small part of the step.
     assert spent["exposed"] == pytest.approx(plan.prediction.exposed_comm_s, abs=0.01 * timeline.end_s)
     assert spent["compute"] == pytest.approx(plan.prediction.compute_s, abs=0.01 * timeline.end_s)
 
@@ -92,7 +94,7 @@ def test_memory_reaches_the_predicted_peak_and_is_never_negative(plan: Plan, tim
 
 @pytest.mark.parametrize(("name", "topology", "mesh"), programs.CASES)
 def test_any_choices_end_when_they_are_judged_to_end(name: str, topology: str, mesh: str):
-    """Also where links are what the whole step waits for, as it does for most choices that are made at random."""
+    """Compare the ends for random choices, most of which leave the whole step waiting for the links."""
     model, rng = programs.model(name, topology, mesh), np.random.default_rng(0)
     for _ in range(4):
         choices = programs.random_choices(model, rng)
@@ -100,7 +102,7 @@ def test_any_choices_end_when_they_are_judged_to_end(name: str, topology: str, m
 
 
 def sums_again():
-    """A loop that reads an argument in every trip, and makes nothing of its shape."""
+    """Trace a loop that reads an argument in every trip and produces nothing of its shape."""
 
     def again(x, m):
         return jax.lax.fori_loop(0, 4, lambda i, h: h * 0.5 + m.sum(0), jnp.tanh(x) @ m)
@@ -126,7 +128,7 @@ def test_operands_are_moved_before_an_op_runs_and_its_results_after():
     before, after = 0, 0
     for _ in range(20):
         spans = make_timeline(model, programs.random_choices(model, rng)).spans
-        # The work on what it makes has its name too.
+        # The compute on the loop's results has its name too.
         op = max((span for span in spans if span.name == dot), key=lambda span: span.seconds)
         for span in spans:
             _, _, cause = span.name.partition(": ")

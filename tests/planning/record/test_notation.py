@@ -31,13 +31,13 @@ def cases(draw: st.DrawFn) -> tuple[Spec, dict[str, int], list[int] | None]:
 def test_round_trip(case: tuple[Spec, dict[str, int], list[int] | None]):
     spec, mesh, order = case
     text = hlo_sharding(spec, mesh, order)
-    found = parse_hlo_sharding(text, len(spec.dims), mesh, order)
-    assert hlo_sharding(found, mesh, order) == text
-    assert shards(found, mesh, order) == shards(spec, mesh, order)
+    parsed = parse_hlo_sharding(text, len(spec.dims), mesh, order)
+    assert hlo_sharding(parsed, mesh, order) == text
+    assert shards(parsed, mesh, order) == shards(spec, mesh, order)
 
 
 def shards(spec: Spec, mesh: dict[str, int], order: list[int] | None) -> dict[int, tuple[int, ...]]:
-    """Device -> which shard it holds, counted from the definition: major axes of a dim first."""
+    """Map each device to its shard, by the definition: the major axes of a dim count first."""
     grid = np.asarray(range(math.prod(mesh.values())) if order is None else order).reshape(tuple(mesh.values()))
     held = {}
     for place in np.ndindex(*grid.shape):

@@ -1,4 +1,4 @@
-"""Where a plan's program is: the same bytes however it was named and from wherever, and found again from anywhere."""
+"""Place of a plan's program: the same bytes for any spelling and working directory, and found from anywhere."""
 
 import dataclasses
 import os

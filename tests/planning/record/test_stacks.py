@@ -1,4 +1,4 @@
-"""Names of stacks of layers, and which layers' names they stand for."""
+"""Names of stacks of layers, and the names of the layers that a stack represents."""
 
 import re
 

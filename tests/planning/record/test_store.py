@@ -1,4 +1,4 @@
-"""Plan files: the same plan back, the same bytes, and one sentence for every bad file."""
+"""Plan files: they load as the same plan, have the same bytes, and every bad file is refused in one sentence."""
 
 import dataclasses
 import json

@@ -1,4 +1,4 @@
-"""Cuts into stages against all cuts there are, and their bounds against the best of these."""
+"""Cuts into stages, and their bounds, against a search of all cuts."""
 
 import dataclasses
 import itertools
@@ -46,11 +46,11 @@ def test_the_best_of_all_cuts_is_found(text: str, stages: int, count: int) -> No
     schedule = make_schedule(text, stages, count)
     for seed in range(3):
         costs = some_costs(seed, 9)
-        found = best_cut(costs, schedule, leaves=10**6)
+        best = best_cut(costs, schedule, leaves=10**6)
         every = {cut: cut_seconds(costs, schedule, cut) for cut in all_cuts(costs, schedule)}
-        assert found.step_time_s == pytest.approx(min(every.values()))
-        assert every[found.begins] == found.step_time_s
-        assert found.bound_s == pytest.approx(found.step_time_s), "the search came to its end"
+        assert best.step_time_s == pytest.approx(min(every.values()))
+        assert every[best.begins] == best.step_time_s
+        assert best.bound_s == pytest.approx(best.step_time_s), "the search came to its end"
 
 
 @pytest.mark.parametrize(("text", "stages", "count"), CASES)
@@ -60,10 +60,10 @@ def test_memory_limits_hold_and_no_other_cut_within_them_is_faster(text: str, st
     every = {cut: cut_memory(costs, schedule, cut) for cut in all_cuts(costs, schedule)}
     needs = sorted(map(max, every.values()))
     limit = needs[len(needs) // 4]
-    found = best_cut(costs, schedule, limit, leaves=10**6)
+    best = best_cut(costs, schedule, limit, leaves=10**6)
     fitting = [cut_seconds(costs, schedule, cut) for cut, memory in every.items() if max(memory) <= limit]
-    assert max(found.memory_bytes) <= limit and found.memory_bytes == every[found.begins]
-    assert found.step_time_s == pytest.approx(min(fitting))
+    assert max(best.memory_bytes) <= limit and best.memory_bytes == every[best.begins]
+    assert best.step_time_s == pytest.approx(min(fitting))
     with pytest.raises(NoCutError):
         best_cut(costs, schedule, needs[0] * 0.999)
 
@@ -98,8 +98,8 @@ def test_a_forward_pass_alone_is_cut_in_equal_parts() -> None:
     costs = dataclasses.replace(
         costs, forward_s=np.ones(8), hand_over_s=np.zeros(7), may_cut=np.ones(8, bool), update_s=np.zeros(8)
     )
-    found = best_cut(costs, Schedule("1f1b", 4, 4))
-    assert found.begins == (0, 2, 4, 6) and found.step_time_s == 2 * 7
+    cut = best_cut(costs, Schedule("1f1b", 4, 4))
+    assert cut.begins == (0, 2, 4, 6) and cut.step_time_s == 2 * 7
 
 
 def test_more_stages_than_places_cannot_be() -> None:

@@ -1,4 +1,4 @@
-"""What is known before anything is solved holds for every choice."""
+"""Lower bounds before the solve: they hold for every choice."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""What a refusal proposes: what would help, and nothing that the program or the plan has already."""
+"""Advice of a refusal: it names changes that help, and none that the program or the plan has already."""
 
 import functools
 import math
@@ -22,7 +22,7 @@ from autoshard.program import Program, open_source, trace
 
 
 def refusal(program: Program, limit: int, topology: str = "v5e:2x2", **asked: Any) -> str:
-    """The advice: what stands after the last semicolon."""
+    """Return the advice of the error: the text after the last semicolon."""
     with pytest.raises(InfeasibleError) as caught:
         make_plan(program, Options(**asked, topology=topology, mesh="data=4", memory_limit=limit, time_limit=2))
     text = str(caught.value)
@@ -31,7 +31,7 @@ def refusal(program: Program, limit: int, topology: str = "v5e:2x2", **asked: An
 
 
 def advice(kind: str, **options: Any) -> str:
-    """What is said of a training step of a known model where `kind` holds most."""
+    """Return the advice for a training step of a known model in which `kind` needs most of the memory."""
     program = open_source("hf:gpt2-tiny", train=True, batch=8, seq=16, **options)
     mesh = make_mesh(Topology.parse("v5e:2x2"), {"data": 4})
     model = build_model(program, read_program(program, "tpu"), mesh, 1 << 20)
@@ -39,7 +39,7 @@ def advice(kind: str, **options: Any) -> str:
 
 
 def step(batch: int, again: bool = False) -> Program:
-    """Its activations hold most: 2 x 64 MiB beside a small weight."""
+    """Trace a step whose activations need most of the memory: 2 x 64 MiB, and a small weight."""
 
     def layers(w: Any, x: Any) -> Any:
         return jnp.tanh(jnp.tanh(jnp.tanh(x @ w) @ w) @ w)
@@ -89,7 +89,7 @@ def test_a_limit_below_the_chips_own_and_pins_can_be_given_up() -> None:
 def test_the_least_is_no_more_than_a_baseline_needs_where_the_solver_finds_no_less(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A large model may leave the solver no time; the weights here are all but everything, and fsdp splits them."""
+    """Leave the solver no time, as a large model may. The weights are nearly all bytes, and FSDP splits them."""
 
     def whole(model: Model, weights: object, terms: Terms) -> Any:
         unsplit = [np.flatnonzero((node.states < 0).all(axis=1))[-1] for node in model.nodes]

@@ -1,4 +1,4 @@
-"""Times past what is reckoned exactly are refused, not wrapped, nor taken for what is forbidden."""
+"""Times beyond exact integers are refused, not wrapped and not treated as forbidden."""
 
 import dataclasses
 from types import SimpleNamespace
@@ -18,7 +18,7 @@ from tests.planning import programs as made
 
 
 def slower(model: Any, factor: float) -> Any:
-    """The same decisions, each time as many times as long."""
+    """Scale all times of a model by a factor."""
     nodes = [
         dataclasses.replace(node, time={channel: factor * time for channel, time in node.time.items()})
         for node in model.nodes
@@ -40,8 +40,8 @@ def test_costs_stay_apart_from_what_is_forbidden(factor: float):
     network = build_network(slower(model, factor), weights, None, kept_of(model, None))
     for cost in network.costs:
         assert (cost < FORBIDDEN).all()
-    found = narrow(network)
-    assert found.choices is None or found.bound <= evaluate(long, found.choices).cost
+    narrowed = narrow(network)
+    assert narrowed.choices is None or narrowed.bound <= evaluate(long, narrowed.choices).cost
 
 
 def test_a_program_that_takes_months_is_refused():

@@ -1,4 +1,4 @@
-"""Repeated layers share their decisions: found by what they are, and no plan is worse for it."""
+"""Repeated layers share their decisions: they are recognised by their ops, and sharing makes no plan worse."""
 
 import dataclasses
 import math
@@ -36,9 +36,9 @@ def model(depth: int, mesh: str = "data=2,model=4", **pattern: Any) -> Model:
 
 
 def shared(of: Model) -> Repeats:
-    found = find_repeats(of)
-    assert found is not None
-    return found
+    repeats = find_repeats(of)
+    assert repeats is not None
+    return repeats
 
 
 @pytest.mark.parametrize("pattern", list(PATTERNS))
@@ -65,7 +65,7 @@ def test_sharing_costs_nothing(pattern: str) -> None:
     tied = solve_tied(repeats, weights, Terms(LIMIT, math.inf, 0))
     both = solve_within(whole, weights, Terms(LIMIT, math.inf, 0), repeats=repeats)
     assert tied is not None and tied.solution.gap == alone.solution.gap == both.solution.gap == 0
-    assert both.solution.cost == pytest.approx(alone.solution.cost, rel=1e-6)  # rounded apart
+    assert both.solution.cost == pytest.approx(alone.solution.cost, rel=1e-6)  # rounded separately
     assert alone.solution.cost <= tied.solution.cost * (1 + 1e-6) <= alone.solution.cost * 1.001
 
 
@@ -97,7 +97,7 @@ def test_lifted_messages_bound_the_whole_as_closely() -> None:
     lifted = repeats.lift(whole, weights, small.messages)
     assert small.messages is not None and lifted is not None
     least = solve_within(whole, weights, Terms(None, math.inf, 0)).solution
-    # A bound of no more than what one turn of message passing says.
+    # Stop after a single round of message passing, which gives the bound.
     first = narrow(build_network(whole, weights, None, kept_of(whole, None)), start=lifted, enough=0.0)
     assert 0.99 * least.cost <= first.bound <= least.cost * (1 + 1e-6)
 

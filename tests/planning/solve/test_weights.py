@@ -1,4 +1,4 @@
-"""Weights of what competes in a block: raised towards the bound by cuts."""
+"""Weights of the channels that compete in a block: cuts raise them towards the bound."""
 
 import pytest
 
@@ -21,10 +21,10 @@ def outcome(exposed: float, **seconds: float) -> Outcome:
 def test_one_choice_moves_all_weight_to_what_is_longest_in_each_block():
     weighing = Weighing(EVEN)
     weighing.add_choice(outcome(1.0, tcompute=3.0, tx=1.0, ty=2.0, lcompute=1.0, lx=4.0))
-    found = weighing.following(0.0)
-    assert found is not None
-    assert found[(-1, "compute")] == pytest.approx(1 - 2 * FLOOR)
-    assert found[(0, "x")] == pytest.approx(1 - FLOOR)
+    weights = weighing.following(0.0)
+    assert weights is not None
+    assert weights[(-1, "compute")] == pytest.approx(1 - 2 * FLOOR)
+    assert weights[(0, "x")] == pytest.approx(1 - FLOOR)
 
 
 def test_weights_are_positive_and_those_of_a_block_sum_to_one():
@@ -32,24 +32,24 @@ def test_weights_are_positive_and_those_of_a_block_sum_to_one():
     weighing.add_choice(outcome(0.0, tcompute=3.0, tx=1.0, lcompute=1.0, lx=4.0))
     weighing.add_bound(EVEN, 2.0)
     weighing.add_choice(outcome(0.5, tcompute=1.0, tx=5.0, lcompute=3.0))
-    found = weighing.following(1e-3)
-    assert found is not None and min(found.values()) > 0
+    weights = weighing.following(1e-3)
+    assert weights is not None and min(weights.values()) > 0
     for block in (-1, 0):
-        assert sum(w for (b, _), w in found.items() if b == block) == pytest.approx(1.0)
+        assert sum(w for (b, _), w in weights.items() if b == block) == pytest.approx(1.0)
 
 
 def test_two_choices_that_cut_each_other_share_the_weight():
-    # Whatever the weights, one of the two is not above 2.5: that is where the next weights are.
+    # For all weights, one of the two outcomes is not above 2.5. The next weights lie there.
     weighing = Weighing({(0, "compute"): 0.5, (0, "x"): 0.5})
     weighing.add_choice(outcome(0.0, lcompute=4.0, lx=1.0))
     weighing.add_choice(outcome(0.0, lcompute=1.0, lx=4.0))
-    found = weighing.following(0.0)
-    assert found == pytest.approx({(0, "compute"): 0.5, (0, "x"): 0.5})
+    weights = weighing.following(0.0)
+    assert weights == pytest.approx({(0, "compute"): 0.5, (0, "x"): 0.5})
 
 
 def test_nothing_follows_when_no_weights_can_gain_enough():
     weighing = Weighing({(0, "compute"): 0.5, (0, "x"): 0.5})
-    assert weighing.following(0.0) is None  # nothing is known yet
+    assert weighing.following(0.0) is None  # no outcome is known yet
     weighing.add_choice(outcome(1.0, lcompute=2.0, lx=1.0))
     weighing.add_bound({(0, "compute"): 0.9, (0, "x"): 0.1}, 2.9)
     assert weighing.following(0.2) is None
@@ -65,6 +65,6 @@ def test_a_block_of_compute_alone_needs_no_weights():
 @pytest.mark.full
 def test_the_bound_of_a_search_comes_near_the_plan():
     model = made.model("decoder", "v5e:2x4", "data=2,model=4", 1 << 34)
-    found = search(model, [], Limits(1 << 34, 300.0, 0), lambda line: None)
-    assert found.bound_s <= found.best.outcome.step_time_s * (1 + 1e-9)
-    assert found.bound_s >= 0.97 * found.best.outcome.step_time_s
+    searched = search(model, [], Limits(1 << 34, 300.0, 0), lambda line: None)
+    assert searched.bound_s <= searched.best.outcome.step_time_s * (1 + 1e-9)
+    assert searched.bound_s >= 0.97 * searched.best.outcome.step_time_s

@@ -1,4 +1,4 @@
-"""Specs fixed by name: they hold, the rest is chosen for them, and what cannot hold is said in one sentence."""
+"""Specs fixed by name: they hold, other specs are chosen around them, and impossible ones are refused."""
 
 import functools
 from pathlib import Path

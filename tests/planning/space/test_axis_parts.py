@@ -1,4 +1,4 @@
-"""Axes in two parts: when, on which dims, and under which names."""
+"""Axes in two parts: when they are cut, the dims that use them, and their names."""
 
 from typing import Any
 

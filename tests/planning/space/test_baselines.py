@@ -1,4 +1,4 @@
-"""Baselines: what an expert would write, completed by the solver, and never better than the plan."""
+"""Baselines: the plans of an expert, completed by the solver, and never better than our plan."""
 
 import math
 from typing import Any
@@ -34,7 +34,7 @@ def specs(result: PlanResult, name: str) -> dict[str, str]:
 
 
 def state_follows(found: dict[str, str]) -> bool:
-    """Every moment is split like its parameter."""
+    """Return True if every moment is split like its parameter."""
     return all(
         spec == found["params." + name.split(".", 2)[2]]
         for name, spec in found.items()
@@ -52,11 +52,11 @@ MLP = {
 
 @pytest.mark.parametrize("name", MLP)
 def test_baselines_of_an_mlp(name: str) -> None:
-    found = specs(made.planned("mlp"), name)
+    specs_by_name = specs(made.planned("mlp"), name)
     wanted = {("params." + key if key not in ("x", "y") else key): spec for key, spec in MLP[name].items()}
-    assert {key: found[key] for key in wanted} == wanted
-    assert found["y"] == found["x"]
-    assert state_follows(found)
+    assert {key: specs_by_name[key] for key in wanted} == wanted
+    assert specs_by_name["y"] == specs_by_name["x"]
+    assert state_follows(specs_by_name)
 
 
 DECODER = {
@@ -83,12 +83,12 @@ DECODER = {
 @pytest.mark.parametrize("name", DECODER)
 @pytest.mark.parametrize("suffix", ["", "_sp"])
 def test_baselines_of_a_decoder(name: str, suffix: str) -> None:
-    """Heads, ffn and vocabulary over `model`: column then row in each pair; the layer dim and head size whole."""
+    """Split heads, ffn and vocabulary over `model`, column then row in each pair, but no layer dim or head size."""
     if name == "data_parallel":
         suffix = ""
-    found = specs(made.planned("decoder"), name + suffix)
+    specs_by_name = specs(made.planned("decoder"), name + suffix)
     names = [f"params.layers.{key}" for key in ("qkv", "out", "up", "down")] + ["params.table", "tokens"]
-    assert tuple(found[key] for key in names) == DECODER[name]
+    assert tuple(specs_by_name[key] for key in names) == DECODER[name]
 
 
 def test_fsdp_splits_every_parameter_once_over_all_devices() -> None:
@@ -142,18 +142,26 @@ def test_the_inner_dim_of_an_mlp_is_not_taken_for_a_stream() -> None:
 
 
 def test_with_one_axis_all_of_it_is_tensor_parallel() -> None:
-    found = specs(made.planned("mlp", "cpu:8", "data=8"), "tensor_parallel")
-    assert (found["params.up"], found["params.down"], found["x"]) == ("[-, data]", "[data, -]", "[-, -]")
+    specs_by_name = specs(made.planned("mlp", "cpu:8", "data=8"), "tensor_parallel")
+    assert (specs_by_name["params.up"], specs_by_name["params.down"], specs_by_name["x"]) == (
+        "[-, data]",
+        "[data, -]",
+        "[-, -]",
+    )
     assert set(made.planned("mlp", "cpu:8", "data=8").baseline_plans) == set(ALL) - {"fsdp_tp", "fsdp_tp_sp"}
 
 
 def test_with_three_axes_the_last_is_tensor_parallel() -> None:
-    found = specs(made.planned("wide mlp", "v5p:2x2x2", "a=2,b=2,c=2"), "fsdp_tp")
-    assert (found["params.0.up"], found["params.0.down"], found["x"]) == ("[axb, c]", "[c, axb]", "[axb, -]")
+    specs_by_name = specs(made.planned("wide mlp", "v5p:2x2x2", "a=2,b=2,c=2"), "fsdp_tp")
+    assert (specs_by_name["params.0.up"], specs_by_name["params.0.down"], specs_by_name["x"]) == (
+        "[axb, c]",
+        "[c, axb]",
+        "[axb, -]",
+    )
 
 
 def test_a_batch_that_a_loop_runs_through_is_said_to_be_one() -> None:
-    """Steps that a program does one after the other: no spec of the parameter is to blame."""
+    """Name the loop as the cause: the program runs its steps one after the other, with any spec of the parameter."""
 
     def steps(w: Any, x: Any) -> Any:
         def step(w: Any, x: Any) -> Any:
@@ -221,7 +229,7 @@ def test_baselines_restrict_arguments_and_leave_matmuls_to_the_solver() -> None:
 
 
 def test_a_contracted_dim_is_never_gathered_in_a_row_parallel_matmul() -> None:
-    """Tensor parallelism's second matmul sums: that is what makes it Megatron's pair."""
+    """Check that the second matmul's result is summed, which makes the two matmuls Megatron's pair."""
     result = made.planned("wide mlp", "v5e:4x4", "data=4,model=4")
     kinds = {(c.kind, c.axes) for c in result.plan.baselines["tensor_parallel"].collectives}
     assert ("all-reduce", ("model",)) in kinds or ("reduce-scatter", ("model",)) in kinds

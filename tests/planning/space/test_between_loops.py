@@ -1,4 +1,4 @@
-"""Ops that stand alone between loops have nothing to hide what they send behind."""
+"""Ops that stand alone between loops have no compute to overlap their collectives with."""
 
 from collections.abc import Callable
 from typing import Any
@@ -33,7 +33,7 @@ def no_loop(params: Any, x: Any) -> Any:
 
 
 def overlaps(loss: Callable[[Any, Any], Any]) -> dict[str, set[Overlap]]:
-    """For each stored weight, what moves of it to matmuls, and of its gradient from them, may hide behind."""
+    """Return the overlap of each stored weight: of its reshards to matmuls, and of its gradient's reshards."""
 
     def step(params: Any, x: Any) -> Any:
         return jax.tree.map(lambda p, g: p - 0.1 * g, params, jax.grad(loss)(params, x))
@@ -44,26 +44,26 @@ def overlaps(loss: Callable[[Any, Any], Any]) -> dict[str, set[Overlap]]:
     topology = Topology.parse("tpu7x:2x2x1")
     model = build_model(program, read_program(program, "tpu"), make_mesh(topology, {"data": 8}), topology.usable_bytes)
     names = {a.name: t for a, t in zip(program.arguments, model.graph.arguments, strict=True)}
-    found: dict[str, set[Overlap]] = {}
+    kinds: dict[str, set[Overlap]] = {}
     for name in shapes:
         (tensor,) = (t for given, t in names.items() if name in given)
         node = model.cluster_node[model.structure.cluster_of[tensor]]
         moves = [each for each in model.reshards if node in (each.source, each.target) and each.op >= 0]
-        found[name] = {Overlap(m.overlap) for m in moves if model.graph.ops[m.op].kind == "dot_general"}
-    return found
+        kinds[name] = {Overlap(m.overlap) for m in moves if model.graph.ops[m.op].kind == "dot_general"}
+    return kinds
 
 
 @pytest.mark.parametrize(("loss", "alone"), [(head_alone, True), (two_beside_it, False), (no_loop, False)])
 def test_a_head_waits_for_its_weight_where_no_other_matmul_is_beside_it(
     loss: Callable[[Any, Any], Any], alone: bool
 ) -> None:
-    found = overlaps(loss)
-    assert (Overlap.PARAMETERS in found["head"]) is not alone
-    assert (Overlap.NETWORK in found["head"]) is alone
-    assert not found["head"] & ({Overlap.GRADIENTS, Overlap.GRADIENTS_AT_MATMUL} if alone else {Overlap.NETWORK})
+    kinds = overlaps(loss)
+    assert (Overlap.PARAMETERS in kinds["head"]) is not alone
+    assert (Overlap.NETWORK in kinds["head"]) is alone
+    assert not kinds["head"] & ({Overlap.GRADIENTS, Overlap.GRADIENTS_AT_MATMUL} if alone else {Overlap.NETWORK})
 
 
 def test_layers_in_a_loop_hide_theirs() -> None:
-    found = overlaps(head_alone)["layers"]
-    assert Overlap.PARAMETERS in found
-    assert not found & {Overlap.NETWORK, Overlap.NETWORK_AT_MATMUL}
+    kinds = overlaps(head_alone)["layers"]
+    assert Overlap.PARAMETERS in kinds
+    assert not kinds & {Overlap.NETWORK, Overlap.NETWORK_AT_MATMUL}

@@ -1,4 +1,4 @@
-"""What a topology decides of the options of a source."""
+"""Options of a source that follow from the topology."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""How queries meet keys and values where the sequence is split: forced, said, priced, and refused."""
+"""Attention with a split sequence: its exchange of queries, keys and values is forced, named, priced and refused."""
 
 import dataclasses
 import functools
@@ -55,18 +55,18 @@ def test_a_split_sequence_gathers_keys_and_values_or_sends_them_around() -> None
 
 
 def test_permutes_of_a_ring_are_counted_by_turn() -> None:
-    """Seven of keys and values forward, in two layers, and again for the gradient; there seven and one of its sums."""
+    """Count a ring's permutes: seven of keys and values forward in two layers, and again in the gradient plus one."""
     forward = find_attentions(read_program(program("ring"), "tpu").graph)
     assert [each.forward for each in forward] == [True, True, False], "the forward pass is computed again"
     permutes = [c for c in planned("ring", "sequence").prediction.collectives if c.kind == "collective-permute"]
     assert sum(c.count for c in permutes) == 2 * (7 + 7 + 7 + 7 + 1)
-    pair = 2 * 4 * SEQ // 8 * 64 * 2  # of keys and values: sequences, heads, tokens of a device, head size
+    pair = 2 * 4 * SEQ // 8 * 64 * 2  # bytes of keys and values: sequences, heads, tokens of a device, head size
     assert sum(c.wire_bytes for c in permutes) == 2 * pair * (2 * 3 * 7 + 4 * 8)
     assert any(c.exposed_s < c.seconds for c in permutes)
 
 
 def waiting(seq: int) -> tuple[float, float]:
-    """Seconds of the permutes of a ring of eight, and of what is waited for, all sequences split."""
+    """Return the seconds of the permutes of a ring of eight, and the exposed ones, with all sequences split."""
     wide = dataclasses.replace(DIMS, kv_heads=8, head_size=128)  # 2k tokens of a device compute less than they send
     small = decoder_program(wide, batch=2, seq=seq, exchange="ring", optimizer="sgd")
     mesh = make_mesh(Topology.parse("v5p:2x2x2"), {"context": 8})
@@ -83,14 +83,14 @@ def waiting(seq: int) -> tuple[float, float]:
 
 
 def test_long_sequences_hide_the_ring_and_short_ones_do_not() -> None:
-    """Compute grows with the square of the sequence, what goes around with its length."""
+    """Compare two lengths: compute grows with the square of the sequence, the permuted bytes with its length."""
     shares = [wait / whole for whole, wait in map(waiting, (16384, 262144))]
     assert shares[0] > 0.4
     assert shares[1] < 0.06, "the way home of the gradients' sums alone"
 
 
 def free(exchange: str) -> tuple[str, ...]:
-    """Words of a plan in which all matmuls but attention have the sequence split; that may do what is asked for."""
+    """Return the words of a plan that splits the sequence in all matmuls. Its attention may use the exchange."""
     made = decoder_program(DIMS, batch=2, seq=65536, exchange=exchange, optimizer="sgd")
     mesh = make_mesh(Topology.parse("v5p:2x2x1"), {"context": 4})
     reading = read_program(made, "tpu")
@@ -103,7 +103,7 @@ def free(exchange: str) -> tuple[str, ...]:
     kernels = {model.op_node[each.op] for each in find_attentions(reading.graph)}
     allowed = {node: mask for node, mask in held.allowed.items() if node not in kernels}
     solved = solve_within(model, normalise(even_weights(model)), Terms(None, 20.0, 0, allowed=allowed))
-    evaluate(model, solved.choices)  # which refuses pairs that are not allowed
+    evaluate(model, solved.choices)  # raises on forbidden pairs
     return exchange_words(model, solved.choices)
 
 

@@ -1,4 +1,4 @@
-"""What single heavy ops cost: sorts, gathers, matmuls of narrow types."""
+"""Costs of single heavy ops: sorts, gathers, matmuls of narrow types."""
 
 import functools
 from collections.abc import Callable
@@ -18,7 +18,7 @@ def shape(*sizes: int, dtype: str = "float32") -> jax.ShapeDtypeStruct:
 
 
 def seconds(fn: Callable, *args: jax.ShapeDtypeStruct, topology: str = "v5e:2x2", kind: str) -> np.ndarray:
-    """Compute time of the one op of that kind in all of its strategies, the whole op first."""
+    """Return the compute time of the only op of that kind in each of its strategies, the unsplit op first."""
     program = trace(fn, args, name="heavy")
     parsed = Topology.parse(topology)
     model = build_model(
@@ -65,7 +65,7 @@ def test_a_gather_of_rows_reads_them_and_one_of_elements_whole_bursts() -> None:
 
 @pytest.mark.parametrize("topology", ["v5e:2x2", "h100:4"])
 def test_a_dot_of_tensors_with_the_same_dims_is_a_product_and_a_sum(topology: str) -> None:
-    """As of attention's results and their gradients: no matrix unit takes part."""
+    """Price such a dot at the speed of memory, as in attention's backward pass: it does not use the matrix unit."""
     rows, inner = 1 << 16, 128
     args = shape(32, rows, inner), shape(32, rows, inner)
     times = seconds(lambda a, b: jnp.einsum("hsd,hsd->hs", a, b), *args, topology=topology, kind="dot_general")

@@ -1,4 +1,4 @@
-"""The priced model, the Problem made of it and the judgement of a choice: three readings of one thing."""
+"""The priced model, the Problem built from it and the evaluation of a choice: three views that must agree."""
 
 from collections import defaultdict
 from typing import Any
@@ -42,7 +42,7 @@ def random_weights(model: Model, rng: np.random.Generator) -> dict[Any, float]:
 
 @pytest.mark.parametrize(("name", "topology", "mesh"), CASES)
 def test_problem_and_judgement_agree_on_any_choice(name: str, topology: str, mesh: str) -> None:
-    limit = 1 << 20  # small: so that large tensors get copies with memory of their own
+    limit = 1 << 20  # small: large tensors get copies with memory of their own
     model = made.model(name, topology, mesh, limit)
     rng = np.random.default_rng(0)
     rounding = 0.5e-12 * (len(model.nodes) + len(model.reshards)) + 1e-15
@@ -119,7 +119,7 @@ def test_a_copy_is_there_from_the_first_op_that_reads_it_to_the_last(name: str, 
 
 
 def test_what_a_branch_needs_moves_as_often_as_the_branch_runs() -> None:
-    """Of two branches, or of three of which one has two within, each is as likely as the others."""
+    """Count each branch of a conditional as equally likely: one of two, and one of three with a nested one of two."""
 
     def fn(x: Any, w: Any, which: Any) -> Any:
         def inner(x: Any) -> Any:
@@ -176,7 +176,7 @@ def test_whole_choices_communicate_nothing_and_hold_everything() -> None:
 
 @pytest.mark.parametrize("factor", [2, 8])
 def test_matmuls_split_n_ways_take_an_nth_of_the_time(factor: int) -> None:
-    """On a chip that keeps no values: where it does, smaller ones may take less than their share."""
+    """Use a chip without on-chip residency. With it, small shards may need less than their share."""
     model = made.model("wide mlp", "v4:2x2x4", f"data={16 // factor},model={factor}")
     for op_id, number in model.op_node.items():
         op, node = model.graph.ops[op_id], model.nodes[number]
@@ -186,7 +186,7 @@ def test_matmuls_split_n_ways_take_an_nth_of_the_time(factor: int) -> None:
         whole = float(seconds[(node.states == WHOLE).all(axis=1)][0])
         split = seconds[(node.states[:, 0] == WHOLE) & (node.states[:, 1] != WHOLE)]
         assert np.all(split >= whole / factor)
-        # A thin slice of a matmul is bound by its memory traffic as well, all the more where it computes what it takes.
+        # A thin slice of a matmul is bound by memory traffic as well, all the more if it also computes its operand.
         assert np.all(split <= whole / factor * (1.1 if factor == 2 else 2.1) + 2e-6)
 
 
@@ -194,7 +194,7 @@ def test_matmuls_split_n_ways_take_an_nth_of_the_time(factor: int) -> None:
 
 
 def brute_force(model: Model, limit: int) -> float:
-    """The least true step time of all choices within the limit, all of them at once."""
+    """Return the least true step time of all choices within the limit, evaluated all at once."""
     grid = np.indices([len(n.states) for n in model.nodes]).reshape(len(model.nodes), -1)
     channels: dict[Channel, Any] = defaultdict(lambda: np.zeros(grid.shape[1]))
     held = np.zeros((len(model.graph.ops) + 2, grid.shape[1]))
@@ -234,8 +234,8 @@ def brute_force(model: Model, limit: int) -> float:
 def test_search_finds_what_trying_everything_finds(name: str, topology: str, mesh: str, limit: int) -> None:
     model = made.model(name, topology, mesh)
     best = brute_force(model, limit)
-    found = search(model, [], Limits(limit, 20.0, 0), lambda line: None)
-    assert found.best.outcome.peak_bytes <= limit
+    searched = search(model, [], Limits(limit, 20.0, 0), lambda line: None)
+    assert searched.best.outcome.peak_bytes <= limit
     rounding = 0.5e-12 * (len(model.nodes) + len(model.reshards))
-    assert found.bound_s <= best + rounding
-    assert found.best.outcome.step_time_s == pytest.approx(best, abs=rounding)
+    assert searched.bound_s <= best + rounding
+    assert searched.best.outcome.step_time_s == pytest.approx(best, abs=rounding)

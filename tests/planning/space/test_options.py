@@ -1,4 +1,4 @@
-"""Options of a plan: one record, the same by every way in which users write them."""
+"""Options of a plan: one record, equal for every way in which users write them."""
 
 import dataclasses
 import inspect
@@ -35,7 +35,7 @@ def test_what_is_no_plan_pins_nothing():
 
 @pytest.mark.parametrize("kind", [float, np.float32, np.int64, Fraction])
 def test_a_limit_of_memory_is_rounded_down_to_bytes(kind: type, tmp_path: Path):
-    """Also where it binds, and what the plan remembers of it can be written."""
+    """Plan with a limit that binds, and save the plan, which stores the limit."""
     program = programs.program("matmul")
     free = autoshard.plan(program, topology="cpu:8", mesh="data=8").prediction.peak_bytes
     limit = kind(free - 1) + (0 if kind is np.int64 else kind(0.5))
@@ -53,11 +53,11 @@ def test_an_option_that_does_not_exist_is_named():
 
 
 def test_every_option_can_be_said_everywhere():
-    """An option that is added to the record is one of `autoshard.plan`, of `refine`, and of the command."""
+    """Compare the options' record with the options of `autoshard.plan`, of `refine` and of the command."""
     demands = {"pins", "replicate", "forbid", "axis_only", "pin_from"}
     fields = {field.name for field in dataclasses.fields(Options)}
     assert fields == set(PlanOptions.__annotations__) - demands | {"topology"}
-    own = {"topology", "asked", "ignore_constraints"}  # read by ways of their own
+    own = {"topology", "asked", "ignore_constraints"}  # parsed by their own code
     assert set(inputs.PLANNING) == fields - own
     arguments = vars(parser.build_parser().parse_args(["plan", "hf:gpt2", "--topology", "cpu:8"]))
     assert fields - {"asked"} <= set(arguments)
@@ -75,7 +75,7 @@ def test_a_source_is_opened_with_its_options():
 
 @pytest.mark.full
 def test_remat_is_chosen_from_python_as_by_the_command(tmp_path: Path):
-    """Of a source and of a function that makes the program, with what all variants come to in the plan."""
+    """Choose remat for a source and for a function that makes the program. The plan lists each variant's outcome."""
     said = {"batch": 8, "seq": 16, "train": True}
     options = Options(topology="v5e:2x4", mesh="data=8", time_limit=20)
     plan = autoshard.plan(

@@ -1,4 +1,4 @@
-"""What hides behind compute."""
+"""Overlap of collectives with compute."""
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +14,7 @@ from autoshard.program import trace
 
 
 LARGE = 1e15
-"""Bytes beside which launches and hops are nothing."""
+"""Bytes so large that launches and hops are negligible."""
 
 
 def collectives(topology: str, **sizes: int) -> Collectives:
@@ -111,7 +111,7 @@ def test_pairs_and_squares_are_not_walked_in_a_loop(topology: str, sizes: dict[s
 
 
 def test_a_matmul_that_computes_little_for_what_is_sent_has_nothing_pipelined_into_it() -> None:
-    """A gradient [d, f] summed over the tokens of 8 devices: XLA makes a loop of it from so many tokens a device."""
+    """Sum a gradient [d, f] over the tokens of 8 devices. XLA pipelines the sum only from so many tokens a device."""
     least = collectives("v6e:2x4", data=8).calibration.pipelined_columns
     for tokens, pipelined in ((1536, True), (1024, False)):
         assert (tokens >= least) == pipelined
@@ -131,7 +131,7 @@ def test_a_matmul_that_computes_little_for_what_is_sent_has_nothing_pipelined_in
         )
         sent = everything > 0
         assert sent.any() and ((exposed[sent] < everything[sent]).any() == pipelined)
-        # What is judged without tables says the same.
+        # The overlap without tables is the same.
         choices = np.zeros(len(model.nodes), dtype=np.int64)
         choices[node] = split
         assert reshard_overlap(model, out, choices) is (Overlap.MATMUL if pipelined else Overlap.NONE)

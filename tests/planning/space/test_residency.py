@@ -1,4 +1,4 @@
-"""Values that fit on the chip are priced at on-chip bandwidth where compilers keep them there."""
+"""Values that fit on the chip are priced at on-chip bandwidth if the compiler stores them there."""
 
 from typing import Any
 
@@ -22,7 +22,7 @@ def half(*shape: int) -> Any:
 
 
 def chain(rows: int) -> Program:
-    """Two matmuls; what is between them is written and read once."""
+    """Trace two matmuls. The value between them is written and read once."""
 
     def run(x: Any, w: Any, v: Any) -> Any:
         return jnp.tanh(x @ w) @ v
@@ -31,7 +31,7 @@ def chain(rows: int) -> Program:
 
 
 def scanned(rows: int, layers: int = 4) -> Program:
-    """Layers in a loop that carries a value."""
+    """Trace layers in a loop that carries a value."""
 
     def run(x: Any, w: Any) -> Any:
         return jax.lax.scan(lambda x, w: (x + jnp.tanh(x @ w[0]) @ w[1], None), x, w)[0]
@@ -46,7 +46,7 @@ def built(program: Program, topology: str = "v5e:4x4") -> Model:
 
 
 def between(model: Model) -> int:
-    """The value that the first matmul makes."""
+    """Return the first matmul's result."""
     return next(op.results[0] for op in model.graph.ops if op.kind == "dot_general")
 
 
@@ -90,13 +90,13 @@ def test_what_is_written_during_a_value_s_life_has_to_fit_beside_it() -> None:
     sizes = [model.graph.tensors[t].bytes for t in made]
     room = model.mesh.topology.chip.vmem_bytes - RESERVED
     assert sizes[1] == 4 * sizes[0]
-    # The second lives until the third is made of it, the first until the fourth is.
+    # The second value lives until the third is computed from it, the first until the fourth is.
     assert model.residency.share[made[1]] == pytest.approx(room / sum(sizes[1:3]))
     assert model.residency.share[made[0]] == pytest.approx(room / sum(sizes[:4]))
 
 
 def test_layers_that_repeat_are_alike_and_what_they_save_is_in_main_memory() -> None:
-    """Without a loop, every layer's values have shares of their own lives; the last ones live shortest."""
+    """Give values of unrolled layers shares by their own lifetimes. Values of the last layers live shortest."""
 
     def loss(w: Any, x: Any) -> Any:
         for layer in w:
@@ -107,7 +107,7 @@ def test_layers_that_repeat_are_alike_and_what_they_save_is_in_main_memory() -> 
     model = built(program)
     products = [model.graph.tensors[op.results[0]] for op in model.graph.ops if op.kind == "dot_general"]
     shares = [float(model.residency.share[t.id]) for t in products if t.shape == (1 << 12, WIDTH)]
-    # One product of every layer and none of its gradients is saved; at the ends of the program some differ.
+    # One product of each layer, and none of its gradients, is saved. Some differ at the ends of the program.
     assert len(shares) >= 4 * 12 - 1 and shares.count(0.0) >= 12
     assert len(set(shares)) < 6
 
@@ -120,7 +120,7 @@ def test_chips_without_room_read_everything_from_main_memory(topology: str) -> N
 
 
 def test_a_matmul_of_what_is_there_takes_less_time() -> None:
-    """Rows in plenty for the matrix unit, few columns: memory bound where values are in main memory."""
+    """Trace a matmul of many rows and few columns: it is memory-bound if its operand is in main memory."""
 
     def run(x: Any, w: Any, v: Any) -> Any:
         return jnp.sum((x @ w) @ v)

@@ -1,4 +1,4 @@
-"""Dots that compilers make products and sums of: what `is_sum` says, beside the programs of real compilers."""
+"""Dots that compilers turn into products and sums: the answer of `is_sum` against programs of real compilers."""
 
 import importlib.util
 import re

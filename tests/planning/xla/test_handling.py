@@ -1,4 +1,4 @@
-"""What the partitioner does with split factors: the table against every op compiled alone on eight CPU devices."""
+"""The partitioner's handling of split factors: our table against every op compiled alone on eight CPU devices."""
 
 import dataclasses
 import math
@@ -36,7 +36,7 @@ def i32(*shape: int) -> jax.ShapeDtypeStruct:
 
 
 def several(x: Any) -> Any:
-    """The largest of each row and where it stands."""
+    """Return the largest element of each row and its position."""
     where = lax.broadcasted_iota(jnp.int32, x.shape, 1)
 
     def larger(a: Any, b: Any) -> Any:
@@ -48,7 +48,7 @@ def several(x: Any) -> Any:
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """One op, and what is expected of the factor that stands in dim `dim` of operand `operand` (-1: the result)."""
+    """One op, and the expected handling of the factor in dim `dim` of operand `operand` (-1: the result)."""
 
     name: str
     kind: str
@@ -75,7 +75,7 @@ def add_rows(x: Any, i: Any, u: Any) -> Any:
 
 
 def rolled_back(x: Any) -> Any:
-    """The gradient of a roll, as JAX writes it."""
+    """Differentiate a roll: the transposed op, as JAX writes it."""
     return jax.linear_transpose(lambda x: jnp.roll(x, 1, 0), x)(x)[0]
 
 
@@ -171,12 +171,12 @@ def found_op(case: Case) -> tuple[Program, OpGraph, Op, int]:
 
 
 def spec(state: np.ndarray, shape: tuple[int, ...]) -> Spec:
-    """A state as a spec; a dim that eight devices cannot share evenly is left whole."""
+    """Convert a state to a spec. A dim that eight devices cannot share evenly stays whole."""
     return Spec(tuple(("x",) if dim in state and size % 8 == 0 else () for dim, size in enumerate(shape)))
 
 
 def wire_of_collectives(program: Program, graph: OpGraph, op: Op, factor: int) -> dict[str, int]:
-    """Bytes on the wire when the op's operands come, and its results stay, split by the factor."""
+    """Return the bytes on the wire by collective if the op's operands and results are split by the factor."""
     assert op.rule is not None
     state = np.array([[factor]])
     names = {t: a.name for t, a in zip(graph.arguments, program.arguments, strict=True)}
@@ -243,7 +243,7 @@ def test_every_row_is_compiled() -> None:
 
 
 def test_shards_of_a_convolution_borrow_along_its_windows_only() -> None:
-    """Images and output channels are apart, and input channels are summed over."""
+    """Check that shards exchange halos along the windows only, not along channels or images."""
     numbers = ("NCHW", "OIHW", "NCHW")
     program = trace(
         lambda x, w: lax.conv_general_dilated(x, w, (1, 1), "SAME", dimension_numbers=numbers),
@@ -258,7 +258,7 @@ def test_shards_of_a_convolution_borrow_along_its_windows_only() -> None:
 
 
 def test_shards_of_a_slice_borrow_the_rows_past_their_ends() -> None:
-    """Of 16 rows all but the first two, over one of two axes, over both, and beside columns that are split."""
+    """Drop the first two of 16 rows: split over one of two axes, over both, and with the columns split too."""
     graph = read_graph(trace(lambda x: x[2:], (f32(16, 6),), name="slice").module)
     (op,) = (op for op in graph.ops if op.kind == "slice")
     assert op.rule is not None
@@ -283,7 +283,7 @@ def test_compound_dims_are_left_to_the_reshapes_around() -> None:
 
 
 def test_planning_and_running_a_mirrored_tensor() -> None:
-    """A reversal along the only dim that splits, which memory asks for: permuted, not gathered; the run agrees."""
+    """Plan a reversal along the only dim that can be split, under a tight limit. It is permuted, not gathered."""
 
     def step(w: Any, x: Any) -> Any:
         return jnp.tanh(lax.rev(jnp.sin(x) * w, (1,))) * 2
@@ -292,8 +292,8 @@ def test_planning_and_running_a_mirrored_tensor() -> None:
     plan = make_plan(program, Options(topology="cpu:8", mesh="x=8", memory_limit=60_000)).plan
     assert {c.kind for c in plan.prediction.collectives} == {"collective-permute"}
     lowered = plan.lower(program.fn, *program.args)
-    found = read_collectives(lowered.compile().as_text(), MESH)
-    assert wire_by_axis(found).get("x", 0) == plan.prediction.wire_bytes["x"]
+    collectives = read_collectives(lowered.compile().as_text(), MESH)
+    assert wire_by_axis(collectives).get("x", 0) == plan.prediction.wire_bytes["x"]
     rng = np.random.default_rng(0)
     values = [rng.normal(size=a.shape).astype(np.float32) for a in program.args]
     np.testing.assert_allclose(plan.jit(step)(*values), jax.jit(step)(*values), rtol=1e-6, atol=1e-6)

@@ -1,4 +1,4 @@
-"""Arrays that take more than their elements because registers have 128 lanes and 8 rows."""
+"""Arrays that need more bytes than their elements, since registers have 128 lanes and 8 rows."""
 
 from typing import Any
 
@@ -20,7 +20,7 @@ def half(*shape: int) -> jax.ShapeDtypeStruct:
 
 
 def whole(run: Any, *given: Any, topology: str = "v5e:1x1") -> Model:
-    """A program on one device, where nothing is split."""
+    """Build the model of a program on one device, where nothing is split."""
     parsed = Topology.parse(topology)
     program = trace(run, given, name="padded")
     mesh = make_mesh(parsed, {"data": parsed.num_devices})
@@ -29,7 +29,7 @@ def whole(run: Any, *given: Any, topology: str = "v5e:1x1") -> Model:
 
 @pytest.mark.parametrize(
     "shape, itemsize, outer, ratio",
-    [  # read off the layouts in programs compiled for v5e
+    [  # read from the layouts of programs compiled for v5e
         ((64, 8, 16, 64, 64), 4, (), 2.0),
         ((256, 8, 64, 64), 4, (), 1.0),
         ((4, 3000, 7, 5), 4, (), 3072 / 3000),
@@ -60,14 +60,14 @@ def test_what_is_left_of_a_split_dim_is_padded() -> None:
 def test_in_order_the_last_dim_lies_along_the_lanes() -> None:
     local = np.array([[79, 192, 1536, 32], [79, 192, 32, 1536]], dtype=float)
     assert tile_padding(local, 2, (0,)).tolist() == [1.0, 1.0]
-    assert tile_padding(local, 2, (0,), in_order=True).tolist() == [4.0, 1.0]  # as compiled for tpu7x
+    assert tile_padding(local, 2, (0,), in_order=True).tolist() == [4.0, 1.0]  # compiled for tpu7x
 
 
 @pytest.mark.parametrize(("queries", "outer"), [(1, ()), (8, (0, 1))])
 def test_a_product_with_single_rows_is_no_matmul_whose_batch_dims_are_in_no_tile(
     queries: int, outer: tuple[int, ...]
 ) -> None:
-    """A decode step multiplies its cache element by element, and so the cache may lie along its batch."""
+    """Lay the cache out along its batch: with a single query row, the product is elementwise and no matmul."""
     cache, x = half(256, 4, 3, 64), half(256, 4, queries, 64)
     model = whole(lambda cache, x: jnp.einsum("bhkd,bhqd->bhkq", cache, x), cache, x)
     number = model.graph.arguments[0]
@@ -77,7 +77,7 @@ def test_a_product_with_single_rows_is_no_matmul_whose_batch_dims_are_in_no_tile
 
 
 def test_stacks_of_matrices_that_kernels_take_lie_in_order() -> None:
-    """What is narrowed of a parameter before the loop, and its gradients' stack, not the parameter."""
+    """Order the narrowed copy of a parameter before the loop, and the stack of its gradients, not the parameter."""
     program = decoder_program(
         DecoderDims(4, 128, 256, 2, 2, 64, 256, experts=4, active_experts=2), batch=2, seq=128, routing="kernels",
         stack_axis=1,
@@ -98,7 +98,7 @@ STEPS, HEADS, WIDTH = 256, 4, 64
 
 
 def recurrence(width: int) -> tuple[Any, tuple[Any, ...]]:
-    """Gradients of a recurrence whose state is a matrix of `width` x `width` for each of 8 x 4 heads."""
+    """Return the gradients of a recurrence and their arguments: a `width` x `width` state for each of 8 x 4 heads."""
 
     def step(state: Any, given: Any) -> Any:
         r, k, v = given
@@ -143,7 +143,7 @@ def attention(batch: int, length: int, heads: int, width: int) -> tuple[Any, tup
 
 @pytest.mark.parametrize(("length", "ratio"), [(1024, 1.0), (49, 128 / 49 * 56 / 49)])
 def test_scores_lie_head_after_head(length: int, ratio: float) -> None:
-    """Of a long sequence they fill the lanes whatever the heads are, of a window of 49 tokens they do not."""
+    """Fill the lanes along a long sequence for any number of heads. A window of 49 tokens does not fill them."""
     run, given = attention(256, length, 4, 32)
     model = whole(run, *given)
     shape = (256, 4, length, length)
@@ -156,7 +156,7 @@ def test_scores_lie_head_after_head(length: int, ratio: float) -> None:
 
 
 def test_caches_of_narrow_heads_are_not_padded() -> None:
-    """Positions lie along the lanes, in the cache as in the layer that a loop takes of it."""
+    """Lay the positions along the lanes, in the cache and in each layer that the loop slices from it."""
 
     def run(q: Any, caches: Any) -> Any:
         def layer(x: Any, cache: Any) -> Any:
@@ -172,7 +172,7 @@ def test_caches_of_narrow_heads_are_not_padded() -> None:
 
 @pytest.mark.parametrize(("dim", "read"), [(0, 0.5), (3, 1.0)])
 def test_a_slice_reads_what_it_takes_unless_it_steps_inside_of_tiles(dim: int, read: float) -> None:
-    """Half of an array: its every second matrix, or every second column of each."""
+    """Read half of an array: its every second matrix, or every second column of each matrix."""
     shape = (64, 8, 256, 512)
     model = whole(lambda x: x[(slice(None),) * dim + (slice(None, None, 2),)], f32(*shape))
     seconds = sum(float(s[0]) for n in model.nodes for channel, s in n.time.items() if channel == (-1, "compute"))

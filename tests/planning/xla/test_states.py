@@ -1,4 +1,4 @@
-"""States: enumerating them, relabelling them, passing them through reshapes."""
+"""Assignments of mesh axes to factors: enumeration, relabelling, and passage through reshapes."""
 
 import math
 
@@ -41,7 +41,7 @@ def test_blocked_dims_and_dims_of_one_are_never_split() -> None:
         (8, 4, True, True),
         (9, 4, False, True),  # 12 of 9
         (5, 4, False, False),  # 8 of 5
-        (4, 3, False, True),  # 6 of 4, the most there may be
+        (4, 3, False, True),  # 6 of 4, the most that is allowed
         (4, 8, False, False),
         (6, 4, False, True),  # 8 of 6
         (50257, 16, False, True),

@@ -1,4 +1,4 @@
-"""Tables laid out anew for gathers and scatters."""
+"""Relayouts of tables for gathers and scatters."""
 
 from typing import Any
 
@@ -18,7 +18,7 @@ ROWS, WIDTH, BATCH = 1 << 16, 64, 4096
 
 
 def recommender(batch: int = BATCH) -> Program:
-    """A table whose rows are looked up and trained."""
+    """Trace a step in which a table's rows are looked up and trained."""
 
     def step(params: Any, batch: Any) -> Any:
         def loss(params: Any) -> Any:
@@ -34,7 +34,7 @@ def recommender(batch: int = BATCH) -> Program:
 
 @pytest.mark.parametrize(
     "kind, shape, itemsize, expected",
-    [  # what the compiler held beside the table and its narrow copy, v5e
+    [  # bytes that the compiler allocated in addition to the table and its narrow copy, v5e
         ("scatter", (1 << 20, 2), 4, 512 << 20),
         ("scatter", (1 << 20, 32), 4, 512 << 20),
         ("scatter", (1 << 20, 100), 4, 512 << 20),
@@ -80,7 +80,7 @@ def test_narrow_shards_of_a_table_take_whole_registers(topology: str, padded: bo
 
 @pytest.mark.parametrize("made", [False, True])
 def test_rows_of_an_argument_are_copied_and_those_that_the_program_makes_are_padded_at_once(made: bool) -> None:
-    """Messages along edges are summed by receiver: 16 of 128 columns on each of eight chips (v5e, libtpu 0.0.52)."""
+    """Sum messages along edges by receiver: 16 of 128 columns on each of eight chips (v5e, libtpu 0.0.52)."""
     edges, width = 1 << 14, 128
 
     def step(messages: Any, receivers: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Moves between specs, against what XLA's partitioner emits when each is compiled alone."""
+"""Reshards between specs against XLA's partitioner, which compiles each one alone."""
 
 import functools
 from typing import Any
@@ -22,7 +22,7 @@ Wire = dict[str, int]
 """Bytes that one device puts on the wire, by mesh axis."""
 
 Measured = dict[tuple[State, State], tuple[Wire, Wire]]
-"""Pair of states -> what is predicted and what is compiled."""
+"""Predicted and compiled bytes of each pair of states."""
 
 
 @functools.cache
@@ -42,15 +42,15 @@ def jax_sharding(state: State, rank: int, mesh: Mesh) -> NamedSharding:
 
 
 def wire(steps: list[Step], mesh: Mesh) -> Wire:
-    """Bytes on the wire of the first pair of states."""
+    """Return the bytes on the wire of the first pair of states."""
     names, prices = list(mesh.axes), Collectives(mesh)
-    found: Wire = {}
+    bytes_by_axis: Wire = {}
     for step in steps:
         size = float(step.size[0, 0])
         for axis, share in prices.wire_bytes(step.kind, tuple(names[a] for a in step.axes), size).items():
             if share:
-                found[axis] = found.get(axis, 0) + round(float(share))
-    return found
+                bytes_by_axis[axis] = bytes_by_axis.get(axis, 0) + round(float(share))
+    return bytes_by_axis
 
 
 def predicted(source: State, target: State, shape: tuple[int, ...], mesh: Mesh) -> Wire:
@@ -70,7 +70,7 @@ def moved(source: State, target: State, shape: tuple[int, ...], mesh: Mesh) -> W
 
 
 def renamed(pair: tuple[State, State]) -> tuple[State, State]:
-    """The same pair with dims numbered in the order in which they appear."""
+    """Rename the dims of a pair by the order in which they appear."""
     names: dict[int, int] = {WHOLE: WHOLE}
     for dim in (*pair[0], *pair[1]):
         names.setdefault(dim, len(names) - 1)
@@ -78,7 +78,7 @@ def renamed(pair: tuple[State, State]) -> tuple[State, State]:
 
 
 def pairs() -> list[tuple[State, State]]:
-    """Pairs of states of a tensor of three dims on two axes: all, up to the order of the dims, forwards and back."""
+    """List the pairs of states of a three-dim tensor on two axes: all up to the order of dims, forwards and back."""
     states = [tuple(map(int, s)) for s in enumerate_states(SHAPE, list(SIZES.values()))]
     forwards = {renamed((s, t)) for s in states for t in states if s != t}
     back = {WHOLE: WHOLE, 0: 2, 1: 1, 2: 0}
@@ -87,7 +87,7 @@ def pairs() -> list[tuple[State, State]]:
 
 
 def changes_alone(source: State, target: State) -> bool:
-    """Exactly one axis changes, and the other is on none of the dims that it leaves or takes."""
+    """Return True if exactly one axis changes, and the other axis is on neither of the two dims involved."""
     changed = [axis for axis in range(2) if source[axis] != target[axis]]
     if len(changed) != 1:
         return False
@@ -108,7 +108,7 @@ def test_one_axis_that_changes_alone_is_exact(measured: Measured) -> None:
 
 
 def test_gathers_are_exact_whatever_they_gather(measured: Measured) -> None:
-    """Several axes of one dim in one gather, several dims one after the other, and what stays stays."""
+    """Gather several axes of one dim at once, and several dims one after the other. Dims that stay are not touched."""
     gathers = {
         (s, t): found
         for (s, t), found in measured.items()
@@ -127,7 +127,7 @@ def test_most_pairs_are_near_what_is_compiled(measured: Measured) -> None:
 
 
 def test_what_moves_to_a_dim_that_is_sliced_over_a_minor_axis_is_put_in_order_there(measured: Measured) -> None:
-    """It arrives inside of the slices. What is compiled counts a permute by the devices that send in it."""
+    """Order the shards within the slices that they move to. Compiled bytes count a permute by its sending devices."""
     whole_below = {(s, t): found for (s, t), found in measured.items() if s[0] >= 0 and s[1] == WHOLE}
     below = [found for (s, t), found in whole_below.items() if WHOLE != t[0] == t[1] != s[0]]
     assert len(below) >= 2
@@ -144,9 +144,9 @@ def test_free_moves_are_those_that_are_free(measured: Measured) -> None:
 
 
 def contracted(source: State, target: State, mesh: Mesh, dtype: Any = jnp.float32) -> tuple[Wire, Wire]:
-    """Bytes predicted and compiled for a matmul [16, 64] x [64, 32] whose contracted dim the axes of `source` split.
+    """Return the bytes predicted and compiled for a matmul [16, 64] x [64, 32].
 
-    `source` is over the result's dims, an axis that splits the contracted dim is `PARTIAL`.
+    The axes that are `PARTIAL` in `source` split the contracted dim. The others split the result's dims.
     """
     names = list(mesh.axes)
     left = tuple(1 if d == PARTIAL else d if d == 0 else WHOLE for d in source)
@@ -242,7 +242,7 @@ def test_tpus_gather_several_dims_at_once() -> None:
 
 
 def test_tpus_sum_once_after_what_they_scatter() -> None:
-    """Over two axes of which one ends split, whether they split one summed factor or two."""
+    """Sum over two axes, one of which ends split, for one summed factor over both and for two."""
     mesh = make_mesh(Topology.parse("v5e:2x4"), SIZES)
     size = 16 * 32 * 4
     for source in ((PARTIAL, PARTIAL), (PARTIAL, PARTIAL - 1)):
@@ -257,7 +257,7 @@ def test_tpus_sum_once_after_what_they_scatter() -> None:
 
 
 def test_what_a_sum_scatters_is_said_at_once() -> None:
-    """A stage that is whole would make one sum over both axes and a slice of it."""
+    """Pass no whole stage: it would cause one sum over both axes and a slice of the sum."""
     tpu = Collectives(make_mesh(Topology.parse("v5e:4x4"), {"a": 4, "b": 4}))
     assert list(stages((PARTIAL, PARTIAL), (WHOLE, 0), tpu)) == []
     assert list(stages((PARTIAL, WHOLE), (0, WHOLE), tpu)) == [(WHOLE, WHOLE)]
@@ -266,7 +266,9 @@ def test_what_a_sum_scatters_is_said_at_once() -> None:
 
 
 def test_what_a_sum_scatters_is_said_before_what_is_gathered() -> None:
-    """Told both ends only, GSPMD gathers the whole sum; on one dim slices and gathers are one exchange."""
+    """Insert a stage: with both ends only, GSPMD gathers the whole sum. On one dim, slice and gather are one
+    exchange.
+    """
     collectives = Collectives(cpu(**SIZES))
     assert list(stages((PARTIAL, 0), (1, WHOLE), collectives)) == [(WHOLE, 0), (1, 0)]
     assert list(stages((PARTIAL, 0), (0, WHOLE), collectives)) == [(WHOLE, 0)]
@@ -294,7 +296,7 @@ def test_meshes_of_one_and_three_axes(sizes: dict[str, int], shape: tuple, sourc
 
 
 def test_every_pair_is_what_it_is_alone() -> None:
-    """All pairs at once give the same collectives as each pair by itself."""
+    """Compare the collectives of all pairs at once with those of each pair alone."""
     mesh, names = cpu(**SIZES), list(SIZES)
     prices = Collectives(mesh)
     states = np.array([[PARTIAL, 0], [PARTIAL, PARTIAL], *enumerate_states(SHAPE, list(SIZES.values())).tolist()])
@@ -315,7 +317,7 @@ def test_every_pair_is_what_it_is_alone() -> None:
     [({"a": 4, "b": 2}, ["reduce-scatter"] * 2), ({"a": 8}, ["all-reduce"]), ({"a": 8, "b": 1}, ["all-reduce"])],
 )
 def test_sums_over_a_whole_slice_are_split_axis_by_axis(sizes: dict[str, int], kinds: list[str]) -> None:
-    """TPU compilers have no other reduce-scatter over all devices of a slice of several hosts."""
+    """Split the sum by axes: TPU compilers have no other reduce-scatter over all of a slice of several hosts."""
     mesh = make_mesh(Topology.parse("v5p:2x2x2"), sizes)
     one, other = np.array([[PARTIAL] * len(sizes)]), np.array([[0] * len(sizes)])
     assert [step.kind for step in transition(one, other, SHAPE, 4, 4, Collectives(mesh))] == kinds
