@@ -1,1 +1,1 @@
-"""Scripts that measure autoshard; README.md has what each of them answers."""
+"""Scripts that measure autoshard; README.md lists the question that each script answers."""

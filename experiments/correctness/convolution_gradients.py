@@ -1,14 +1,18 @@
-"""Every split of convolutions on 8 CPU devices: loss and all gradients, by XLA's partitioner and as planned.
+"""Loss and all gradients of convolutions under every split on 8 CPU devices, by XLA's partitioner and as planned.
 
     python experiments/correctness/convolution_gradients.py [--only TEXT] [--again]
 
-The step is the loss of one convolution and its gradients for the images, the kernel and what the result is multiplied
-by (which is the result itself). Every axis of a mesh splits one of batch, height, width, channels or features, or is
-idle: all of these specs that divide evenly. Each is run twice and compared with the step on one device: as plain JAX
-with the three arguments placed so, which XLA partitions by itself, and as autoshard plans it with them pinned so. The
-table, `experiments/results/convolution_gradients.md`, counts for both what is right, wrong (by which factor) and
-aborted. Every convolution has a process of its own, since XLA aborts on some splits; that split is noted, and the rest
-goes on. What is in `build/convolution_gradients` is not run again without `--again`.
+The step computes the loss of one convolution. It also computes the gradients for the images, for the kernel and for the
+tensor that multiplies the result (the result itself).
+
+Every axis of a mesh splits batch, height, width, channels or features, or is idle. All such splits that divide evenly
+are run. Each split runs in two ways, and both are compared with the step on one device. The first is plain JAX with the
+three arguments placed by the split, which XLA partitions. The second is autoshard's plan with the arguments pinned to
+the split.
+
+The table, `experiments/results/convolution_gradients.md`, counts for both ways the splits that are right, wrong (by
+which factor) or aborted. Every convolution has its own process, since XLA aborts on some splits. An aborted split is
+noted, and the remaining splits run. Splits in `build/convolution_gradients` are not run again without `--again`.
 """
 
 import argparse
@@ -30,11 +34,11 @@ RESULTS = ROOT / "experiments" / "results" / "convolution_gradients.json"
 BUILD = ROOT / "build" / "convolution_gradients"
 MESHES = {"8": {"data": 8}, "4x2": {"data": 4, "model": 2}, "2x2x2, one idle": {"data": 2, "model": 2, "seq": 2}}
 IDLE = {"2x2x2, one idle": ("seq",)}
-"""Axes that split nothing in any of the specs; equal axes before them are not exchanged."""
+"""Axes that split nothing in any of the specs, by mesh; equal axes before them are not exchanged."""
 BATCH, CHANNELS = 8, 8
 WAYS = ("XLA alone", "planned")
 TOLERANCE = 1e-4
-"""Of a tensor's maximum, in 32-bit floats."""
+"""Largest difference that counts as right, relative to a tensor's maximum, in 32-bit floats."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,16 +53,16 @@ class Case:
     kernel: int = 3
     stride: int = 1
     pads: tuple[int, int] | None = (1, 1)
-    """None for no padding at all."""
+    """Padding before and after each dim of space; None for `VALID`."""
     options: tuple[tuple[str, int], ...] = ()
-    """Dilations, alike in every dim of space."""
+    """Dilations, equal in every dim of space."""
 
     @property
     def space(self) -> str:
         return self.layout.replace("N", "").replace("C", "")
 
     def shapes(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Of the images and of the kernel, which is laid out as features, channels of a group, space."""
+        """Return the shapes of the images and of the kernel, laid out as features, channels of a group, space."""
         sizes = {"N": BATCH, "C": CHANNELS} | dict.fromkeys(self.space, self.size)
         rest = (self.kernel,) * len(self.space)
         return tuple(sizes[letter] for letter in self.layout), (self.features, CHANNELS // self.groups, *rest)
@@ -103,14 +107,14 @@ CASES = (
 
 
 def splits(case: Case, mesh: str) -> list[dict[str, str]]:
-    """By axis what it splits (`batch`, `height`, `width`, `channels`, `features`, or `idle`), of all that divide."""
+    """Return every split that divides evenly: by axis `batch`, `height`, `width`, `channels`, `features` or `idle`."""
     axes = MESHES[mesh]
     free = [axis for axis in axes if axis not in IDLE.get(mesh, ())]
     sides = ["batch", *("height", "width")[: len(case.space)], "channels", "features", "idle"]
     same = len({axes[axis] for axis in free}) < len(free)
     ways = itertools.combinations_with_replacement(sides, 2) if same else itertools.product(sides, repeat=len(free))
-    found = [dict(zip(free, way, strict=True)) for way in ways]
-    return [split for split in found if any(s != "idle" for s in split.values()) and _divides(case, mesh, split)]
+    candidates = [dict(zip(free, way, strict=True)) for way in ways]
+    return [split for split in candidates if any(s != "idle" for s in split.values()) and _divides(case, mesh, split)]
 
 
 def _divides(case: Case, mesh: str, split: dict[str, str]) -> bool:
@@ -126,7 +130,7 @@ def _divides(case: Case, mesh: str, split: dict[str, str]) -> bool:
 
 
 def specs(case: Case, split: dict[str, str]) -> tuple[tuple[tuple[str, ...], ...], ...]:
-    """Axes by dim of the images, the kernel, and what the result is multiplied by."""
+    """Return the axes by dim of the images, of the kernel, and of the tensor that multiplies the result."""
 
     def of(side: str) -> tuple[str, ...]:
         return tuple(axis for axis, what in split.items() if what == side)
@@ -139,11 +143,11 @@ def specs(case: Case, split: dict[str, str]) -> tuple[tuple[tuple[str, ...], ...
     return tuple(images[letter] for letter in case.layout), kernel, tuple(above[letter] for letter in case.layout)
 
 
-# --- one process: one convolution ---
+# --- child process: one convolution ---
 
 
 def work(case: Case, done: set[str]) -> None:
-    """Print a line before and after each run, so that an abort can be told from what ran."""
+    """Print a line before and after each run, so that the parent process recognises the run that aborted."""
     from autoshard.exec import ensure_devices
 
     ensure_devices(8)
@@ -178,13 +182,13 @@ def work(case: Case, done: set[str]) -> None:
                 try:
                     leaves, regions = run(mesh, split)
                     verdict = compared([np.asarray(leaf) for leaf in leaves], wanted) | {"regions": regions}
-                except Exception as error:  # A compiler that gives up is a row of the table too.
+                except Exception as error:  # A compiler error is a row of the table too.
                     verdict = {"verdict": "failed", "said": " ".join(str(error).split())[:200]}
                 print(json.dumps({"ends": key} | verdict), flush=True)
 
 
 def alone(case: Case, mesh: str, split: dict[str, str], step: Any, values: Any) -> tuple[list[Any], int]:
-    """The step as plain JAX, its arguments and their gradients placed by `split`."""
+    """Run the step as plain JAX, with its arguments and their gradients placed by `split`."""
     import jax
     import numpy as np
     from jax.sharding import Mesh, NamedSharding, PartitionSpec
@@ -197,7 +201,9 @@ def alone(case: Case, mesh: str, split: dict[str, str], step: Any, values: Any) 
 
 
 def planned(case: Case, mesh: str, split: dict[str, str], program: Any, values: Any) -> tuple[list[Any], int]:
-    """The step as autoshard plans it with its arguments pinned to `split`, and how many of its ops run in regions."""
+    """Run the step as autoshard plans it with its arguments pinned to `split`; also return the number of ops in
+    regions.
+    """
     import jax
 
     from autoshard.exec import Application
@@ -212,7 +218,7 @@ def planned(case: Case, mesh: str, split: dict[str, str], program: Any, values: 
 
 
 def compared(found: list[Any], wanted: list[Any]) -> dict[str, Any]:
-    """The loss and the gradients of images, kernel and result against those of one device."""
+    """Compare the loss and the gradients of images, kernel and result with those of one device."""
     import numpy as np
 
     off, factors = {}, {}
@@ -225,11 +231,11 @@ def compared(found: list[Any], wanted: list[Any]) -> dict[str, Any]:
     return {"verdict": "wrong" if off else "right", "off": off, "factors": factors, "largest": largest}
 
 
-# --- all of them ---
+# --- parent process: all convolutions ---
 
 
 def run_case(case: Case, again: bool) -> dict[str, dict[str, Any]]:
-    """Key of a run (mesh, split, way) -> its verdict; kept as soon as it is known."""
+    """Return the verdict of each run, by its key (mesh, split, way); each verdict is saved as soon as it is known."""
     kept = BUILD / f"{case.name.replace(',', '').replace(' ', '_')}.json"
     rows: dict[str, dict[str, Any]] = {} if again or not kept.is_file() else json.loads(kept.read_text())
     begun: str | None = ""
@@ -241,7 +247,7 @@ def run_case(case: Case, again: bool) -> dict[str, dict[str, Any]]:
 
 
 def _process(case: Case, rows: dict[str, dict[str, Any]], kept: Path) -> str | None:
-    """Run what `rows` lacks; returns the run that ended the process, if one did."""
+    """Run the keys that `rows` lacks in a child process; return the run that ended the process, if one did."""
     environment = os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT), "TF_CPP_MIN_LOG_LEVEL": "3"}
     environment["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_backend_optimization_level=0"
     command = [sys.executable, __file__, "--worker", case.name, json.dumps(list(rows))]
@@ -265,7 +271,7 @@ def _process(case: Case, rows: dict[str, dict[str, Any]], kept: Path) -> str | N
 
 
 def counted(rows: dict[str, dict[str, Any]], mesh: str, way: str) -> str:
-    """Words for the verdicts of one convolution on one mesh."""
+    """Describe the verdicts of one convolution on one mesh."""
     mine = [row for key, row in rows.items() if json.loads(key)[0] == mesh and json.loads(key)[2] == way]
     kinds = collections.Counter(row["verdict"] for row in mine)
     parts = [f"{kinds['right']} of {len(mine)}"]
@@ -282,7 +288,7 @@ def counted(rows: dict[str, dict[str, Any]], mesh: str, way: str) -> str:
 
 
 def table(found: dict[str, dict[str, dict[str, Any]]]) -> str:
-    """The page: totals, a row for each convolution and mesh, and the splits that go wrong."""
+    """Return the page: a row for each convolution and mesh, and the splits that are not right."""
     lines = [f"| convolution | mesh | {' | '.join(f'{way}: right' for way in WAYS)} | in regions |", "|" + " --- |" * 5]
     for name, rows in found.items():
         for mesh in MESHES:
@@ -326,12 +332,12 @@ def main() -> int:
         return 0
     BUILD.mkdir(parents=True, exist_ok=True)
     cases = [case for case in CASES if given.only in case.name]
-    found = {}
+    finished = {}
     with ThreadPoolExecutor(given.jobs) as pool:
         for case, rows in zip(cases, pool.map(lambda case: run_case(case, given.again), cases), strict=True):
-            found[case.name] = rows
+            finished[case.name] = rows
             said = "; ".join(f"{way}, {mesh}: {counted(rows, mesh, way)}" for mesh in MESHES for way in WAYS)
-            print(f"{len(found)} of {len(cases)}, {case.name}: {said}", flush=True)
+            print(f"{len(finished)} of {len(cases)}, {case.name}: {said}", flush=True)
     text = f"# Gradients of convolutions\n\n{(__doc__ or '').splitlines()[0]}\n\n"
     import jax
 
@@ -339,12 +345,12 @@ def main() -> int:
         f"Made by `python experiments/correctness/convolution_gradients.py`, jax {jax.__version__}, 32-bit floats;\n"
     )
     text += f"at most {TOLERANCE:.0e} of a tensor's maximum is allowed.\n\n"
-    text += "".join(f"- {totals(found, way)}\n" for way in WAYS) + "\n" + table(found)
+    text += "".join(f"- {totals(finished, way)}\n" for way in WAYS) + "\n" + table(finished)
     if not given.only:
-        RESULTS.write_text(json.dumps(found, indent=1) + "\n")
+        RESULTS.write_text(json.dumps(finished, indent=1) + "\n")
         RESULTS.with_suffix(".md").write_text(text)
     print(text)
-    bad = [row for rows in found.values() for key, row in rows.items() if json.loads(key)[2] == "planned"]
+    bad = [row for rows in finished.values() for key, row in rows.items() if json.loads(key)[2] == "planned"]
     return int(any(row["verdict"] != "right" for row in bad))
 
 

@@ -1,8 +1,8 @@
-"""Modules of transformers that run under a plan as DTensors, beside the same modules on one process: a table.
+"""Modules of transformers under a plan as DTensors, compared with the same modules on one process: a table.
 
-`python experiments/correctness/dtensor.py` plans every family for training and for inference, runs it on eight
-processes over gloo and writes `results/dtensor.json` and the table beside it. Families given by name are run alone;
-their rows replace those that are there.
+`python experiments/correctness/dtensor.py` plans every family for training and for inference, and runs it on eight
+processes over gloo. The script writes `results/dtensor.json` and the table `results/dtensor.md`. With families as
+arguments only these run, and their rows replace the stored ones.
 """
 
 import argparse
@@ -20,7 +20,7 @@ ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "experiments" / "results" / "dtensor.json"
 MESH = {"data": 2, "model": 4}
 ALLOWED = 1e-4
-"""The largest difference of a loss, an output, a gradient or an update, relative to the largest value of the tensor."""
+"""Largest difference of a loss, an output, a gradient or an update, relative to the largest value of the tensor."""
 
 _WIDTHS = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 8}
 _WORDS = {"vocab_size": 256, "max_position_embeddings": 128}
@@ -47,19 +47,19 @@ CALLS = {
     "all_reduce": "all-reduce",
     "all_to_all_single": "all-to-all",
 }
-"""What collectives of torch are called in a plan."""
+"""Name in a plan of each collective of torch."""
 
 
 def plan_row(family: str, train: bool, folder: Path) -> dict[str, Any]:
-    """The plan of a family's configuration, saved, and what is predicted of its collectives."""
+    """Plan a family's configuration, save the plan, and return its path with the predicted collectives."""
     import autoshard
 
     config = folder / f"{family}.json"
     config.write_text(json.dumps(FAMILIES[family]))
     options = {"train": train, "batch": 8, "dtype": "float32"} | ({} if family == "vit" else {"seq": 64})
-    # Inference has its parameters as training does: else so small a model would have them whole.
-    held: dict[str, Any] = {} if train else {"pin_from": folder / f"{family}-True.json"}
-    plan = autoshard.plan(f"hf:{config}", topology="cpu:8", mesh=MESH, program_options=options, **held)
+    # Inference pins its parameters to the specs of training: otherwise so small a model would replicate them.
+    pinned: dict[str, Any] = {} if train else {"pin_from": folder / f"{family}-True.json"}
+    plan = autoshard.plan(f"hf:{config}", topology="cpu:8", mesh=MESH, program_options=options, **pinned)
     path = folder / f"{family}-{train}.json"
     plan.save(path)
     planned = Counter[str]()
@@ -73,7 +73,10 @@ def plan_row(family: str, train: bool, folder: Path) -> dict[str, Any]:
 
 
 def run_rows(rows: list[dict[str, Any]], folder: Path, timeout_s: float = 600.0) -> list[dict[str, Any]]:
-    """What each row came to. Raises `RuntimeError` with the processes' words if one of them failed."""
+    """Return the result of each row.
+
+    Raises `RuntimeError` with the processes' output if one of them failed.
+    """
     file = folder / "rows.json"
     file.write_text(json.dumps(rows))
     process = subprocess.run(
@@ -84,10 +87,10 @@ def run_rows(rows: list[dict[str, Any]], folder: Path, timeout_s: float = 600.0)
         cwd=ROOT,
         env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "JAX_PLATFORMS": "cpu"},
     )
-    said = [json.loads(line) for line in process.stdout.splitlines() if line.startswith("{")]
-    if len(said) < len(rows) or any("error" in each for each in said):
-        raise RuntimeError(f"{[each.get('error') for each in said]}\n{process.stderr[-3000:]}")
-    return said
+    records = [json.loads(line) for line in process.stdout.splitlines() if line.startswith("{")]
+    if len(records) < len(rows) or any("error" in each for each in records):
+        raise RuntimeError(f"{[each.get('error') for each in records]}\n{process.stderr[-3000:]}")
+    return records
 
 
 def table(results: dict[str, Any]) -> str:

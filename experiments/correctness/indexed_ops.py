@@ -1,13 +1,14 @@
-"""Every op that takes a start, an index or an edge, in every split on 8 CPU devices, beside one device.
+"""Every op with a start, an index or an edge, in every split on 8 CPU devices, compared with one device.
 
     python experiments/correctness/indexed_ops.py [--only TEXT] [--again]
 
-A case is a program of one or two such ops. Its arrays and its result are pinned whole or split along each dim that
-divides; every such plan runs with starts and indices before, at and past the ends, which the ops clamp, drop or wrap
-by their definitions, and is compared with `jax.jit` on one device. Values are equal but for sums. Cases run in a
-process of their own, since XLA may abort. The table, `experiments/results/indexed_ops.md`, counts what is right, wrong,
-refused by autoshard in a sentence, and failed otherwise. Rows in `indexed_ops.json` are not run again without
-`--again`; exit code 1 if any case is wrong or fails.
+A case is a program of one or two such ops. Its arrays and its result are pinned whole, or split along each dim that
+divides. Every such plan runs with starts and indices before, at and past the ends, which the ops clamp, drop or wrap by
+their definitions. The results are compared with `jax.jit` on one device. Values must be equal, except sums.
+
+Cases run in their own process, since XLA may abort. The table, `experiments/results/indexed_ops.md`, counts the splits
+that are right, wrong, refused by autoshard in a sentence, or failed otherwise. Rows in `indexed_ops.json` are not run
+again without `--again`. The exit code is 1 if any case is wrong or fails.
 """
 
 import argparse
@@ -32,25 +33,25 @@ DATA, TABLE = HERE / "indexed_ops.json", HERE / "indexed_ops.md"
 MESHES = {"8": {"data": 8}, "4x2": {"data": 4, "model": 2}}
 OUTCOMES = ("right", "wrong", "refused", "failed")
 SIZE = 16
-"""Of the dims that are indexed."""
+"""Size of the dims that are indexed."""
 STARTS = (-20, -3, 0, 5, SIZE - 1, SIZE, 100)
 
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """A program `fn(*arrays, *indices)`; indices are drawn from `STARTS`, alike for every split."""
+    """A program `fn(*arrays, *indices)`; its indices are drawn from `STARTS`, equal for every split."""
 
     name: str
     fn: Callable[..., Any]
     shapes: tuple[tuple[int, ...], ...]
     indices: tuple[tuple[int, ...], ...] = ()
-    """Shapes of the index arguments, which stay whole."""
+    """Shapes of the index arguments, which are never split."""
     dtype: str = "float32"
     starts: tuple[int, ...] = STARTS
 
 
 def moves() -> dict[str, tuple[Callable[[Any], Any], str]]:
-    """Ops that take edges, by name, with a dtype."""
+    """Return the ops with edges, by name, each with a dtype."""
     import jax
     import jax.numpy as jnp
     import numpy as np
@@ -121,7 +122,7 @@ def moves() -> dict[str, tuple[Callable[[Any], Any], str]]:
 
 
 def follow_ups() -> dict[str, tuple[Callable[..., Any], tuple[int, ...]]]:
-    """Reads and writes by index of a value, with the shape of the index."""
+    """Return reads and writes by index of a value, by name, each with the shape of its index."""
     import jax.numpy as jnp
     from jax import lax
 
@@ -149,7 +150,7 @@ def follow_ups() -> dict[str, tuple[Callable[..., Any], tuple[int, ...]]]:
 
 
 def cases() -> Iterator[Case]:
-    """Moves alone and followed by reads and writes, then ops of windows and several indices."""
+    """Yield moves alone, moves followed by reads and writes, then ops of windows and of several indices."""
     import jax
     import jax.numpy as jnp
     from jax import lax
@@ -233,15 +234,15 @@ def cases() -> Iterator[Case]:
 
 
 FREQUENT = ("nothing", "roll by 1", "concatenation", "sort", "pad", "strided slice")
-"""Moves that are followed by reads and writes in two dims as well."""
+"""Moves that are followed by reads and writes in two dims too."""
 
 
 DRAWN = 24
-"""Plans of a case on two axes; there are up to a thousand."""
+"""Plans that are drawn for a case on two axes; there are up to a thousand."""
 
 
 def splits(shape: tuple[int, ...], mesh: dict[str, int]) -> list[str]:
-    """Return the pins of a value: whole, one axis or all along each dim that divides, and two axes along two dims."""
+    """Return the pins of a value: whole; one axis, or all, along each dim that divides; two axes along two dims."""
     whole = ["None"] * len(shape)
     total = 1
     for size in mesh.values():
@@ -295,7 +296,9 @@ class Comparison:
             self.shapes["result"] = self.expected[0].shape
 
     def splits(self, mesh: dict[str, int]) -> list[dict[str, str]]:
-        """Return the pins of every plan: none, then each of each value; of many on two axes, `DRAWN`."""
+        """Return the pins of every plan: no pins, then each combination of the values' pins; on two axes at most
+        `DRAWN`.
+        """
         ways = [*itertools.product(*(splits(shape, mesh) for shape in self.shapes.values()))]
         if len(mesh) > 1:
             ways = random.Random(self.case.name).sample(ways, min(DRAWN, len(ways)))
@@ -324,7 +327,7 @@ class Comparison:
 
 
 def work(case: Case, mesh: dict[str, int], done: set[str]) -> None:
-    """Print a line before and after each split, so that an abort can be told from what ran."""
+    """Print a line before and after each split, so that the parent process recognises the split that aborted."""
     comparison = Comparison(case)
     for pins in comparison.splits(mesh):
         key = " ".join(f"{name}:{pin}" for name, pin in pins.items()) or "default"
@@ -334,7 +337,7 @@ def work(case: Case, mesh: dict[str, int], done: set[str]) -> None:
 
 
 def run(names: list[str], mesh: str, results: Results) -> None:
-    """All splits of these cases, in as many processes as aborts need; rows are kept as they end."""
+    """Run all splits of these cases, in a new process after each abort; save each row as it ends."""
     environment = {**os.environ, "JAX_PLATFORMS": "cpu", "AUTOSHARD_CACHE_DIR": "", "TF_CPP_MIN_LOG_LEVEL": "2"}
     outcomes: dict[str, dict[str, tuple[str, str]]] = {name: {} for name in names}
     left = list(names)
@@ -375,7 +378,7 @@ def run(names: list[str], mesh: str, results: Results) -> None:
 
 
 def table(results: Results) -> str:
-    """Totals by mesh, and every case that is not right in all splits."""
+    """Return totals by mesh, and every case that is not right in all splits."""
     lines = [f"Splits of {len({key.split(' | ')[0] for key in results.rows})} cases, by outcome.", ""]
     lines += ["| mesh | " + " | ".join(OUTCOMES) + " |", "| --- |" + " ---: |" * len(OUTCOMES)]
     for mesh in MESHES:
@@ -411,7 +414,7 @@ def main() -> int:
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
     results = Results(DATA)
     for mesh in [given.mesh] if given.mesh else MESHES:
-        # One dim over two axes is one dim over one: cases of vectors need no second mesh.
+        # A vector's one dim over two axes equals the dim over one axis, so that vectors need no second mesh.
         known = [case for case in cases() if mesh == "8" or any(len(shape) > 1 for shape in case.shapes)]
         names = [case.name for case in known if given.only in case.name]
         run([name for name in names if given.again or f"{name} | {mesh}" not in results.rows], mesh, results)

@@ -1,19 +1,23 @@
-"""Small changes of the planner's core, each of which some test nearby has to notice.
+"""Small changes of the planner's core, each of which some nearby test must notice.
 
     python experiments/correctness/mutants.py [--each 29] [--minutes 60] [--again] [--room graph ...]
 
-Draws `--each` places of every room with a fixed seed and changes one at a time: a comparison, a sign, a constant, `and`
-for `or`, a `not`, a branch that is never entered, `min` for `max`. The tests that run the changed line run first, the
-quickest of these before others, then the rest of their files, all within a time limit; where no test is known to run
-it, as in a child process, all tests nearby. The checkout is never written to: a copy of it in a temporary folder is.
-Which test runs which line is recorded by file under `build/mutants`, for as long as the tests and the changed file stay
-the same; of long files, for as many tests as there is time. Of kept tools, mutmut imports the package once and forks,
-which JAX's threads do not survive, and swaps functions that numba compiles; cosmic-ray writes into the checkout and
-runs one command for all.
+The script draws `--each` places of every room with a fixed seed and changes one place at a time. A change replaces a
+comparison, a sign, a constant, `and` by `or`, or `min` by `max`, drops a `not`, or disables a branch.
 
-Rows are kept in `results/mutants.json` as they are made, and are not made again, but for survivors with `--again`. A
-survivor that computes the same has its reason in `data/equal_mutants.json`. Writes `results/mutants.md`; exit code 1 if
-too many survived without a reason.
+The tests that run the changed line run first, the quickest before others. Then the remaining tests of their files run,
+all within a time limit. All nearby tests run if no test is known to run the line, as in a child process. The script
+changes a copy of the checkout in a temporary folder, never the checkout.
+
+The lines that each test runs are recorded by file under `build/mutants`. A record is valid while the tests and the
+changed file stay the same. For long files only as many tests are recorded as there is time.
+
+Maintained tools do not fit. Mutmut imports the package once and forks, which JAX's threads do not survive. It also
+swaps functions that numba compiles. Cosmic-ray writes into the checkout and runs one command for all mutants.
+
+Rows are saved in `results/mutants.json` as they are computed, and are not run again, except survivors with `--again`. A
+survivor that computes the same has its reason in `data/equal_mutants.json`. The script writes `results/mutants.md`. The
+exit code is 1 if too many mutants survived without a reason.
 """
 
 import argparse
@@ -39,7 +43,7 @@ from experiments.lib.saved_results import BUILD, Results
 
 
 CHILD_OF = "LINE_MAP_TEST"
-"""The variable by which `line_map.py` knows the processes that a test starts."""
+"""Environment variable by which `line_map.py` recognises the processes that a test starts."""
 ROOT = Path(__file__).parents[2]
 TABLE = Path(__file__).parents[1] / "results" / "mutants.md"
 REASONS = Path(__file__).parents[1] / "data" / "equal_mutants.json"
@@ -59,17 +63,17 @@ NEAREST = {
     "exec/apply": ("exec/apply", "exec/test_modules.py", "exec/test_own_specs.py", "exec/test_weights.py"),
     "program": ("program", "exec/test_cached.py"),
 }
-"""Room -> the folders and files of tests that are nearest to it."""
+"""Folders and files of tests that are nearest to each room."""
 MOST_LEFT = 0.15
-"""Share of all that may survive without a reason."""
+"""Share of all mutants that may survive without a reason."""
 QUICK_S, WHOLE_S = 20.0, 30.0
-"""Recorded seconds of tests that run the line, and of the rest of their files."""
+"""Recorded seconds of tests that run the line, and of the remaining tests of their files."""
 LIMIT_S, COMPILING_S, FILE_S = 120, 300, 60
-"""Seconds of processor for tests of a mutant, if numba compiles again, and for a file that is recorded."""
+"""Processor seconds for a mutant's tests, for those if numba compiles again, and for a file that is recorded."""
 TOGETHER = 8
-"""Files that one process records."""
+"""Number of test files that one process records."""
 WAIT_S = 1800.0
-"""Seconds on the clock for any of these: other programs may keep the machine busy."""
+"""Wall-clock limit in seconds for each of these runs, since other programs may keep the machine busy."""
 
 
 def main() -> int:
@@ -82,7 +86,7 @@ def main() -> int:
     end = time.monotonic() + options.minutes * 60
     results, reasons = Results(TABLE.with_suffix(".json")), json.loads(REASONS.read_text())
     by_room = {room: drawn(ROOT / "autoshard", room, options.each) for room in NEAREST}
-    # One of each room in turn, so that a run that is cut short has looked at all.
+    # Rooms take turns, so that a run that is cut short has tried every room.
     turns = [each for turn in itertools.zip_longest(*(by_room[room] for room in options.room)) for each in turn if each]
     left = [each for each in turns if each.key not in results.rows]
     left += [each for each in turns if options.again and is_left(each.key, results.rows, reasons)]
@@ -104,13 +108,13 @@ def is_left(key: str, rows: dict[str, Any], reasons: dict[str, str]) -> bool:
 
 
 def copied(folder: Path) -> Path:
-    """Return a copy of the files of the checkout, whose programs import the copy."""
+    """Copy the files of the checkout into `folder`, so that programs there import the copy."""
     listed = ["git", "-C", str(ROOT), "ls-files", "-co", "--exclude-standard", "-z"]
     for name in subprocess.run(listed, capture_output=True, text=True, check=True).stdout.split("\0"):
         if name and (ROOT / name).is_file():
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy2(ROOT / name, folder / name)
-    # Numba's cache of files that are equal.
+    # Numba's cache stays valid for files that are equal.
     for path in (ROOT / "autoshard").rglob("__pycache__/*.nb?"):
         (folder / path.parent.relative_to(ROOT)).mkdir(exist_ok=True)
         shutil.copy2(path, folder / path.relative_to(ROOT))
@@ -118,10 +122,13 @@ def copied(folder: Path) -> Path:
 
 
 def pytest(copy: Path, limit: int, *arguments: str, **variables: str) -> tuple[int, str]:
-    """Run tests in the copy for so many seconds of processor; the exit code is negative if they did not end."""
+    """Run tests in the copy within `limit` processor seconds; return the exit code and the output.
+
+    The exit code is negative if the tests did not end.
+    """
     paths = {"PYTHONPATH": f"{copy}", "PYTHONDONTWRITEBYTECODE": "1"}
     process = subprocess.Popen(
-        # The shell limits itself: JAX's threads allow no code of ours between a fork and the program.
+        # The shell sets its own limits, because JAX's threads allow no Python code between fork and exec.
         [
             "sh",
             "-c",
@@ -148,7 +155,7 @@ def pytest(copy: Path, limit: int, *arguments: str, **variables: str) -> tuple[i
 
 
 def maps(copy: Path, room: str, changed: str) -> list[dict[str, Any]]:
-    """Return the tests and lines of each file of tests near a room, recorded for the present text of both files."""
+    """Return the tests and lines of each test file near a room, recorded for the present text of both files."""
     places = [copy / "tests" / place for place in NEAREST[room]]
     tests = [test for place in places for test in ([place] if place.suffix else sorted(place.glob("test_*.py")))]
     paths = {test: BUILD / "mutants" / f"{test.stem}-{_digest(test)}.json" for test in tests}
@@ -165,9 +172,9 @@ def _digest(path: Path) -> str:
 
 
 def _record(copy: Path, paths: dict[Path, Path]) -> dict[Path, dict[str, Any]]:
-    """Run files of tests in one process and write the map of each."""
+    """Run test files in one process and write the map of each file."""
     names = {test: str(test.relative_to(copy)) for test in paths}
-    # Python imports it when it starts: in the processes of a test, too.
+    # Python imports `sitecustomize` at startup, in the child processes of a test too.
     (copy / "sitecustomize.py").write_text(
         f"import os\nif {CHILD_OF!r} in os.environ:\n    import experiments.lib.line_map\n"
     )
@@ -203,7 +210,10 @@ def _record(copy: Path, paths: dict[Path, Path]) -> dict[Path, dict[str, Any]]:
 
 
 def chosen(copy: Path, mutant: Mutant) -> tuple[list[str], list[str]]:
-    """Return the tests that run a line, and the others of their files, quickest first; all nearby where none does."""
+    """Return the tests that run a line, and the other tests of their files, quickest first.
+
+    The second list has all nearby tests if no test runs the line.
+    """
     calls = _calls(copy / "autoshard", mutant)
     running: dict[str, float] = {}
     others: dict[str, float] = {}
@@ -212,7 +222,7 @@ def chosen(copy: Path, mutant: Mutant) -> tuple[list[str], list[str]]:
         seconds = {name: s for name, s in zip(each["tests"], each["seconds"], strict=True) if name}
         lines = each["lines"].get(mutant.path, {})
         numbers = set(lines.get(str(mutant.line), ()))
-        if numbers == {0}:  # it ran while the file was imported, for no test
+        if numbers == {0}:  # the line ran only while the file was imported
             numbers = set(itertools.chain(*lines.values()))
         for path, called in calls.items():
             numbers |= set(itertools.chain(*(each["lines"].get(path, {}).get(str(line), ()) for line in called)))
@@ -227,14 +237,14 @@ def chosen(copy: Path, mutant: Mutant) -> tuple[list[str], list[str]]:
 
 
 def _within(seconds: dict[str, float], most: float) -> list[str]:
-    """Return the quickest, as many as the time allows but at least one."""
+    """Return the quickest tests that the time allows, but at least one."""
     names = sorted(seconds, key=lambda name: seconds[name])
     sums = itertools.accumulate(seconds[name] for name in names)
     return [name for name, total in zip(names, sums, strict=True) if total <= most] or names[:1]
 
 
 def _calls(package: Path, mutant: Mutant) -> dict[str, list[int]]:
-    """Return the lines that call what numba compiles with a mutant, as its own lines cannot be recorded."""
+    """Return the lines that call a mutant's numba-compiled function, since its own lines cannot be recorded."""
     name, stem = mutant.function.partition(".")[0], Path(mutant.path).stem
     if not re.search(rf"^@njit.*\ndef {name}\(", (package / mutant.path).read_text(), re.MULTILINE):
         return {}
@@ -273,11 +283,11 @@ def outcome(copy: Path, mutant: Mutant) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def changed(copy: Path, mutant: Mutant) -> Iterator[int]:
-    """Change the copy while the context lasts, and return the seconds that tests have."""
+    """Change the copy while inside; yield the seconds that the tests have."""
     package = copy / "autoshard"
     file = package / mutant.path
     original = file.read_bytes()
-    # Callers that numba compiled before hold the function as it was.
+    # Callers that numba compiled before contain the original function.
     compiled = [path for path in package.rglob("*.py") if b"@njit" in path.read_bytes()] if b"@njit" in original else []
     callers = _callers(file, compiled)
     stamps = {path: path.stat() for path in (file, *callers)}
@@ -298,7 +308,7 @@ def changed(copy: Path, mutant: Mutant) -> Iterator[int]:
 
 
 def _callers(file: Path, compiled: list[Path]) -> set[Path]:
-    """Return the compiled files that import one, or import such a file."""
+    """Return the compiled files that import `file`, directly or through another compiled file."""
     names, count = {file.stem}, 0
     while count != len(names):
         count = len(names)
@@ -308,7 +318,7 @@ def _callers(file: Path, compiled: list[Path]) -> set[Path]:
 
 
 def table(rows: dict[str, Any], reasons: dict[str, str]) -> str:
-    """Score by room, and every survivor with its reason."""
+    """Return the score by room, and every survivor with its reason."""
     lines = ["# Small changes of the core that tests notice", ""]
     lines += ["| room | mutants | killed | timed out | equal (argued) | left | score |", "| --- " * 7 + "|"]
     for room in (*NEAREST, "all"):

@@ -1,12 +1,13 @@
-"""Six families in stages of a pipeline, planned and run on 8 CPU devices, beside the plain program.
+"""Six families in stages of a pipeline, planned and run on 8 CPU devices, compared with the plain program.
 
     python experiments/correctness/pipelines.py [--only TEXT] [--again] [--table]
 
-Small configurations of eight layers are cut into 2 and 4 stages, by both schedules, with data or tensor parallelism on
-the other devices. Loss, gradients (which momentum holds after one step) and updated parameters of the program in stages
-are compared with those of the plain one, and those of the planned run with both; bytes on the wire of every mesh axis
-are those predicted, and those that XLA compiled. Rows are kept in `experiments/results/pipelines.json`: a broken run
-goes on where it stopped. Each row is a process of its own.
+Small configurations of eight layers are cut into 2 and 4 stages, by both schedules. Data or tensor parallelism uses the
+remaining devices. Loss, gradients (which momentum equals after one step) and updated parameters of the program in
+stages are compared with those of the plain program. The planned run is compared with the program in stages. Bytes on
+the wire of every mesh axis are compared as predicted and as XLA compiled them.
+
+Rows are saved in `experiments/results/pipelines.json`, so that a broken run resumes. Each row has its own process.
 """
 
 import argparse
@@ -38,7 +39,7 @@ CONFIGS = HERE.parent / "autoshard" / "program" / "configs"
 FAMILIES = ("llama", "gpt2", "gemma2", "mixtral", "bert", "vit")
 LAYERS, DEVICES, BATCH = 8, 8, 16
 ALLOWED = 1e-5
-"""Of a tensor's own maximum."""
+"""Largest difference that counts as equal, relative to a tensor's own maximum."""
 ROWS = list(itertools.product(("data", "model"), FAMILIES, (2, 4), ("gpipe", "circular:2")))
 
 
@@ -47,7 +48,7 @@ def key_of(beside: str, family: str, stages: int, schedule: str) -> str:
 
 
 def program_of(family: str, folder: Path, **pipeline: Any) -> "Program":
-    """A training step of the family's small configuration, with eight layers."""
+    """Return a training step of the family's small configuration, with eight layers."""
     from autoshard.program import open_source
 
     config = json.loads((CONFIGS / f"{family}-tiny.json").read_text())
@@ -60,7 +61,9 @@ def program_of(family: str, folder: Path, **pipeline: Any) -> "Program":
 
 
 def apart(plain: "Program", staged: "Program") -> tuple[float, str]:
-    """The largest difference of any result, of its tensor's maximum, and of which; both on one device."""
+    """Return the largest difference of any result, relative to its maximum, and that result's name; both on one
+    device.
+    """
     import jax
     import numpy as np
 
@@ -76,7 +79,7 @@ def apart(plain: "Program", staged: "Program") -> tuple[float, str]:
 
 
 def work(beside: str, family: str, stages: int, schedule: str) -> dict[str, Any]:
-    """One row."""
+    """Compute one row of the table."""
     from autoshard import UserError
     from autoshard.exec import ensure_devices
 
@@ -113,10 +116,10 @@ def table(rows: dict[str, dict[str, Any]]) -> str:
             equal += good
             errors += errors_of(row)
             remark = "" if good else row["staged_worst"] if row["staged_differs"] > ALLOWED else row["worst"]
-            found = f"{row['staged_differs']:.1e} | {row['max_rel_diff']:.1e}"
+            cells = f"{row['staged_differs']:.1e} | {row['max_rel_diff']:.1e}"
         else:
-            found, remark = "- | -", row["error"]
-        lines.append(f"| {family} | {stages} | {schedule} | {beside} | {found} | {wire} | {remark} |")
+            cells, remark = "- | -", row["error"]
+        lines.append(f"| {family} | {stages} | {schedule} | {beside} | {cells} | {wire} | {remark} |")
     within = sum(error <= 0.05 for error in errors)
     lines += [
         "",

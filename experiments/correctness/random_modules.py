@@ -2,14 +2,15 @@
 
     python experiments/correctness/random_modules.py [--modules 300]
 
-Each module of `tests/random_modules.py` becomes a training step. Loss, the gradient of every parameter, and buffers are
-those of eager torch, and afterwards the module has the tensors, attributes, hooks and modes that it had and computes
-the same; or else the table names the fewest features with which it fails. A module that is refused is counted apart,
-never as equal. Every tenth is planned for 8 CPU devices too, and its step compared with the unplanned one. Then every
-feature is tried alone, in four layers.
+Each module of `tests/random_modules.py` becomes a training step. Loss, buffers and the gradient of every parameter must
+equal those of eager torch. Afterwards the module must have its original tensors, attributes, hooks and modes, and
+compute the same. Otherwise the table names the fewest features with which the module fails.
 
-Rows are kept in `results/random_modules.json` as they are made, and are not made again. Writes
-`results/random_modules.md`; exit code 1 if anything was wrong.
+A refused module is counted separately, never as equal. Every tenth module is also planned for 8 CPU devices, and its
+step compared with the unplanned one. Then every feature is tried alone, in four layers.
+
+Rows are saved in `results/random_modules.json` as they are computed, and are not run again. The script writes
+`results/random_modules.md`; the exit code is 1 if anything was wrong.
 """
 
 import argparse
@@ -28,9 +29,9 @@ from experiments.lib.saved_results import Results
 ROOT = Path(__file__).parents[2]
 TABLE = Path(__file__).parents[1] / "results" / "random_modules.md"
 AT_ONCE = 20
-"""Modules of one process: compiled programs stay in its memory."""
+"""Modules that one process runs, since compiled programs stay in its memory."""
 PLANNED = 10
-"""One in so many modules is planned and run."""
+"""Interval of planned modules: one in so many is planned and run."""
 sys.path.insert(0, str(ROOT))
 
 if TYPE_CHECKING:
@@ -52,7 +53,7 @@ def main() -> int:
             end = min(count, first + AT_ONCE)
             if any(f"{kind} {number}" not in results.rows for number in range(first, end)):
                 run_some(kind, first, end, results)
-    # Rows of another generator's features are not of this table.
+    # Rows of a generator with other features stay out of this table.
     known = {f"{kind} {n}" for kind, count in (("random", 10**6), ("alone", len(list(alone())))) for n in range(count)}
     rows = {key: row for key, row in results.rows.items() if key in known}
     TABLE.write_text(table(rows))
@@ -61,7 +62,7 @@ def main() -> int:
 
 
 def alone() -> "Iterator[Recipe]":
-    """Recipes of one feature each; an attribute once for each way in which layers differ in it."""
+    """Yield recipes of one feature each; an attribute once for each way in which layers differ in it."""
     from tests.random_modules import WORDS, Recipe, allowed
 
     for name, words in WORDS.items():
@@ -74,7 +75,7 @@ def alone() -> "Iterator[Recipe]":
 
 
 def work(kind: str, first: int, end: int) -> None:
-    """Run some modules here, and print each row as a line of JSON."""
+    """Run some modules in this process, and print each row as a line of JSON."""
     import warnings
 
     from tests.random_module_runs import cut_down, run, run_planned
@@ -95,17 +96,17 @@ def work(kind: str, first: int, end: int) -> None:
 
 
 def run_some(kind: str, first: int, end: int, results: Results) -> None:
-    """Keep the rows of some modules, made in a process of their own."""
+    """Run some modules in a process of their own, and save their rows."""
     flags = "--xla_force_host_platform_device_count=8 --xla_backend_optimization_level=0"
     environment = {**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags, "AUTOSHARD_CACHE_DIR": ""}
     environment |= {"AUTOSHARD_DATA_DIR": "", "PYTHONPATH": str(ROOT)}
     command = [sys.executable, __file__, "--worker", kind, str(first), str(end)]
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, env=environment)
-    made = dict(map(json.loads, done.stdout.splitlines()))
+    outcomes = dict(map(json.loads, done.stdout.splitlines()))
     for number in range(first, end):
         ended = {"words": {}, "kind": "raised", "text": f"the process ended with {done.returncode}", "least": {}}
-        results.keep(f"{kind} {number}", made.get(f"{kind} {number}", ended))
-    print(kind, first, end, dict(collections.Counter(row["kind"] for row in made.values())), flush=True)
+        results.keep(f"{kind} {number}", outcomes.get(f"{kind} {number}", ended))
+    print(kind, first, end, dict(collections.Counter(row["kind"] for row in outcomes.values())), flush=True)
 
 
 def _fails(row: dict[str, Any]) -> bool:
@@ -113,7 +114,7 @@ def _fails(row: dict[str, Any]) -> bool:
 
 
 def table(rows: dict[str, Any]) -> str:
-    """Counts by feature, and every module that is not equal."""
+    """Return counts by feature, and every module that is not equal."""
     random = {key: row for key, row in rows.items() if key.startswith("random")}
     single = [row for key, row in rows.items() if key.startswith("alone")]
     kinds = collections.Counter(row["kind"] for row in random.values())

@@ -1,19 +1,20 @@
-"""What happens to autoshard when things go wrong, counted.
+"""Counts of autoshard's behaviour when things go wrong.
 
     python experiments/correctness/reliability.py [--only PART] [--programs 334] [--kills 200] [--problems 20000]
                                                   [--plans 300] [--steps 2000]
 
-**Programs**: each of so many random JAX programs runs on three meshes of 8 CPU devices, planned with specs asked for so
-that it is split, and is compared with the unplanned run (`tests/random_programs.py`, `tests/random_runs.py`).
-**Problems**: small ones of every kind that is hard to get right, solved and judged by brute force
-(`tests/solver/random_problems.py`). **Kills**: a command is ended by SIGKILL, SIGTERM or SIGINT at a random moment, by
-the clock or as it is about to touch a file: its files are whole or not there, its processes are gone two seconds later,
-nothing is left where something could clear up, and the next run in the same place makes the very same
-(`tests/faults.py`). **Places**: the same plan, or a sentence, where something is missing (`tests/environments.py`).
-**Long runs**: plans in one process, and steps under the PyTorch/XLA hook (`tests/long_runs.py`).
+- **Programs**: random JAX programs run on three meshes of 8 CPU devices. Each is planned with pinned specs, so that it
+  is split, and compared with the unplanned run (`tests/random_programs.py`, `tests/random_runs.py`).
+- **Problems**: small problems of every kind that is hard to solve correctly, checked by brute force
+  (`tests/solver/random_problems.py`).
+- **Kills**: a command is ended by SIGKILL, SIGTERM or SIGINT at a random moment, by the clock or before it touches a
+  file. Its files must be complete or absent, and its processes gone two seconds later. No other files remain where a
+  clean-up could run. The next run in the same place must write the very same files (`tests/faults.py`).
+- **Places**: where something is missing, the command writes the same plan or a sentence (`tests/environments.py`).
+- **Long runs**: many plans in one process, and many steps under the PyTorch/XLA hook (`tests/long_runs.py`).
 
-Rows are kept in `results/reliability.json` as they are made, and are not made again. Writes `results/reliability.md`;
-exit code 1 if anything was wrong.
+Rows are saved in `results/reliability.json` as they are computed, and are not run again. The script writes
+`results/reliability.md`; the exit code is 1 if anything was wrong.
 """
 
 import argparse
@@ -35,7 +36,7 @@ ROOT = Path(__file__).parents[2]
 TABLE = Path(__file__).parents[1] / "results" / "reliability.md"
 PARTS = ("problems", "places", "plans", "steps", "kills", "programs")
 AT_ONCE = 20
-"""Programs of one process: compiled programs stay in its memory."""
+"""Programs that one process runs, since compiled programs stay in its memory."""
 sys.path.insert(0, str(ROOT))
 
 
@@ -69,7 +70,7 @@ def main() -> int:
 
 
 def work(first: int, end: int) -> None:
-    """Runs some programs here, and prints each outcome as a line of JSON."""
+    """Run some programs in this process, and print each outcome as a line of JSON."""
     from tests.random_programs import random_program
     from tests.random_runs import MESHES, expected, run
 
@@ -79,13 +80,13 @@ def work(first: int, end: int) -> None:
         for mesh in MESHES:
             try:
                 outcome = run(program, mesh, wanted)
-            except Exception as error:  # whatever was not refused
+            except Exception as error:  # any error that is no refusal
                 outcome = f"raised: {type(error).__name__}: {' '.join(str(error).split())[:200]}"
             print(json.dumps([seed, mesh, outcome]), flush=True)
 
 
 def run_programs(count: int, results: Results) -> None:
-    """Keeps outcome -> runs for the seeds that no row holds yet."""
+    """Count the outcomes of the seeds that no saved row covers, and save them."""
     for first in range(0, count, AT_ONCE):
         end = min(count, first + AT_ONCE)
         if not any(low <= first and end <= high for low, high in map(_seeds, rows_of(results.rows, "programs"))):
@@ -98,8 +99,11 @@ def _seeds(key: str) -> tuple[int, int]:
 
 
 def _run_programs(first: int, end: int) -> dict[str, int]:
-    """Of some programs in a process of their own; what differs or raises stands with seed and mesh."""
-    found: collections.Counter[str] = collections.Counter()
+    """Count the outcomes of some programs in a process of their own.
+
+    An outcome that differs or raises is listed with its seed and mesh.
+    """
+    counts: collections.Counter[str] = collections.Counter()
     flags = "--xla_force_host_platform_device_count=8"
     environment = {**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags, "AUTOSHARD_CACHE_DIR": ""}
     environment |= {"AUTOSHARD_DATA_DIR": "", "PYTHONPATH": str(ROOT)}
@@ -109,14 +113,14 @@ def _run_programs(first: int, end: int) -> dict[str, int]:
         if outcome.startswith(("differs", "raised")):
             outcome += f" (seed {seed}, {mesh})"
             print(outcome, flush=True)
-        found[outcome] += 1
+        counts[outcome] += 1
     if done.returncode:
-        found[f"raised: the process of seeds {first} to {end - 1} ended with {done.returncode}"] += 1
-    return dict(found)
+        counts[f"raised: the process of seeds {first} to {end - 1} ended with {done.returncode}"] += 1
+    return dict(counts)
 
 
 def run_kills(count: int, results: Results) -> None:
-    """Keeps what was seen of each command that was ended."""
+    """Save the observations of each command that was ended."""
     from tests.faults import COMMANDS, draw_ending, end_one, prepare, whole
 
     left = [number for number in range(count) if f"kill {number}" not in results.rows]
@@ -130,7 +134,7 @@ def run_kills(count: int, results: Results) -> None:
             draw = random.Random(f"kill {number}")
             command = COMMANDS[number % len(COMMANDS)]
             if command not in known:
-                # A home of its own: what `refine` learns there changes the plans of others.
+                # Each command has its own home: observations of `refine` there change the plans of other commands.
                 known[command] = whole(command, inputs, folder / f"home{len(known)}")
                 for path in [*inputs.glob("new*")]:
                     path.unlink()
@@ -148,7 +152,7 @@ def run_kills(count: int, results: Results) -> None:
 
 
 def run_problems(count: int, results: Results) -> None:
-    """Keeps outcome -> problems for each kind."""
+    """Count the outcomes of each kind of problem, and save them."""
     from tests.solver.random_problems import KINDS, judged, random_problem
 
     each = -(-count // len(KINDS)) if count else 0
@@ -156,25 +160,25 @@ def run_problems(count: int, results: Results) -> None:
         key = f"problems {each} {kind}"
         if not each or key in results.rows:
             continue
-        found: collections.Counter[str] = collections.Counter()
+        counts: collections.Counter[str] = collections.Counter()
         for seed in range(each):
             outcome = judged(random_problem(kind, seed))
-            found[f"{outcome} (seed {seed})" if outcome.startswith("wrong") else outcome] += 1
-        results.keep(key, dict(found))
-        print(key, dict(found), flush=True)
+            counts[f"{outcome} (seed {seed})" if outcome.startswith("wrong") else outcome] += 1
+        results.keep(key, dict(counts))
+        print(key, dict(counts), flush=True)
 
 
 TOGETHER = "eight processes at once, one cache and one database"
 
 
 def run_places(results: Results) -> None:
-    """Keeps what was wrong in each place: empty for nothing."""
+    """Save the fault that was seen in each place, or an empty text."""
     from tests.environments import PLAN, REFUSES, WORKS, run, seen
     from tests.faults import STEP
 
     left = [place for place in (*WORKS, *REFUSES, TOGETHER) if f"place {place}" not in results.rows]
     with tempfile.TemporaryDirectory() as made:
-        os.chmod(made, 0o755)  # one of the places is another user's
+        os.chmod(made, 0o755)  # one of the places belongs to another user
 
         def folder(name: str) -> Path:
             (path := Path(made) / name.replace("/", " ")).mkdir()
@@ -189,15 +193,15 @@ def run_places(results: Results) -> None:
         for place in left:
             if place == TOGETHER:
                 continue
-            found = seen(place, folder(place), wanted)
-            results.keep(f"place {place}", found)
-            print(place, found or "as it should be", flush=True)
+            fault = seen(place, folder(place), wanted)
+            results.keep(f"place {place}", fault)
+            print(place, fault or "as it should be", flush=True)
         if TOGETHER in left:
             results.keep(f"place {TOGETHER}", _together([folder(f"beside {k}") for k in range(8)], PLAN, wanted))
 
 
 def _together(folders: list[Path], line: str, wanted: bytes) -> str:
-    """Plans, with refinements that write observations between them, under one home."""
+    """Run plans at once under one home, with refinements that write observations between them."""
     home = folders[0] / "home"
     home.mkdir()
     environment = {**os.environ, "HOME": str(home), "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
@@ -238,7 +242,7 @@ def _compiler(topology: str) -> str:
 
 
 def run_long(kind: str, count: int, results: Results) -> None:
-    """Keeps what a process held at some moments of a long run."""
+    """Save the resources that a process uses at some moments of a long run."""
     key = f"long {kind} {count}"
     if not count or key in results.rows:
         return

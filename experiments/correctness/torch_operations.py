@@ -1,10 +1,11 @@
-"""Operations of torch, planned as modules are, beside torch's own: values and gradients.
+"""Operations of torch, planned as modules are, compared with torch's own: values and gradients.
 
     python experiments/correctness/torch_operations.py [--only NAME ...] [--samples N] [--table]
 
-torch tests its operations with samples of its own (`op_db`), of which each gets a few here, in place too. A row is one
-operation. Equal: within 2e-4 of each value and 2e-3 of each gradient, of weighted sums of the results. What is refused
-raises, so a plan never computes something else for it; what differs is what this looks for. Takes six minutes.
+torch tests its operations with its own samples (`op_db`). Each operation gets a few of these samples here, in place
+too. A row is one operation. Results are equal within 2e-4 of each value and 2e-3 of each gradient, of weighted sums of
+the results. A refused operation raises, so that a plan never computes something else for it. Operations that differ are
+the faults that this script looks for. The run takes six minutes.
 """
 
 import argparse
@@ -38,7 +39,7 @@ RANDOM = frozenset(
     *("randint_like", "randn", "randn_like", "uniform", "empty", "empty_like", "empty_permuted", "empty_strided"),
     *("new_empty", "new_empty_strided", "pca_lowrank", "svd_lowrank"),
 }
-"""Operations whose results are random, or not set."""
+"""Operations whose results are random or uninitialised."""
 
 REASONS = {
     "cholesky": "torch's gradient is symmetric where the other triangle is read; the sum of both is the same",
@@ -58,11 +59,13 @@ REASONS = {
     "nn.functional.scaled_dot_product_attention": "dropout that is given as a number is left out",
     "polygamma": "XLA's values of it for negative numbers",
 }
-"""Why what differs does, where somebody has looked."""
+"""Reasons of the differences that somebody has examined, by operation."""
 
 
 def outcome(sample: Any, function: Any) -> str:
-    """How one sample compares: `equal`, `refused: ...`, `differs: ...`, or `torch: ...` if that refuses it itself."""
+    """Compare one sample: return `equal`, `refused: ...`, `differs: ...`, or `torch: ...` if torch itself refuses
+    it.
+    """
     import jax
     import torch
     from torch.utils import _pytree
@@ -84,7 +87,11 @@ def outcome(sample: Any, function: Any) -> str:
             return call(tensors)
 
     def by_torch(follow: bool) -> Any:
-        """What goes in, the results, which of them have gradients, their weights, what is learned, its gradients."""
+        """Run the sample by torch.
+
+        Returns the inputs, the results, flags of results with gradients, the results' weights, the parameters' numbers,
+        and the gradients.
+        """
         given = [leaves[i].detach().clone().requires_grad_(follow and leaves[i].requires_grad) for i in places]
         results = [each for each in _pytree.tree_leaves(call(given)) if isinstance(each, torch.Tensor)]
         follows = [each.requires_grad and each.is_floating_point() for each in results]
@@ -99,9 +106,9 @@ def outcome(sample: Any, function: Any) -> str:
     try:
         try:
             arrays, expected, follows, weights, learned, wanted = by_torch(follow=True)
-        except RuntimeError:  # what torch does not differentiate
+        except RuntimeError:  # torch does not differentiate the operation
             arrays, expected, follows, weights, learned, wanted = by_torch(follow=False)
-    except Exception as error:  # samples that torch refuses
+    except Exception as error:  # torch refuses the sample
         return f"torch: {_said(error)}"
     planned = TorchFunction(Called())
 
@@ -109,20 +116,20 @@ def outcome(sample: Any, function: Any) -> str:
         filled = list(arrays)
         for k, value in zip(learned, values, strict=True):
             filled[k] = value
-        found = [each for each in jax.tree.leaves(planned({}, tuple(filled), {})) if hasattr(each, "shape")]
-        assert len(found) == len(expected), "another number of results"
-        terms = [(f * w).sum() for f, w, on in zip(found, weights, follows, strict=True) if on]
-        return sum(terms, np.float32(0)), found
+        ours = [each for each in jax.tree.leaves(planned({}, tuple(filled), {})) if hasattr(each, "shape")]
+        assert len(ours) == len(expected), "another number of results"
+        terms = [(f * w).sum() for f, w, on in zip(ours, weights, follows, strict=True) if on]
+        return sum(terms, np.float32(0)), ours
 
     values = [arrays[k] for k in learned]
     try:
         if learned:
-            (_, found), gradients = jax.jit(jax.value_and_grad(run, has_aux=True))(values)
+            (_, ours), gradients = jax.jit(jax.value_and_grad(run, has_aux=True))(values)
         else:
-            (_, found), gradients = jax.jit(run)(values), []
+            (_, ours), gradients = jax.jit(run)(values), []
     except Exception as error:
         return f"refused: {_said(error)}"
-    for value, tensor in zip(found, expected, strict=True):
+    for value, tensor in zip(ours, expected, strict=True):
         own = tensor.detach().resolve_conj()
         own = (own.float() if own.dtype == torch.bfloat16 else own).numpy()
         if value.shape != own.shape:
@@ -142,19 +149,19 @@ def _said(error: Exception) -> str:
 
 
 def row(operation: Any, function: Any, count: int) -> dict[str, Any]:
-    """How some samples of an operation compare, spread over those that torch has."""
+    """Compare some samples of an operation, spread over those that torch has."""
     import torch
 
     try:
         made = itertools.islice(operation.sample_inputs("cpu", torch.float32, requires_grad=True), 40)
         samples = list(made)
-    except Exception as error:  # of devices and packages that are not there
+    except Exception as error:  # samples need a missing device or package
         return {"samples": 0, "outcomes": [f"torch: {_said(error)}"]}
     if len(samples) > count:
         samples = [samples[k] for k in np.linspace(0, len(samples) - 1, count).astype(int)]
-    found = [outcome(sample, function) for sample in samples]
-    tried = [each for each in found if not each.startswith("torch")]
-    return {"samples": len(tried), "outcomes": sorted(set(tried or found)) or ["torch: no samples"]}
+    outcomes = [outcome(sample, function) for sample in samples]
+    tried = [each for each in outcomes if not each.startswith("torch")]
+    return {"samples": len(tried), "outcomes": sorted(set(tried or outcomes)) or ["torch: no samples"]}
 
 
 def table(rows: dict[str, dict[str, Any]]) -> str:
@@ -217,9 +224,9 @@ def main() -> None:
             wanted = operation.name in args.only if args.only else name not in results.rows
             if function is None or operation.name in RANDOM or torch.float32 not in operation.dtypes or not wanted:
                 continue
-            found = row(operation, function, args.samples)
-            results.keep(name, found | {"code": checked_out()})
-            print(name, *found["outcomes"], sep="\n    ", flush=True)
+            result = row(operation, function, args.samples)
+            results.keep(name, result | {"code": checked_out()})
+            print(name, *result["outcomes"], sep="\n    ", flush=True)
     TABLE.write_text(table(results.rows))
     print(TABLE.read_text())
 

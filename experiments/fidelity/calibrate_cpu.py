@@ -2,11 +2,13 @@
 
     python experiments/fidelity/calibrate_cpu.py [--write] [--hold CMD]
 
-Eight devices of one process share the cores, so all of them run every benchmark at once: a matmul of each shape,
-additions that stream through memory, collectives of every kind, size and group, all-reduces after matmuls, gathers of
-either dim of a matrix, and chains of small ops.
-Prints what was measured beside what the fitted model says. `--write` puts the figures, with their source and today's
-date, into the `cpu` entry of the shipped calibration, and `mxu_edge` into the chip file. `--hold`: see `cpu_order.py`.
+Eight devices of one process share the cores, so that all devices run every benchmark at once. The benchmarks are
+matmuls of each shape, additions that stream through memory, and collectives of every kind, size and group. Others are
+all-reduces after matmuls, gathers of either dim of a matrix, and chains of small ops.
+
+The script prints measured times next to those of the fitted model. `--write` puts the figures, with their source and
+today's date, into the `cpu` entry of the shipped calibration, and `mxu_edge` into the chip file. See `cpu_order.py` for
+`--hold`.
 """
 
 import argparse
@@ -57,7 +59,7 @@ Run = Callable[[], Any]
 
 @dataclasses.dataclass(frozen=True)
 class Bench:
-    """One compiled benchmark: what it is, and how many of it one run does."""
+    """One compiled benchmark: its description, and the number of operations in one run."""
 
     what: tuple[Any, ...]
     count: int
@@ -65,7 +67,7 @@ class Bench:
 
 
 def compiled(body: Callable[..., Any], shapes: Sequence[tuple[int, ...]]) -> Run:
-    """`body` of local arrays of zeros, on all devices at once."""
+    """Compile `body` for local arrays of zeros, on all devices at once."""
     import jax
     import jax.numpy as jnp
     from jax.sharding import Mesh, NamedSharding, PartitionSpec
@@ -83,7 +85,7 @@ def compiled(body: Callable[..., Any], shapes: Sequence[tuple[int, ...]]) -> Run
 
 
 def collective(kind: str, axes: tuple[str, ...], dim: int = 0) -> Callable[[Any], Any]:
-    """One collective as a function of a local array; a gather is along `dim`."""
+    """Return one collective as a function of a local array; a gather is along `dim`."""
     import jax
 
     n = GROUPS[axes]
@@ -97,7 +99,7 @@ def collective(kind: str, axes: tuple[str, ...], dim: int = 0) -> Callable[[Any]
 
 
 def chain(op: Callable[..., Any], count: int) -> Callable[..., Any]:
-    """An op so many times, each on the last one's result, none merged with the next."""
+    """Return a function that applies an op `count` times, each on the previous result, with no fusion between them."""
     import jax
 
     def body(x: Any, *others: Any) -> Any:
@@ -109,53 +111,59 @@ def chain(op: Callable[..., Any], count: int) -> Callable[..., Any]:
 
 
 def one_after_another(op: Callable[..., Any]) -> Callable[..., Any]:
-    """An op of each argument in turn: every one reads and writes memory that no other has just used, as in a step."""
+    """Return a function that applies an op to each argument in turn.
+
+    Each op reads and writes memory that no other op has just used, as in a step.
+    """
     import jax
 
     def body(*xs: Any) -> Any:
-        found = []
+        results = []
         for i, x in enumerate(xs):
-            x, *found[i - 1 :] = jax.lax.optimization_barrier((x, *found[i - 1 :])) if i else (x,)
-            found.append(op(x))
-        return found
+            x, *results[i - 1 :] = jax.lax.optimization_barrier((x, *results[i - 1 :])) if i else (x,)
+            results.append(op(x))
+        return results
 
     return body
 
 
 def there_and_back(x: Any, a: Any, b: Any) -> Any:
-    """`[m, k] x [k, n]` and `[m, n] x [n, k]`: two matmuls of the same three sizes, one after the other."""
+    """Compute `[m, k] x [k, n]`, then `[m, n] x [n, k]`: two matmuls of the same three sizes."""
     import jax
 
     return jax.lax.optimization_barrier(x @ a) @ b
 
 
 def benches() -> list[Bench]:
-    found = [Bench(("step",), 1, compiled(lambda x: x + 1, [(8,)]))]
+    ready = [Bench(("step",), 1, compiled(lambda x: x + 1, [(8,)]))]
     for m, n, k in MATMULS:
-        found.append(Bench(("matmul", m, n, k), 4, compiled(chain(there_and_back, 2), [(m, k), (k, n), (n, k)])))
+        ready.append(Bench(("matmul", m, n, k), 4, compiled(chain(there_and_back, 2), [(m, k), (k, n), (n, k)])))
     for elements in ELEMENTS:
-        found.append(Bench(("add", elements), 1, compiled(lambda a, b: a + b, [(elements,)] * 2)))
-    found.append(Bench(("small", 0), SMALL_OPS, compiled(chain(lambda a, b: a @ b, SMALL_OPS), [(8, 8)] * 2)))
+        ready.append(Bench(("add", elements), 1, compiled(lambda a, b: a + b, [(elements,)] * 2)))
+    ready.append(Bench(("small", 0), SMALL_OPS, compiled(chain(lambda a, b: a @ b, SMALL_OPS), [(8, 8)] * 2)))
     for kind, axes, size in it.product(KINDS, GROUPS, SIZES):
         local = size // 4 // (GROUPS[axes] if kind == "all-gather" else 1)
         body = one_after_another(collective(kind, axes))
-        found.append(Bench((kind, axes, size), CHAIN, compiled(body, [(local,)] * CHAIN)))
+        ready.append(Bench((kind, axes, size), CHAIN, compiled(body, [(local,)] * CHAIN)))
     for rows in ROWS:
         shapes = [(rows, WIDTH), (WIDTH, WIDTH)]
-        found.append(Bench((WORK, rows), CHAIN, compiled(chain(lambda x, w: x @ w, CHAIN), shapes)))
+        ready.append(Bench((WORK, rows), CHAIN, compiled(chain(lambda x, w: x @ w, CHAIN), shapes)))
         for axes in GROUPS:
             meet = collective("all-reduce", axes)
             body = chain(lambda x, w, meet=meet: meet(x @ w), CHAIN)
-            found.append(Bench((MEETING, axes, rows), CHAIN, compiled(body, shapes)))
+            ready.append(Bench((MEETING, axes, rows), CHAIN, compiled(body, shapes)))
     for shape, axes, dim in it.product(GATHER_OF, GROUPS, (0, 1)):
         body = one_after_another(collective("all-gather", axes, dim))
         shards = tuple(size // (GROUPS[axes] if d == dim else 1) for d, size in enumerate(shape))
-        found.append(Bench((LAID_OUT, axes, shape, dim), CHAIN, compiled(body, [shards] * CHAIN)))
-    return found
+        ready.append(Bench((LAID_OUT, axes, shape, dim), CHAIN, compiled(body, [shards] * CHAIN)))
+    return ready
 
 
 def measured(found: Sequence[Bench]) -> dict[tuple[Any, ...], float]:
-    """Median seconds of one of each, the launch of the step taken off; the repetitions take turns."""
+    """Return the median seconds of one operation of each benchmark, less the launch of the step.
+
+    The benchmarks take turns in each repetition.
+    """
     times: dict[tuple[Any, ...], list[float]] = {bench.what: [] for bench in found}
     for number in range(REPEATS + 2):
         for bench in found:
@@ -170,7 +178,9 @@ def measured(found: Sequence[Bench]) -> dict[tuple[Any, ...], float]:
 
 
 def fit_matmuls(seconds: dict[tuple[Any, ...], float], topology: Topology) -> tuple[float, int]:
-    """(efficiency of a large matmul, edge): the edge of least spread, and the efficiency that centres it."""
+    """Fit the efficiency of a large matmul and the edge: the edge of least spread, and the efficiency that centres
+    it.
+    """
     shapes = np.array([what[1:] for what in seconds if what[0] == "matmul"], dtype=np.float64)
     took = np.array([s for what, s in seconds.items() if what[0] == "matmul"])
     share = 2.0 * shapes.prod(axis=1) / took / topology.peak_flops("f32")
@@ -183,11 +193,13 @@ def fit_matmuls(seconds: dict[tuple[Any, ...], float], topology: Topology) -> tu
 
 
 def fit_collectives(seconds: dict[tuple[Any, ...], float], rate: float) -> tuple[dict[str, float], dict[str, float]]:
-    """Figures, and copies of every kind where a gather makes one: least squares on relative errors.
+    """Fit figures of collectives, and the copies of every kind relative to a gather, by least squares on relative
+    errors.
 
-    The figures: launch, time for each member of a group, bytes through memory for a byte that a gather makes. Launch
-    and bytes are told from collectives that follow each other. A meeting costs more after work, whose threads do not
-    end together: the time of a member is what is left of all-reduces after matmuls that take all devices 1 to 3 ms.
+    The figures are the launch, the time for each member of a group, and the bytes through memory per gathered byte.
+    Launch and bytes are fitted to collectives that follow each other. A collective waits longer after work, whose
+    threads do not end together. The time of a member is therefore the remainder of all-reduces after matmuls that
+    occupy all devices for 1 to 3 ms.
     """
     from scipy.optimize import nnls
 
@@ -206,7 +218,7 @@ def fit_collectives(seconds: dict[tuple[Any, ...], float], rate: float) -> tuple
 
 
 def fit(seconds: dict[tuple[Any, ...], float], topology: Topology) -> tuple[dict[str, float], dict[str, float], int]:
-    """The figures of the `cpu` entry that can be measured, copies of every kind, and the chip's `mxu_edge`."""
+    """Fit the measurable figures of the `cpu` entry, the copies of every kind, and the chip's `mxu_edge`."""
     efficiency, edge = fit_matmuls(seconds, topology)
     streamed = [12.0 * what[1] / s for what, s in seconds.items() if what[0] == "add"]
     rate = statistics.median(streamed)
@@ -222,13 +234,13 @@ def fit(seconds: dict[tuple[Any, ...], float], topology: Topology) -> tuple[dict
 
 
 def copied_bytes(what: tuple[Any, ...]) -> float:
-    """Bytes of one device that a gather of an inner dim copies: the shard, and what was joined."""
+    """Return the bytes of one device that a gather of an inner dim copies: the shard and the gathered result."""
     _, axes, shape, dim = what
     return dim * 4.0 * math.prod(shape) * (1.0 + 1.0 / GROUPS[axes])
 
 
 def report(seconds: dict[tuple[Any, ...], float], calibration: Calibration, topology: Topology) -> str:
-    """Measured beside modelled, in microseconds."""
+    """Tabulate measured and modelled times, in microseconds."""
     compute, wire = Compute(topology, calibration), Collectives(make_mesh(topology, MESH), calibration)
     lines, errors = [f"{'':44} {'measured':>10} {'model':>10}"], []
     for what, took in seconds.items():
@@ -252,7 +264,7 @@ def report(seconds: dict[tuple[Any, ...], float], calibration: Calibration, topo
 
 
 def write(figures: dict[str, float], edge: int) -> None:
-    """Stores the figures, rounded to two digits, with where they come from."""
+    """Store the figures, rounded to two digits, with their source."""
     import jax
 
     room = Path(__file__).parents[2] / "autoshard" / "cost"

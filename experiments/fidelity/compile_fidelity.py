@@ -1,12 +1,11 @@
-"""Plans for every TPU generation, predicted against what the real TPU compiler makes of them.
+"""Plans for every TPU generation, predicted against the result of the real TPU compiler.
 
     python experiments/fidelity/compile_fidelity.py [ROW ...] [--predict] [--whole] [--time-limit S]
 
-Every row runs in a process of its own with a time limit; results are kept by row in
-`experiments/results/compile_fidelity.json`, so that a broken run goes on where it stopped. Scheduled programs are
-kept under `build/compile_fidelity`, and a plan that was compiled before is not compiled again. `--predict` only plans.
-Programs are compiled until every value has its place in memory (`autoshard compile --quick`), or with machine code
-(`--whole`).
+Every row runs in a process of its own with a time limit. Results are saved by row in
+`experiments/results/compile_fidelity.json`, so that a broken run resumes. Scheduled programs are stored under
+`build/compile_fidelity`, and a plan that was compiled before is not compiled again. `--predict` only plans. Programs
+are compiled until every value has its place in memory (`autoshard compile --quick`), or with machine code (`--whole`).
 """
 
 import argparse
@@ -53,22 +52,22 @@ class Row:
     topology: str
     mesh: dict[str, int]
     plan: str = "ours"
-    """`ours`, or a baseline, completed by the solver."""
+    """`ours`, or the name of a baseline, completed by the solver."""
     limit: float = 1.0
-    """Planned for this share of the chip's memory: above 1 for what should not fit."""
+    """Share of the chip's memory that the plan may use: above 1 for a plan that should not fit."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Matrix:
-    """Rows, and where what becomes of them is kept."""
+    """Rows of one script, and the files of its results."""
 
     name: str
-    """Of the script, and of its results."""
+    """Name of the script and of its results."""
     title: str
     rows: tuple[Row, ...]
     compiler: str = "libtpu, no TPU"
     folder: str = "fidelity"
-    """Of the script, in `experiments`."""
+    """Folder of the script in `experiments`."""
 
     @property
     def results(self) -> Path:
@@ -88,7 +87,7 @@ def train(config: Any, batch: int, seq: int, remat: str = "full", **options: Any
 
 
 def serve(config: Any, kind: str, batch: int, seq: int, **options: Any) -> "Callable[[], Program]":
-    """A step of decoding with caches of `seq` tokens, or one that fills as many."""
+    """Return a step of decoding with caches of `seq` tokens, or a prefill step that fills caches of `seq` tokens."""
     return hf(config, serve=kind, batch=batch, seq=seq, **options)
 
 
@@ -97,7 +96,7 @@ WIDE = llama(8, 4096, 11008, 32, 8, 32000)
 EXPERTS = mixtral(4, 2048, 7168, 16, 8, 8, 32000)
 
 ROWS = (
-    # One slice, room to spare.
+    # One slice, with free memory.
     Row("llama-fsdp-v5e", train(SMALL, 64, 1024), "v5e:4x4", {"data": 16}, "fsdp"),
     Row("llama-tp-v5e", train(SMALL, 32, 1024), "v5e:4x4", dm(4, 4), "tensor_parallel"),
     Row("llama-fsdp_tp-v5p", train(WIDE, 64, 2048, "dots"), "v5p:2x4x4", dm(8, 4), "fsdp_tp"),
@@ -113,7 +112,7 @@ ROWS = (
     Row("mamba-v5e", jax_mamba(2, 1024, 2048, 16, 32, 1024), "v5e:4x4", {"data": 16}, "data_parallel"),
     Row("rwkv-v5e", jax_rwkv(2, 1024, 16, 64, 64), "v5e:2x4", {"data": 8}, "data_parallel"),
     Row("table-v5e", jax_table(1 << 20, 64, 4, 256, 65536), "v5e:4x4", {"data": 16}),
-    # One slice, near full.
+    # One slice, nearly full.
     Row("llama-fsdp-v5e-full", train(SMALL, 128, 1024, "none"), "v5e:4x4", {"data": 16}, "fsdp", 1.3),
     Row("jax-mlp-v5e-full", jax_mlp(12, 4096, 524288), "v5e:2x4", {"data": 8}, "fsdp", 1.3),
     Row("gpt2-xl-v6e-full", train("gpt2-xl", 256, 1024, "dots"), "v6e:4x4", dm(4, 4), "ours", 1.3),
@@ -178,16 +177,16 @@ def run(row: Row, time_limit: float, predict_only: bool, whole: bool) -> dict[st
         return figures
     left = compiled("compile_fidelity", program, plan, time_limit, whole)
     figures["whole"] = left.coded
-    found = compile_figures(report(program, plan, left))
-    if found["time"]:
-        del found["time"]["spans"]  # thousands of lines a row
-    for record in (*found["collectives"], *found["unforeseen"]):
-        record["line"] = record["line"].rpartition("/")[2]  # not where the machine keeps its files
-    return figures | found
+    compiled_figures = compile_figures(report(program, plan, left))
+    if compiled_figures["time"]:
+        del compiled_figures["time"]["spans"]  # thousands of lines in each row
+    for record in (*compiled_figures["collectives"], *compiled_figures["unforeseen"]):
+        record["line"] = record["line"].rpartition("/")[2]  # the file's name only, without the machine's folders
+    return figures | compiled_figures
 
 
 def in_process(row: Row, time_limit: float, predict_only: bool, whole: bool) -> dict[str, Any]:
-    """`run` in a process of its own; what it could not do is `failed`."""
+    """Call `run` in a process of its own; a result with `failed` states the error."""
     command = [sys.executable, sys.argv[0], row.name, "--inside", "--time-limit", str(time_limit)]
     command += [flag for flag, asked in (("--predict", predict_only), ("--whole", whole)) if asked]
     try:
@@ -200,7 +199,7 @@ def in_process(row: Row, time_limit: float, predict_only: bool, whole: bool) -> 
 
 
 def main(matrix: Matrix, description: str | None) -> int:
-    """The command of a script with such rows."""
+    """Run the command of a script with such rows."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("rows", nargs="*", help=f"rows to run (default: all): {', '.join(r.name for r in matrix.rows)}")
     parser.add_argument("--time-limit", type=float, default=900.0, help="of one compilation, in seconds")
@@ -257,7 +256,7 @@ def _keep(matrix: Matrix, result: dict[str, Any]) -> None:
 
 
 def table(matrix: Matrix, results: list[dict[str, Any]]) -> str:
-    """The results as a page of Markdown."""
+    """Return the results as a page of Markdown."""
     done = [result for result in results if "failed" not in result]
     lines = [
         f"# {matrix.title}",
@@ -316,12 +315,12 @@ def table(matrix: Matrix, results: list[dict[str, Any]]) -> str:
 
 
 def _compile_time(result: dict[str, Any]) -> str:
-    """Seconds, and whether machine code was left out."""
+    """Return the seconds of compilation, marked if machine code was left out."""
     return f"{result['compile_s']:.0f}" + ("" if result.get("whole", True) else " (quick)")
 
 
 def _unforeseen_lines(done: list[dict[str, Any]]) -> list[str]:
-    """What `unforeseen` stands for: every collective of more than 1 % of its row's bytes, and what is known of it."""
+    """List the unforeseen collectives of more than 1 % of their row's bytes, with their specs and notes."""
     lines = []
     for result in done:
         for row in result["unforeseen"]:

@@ -1,19 +1,20 @@
-"""Our plan and every baseline really run on 8 CPU devices: predicted order against measured order.
+"""Predicted against measured order of our plan and every baseline, run on 8 CPU devices.
 
     python experiments/fidelity/cpu_order.py [ROW ...] [--again] [--seconds S] [--hold CMD] [--table]
 
-Every program is planned for `cpu:8`. Our plan and the baselines, as our solver completes them (`fsdp*`) and as XLA's
-own propagation does (`fsdp`), are compiled; plans that come to the same compiled program count as one. Then a step of
-each runs in turn, many rounds, in one process: median and quartiles of every plan are of the same minutes.
+Every program is planned for `cpu:8`. Our plan and the baselines are compiled. Baselines are completed by our solver
+(`fsdp*`) and by XLA's own propagation (`fsdp`). Plans with the same compiled program count as one. Then the steps of
+all plans run in turn, for many rounds, in one process, so that their medians and quartiles cover the same minutes.
 
 Kendall's tau of a row is (concordant - discordant) / (decided pairs) over its plans with a prediction. A pair is
-decided when the quartile ranges of the two measured times do not overlap; the other pairs are ties, inside the
-measured spread, and count as neither. A decided pair with equal predictions is neither concordant nor discordant and
-stays in the denominator. The pooled tau counts the pairs of all rows together, each pair within its row.
+decided if the quartile ranges of the two measured times do not overlap. The other pairs are ties within the measured
+spread, and count as neither. A decided pair with equal predictions is neither concordant nor discordant, and stays in
+the denominator. The pooled tau counts the pairs of all rows together, each pair within its row.
 
-Results are kept by row in `experiments/results/cpu_order.json`; a broken run goes on where it stopped. `--hold` names
-a command that keeps other work off the machine while steps are timed: it starts before them, has to copy a line from
-its input to its output once it does so, and ends when its input does (`cat` is one that does nothing).
+Results are saved by row in `experiments/results/cpu_order.json`, so that a broken run resumes. `--hold` names a command
+that prevents other work on the machine while steps are timed. The command starts before the steps. Once the machine is
+quiet, the command must copy a line from its input to its output. It must end when its input ends. (`cat` satisfies both
+and prevents nothing.)
 """
 
 import argparse
@@ -44,7 +45,7 @@ from experiments.lib.saved_results import BUILD, Results  # noqa: E402
 HERE = Path(__file__).parents[1]
 RESULTS = HERE / "results" / "cpu_order.json"
 BILLS = BUILD / "cpu_order" / "bills.json"
-"""What the step of every plan with a prediction consists of, for `cpu_refine.py`."""
+"""Bills of the steps of every plan with a prediction, for `cpu_refine.py`."""
 
 TOPOLOGY = "cpu:8"
 MESHES = {"4x2": {"data": 4, "model": 2}, "8": {"data": 8}}
@@ -59,16 +60,16 @@ ROUNDS, WARMUP = 60, 2
 MARK_TAU, MARK_RATIO = 0.8, 1.05
 
 Times = tuple[float, float, float]
-"""Lower quartile, median and upper quartile."""
+"""Lower quartile, median and upper quartile, in seconds."""
 
 
 def tied(a: Times, b: Times) -> bool:
-    """Whether the quartile ranges of two measured times overlap."""
+    """Return True if the quartile ranges of two measured times overlap."""
     return a[0] <= b[2] and b[0] <= a[2]
 
 
 def count_pairs(plans: Sequence[tuple[float, Times]]) -> tuple[int, int, int]:
-    """(concordant, discordant, decided) pairs of (predicted seconds, measured times)."""
+    """Count the concordant, the discordant and the decided pairs of (predicted seconds, measured times)."""
     concordant = discordant = decided = 0
     for (p, a), (q, b) in it.combinations(plans, 2):
         if tied(a, b):
@@ -81,13 +82,13 @@ def count_pairs(plans: Sequence[tuple[float, Times]]) -> tuple[int, int, int]:
 
 
 def kendall(plans: Sequence[tuple[float, Times]]) -> float | None:
-    """Kendall's tau of predicted and measured order, as the module says; None if no pair is decided."""
+    """Return Kendall's tau of predicted and measured order, as the module defines it; None if no pair is decided."""
     concordant, discordant, decided = count_pairs(plans)
     return (concordant - discordant) / decided if decided else None
 
 
 def judge(name: str, mesh: str, seconds: float, hold: str | None, results: Path) -> None:
-    """Plan, compile and run one row; keep it."""
+    """Plan, compile and run one row, and save it."""
     from autoshard.exec import ensure_devices
 
     ensure_devices(8)
@@ -110,7 +111,12 @@ def row_of(
     seconds: float = math.inf,
     hold: str | None = None,
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Predicted and measured times of our plan and the baselines (or those `wanted`), and the bills of their steps."""
+    """Return predicted and measured times of our plan and the baselines, and the bills of their steps.
+
+    - `wanted`: names of the plans to run; None for all.
+    - `rounds`, `seconds`: most rounds of steps, and most seconds for all of them.
+    - `hold`: command that prevents other work on the machine.
+    """
     import jax
 
     from autoshard.exec.run.planned_steps import PlannedStep, first_arguments, quartiles, run_in_turn
@@ -153,19 +159,19 @@ def row_of(
 
 
 def bare(text: str) -> str:
-    """A compiled module without its name, and without where its ops come from."""
+    """Return a compiled module without its name and without the sources of its ops."""
     text = re.sub(r", metadata=\{[^}]*\}", "", text.partition("\n")[2])
     return re.sub(r"(?ms)^(FileNames|FunctionNames|FileLocations|StackFrames)$.*?^$", "", text)
 
 
 def predicted(row: Mapping[str, Any]) -> list[tuple[float, Times]]:
-    """(predicted, measured) of the plans of a row that have both."""
+    """Return (predicted, measured) of the plans of a row that have both."""
     plans = (plan for plan in row["plans"].values() if plan.get("predicted_s") and "measured_s" in plan)
     return [(plan["predicted_s"], tuple(plan["measured_s"])) for plan in plans]
 
 
 def table(rows: Mapping[str, Any]) -> str:
-    """The results as a page of Markdown."""
+    """Return the results as a page of Markdown."""
     known = {key: rows[key] for key in (f"{name} | {mesh}" for name, mesh in ROWS) if key in rows}
     lines = [
         "# Predicted and measured order on 8 CPU devices",
@@ -210,7 +216,7 @@ def table(rows: Mapping[str, Any]) -> str:
 
 
 def _plans(key: str, row: Mapping[str, Any]) -> list[str]:
-    """The plans of one row, fastest first."""
+    """List the plans of one row, fastest first."""
     lines = ["", f"## {key.replace(' | ', ', ')}", "", "| plan | predicted ms | measured ms | quartiles |"]
     lines.append("| --- | --- | --- | --- |")
     plans = {name: plan for name, plan in row["plans"].items() if "measured_s" in plan}
@@ -249,7 +255,7 @@ def main() -> int:
     for key in () if arguments.table else arguments.rows or known:
         if key in Results(arguments.out).rows and not arguments.again:
             continue
-        # A process for each row: compiled programs and their state go with it.
+        # Each row has its process, since compiled programs and their state are freed with it.
         command = [sys.executable, __file__, "--inside", *known[key], "--seconds", str(arguments.seconds)]
         command += ["--out", str(arguments.out), *(["--hold", arguments.hold] if arguments.hold else [])]
         if subprocess.run(command).returncode:

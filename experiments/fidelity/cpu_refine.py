@@ -2,11 +2,11 @@
 
     python experiments/fidelity/cpu_refine.py
 
-Takes the plans that `cpu_order.py` ran: what their steps consist of, and how long they took. The figures of the cost
-model are fitted, as `autoshard refine` fits them, to the measured steps of some programs, and then predict the steps
-of the others. Two ways to split: every family of programs left out in turn, and two halves, each predicted from the
-other. Of the programs that are fitted to only the few plans count that refine would run: those of least predicted
-time. Of the programs that are predicted all plans count. Nothing is run here.
+The script reads the plans that `cpu_order.py` ran: the bills and the measured times of their steps. It fits the figures
+of the cost model to the steps of some programs, as `autoshard refine` does. The fitted figures then predict the steps
+of the others. There are two kinds of splits: every family of programs is left out in turn, or two halves are each
+predicted from the other. The fit uses only the few plans of a program that refine would run, those of least predicted
+time. All plans of the predicted programs count. Nothing is run here.
 """
 
 import dataclasses
@@ -35,7 +35,7 @@ MARK = 0.15
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Step:
-    """A plan that was run."""
+    """A measured step of one plan."""
 
     row: str
     plan: str
@@ -51,7 +51,7 @@ class Step:
         return PROGRAMS[self.program][0]
 
     def error(self, figures: Calibration) -> float:
-        """Relative error of the predicted step time."""
+        """Return the relative error of the predicted step time."""
         return abs(self.bill.seconds(figures) / self.seconds - 1.0)
 
     def observation(self) -> Observation:
@@ -60,20 +60,20 @@ class Step:
 
 
 def load() -> list[Step]:
-    """Every plan that was run and whose bill is kept."""
+    """Load every plan that was run and whose bill is saved."""
     if not BILLS.exists():
         raise SystemExit(f"{BILLS} is missing: run experiments/fidelity/cpu_order.py first.")
     rows, bills = json.loads(RESULTS.read_text()), json.loads(BILLS.read_text())
     return [
         Step(row, name, Bill.from_json(bills[row][name]), plan["measured_s"][1])
-        for row, found in rows.items()
-        for name, plan in found["plans"].items()
+        for row, measured in rows.items()
+        for name, plan in measured["plans"].items()
         if name in bills.get(row, {}) and "measured_s" in plan
     ]
 
 
 def few(steps: Sequence[Step], figures: Calibration) -> list[Step]:
-    """Of every program the plans that refine would run."""
+    """Return the plans of every program that refine would run."""
     chosen: list[Step] = []
     for _, mine in it.groupby(sorted(steps, key=lambda s: s.row), key=lambda s: s.row):
         chosen += sorted(mine, key=lambda s: s.bill.seconds(figures))[:FEW]
@@ -81,7 +81,7 @@ def few(steps: Sequence[Step], figures: Calibration) -> list[Step]:
 
 
 def held_out(steps: Sequence[Step], apart: Mapping[str, int]) -> Iterable[tuple[list[Step], Fit]]:
-    """For every part: its steps, and the figures fitted to a few plans of every program of the other parts."""
+    """Yield for every part its steps, and the figures fitted to a few plans of every program of the other parts."""
     shipped = load_calibration("cpu")
     for part in sorted(set(apart.values())):
         others = [step for step in steps if apart[step.row] != part]
@@ -90,7 +90,7 @@ def held_out(steps: Sequence[Step], apart: Mapping[str, int]) -> Iterable[tuple[
 
 
 def splits(steps: Sequence[Step]) -> dict[str, dict[str, int]]:
-    """Name of a split -> row -> part."""
+    """Map the name of a split to the part of each row."""
     rows = sorted({step.row for step in steps})
     families = sorted({step.family for step in steps})
     family_of = {step.row: families.index(step.family) for step in steps}
@@ -102,7 +102,7 @@ def splits(steps: Sequence[Step]) -> dict[str, dict[str, int]]:
 
 
 def table(steps: Sequence[Step]) -> str:
-    """The results as a page of Markdown."""
+    """Return the results as a page of Markdown."""
     shipped = load_calibration("cpu")
     before = {step: step.error(shipped) for step in steps}
     lines = [
@@ -119,9 +119,9 @@ def table(steps: Sequence[Step]) -> str:
     fitted: list[Fit] = []
     for name, apart in splits(steps).items():
         after[name] = {}
-        for mine, found in held_out(steps, apart):
-            after[name] |= {step: step.error(found.calibration) for step in mine}
-            fitted.append(found)
+        for mine, fit_of_part in held_out(steps, apart):
+            after[name] |= {step: step.error(fit_of_part.calibration) for step in mine}
+            fitted.append(fit_of_part)
         middles = (statistics.median(before.values()), statistics.median(after[name].values()))
         near = (sum(e <= MARK for e in errors.values()) / len(steps) for errors in (before, after[name]))
         lines.append(f"| {name} | {middles[0]:.1%} | {middles[1]:.1%} | " + " | ".join(f"{n:.0%}" for n in near) + " |")
@@ -134,8 +134,8 @@ def table(steps: Sequence[Step]) -> str:
         lines.append(f"| {row} | {len(mine)} | " + " | ".join(f"{m:.1%}" for m in middles) + " |")
     lines += ["", "Fitted figures, least and most over all splits:", "", "| figure | shipped | least | most |"]
     lines.append("| --- | --- | --- | --- |")
-    for name in sorted({each.figure for found in fitted for each in found.figures}):
-        values = [getattr(found.calibration, name) for found in fitted]
+    for name in sorted({each.figure for fit_of_part in fitted for each in fit_of_part.figures}):
+        values = [getattr(fit_of_part.calibration, name) for fit_of_part in fitted]
         lines.append(f"| {name} | {getattr(shipped, name):.3g} | {min(values):.3g} | {max(values):.3g} |")
     return "\n".join(lines) + "\n"
 

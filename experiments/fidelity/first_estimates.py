@@ -1,8 +1,9 @@
-"""First estimates of `autoshard estimate` beside plans of the same steps.
+"""First estimates of `autoshard estimate`, compared with plans of the same steps.
 
     python experiments/fidelity/first_estimates.py [ROW ...]
 
-Rows that are in `results/first_estimates.json` are not planned again, unless they are named; a table is beside it.
+Rows in `results/first_estimates.json` are not planned again, unless they are named. The table is
+`results/first_estimates.md`.
 """
 
 import json
@@ -21,7 +22,7 @@ RESULTS = Path(__file__).parents[1] / "results"
 DATA, TABLE = RESULTS / "first_estimates.json", RESULTS / "first_estimates.md"
 
 ROWS = {
-    # name: (configuration, options, topology)
+    # Columns: configuration, options, topology.
     "llama3-8b v5p-128 full": ("llama3-8b", {"train": True, "batch": 64, "seq": 8192, "remat": "full"}, "v5p:4x4x4"),
     "llama3-8b v5p-128 none": ("llama3-8b", {"train": True, "batch": 64, "seq": 4096, "remat": "none"}, "v5p:4x4x4"),
     "llama3-8b v5e-16 full": ("llama3-8b", {"train": True, "batch": 16, "seq": 2048, "remat": "full"}, "v5e:4x4"),
@@ -84,9 +85,9 @@ def main() -> int:
     for name in ROWS:
         if name not in known or name in sys.argv[1:]:
             known[name] = made(name)
-            found = {each: known[each] for each in ROWS if each in known}
-            DATA.write_text(json.dumps(found, indent=1) + "\n")
-            TABLE.write_text(table(found))
+            finished = {each: known[each] for each in ROWS if each in known}
+            DATA.write_text(json.dumps(finished, indent=1) + "\n")
+            TABLE.write_text(table(finished))
     print(table({each: known[each] for each in ROWS}))
     return 0
 

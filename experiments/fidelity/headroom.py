@@ -1,12 +1,14 @@
-"""What full memory does to a step: one program and plan, its batch raised until the TPU compiler refuses it.
+"""Effect of full memory on a step: one program and plan, its batch raised until the TPU compiler refuses it.
 
     python experiments/fidelity/headroom.py [PROGRAM ...] [--share S ...] [--time-limit S] [--table] [--write]
 
-Each point is planned as the baseline FSDP, with the batch that the memory model says takes the share S of the chip,
-and compiled with no TPU: does it fit, with how much of the compiler's own recompute, and how long does a sample take
-beside the same plan with room to spare? Results are kept by program and share in
-`experiments/results/headroom.json`; a broken run goes on where it stopped. `--write` puts what nearly full memory
-costs, as these points and those of `compile_fidelity.py` have it, into `autoshard/planning/price/headroom.json`.
+Each point is planned as the baseline FSDP and compiled with no TPU. Its batch uses the share S of the chip's memory, by
+the memory model. The script reports if the plan fits, and the compiler's own recomputation. It also compares the time
+of a sample with that of the same plan with free memory.
+
+Results are saved by program and share in `experiments/results/headroom.json`, so that a broken run resumes. `--write`
+stores the cost of nearly full memory in `autoshard/planning/price/headroom.json`, from these points and those of
+`compile_fidelity.py`.
 """
 
 import argparse
@@ -39,10 +41,10 @@ CONSTANTS = HERE.parent / "autoshard" / "planning" / "price" / "headroom.json"
 
 RECOMPUTE = "fits only with the compiler's own remat"
 LARGE = 1 / 3
-"""Predicted share of the memory from which on a program's error counts: small ones err by other causes."""
+"""Predicted share of memory from which a program's error counts: small programs err by other causes."""
 
 SHARES = (0.70, 0.85, 0.92, 0.97, 1.0, 1.03, 1.10)
-"""Of the chip's memory, as predicted; the first is the one with room to spare."""
+"""Shares of the chip's memory, as predicted; the first leaves memory free."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,9 +55,9 @@ class Case:
     topology: str
     devices: int
     first: int
-    """A batch per device that leaves room."""
+    """A batch per device that leaves memory free."""
     grain: int
-    """Batches per device are multiples of this."""
+    """Divisor of the batches per device."""
 
 
 SMALL = llama(8, 2048, 5632, 16, 8, 32000)
@@ -69,7 +71,7 @@ CASES = {
 
 
 def plan_at(case: Case, batch: int) -> "tuple[Program, Plan, int]":
-    """The program at a batch per device, its FSDP plan, and the chip's memory."""
+    """Return the program at a batch per device, its FSDP plan, and the chip's memory in bytes."""
     from autoshard.cost import Topology
     from autoshard.planning import Options, make_plan
 
@@ -80,7 +82,10 @@ def plan_at(case: Case, batch: int) -> "tuple[Program, Plan, int]":
 
 
 def batch_for(case: Case, shares: Sequence[float]) -> list[int]:
-    """The batches per device at which the predicted peak is nearest to these shares of the limit."""
+    """Return the batches per device at which the predicted peak is nearest to these shares of the limit.
+
+    The peak is interpolated between two batches, since it grows linearly.
+    """
     few, many = case.first, 2 * case.first
     (_, low, limit), (_, high, _) = plan_at(case, few), plan_at(case, many)
     slope = (high.prediction.peak_bytes - low.prediction.peak_bytes) / (many - few)
@@ -89,7 +94,7 @@ def batch_for(case: Case, shares: Sequence[float]) -> list[int]:
 
 
 def judge(case: Case, batch: int, time_limit: float) -> dict[str, Any]:
-    """One point."""
+    """Plan and compile one point, and return its figures."""
     from autoshard.exec import compile_figures
     from autoshard.exec.ahead.compile_plans import report
 
@@ -113,7 +118,10 @@ def judge(case: Case, batch: int, time_limit: float) -> dict[str, Any]:
 
 
 def constants(rows: dict[str, Any]) -> dict[str, Any]:
-    """What `autoshard.plan` charges near the limit. Of one program all points err alike: they count as one."""
+    """Return the figures that `autoshard.plan` charges near the limit.
+
+    All points of one program have the same error, so that they count as one.
+    """
     points = [point for program in rows.values() for point in program.values()]
     above = [_share(point, "compiled") for point in points if point["verdict"] == RECOMPUTE]
     below = [_share(point, "compiled") for point in points if point["verdict"] == "fits"]
@@ -131,7 +139,7 @@ def constants(rows: dict[str, Any]) -> dict[str, Any]:
 
 
 def _unhidden(program: dict[str, Any]) -> float | None:
-    """Share of the communication hidden with room to spare that is waited for where the compiler recomputes."""
+    """Return the share of hidden communication that is exposed once the compiler recomputes; None if unknown."""
     hidden = {
         verdict: [point["hidden_s"] for point in program.values() if point["verdict"] == verdict]
         for verdict in ("fits", RECOMPUTE)
@@ -142,13 +150,17 @@ def _unhidden(program: dict[str, Any]) -> float | None:
 
 
 def _flat(row: dict[str, Any]) -> dict[str, Any]:
-    """A row of `compile_fidelity.py` as a point."""
+    """Convert a row of `compile_fidelity.py` to a point."""
     peaks = row["peak_bytes"]
     return row | {"predicted_bytes": peaks["predicted"], "compiled_bytes": peaks["compiled"]}
 
 
 def _compiled_large(points: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Of a program that does not fit the compiler says what it needed after it tried to recompute, so these are out."""
+    """Select the large programs that fit.
+
+    For a program that does not fit, the compiler reports the memory after it tried to recompute, so that its error
+    would mislead.
+    """
     fitting = [point for point in points if point["verdict"] in ("fits", RECOMPUTE)]
     return [point for point in fitting if _share(point, "predicted") >= LARGE]
 
@@ -162,7 +174,7 @@ def _error(point: dict[str, Any]) -> float:
 
 
 def table(rows: dict[str, Any]) -> str:
-    """The results as a page of Markdown."""
+    """Return the results as a page of Markdown."""
     lines = [
         "# What full memory does to a step",
         "",
@@ -190,8 +202,8 @@ def _cells(point: dict[str, Any], first: dict[str, Any]) -> list[str]:
         point[key] / point["batch"] / (first[key] / first["batch"]) if first[key] else 0.0
         for key in ("estimated_s", "predicted_s")
     ]
-    found = [f"{point['flops'] - 1:.1%}", f"{1e3 * point['hidden_s']:.1f}"]
-    return [*share, point["verdict"], *found, *(f"{time:.3f}" for time in times)]
+    figures = [f"{point['flops'] - 1:.1%}", f"{1e3 * point['hidden_s']:.1f}"]
+    return [*share, point["verdict"], *figures, *(f"{time:.3f}" for time in times)]
 
 
 def main() -> int:
@@ -202,18 +214,18 @@ def main() -> int:
     parser.add_argument("--table", action="store_true", help="only write the table of what is known")
     parser.add_argument("--write", action="store_true", help="write the constants, too")
     arguments = parser.parse_args()
-    found = Results(RESULTS)
+    results = Results(RESULTS)
     for name in () if arguments.table else arguments.programs or CASES:
         case = CASES[name]
         for share, batch in zip(arguments.share, batch_for(case, arguments.share), strict=True):
-            points = found.rows.get(name, {})
+            points = results.rows.get(name, {})
             if points.get(f"{share:.2f}", {}).get("batch") != batch:
                 point = judge(case, batch, arguments.time_limit)
-                found.keep(name, points | {f"{share:.2f}": point})
+                results.keep(name, points | {f"{share:.2f}": point})
                 print(f"{name} at {share:.0%}: {point['verdict']}", file=sys.stderr, flush=True)
     if arguments.write:
-        CONSTANTS.write_text(json.dumps(constants(found.rows), indent=1) + "\n")
-    text = table(found.rows)
+        CONSTANTS.write_text(json.dumps(constants(results.rows), indent=1) + "\n")
+    text = table(results.rows)
     TABLE.write_text(text)
     print(text)
     return 0

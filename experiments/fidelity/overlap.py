@@ -1,11 +1,13 @@
-"""Which collectives the TPU compiler lets compute hide, by generation: what `Calibration`'s overlaps rest on.
+"""Collectives that the TPU compiler hides behind compute, by generation: the basis of `Calibration`'s overlaps.
 
     python experiments/fidelity/overlap.py [TOPOLOGY ...]
 
-A decoder of 8 layers, with FSDP within a slice and copies of it on every slice, is compiled for each topology with no
-TPU; its schedule is walked (`autoshard.exec.estimate`). The table, `experiments/results/overlap.md`, has for gathers,
-sums and permutes within a slice, and for all that goes between slices, the milliseconds on the links and what of them
-compute does not wait for. Compiled programs are kept under `build/overlap`.
+A decoder of 8 layers is compiled for each topology with no TPU, with FSDP within a slice and a copy on every slice. Its
+schedule is walked (`autoshard.exec.estimate`).
+
+The table is `experiments/results/overlap.md`. It lists gathers, sums and permutes within a slice, and all traffic
+between slices. For each it has the milliseconds on the links and the share that compute hides. Compiled programs are
+stored under `build/overlap`.
 """
 
 import argparse
@@ -35,7 +37,10 @@ CLASSES = {
 
 
 def judged(topology: str, time_limit: float) -> "Estimate":
-    """The schedule of the decoder on a topology. Raises `UserError` if it cannot be compiled."""
+    """Estimate the schedule of the decoder on a topology.
+
+    Raises `UserError` if it cannot be compiled.
+    """
     from autoshard.cost import Topology, make_mesh
     from autoshard.exec import estimate
     from autoshard.planning import Options, make_plan
@@ -50,7 +55,7 @@ def judged(topology: str, time_limit: float) -> "Estimate":
 
 
 def hidden(found: "Estimate", kinds: tuple[str, ...] | None, far: bool) -> str:
-    """Milliseconds on the links, and the share that compute hides, of some kinds or (None) of all."""
+    """Return the milliseconds on the links, and the share that compute hides, of some kinds or (None) of all."""
     mine = [t for (kind, between), t in found.traffic.items() if between == far and (kinds is None or kind in kinds)]
     sent, waited = sum(t.sent_s for t in mine), sum(t.waited_s for t in mine)
     return f"{1e3 * sent:.2f}, {max(0.0, 1 - waited / sent):.0%}" if sent else "-"
@@ -73,9 +78,9 @@ def main() -> int:
     ]
     for topology in arguments.topologies:
         print(topology, file=sys.stderr, flush=True)
-        found = judged(topology, arguments.time_limit)
-        cells = [hidden(found, kinds, far=False) for kinds in CLASSES.values()]
-        lines.append(f"| {topology} | {' | '.join(cells)} | {hidden(found, None, far=True)} |")
+        schedule = judged(topology, arguments.time_limit)
+        cells = [hidden(schedule, kinds, far=False) for kinds in CLASSES.values()]
+        lines.append(f"| {topology} | {' | '.join(cells)} | {hidden(schedule, None, far=True)} |")
     text = "\n".join(lines) + "\n"
     TABLE.write_text(text)
     print(text)

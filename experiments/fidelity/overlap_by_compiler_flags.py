@@ -1,12 +1,14 @@
-"""What compiler flags let the compute of a step hide, by generation: what `autoshard/cost/compiler_flags.py` rests on.
+"""Collectives that compiler flags let compute hide, by generation: the basis of `autoshard/cost/compiler_flags.py`.
 
     python experiments/fidelity/overlap_by_compiler_flags.py [TOPOLOGY ...]
 
-An MLP of 4 scanned layers of 4096 x 16384 with FSDP over all devices, 16384 rows on each, so that compute takes longer
-than all communication, is compiled for each topology with no TPU, by default and with its flags; the schedule is
-walked (`autoshard.exec.estimate`). The table, `experiments/results/overlap_by_compiler_flags.md`, has for gathers and
-for sums (gathers that the compiler makes all-reduces among them) the milliseconds on the links and the share that
-compute hides. Compiled programs are kept under `build/flags`.
+An MLP of 4 scanned layers of 4096 x 16384 is compiled for each topology with no TPU, by default and with its flags.
+FSDP spans all devices with 16384 rows on each device, so that compute lasts longer than all communication. The schedule
+is walked (`autoshard.exec.estimate`).
+
+The table is `experiments/results/overlap_by_compiler_flags.md`. It lists gathers and sums; sums include gathers that
+the compiler turns into all-reduces. For each it has the milliseconds on the links and the share that compute hides.
+Compiled programs are stored under `build/flags`.
 """
 
 import argparse
@@ -45,11 +47,11 @@ CASES = (
     ("v5p:4x4x4", SPARSE),
     ("v5p:4x4x4", f"{SPARSE} {KEPT}"),
 )
-"""Topologies and flags."""
+"""Topologies, each with compiler flags."""
 
 
 def mlp(devices: int) -> "Program":
-    """One step of gradient descent on the MLP: bf16 compute on f32 parameters."""
+    """Return one step of gradient descent on the MLP: bf16 compute on f32 parameters."""
     import jax
     import jax.numpy as jnp
 
@@ -76,7 +78,10 @@ def mlp(devices: int) -> "Program":
 
 
 def judged(topology: str, flags: str, time_limit: float) -> str:
-    """Cells of the table's row. Raises `UserError` if it cannot be compiled."""
+    """Return the cells of the table's row.
+
+    Raises `UserError` if the program cannot be compiled.
+    """
     from autoshard.cost import Topology, make_mesh
     from autoshard.exec import estimate
     from autoshard.exec.ahead.ahead_process import compile_without_devices
@@ -89,9 +94,9 @@ def judged(topology: str, flags: str, time_limit: float) -> str:
     mesh = {"data": count}
     made = make_plan(program, Options(topology=topology, mesh=mesh, xla_flags=flags, calibration=False, asked=asked))
     text = compile_without_devices(program, made.plan, time_limit).text
-    found = estimate(parse_hlo(text), make_mesh(Topology.parse(topology), made.plan.mesh))
-    compute = 1e3 * found.compute_s
-    return " | ".join([f"{compute:.1f}", *(hidden(found, kinds, far=False) for kinds in CLASSES.values())])
+    schedule = estimate(parse_hlo(text), make_mesh(Topology.parse(topology), made.plan.mesh))
+    compute = 1e3 * schedule.compute_s
+    return " | ".join([f"{compute:.1f}", *(hidden(schedule, kinds, far=False) for kinds in CLASSES.values())])
 
 
 def main() -> int:

@@ -2,11 +2,12 @@
 
     python experiments/fidelity/pair_estimates.py [GROUP ...] [--time-limit S] [--table] [--write]
 
-Groups are those of `autoshard/validation/pairs.json` that ran on TPUs; every row that can be rebuilt is planned as
-it ran and compiled by libtpu with the flags that it states, and its scheduled program is walked with our rates.
-Compiled programs are kept under `build/pair_estimates`, so that a broken run goes on where it stopped and a change of
-the estimator costs seconds; `--table` compiles nothing. `--write` stores how far ratios of two plans of one model were
-off as the margin below which `autoshard compare --compile` calls two plans undecided. The table is
+Groups are those of `autoshard/validation/pairs.json` that ran on TPUs. Every row that can be rebuilt is planned as it
+ran. Libtpu compiles the program with the flags that the row states, and its schedule is walked with our rates.
+
+Compiled programs are stored under `build/pair_estimates`, so that a broken run resumes and a change of the estimator
+costs seconds. `--table` compiles nothing. `--write` stores the error of ratios of two plans of one model as a margin.
+`autoshard compare --compile` calls two plans undecided below that margin. The table is
 `experiments/results/pair_estimates.md`.
 """
 
@@ -39,31 +40,33 @@ TABLE = HERE / "results" / "pair_estimates.md"
 ERROR = HERE.parent / "autoshard" / "exec" / "hlo" / "estimator.json"
 
 FOLDER = "pair_estimates"
-"""Of compiled programs, under `build`."""
+"""Folder of compiled programs, under `build`."""
 
 
 def groups_asked(names: Sequence[str]) -> "list[MeasuredGroup]":
-    """Groups on TPUs with at least two timed rows that can be rebuilt; those that compare plans come first."""
+    """Return the groups on TPUs with at least two timed rows that can be rebuilt; groups that compare plans are
+    first.
+    """
     from autoshard.validation import read_groups
 
-    found = [group for group in read_groups(only=names) if group.on_tpu and len(list(timed(group))) > 1]
-    return sorted(found, key=lambda group: not group.compares_plans)
+    groups = [group for group in read_groups(only=names) if group.on_tpu and len(list(timed(group))) > 1]
+    return sorted(groups, key=lambda group: not group.compares_plans)
 
 
 def timed(group: "MeasuredGroup") -> "Iterator[tuple[MeasuredPlan, Run]]":
-    """Rows that ran and can be rebuilt."""
+    """Yield the rows that ran and can be rebuilt, with their runs."""
     for row in group.rows:
         if row.run is not None and row.step_s is not None:
             yield row, row.run
 
 
 def key_of(group: "MeasuredGroup", row: "MeasuredPlan") -> str:
-    """The name of a row among the results."""
+    """Return the name of a row among the results."""
     return f"{group.group} | {row.plan}"
 
 
 def judge(run: "Run", time_limit: float, *, compile_it: bool) -> dict[str, Any] | None:
-    """What the compiler and the estimator say of one run; None if it is not compiled and must not be."""
+    """Compile and estimate one run; return None if it is not compiled and `compile_it` is False."""
     from autoshard import UserError
     from autoshard.exec.ahead.compile_plans import report
     from autoshard.validation import stated_plan
@@ -72,25 +75,25 @@ def judge(run: "Run", time_limit: float, *, compile_it: bool) -> dict[str, Any] 
         program, plan = stated_plan(run)
         if not compile_it and not is_compiled(FOLDER, program, plan):
             return None
-        found = report(program, plan, compiled(FOLDER, program, plan, time_limit))
+        judgement = report(program, plan, compiled(FOLDER, program, plan, time_limit))
     except UserError as error:
         return {"failed": str(error)}
-    if found.estimate is None:
-        return {"failed": "the compiler says that it does not fit", "peak_bytes": found.peak_compiled}
+    if judgement.estimate is None:
+        return {"failed": "the compiler says that it does not fit", "peak_bytes": judgement.peak_compiled}
     return {
-        "estimated_s": found.estimate.step_time_s,
-        "by_kind": found.estimate.by_kind,
-        "exposed_s": found.estimate.exposed_comm_s,
-        "peak_bytes": found.peak_compiled,
+        "estimated_s": judgement.estimate.step_time_s,
+        "by_kind": judgement.estimate.by_kind,
+        "exposed_s": judgement.estimate.exposed_comm_s,
+        "peak_bytes": judgement.peak_compiled,
         "predicted_s": plan.prediction.step_time_s,
         "predicted_bytes": plan.prediction.peak_bytes,
-        "compile_s": found.compile_s,
+        "compile_s": judgement.compile_s,
         "code": checked_out(),
     }
 
 
 def judge_all(groups: "Sequence[MeasuredGroup]", time_limit: float, *, compile_it: bool) -> None:
-    """Every row of some groups, kept as soon as it is known; rows of one run share what is found."""
+    """Judge every row of some groups, and save each as soon as it is known; rows of one run share its result."""
     results, seen = Results(RESULTS), {}
     for group in groups:
         for row, run in timed(group):
@@ -102,10 +105,10 @@ def judge_all(groups: "Sequence[MeasuredGroup]", time_limit: float, *, compile_i
 
 
 def judged(rows: dict[str, Any]) -> "list[PairGroup]":
-    """The groups with the estimates that are known in place of predictions."""
+    """Return the groups, with known estimates in place of predictions."""
     from autoshard.validation import PairGroup, PairRow
 
-    found = []
+    pair_groups = []
     for group in groups_asked(()):
         made: list[PairRow] = []
         for row, run in timed(group):
@@ -123,26 +126,26 @@ def judged(rows: dict[str, Any]) -> "list[PairGroup]":
                     )
                 )
         if len(made) > 1:
-            found.append(PairGroup.of(group, made))
-    return found
+            pair_groups.append(PairGroup.of(group, made))
+    return pair_groups
 
 
 def shares_of_longer(groups: "Sequence[PairGroup]") -> list[float]:
-    """By how much each ratio of two different plans of one model was wrong, as a share of the longer step.
+    """Return the error of each ratio of two different plans of one model, as a share of the longer step.
 
-    Two plans that were measured alike have a ratio as well: that the estimator says so is what a margin is for.
+    Two plans with equal measured times have a ratio too: the margin must show if the estimator reproduces it.
     """
-    found = []
+    errors = []
     for group in groups:
         for a, b in group.pairs():
             if a.choice != b.choice:
                 wrong = math.log(a.predicted_each() / b.predicted_each() * b.measured_each() / a.measured_each())
-                found.append(-math.expm1(-abs(wrong)))
-    return sorted(found)
+                errors.append(-math.expm1(-abs(wrong)))
+    return sorted(errors)
 
 
 def margins(groups: "Sequence[PairGroup]") -> list[str]:
-    """Lines of the table of margins: over plans, over workloads, and with each group of plans left out."""
+    """List the lines of the table of margins: over plans, over workloads, and with each group of plans left out."""
     plans = [group for group in groups if group.compares_plans]
     lines = ["| pairs of | groups | pairs | median | nine of ten within | worst |", "|" + " --- |" * 6]
 
@@ -162,7 +165,7 @@ def margins(groups: "Sequence[PairGroup]") -> list[str]:
 
 
 def table(rows: dict[str, Any]) -> str:
-    """The results as a page of Markdown."""
+    """Return the results as a page of Markdown."""
     from autoshard.validation import summarise_pairs
 
     groups = judged(rows)
@@ -207,7 +210,7 @@ def _text(value: float | None) -> str:
 
 
 def write_margin(groups: "Sequence[PairGroup]") -> None:
-    """Stores the error of ratios of plans as the margin that comparisons state."""
+    """Store the error of ratios of plans as the margin that comparisons state."""
     plans = [group for group in groups if group.compares_plans]
     errors = shares_of_longer(plans)
     document = json.loads(ERROR.read_text())

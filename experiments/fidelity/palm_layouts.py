@@ -1,11 +1,11 @@
-"""Layouts of PaLM 540B's inference on 64 TPU v4, priced, beside those that its authors chose by measuring.
+"""Priced layouts of PaLM 540B's inference on 64 TPU v4, compared with those that its authors chose by measuring.
 
     python experiments/fidelity/palm_layouts.py [PLAN_PAIRS.json]
 
-Each measured step of `palm-540b-inference-layouts` whose weights have 16 bits is rebuilt with every layout of weights
-and of attention that Pope et al. (2022) name: weights that stay (`WS`), or are gathered over axes of the torus (`WG`).
-What a layout leaves open is chosen by the solver, also whether weights that lie in two dims are gathered after all.
-Writes `results/palm_layouts.md`.
+The script reads the measured steps of `palm-540b-inference-layouts` whose weights have 16 bits. Each step is rebuilt
+with every layout of weights and of attention that Pope et al. (2022) name. Weights are stationary (`WS`), or gathered
+over axes of the torus (`WG`). The solver chooses the remaining specs, and may gather weights that are split in two
+dims. The script writes `results/palm_layouts.md`.
 """
 
 import dataclasses
@@ -44,11 +44,11 @@ def main() -> int:
                 true = (layout, by_batch) == (run.layout, run.by_batch)
                 cells = [f"{run.phase} of {run.batch} sequences", layout, "batch" if by_batch else "heads"]
                 try:
-                    found = evaluate(*rebuild_serving(dataclasses.replace(run, layout=layout, by_batch=by_batch)))
+                    price = evaluate(*rebuild_serving(dataclasses.replace(run, layout=layout, by_batch=by_batch)))
                 except IncompleteError as error:
                     lines.append([*cells, "-", "-", str(error), "", ""])
                     continue
-                seconds, size = found.step_time_s * run.steps, found.peak_bytes / 2**30
+                seconds, size = price.step_time_s * run.steps, price.peak_bytes / 2**30
                 cells += [f"{seconds:.4g}", f"{size:.1f}", "yes" if size <= limit else "no"]
                 measured = row.step_s or 0.0
                 cells += [f"{measured:.4g}", f"{seconds / measured:.2f}"] if true else ["", ""]

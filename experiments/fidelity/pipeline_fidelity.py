@@ -2,9 +2,9 @@
 
     python experiments/fidelity/pipeline_fidelity.py [ROW ...] [--predict] [--time-limit S]
 
-Stages stand on an axis of the torus, on one beside tensor parallelism, and on slices; with layers that they do not
-divide, and in rounds. Runs rows as `compile_fidelity.py` does and shares its compiled programs; results are kept by row
-in `experiments/results/pipeline_fidelity.json`.
+Stages are on an axis of the torus, on one next to tensor parallelism, or on slices. Some rows have layers that the
+stages do not divide, and some run in rounds. Rows run as in `compile_fidelity.py`, with its compiled programs. Results
+are saved by row in `experiments/results/pipeline_fidelity.json`.
 """
 
 import sys

@@ -3,8 +3,8 @@
     python experiments/fidelity/published_runs.py [ROW ...] [--time-limit S] [--table] [--compile] [--write]
 
 Rows are those of `autoshard/validation/published.json` that state their model, machine, batch, sharding and
-rematerialisation. Scheduled programs are kept under `build/published_runs`, so that a broken run goes on where it
-stopped and a change of the estimator costs seconds; `--table` only reads what is kept. The table is
+rematerialisation. Scheduled programs are stored under `build/published_runs`, so that a broken run resumes and a change
+of the estimator costs seconds. `--table` only reads stored programs. The table is
 `experiments/results/published_runs.md`.
 """
 
@@ -55,7 +55,7 @@ SEEN = frozenset(
         "recipe-v6e-llama3.1-8b-v6e-8",
     }
 )
-"""Rows whose errors were known when the estimator's formulas were last changed; the others it had never met."""
+"""Rows whose errors were known when the estimator's formulas were last changed; other rows are unseen."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,9 +63,9 @@ class Kept:
     """One published run as it was compiled."""
 
     layers: int
-    """Layers of the program: fewer than the run's where what the run kept on its hosts would not fit the chips."""
+    """Layers of the program: fewer than the run's if its values offloaded to hosts would not fit the chips."""
     predicted_s: float
-    """Our prediction for that program."""
+    """Predicted step time of that program, in seconds."""
     predicted_peak: int
     device_order: tuple[int, ...]
     mesh: dict[str, int]
@@ -73,18 +73,18 @@ class Kept:
 
 
 def published_rows() -> "list[tuple[dict[str, Any], Run]]":
-    """Rows of TPUs that can be rebuilt."""
+    """Return the rows of TPUs that can be rebuilt, with their runs."""
     from autoshard.validation.published_runs import IncompleteError, MatmulRun, parse_run, read_rows
 
-    found = []
+    pairs = []
     for row in read_rows():
         try:
             run = parse_run(row)
         except IncompleteError:
             continue
         if not isinstance(run, MatmulRun) and run.topology.backend == "tpu":
-            found.append((row, run))
-    return found
+            pairs.append((row, run))
+    return pairs
 
 
 def with_layers(run: "Run", layers: int) -> "Run":
@@ -92,7 +92,10 @@ def with_layers(run: "Run", layers: int) -> "Run":
 
 
 def rebuild(run: "Run") -> "tuple[int, Program, Plan]":
-    """The run's layers, program and plan; with fewer layers, half by half, where offloading made room for the rest."""
+    """Return the run's layers, program and plan.
+
+    The layers are halved until the program fits, if the run offloaded values to make room for the others.
+    """
     from autoshard.validation.rebuilt_runs import stated_plan
 
     every = run.decoder.global_every
@@ -106,7 +109,7 @@ def rebuild(run: "Run") -> "tuple[int, Program, Plan]":
 
 
 def load(row: dict[str, Any]) -> Kept | None:
-    """What was compiled of a run."""
+    """Load the compiled program of a run; None if it was not compiled."""
     file = KEPT / f"{row['id']}.pickle.gz"
     return Kept(**pickle.loads(gzip.decompress(file.read_bytes()))) if file.exists() else None
 
@@ -115,9 +118,9 @@ def compile_row(row: dict[str, Any], run: "Run", time_limit: float) -> Kept:
     from autoshard.exec.ahead.ahead_process import compile_without_devices
 
     layers, program, plan = rebuild(run)
-    found = compile_without_devices(program, plan, time_limit)
+    program_compiled = compile_without_devices(program, plan, time_limit)
     predicted = plan.prediction
-    kept = Kept(layers, predicted.step_time_s, predicted.peak_bytes, plan.device_order, plan.mesh, found)
+    kept = Kept(layers, predicted.step_time_s, predicted.peak_bytes, plan.device_order, plan.mesh, program_compiled)
     KEPT.mkdir(parents=True, exist_ok=True)
     file = KEPT / f"{row['id']}.pickle.gz"
     part = file.with_suffix(".part")
@@ -135,7 +138,7 @@ class Case:
     chip: str
     theirs: float
     complete: bool
-    """False if something that its author left open had to be assumed: shown, not counted."""
+    """False if the source left something open that had to be assumed: shown, not counted."""
     run: "Run"
     kept: Kept
     module: "HloModule"
@@ -158,7 +161,7 @@ class Case:
 
 
 def load_cases() -> list[Case]:
-    """Every run that was compiled and fits."""
+    """Load every run that was compiled and fits."""
     from autoshard.exec.hlo.hlo_text import parse_hlo
     from autoshard.validation.rebuilt_runs import source_group
 
@@ -175,21 +178,21 @@ def load_cases() -> list[Case]:
 
 
 def left_out(cases: Sequence[Case]) -> dict[str, float]:
-    """log(estimated / published) of every run with constants fitted to all other sources."""
+    """Return log(estimated / published) of every run with constants fitted to all other sources."""
     from experiments.lib.calibrate import errors, fit, groups, linear
 
     line = linear(cases)  # type: ignore[arg-type]
-    found = {}
+    logs = {}
     for members in groups(cases, "source").values():  # type: ignore[arg-type]
         values = fit(line, [i for i in range(len(cases)) if i not in members])
         mine = [cases[i] for i in members]
         for case, error in zip(mine, errors(mine, values), strict=True):  # type: ignore[arg-type]
-            found[case.id] = float(error)
-    return found
+            logs[case.id] = float(error)
+    return logs
 
 
 def table(cases: Sequence[Case]) -> tuple[str, dict[str, float]]:
-    """The page of results, and the errors of the rows that count, each source left out."""
+    """Return the page of results, and the errors of the rows that count, each source left out."""
     from autoshard.planning.price.evaluate import evaluate
     from autoshard.validation.rebuilt_runs import rebuild as priced
 
@@ -212,10 +215,10 @@ def table(cases: Sequence[Case]) -> tuple[str, dict[str, float]]:
     now: dict[str, float] = {}
     predictions: dict[str, float] = {}
     for case in cases:
-        found = case.estimate()
+        step = case.estimate()
         predicted = evaluate(*priced(case.run)).step_time_s
         flops = flops_ratio(case)
-        now[case.id], predictions[case.id] = (math.log(t / case.theirs) for t in (found.step_time_s, predicted))
+        now[case.id], predictions[case.id] = (math.log(t / case.theirs) for t in (step.step_time_s, predicted))
         layers = case.run.decoder.layers
         name = case.id + ("" if case.id in SEEN else " *")
         name = name if case.complete else f"({name})"
@@ -223,7 +226,7 @@ def table(cases: Sequence[Case]) -> tuple[str, dict[str, float]]:
         lines.append(
             f"| {name} | {case.run.topology.name} | {case.kept.layers if case.kept.layers < layers else layers}"
             f"{f' of {layers}' if case.kept.layers < layers else ''} | {case.theirs:.2f} | {predicted:.2f} | "
-            f"{math.expm1(predictions[case.id]):+.1%} | {found.step_time_s:.2f} | {math.expm1(now[case.id]):+.1%} | "
+            f"{math.expm1(predictions[case.id]):+.1%} | {step.step_time_s:.2f} | {math.expm1(now[case.id]):+.1%} | "
             f"{other} | {flops:.3f} | {case.kept.compiled.compile_s:.0f} |"
         )
     seen, fresh = ([case for case in counted if (case.id in SEEN) == known] for known in (True, False))
@@ -255,19 +258,19 @@ def table(cases: Sequence[Case]) -> tuple[str, dict[str, float]]:
 
 
 def too_large() -> list[str]:
-    """One line for every row whose program did not fit the chips."""
-    found = []
+    """List one line for every row whose program did not fit the chips."""
+    lines = []
     for row, run in published_rows():
         kept = load(row)
         if kept is not None and kept.compiled.needed_bytes:
             needed, has = (size / 2**30 for size in (kept.compiled.needed_bytes, run.topology.usable_bytes))
             layers = f"{kept.layers} of {run.decoder.layers} layers"
-            found.append(f"- {row['id']}: not estimated, {layers} need {needed:.0f} GiB of {has:.0f}")
-    return ["", *found] if found else []
+            lines.append(f"- {row['id']}: not estimated, {layers} need {needed:.0f} GiB of {has:.0f}")
+    return ["", *lines] if lines else []
 
 
 def flops_ratio(case: Case) -> float:
-    """Matrix flops of the compiled step over those of the program that was compiled."""
+    """Return the matrix FLOPs of the compiled step over those of the program that was compiled."""
     from autoshard.exec import estimate
     from autoshard.exec.hlo.compiled_flops import check_flops
     from autoshard.validation.rebuilt_runs import stated_plan
@@ -277,9 +280,9 @@ def flops_ratio(case: Case) -> float:
 
 
 def pair_errors(logs: dict[str, float], chips: dict[str, str]) -> list[float]:
-    """By how much the ratio of two estimates was wrong, as a share of the longer step.
+    """Return the errors of ratios of two estimates, as shares of the longer step.
 
-    Of all pairs of runs on chips of one generation. `logs`: run -> log(estimated / published).
+    The pairs are all pairs of runs on chips of one generation. `logs` maps a run to log(estimated / published).
     """
     pairs = itertools.combinations(logs, 2)
     return sorted(-math.expm1(-abs(logs[a] - logs[b])) for a, b in pairs if chips[a] == chips[b])
@@ -296,7 +299,7 @@ def _sizes(logs: Sequence[float]) -> list[float]:
 
 
 def _within(logs: Sequence[float]) -> float:
-    """The error that nine of ten do not exceed, interpolated."""
+    """Return the error that nine of ten do not exceed, interpolated."""
     return float(np.percentile(_sizes(logs), 90))
 
 
@@ -305,7 +308,7 @@ def _shares(logs: Sequence[float]) -> str:
 
 
 def write_error(logs_of: dict[str, float]) -> None:
-    """Stores the measured error as the one that every estimate states of itself."""
+    """Store the measured error as the error that every estimate states."""
     logs = list(logs_of.values())
     file = HERE.parent / "autoshard" / "exec" / "hlo" / "estimator.json"
     document = json.loads(file.read_text()) | {

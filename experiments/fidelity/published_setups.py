@@ -1,11 +1,11 @@
-"""Five published training setups planned through `hf:` as a user would, beside the step times that were published.
+"""Five published training setups, planned through `hf:` as a user would, compared with the published step times.
 
     python experiments/fidelity/published_setups.py [ROW ...] [--again] [--table]
 
-Model, chips, batch, sequence and compiler flags are the run's; mesh, sharding, attention and remat are chosen
-(`--remat auto --attention auto`), and beside that are as the run had them, where its source says: FSDP over all chips,
-the splash kernel, and the same values sent to the hosts. Nothing is fitted to these rows. Results are kept in
-`results/published_setups.json`; a run does what is missing.
+Model, chips, batch, sequence and compiler flags are the run's. In the first way the planner chooses mesh, sharding,
+attention and remat (`--remat auto --attention auto`). In the second way these are as the source states them: FSDP over
+all chips, the splash kernel, and the same values offloaded to the hosts. Nothing is fitted to these rows. Results are
+saved in `results/published_setups.json`; a run computes the missing ones.
 """
 
 import argparse
@@ -20,7 +20,7 @@ from experiments.quality.plan_vs_baselines import run
 HERE = Path(__file__).parents[1]
 DATA, TABLE = (HERE / "results" / f"published_setups.{end}" for end in ("json", "md"))
 LIMIT_S = 600.0
-"""Seconds of processor for one plan."""
+"""Processor seconds for one plan."""
 GIB = 2.0**30
 
 GATHERS = (
@@ -38,7 +38,7 @@ DENSE, SPARSE = (f"--xla_tpu_scoped_vmem_limit_kib={size}" for size in (98304, 8
 PROJECTIONS = "q_proj/k_proj/v_proj"
 RECIPES = "AI-Hypercomputer/tpu-recipes: training"
 ROWS: dict[str, dict[str, Any]] = {
-    # flags of layouts and of host transfers are left out, as in published.json
+    # Flags of layouts and of host transfers are left out, as in published.json.
     "llama3.1-8b v6e-256": {
         "config": "llama3.1-8b", "topology": "v6e:16x16", "chips": 256, "batch": 4, "seq": 8192,
         "flags": f"{DENSE} {COPIES} {GATHERS} {SPARSECORE}", "published_s": 4.546,
@@ -59,7 +59,7 @@ ROWS: dict[str, dict[str, Any]] = {
     },
     "llama3.1-405b v5p-512": {
         "config": "llama3.1-405b", "topology": "v5p:8x8x8", "chips": 512, "batch": 2, "seq": 8192,
-        "flags": "", "published_s": 131.474,  # neither its flags nor what it recomputes are in its source
+        "flags": "", "published_s": 131.474,  # its source states neither flags nor remat
         "mesh": "data=512", "remat": "full",
         "source": f"{RECIPES}/v5p/Llama3.1-405B-MaxText",
     },
@@ -74,7 +74,9 @@ WAYS = ("chosen", "stated")
 
 
 def planned(row: dict[str, Any], way: str) -> dict[str, Any]:
-    """What `autoshard plan` predicts of a setup, with mesh and recipe chosen or as they are stated."""
+    """Return the prediction of `autoshard plan` for a setup, with mesh and recipe chosen or as the source states
+    them.
+    """
     options = ["--train", "--batch", str(row["batch"] * row["chips"]), "--seq", str(row["seq"])]
     options += ["--topology", row["topology"]]
     if way == "stated":
@@ -82,13 +84,13 @@ def planned(row: dict[str, Any], way: str) -> dict[str, Any]:
     else:
         options += ["--remat", "auto", "--attention", "auto"]
     options += ["--xla-flags", row["flags"]] if row["flags"] else []
-    found = run(f"hf:{row['config']}", [*options, "--no-cache"], LIMIT_S)
-    kept = {"cpu_s": found["cpu"], "wall_s": found["wall"], "planner_bytes": found["pss"], "code": checked_out()}
-    if "error" in found:
-        return kept | {"error": found["error"]}
-    kept["mesh"] = ", ".join(f"{axis}={n}" for axis, n in found["mesh"].items())
-    kept |= {key: found[key] for key in ("step_time_s", "compute_s", "exposed_comm_s", "peak_bytes", "mfu")}
-    return kept | {"recipe": (found["recipe"] or {}).get("chosen")}
+    answer = run(f"hf:{row['config']}", [*options, "--no-cache"], LIMIT_S)
+    figures = {"cpu_s": answer["cpu"], "wall_s": answer["wall"], "planner_bytes": answer["pss"], "code": checked_out()}
+    if "error" in answer:
+        return figures | {"error": answer["error"]}
+    figures["mesh"] = ", ".join(f"{axis}={n}" for axis, n in answer["mesh"].items())
+    figures |= {key: answer[key] for key in ("step_time_s", "compute_s", "exposed_comm_s", "peak_bytes", "mfu")}
+    return figures | {"recipe": (answer["recipe"] or {}).get("chosen")}
 
 
 def table(rows: dict[str, Any]) -> str:
@@ -109,18 +111,18 @@ def table(rows: dict[str, Any]) -> str:
     ]
     for name, row in ROWS.items():
         for way in (way for way in WAYS if way in rows.get(name, {})):
-            found = rows[name][way]
-            took = [f"{found['cpu_s']:.0f}", f"{found['wall_s']:.0f}", f"{found['planner_bytes'] / 1e9:.1f}"]
-            took.append(found["code"])
+            figures = rows[name][way]
+            took = [f"{figures['cpu_s']:.0f}", f"{figures['wall_s']:.0f}", f"{figures['planner_bytes'] / 1e9:.1f}"]
+            took.append(figures["code"])
             cells = [name, way, f"{row['published_s']:.4g}"]
-            if "error" in found:
-                cells += [found["error"], *"-----"]
+            if "error" in figures:
+                cells += [figures["error"], *"-----"]
             else:
-                cells += [f"{found['step_time_s']:.4g}", f"{found['step_time_s'] / row['published_s'] - 1:+.1%}"]
-                cells += [f"{found['exposed_comm_s']:.3g}", f"{found['peak_bytes'] / GIB:.1f}"]
+                cells += [f"{figures['step_time_s']:.4g}", f"{figures['step_time_s'] / row['published_s'] - 1:+.1%}"]
+                cells += [f"{figures['exposed_comm_s']:.3g}", f"{figures['peak_bytes'] / GIB:.1f}"]
                 stated = {"remat": row["remat"], "attention": "splash"}
-                recipe = stated if way == "stated" else found["recipe"] or {}
-                cells += [found["mesh"], ", ".join(f"{key} {value}" for key, value in recipe.items()) or "not kept"]
+                recipe = stated if way == "stated" else figures["recipe"] or {}
+                cells += [figures["mesh"], ", ".join(f"{key} {value}" for key, value in recipe.items()) or "not kept"]
             lines.append(f"| {' | '.join([*cells, *took])} |")
     lines += ["", "Sources:", "", *(f"- {name}: {row['source']}" for name, row in ROWS.items())]
     return "\n".join(lines) + "\n"

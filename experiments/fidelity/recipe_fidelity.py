@@ -1,9 +1,9 @@
-"""Recipes of training steps (attention's kernel, what is kept, computed again or offloaded, microbatches, state on the
-hosts) against the real TPU compiler.
+"""Recipes of training steps against the real TPU compiler.
 
     python experiments/fidelity/recipe_fidelity.py [ROW ...] [--predict] [--whole] [--time-limit S]
 
-Runs rows as `compile_fidelity.py` does and shares its compiled programs; results are kept by row in
+The recipes vary attention's kernel, the values that are saved, recomputed or offloaded, microbatches, and state on the
+hosts. Rows run as in `compile_fidelity.py`, with its compiled programs. Results are saved by row in
 `experiments/results/recipe_fidelity.json`.
 """
 
@@ -29,7 +29,7 @@ QKV = "q_proj/k_proj/v_proj"
 
 
 def value(config: Any, batch: int, seq: int, policy: str) -> "Callable[[], Program]":
-    """A training step that keeps or offloads single values of its layers, with splash attention."""
+    """Return a training step that saves or offloads single values of its layers, with splash attention."""
     return train(config, batch, seq, f"full,{policy}", attention="splash")
 
 

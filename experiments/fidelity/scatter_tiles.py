@@ -1,11 +1,13 @@
-"""Which sums of weight gradients the TPU compiler scatters, and which it makes whole and slices.
+"""Sums of weight gradients that the TPU compiler scatters, and those that it computes in full and slices.
 
     python experiments/fidelity/scatter_tiles.py [--topology T=DATA,MODEL ...]
 
-One program of independent gradients `[k, n]`, summed over the batch (`data`) and the sequence (`model`) and split over
-`data` in one dim, is compiled for each topology with no TPU. The table, `experiments/results/scatter_tiles.md`, counts
-reduce-scatters by which dim is split and by the shard's elements of that dim in registers of 128 lanes. `waves` in
-`autoshard/planning/xla/axis_assignments.py` prices what it shows.
+One program of independent gradients `[k, n]` is compiled for each topology with no TPU. The gradients are summed over
+the batch (`data`) and the sequence (`model`), and split over `data` in one dim.
+
+The table, `experiments/results/scatter_tiles.md`, counts reduce-scatters. Its columns are the split dim, and the
+shard's elements of that dim in registers of 128 lanes. `waves` in `autoshard/planning/xla/axis_assignments.py` prices
+these results.
 """
 
 import argparse
@@ -18,14 +20,14 @@ from pathlib import Path
 TABLE = Path(__file__).parents[1] / "results" / "scatter_tiles.md"
 TOPOLOGIES = ("v4:2x2x2=4,4", "v5e:4x4=4,4", "v5p:4x4x4=4,16", "v6e:4x4=4,4", "v5e:8x8=8,8")
 SHARDS = (64, 160, 256, 264, 320, 384, 512, 640, 768, 896, 1024, 1152, 1280, 1408, 1536, 1664)
-"""Elements of the split dim on one device; shards of fewer bytes than a few tiles are summed for their latency."""
+"""Elements of the split dim on one device; shards below a few tiles in bytes are all-reduced for their latency."""
 OTHER = 2048
 BATCH, SEQUENCE = 256, 256
 CLASSES = ("odd registers", "even registers", "part of a register")
 
 
 def gradients(topology: str, data: int, model: int) -> dict[tuple[int, int], bool]:
-    """(split dim, shard's elements) -> whether the compiled program scatters that gradient."""
+    """Map (split dim, shard's elements) to True if the compiled program scatters that gradient."""
     import jax
     import jax.numpy as jnp
     import numpy as np
@@ -39,11 +41,11 @@ def gradients(topology: str, data: int, model: int) -> dict[tuple[int, int], boo
     splits = [NamedSharding(mesh, PartitionSpec(*("data" if d == dim else None for d in (0, 1)))) for dim, _ in cases]
 
     def step(xs: list[jax.Array], ys: list[jax.Array]) -> list[jax.Array]:
-        found = []
+        sums = []
         for number, (x, y, split) in enumerate(zip(xs, ys, splits, strict=True)):
             with jax.named_scope(f"case{number}_"):
-                found.append(jax.lax.with_sharding_constraint(jnp.einsum("bsk,bsn->kn", x, y), split))
-        return found
+                sums.append(jax.lax.with_sharding_constraint(jnp.einsum("bsk,bsn->kn", x, y), split))
+        return sums
 
     inputs = [[jax.ShapeDtypeStruct((BATCH, SEQUENCE, s[d]), jnp.bfloat16) for s in shapes] for d in (0, 1)]
     spread = NamedSharding(mesh, PartitionSpec("data", "model", None))

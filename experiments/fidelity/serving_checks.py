@@ -1,9 +1,9 @@
-"""Ways to serve by closed form beside plans of traced programs that are laid out in the same way.
+"""Ways to serve by closed form, compared with plans of traced programs that have the same layout.
 
     python experiments/fidelity/serving_checks.py
 
-For each row `autoshard serve-plan ... --check`: the way that serves most within the limit, a step of decoding and one
-of prompts. Writes `results/serving_checks.md`.
+Each row runs `autoshard serve-plan ... --check` for the way that serves most within the limit: a step of decoding and
+one of prompts. The script writes `results/serving_checks.md`.
 """
 
 import statistics
@@ -23,7 +23,7 @@ ROWS = (
     ("mixtral-8x7b", "v6e:4x4", 0.015),
     ("llama3-8b", "h100:8", 0.020),
 )
-"""Model, topology, and the limit in seconds of each token."""
+"""Model, topology, and the limit of each token in seconds."""
 HEAD = """# Serving by closed form, and planned
 
 `python experiments/fidelity/serving_checks.py`: prompts and answers of 1000 tokens, weights and caches of 16 bits.
@@ -49,7 +49,7 @@ def main() -> int:
             cells = [model, topology, f"{kind}, batch {plan.best.batch}", step.kind]
             cells += planned(step, times, sizes)
             lines.append(f"| {' | '.join(cells)} |\n")
-    off = [statistics.median(abs(each - 1) for each in found) for found in (times, sizes)]
+    off = [statistics.median(abs(each - 1) for each in ratios) for ratios in (times, sizes)]
     text = HEAD + "".join(lines) + f"\nMedian off: time {off[0]:.1%}, memory {off[1]:.1%}.\n"
     TABLE.write_text(text)
     print(text)

@@ -1,8 +1,8 @@
-"""Steps of prefill and decoding on v5e, v5p and v6e, predicted against what the real TPU compiler makes of them.
+"""Steps of prefill and decoding on v5e, v5p and v6e, predicted against the result of the real TPU compiler.
 
     python experiments/fidelity/serving_fidelity.py [ROW ...] [--predict] [--time-limit S]
 
-Runs rows as `compile_fidelity.py` does and shares its compiled programs; results are kept by row in
+Rows run as in `compile_fidelity.py`, with its compiled programs. Results are saved by row in
 `experiments/results/serving_fidelity.json`.
 """
 
@@ -21,7 +21,7 @@ SERVING = tuple(row for row in ROWS if row.name.startswith(("prefill-", "decode-
 
 
 def cached(config: str, batch: int, seq: int, places: int) -> Callable[[], Any]:
-    """A step of decoding by the kernel over a cache: `seq` of its `places` are attended to."""
+    """Return a step of decoding by the kernel over a cache of `places` tokens, of which it attends to `seq`."""
     return serve(config, "decode", batch, seq, cache=places, attention="cached")
 
 

@@ -1,8 +1,8 @@
-"""Measured serving of decoders on GPUs and TPUs beside `autoshard.serving.serving_point`.
+"""Measured serving of decoders on GPUs and TPUs, compared with `autoshard.serving.serving_point`.
 
     python experiments/fidelity/serving_points.py [SERVING.json [SERVING_TPU.json]]
 
-Without files it takes those of `../shared/data/measured/`. Writes the table `results/serving_points.md`.
+The default files are those of `../shared/data/measured/`. The script writes the table `results/serving_points.md`.
 """
 
 import json
@@ -22,13 +22,13 @@ MODELS = {
     "meta-llama/Llama-3.1-8B-Instruct": Decoder(32, 4096, 14336, 32, 8, 128, 128256),
     "Qwen/Qwen3-32B": Decoder(64, 5120, 25600, 64, 8, 128, 151936, qk_norm=True),
 }
-"""Dims as the models' configurations have them."""
+"""Dims of the models, as in their configurations."""
 LLAMA_70B = Decoder(80, 8192, 28672, 64, 8, 128, 128256)
 CHIPS = {"h100_sxm": "h100", "h200_sxm": "h200", "gb200": "gb200"}
 CHUNK = 512
-"""Tokens that a step of the run on TPUs took at most."""
+"""Most tokens in a step of the run on TPUs."""
 SAME = 0.03
-"""Degrees whose measured times are within this of the best count as the best as well."""
+"""Margin within which a degree's measured time counts as the best too."""
 
 HEAD = """# Serving, measured and priced
 
@@ -45,7 +45,7 @@ scheduler counts to the first token or to the others makes no difference there.
 
 
 def point(row: dict) -> ServingPoint | None:
-    """None for weights of four bits, which no chip file has a rate of."""
+    """Return the priced point of a row; None for weights of four bits, for which no chip file has a rate."""
     quantised = row.get("gemm_quant_mode")
     if quantised == "nvfp4":
         return None
@@ -55,16 +55,16 @@ def point(row: dict) -> ServingPoint | None:
 
 
 def priced(row: dict) -> float | None:
-    """Seconds per output token."""
-    found = point(row)
-    return None if found is None else found.token_s
+    """Return the priced seconds per output token."""
+    price = point(row)
+    return None if price is None else price.token_s
 
 
 def whole(row: dict) -> float:
-    """Priced over measured time of a whole request."""
-    found = point(row)
-    assert found is not None
-    ours = found.prompt_s + row["osl"] * found.token_s
+    """Return the priced over the measured time of a whole request."""
+    price = point(row)
+    assert price is not None
+    ours = price.prompt_s + row["osl"] * price.token_s
     return 1e3 * ours / (row["silicon_ttft_ms"] + (row["osl"] - 1) * row["silicon_tpot_ms"])
 
 
@@ -77,8 +77,8 @@ def gpu_lines(rows: list[dict]) -> tuple[list[str], list[float]]:
             key = (row["system"], row["model_path"].split("/")[1], weights, row["backend"])
             groups[key].append((1e3 * seconds / row["silicon_tpot_ms"], whole(row)))
     lines, all_ratios = [], []
-    for key, found in sorted(groups.items()):
-        ratios, wholes = [each for each, _ in found], [each for _, each in found]
+    for key, pairs in sorted(groups.items()):
+        ratios, wholes = [each for each, _ in pairs], [each for _, each in pairs]
         off = [abs(ratio - 1) for ratio in ratios]
         near = sum(each <= 0.12 for each in off) / len(off)
         cells = [*key, str(len(ratios)), f"{statistics.median(ratios):.2f}", f"{statistics.median(off):.1%}"]
@@ -90,8 +90,10 @@ def gpu_lines(rows: list[dict]) -> tuple[list[str], list[float]]:
 
 
 def degrees(rows: list[dict]) -> tuple[int, int, int]:
-    """Of groups with several tensor degrees, everything else the same: how many there are, in how many the degree with
-    the least time per token is the measured best, and in how many the one with most tokens for each GPU."""
+    """Count groups that differ only in the tensor degree, and those in which our degree is the measured best.
+
+    The second count is for the degree of least time per token. The third is for the degree of most tokens for each GPU.
+    """
     groups: dict[tuple, dict[int, tuple[float, float]]] = defaultdict(dict)
     for row in rows:
         seconds = priced(row)
@@ -99,12 +101,12 @@ def degrees(rows: list[dict]) -> tuple[int, int, int]:
             names = ("model_path", "system", "backend", "gemm_quant_mode", "isl", "osl", "batch_size")
             groups[tuple(row.get(name) for name in names)][row["tp_size"]] = (row["silicon_tpot_ms"] / 1e3, seconds)
     counted = latency = each_gpu = 0
-    for found in groups.values():
-        if len(found) < 2:
+    for by_degree in groups.values():
+        if len(by_degree) < 2:
             continue
         counted += 1
         for weight in (0, 1):
-            costs = {tp: [seconds * tp**weight for seconds in pair] for tp, pair in found.items()}
+            costs = {tp: [seconds * tp**weight for seconds in pair] for tp, pair in by_degree.items()}
             ours = min(costs, key=lambda tp: costs[tp][1])
             right = costs[ours][0] <= (1 + SAME) * min(measured for measured, _ in costs.values())
             latency, each_gpu = latency + (right and not weight), each_gpu + (right and bool(weight))
@@ -112,24 +114,26 @@ def degrees(rows: list[dict]) -> tuple[int, int, int]:
 
 
 def largest_is_best(rows: list[dict]) -> float:
-    """The share of the same groups in which the largest degree has the least measured time per token."""
+    """Return the share of these groups in which the largest degree has the least measured time per token."""
     groups: dict[tuple, dict[int, float]] = defaultdict(dict)
     for row in rows:
         names = ("model_path", "system", "backend", "gemm_quant_mode", "isl", "osl", "batch_size")
         groups[tuple(row.get(name) for name in names)][row["tp_size"]] = row["silicon_tpot_ms"]
-    several = [found for found in groups.values() if len(found) > 1]
-    return sum(found[max(found)] <= (1 + SAME) * min(found.values()) for found in several) / len(several)
+    several = [by_degree for by_degree in groups.values() if len(by_degree) > 1]
+    return sum(by_degree[max(by_degree)] <= (1 + SAME) * min(by_degree.values()) for by_degree in several) / len(
+        several
+    )
 
 
 def tpu_lines(data: dict) -> list[str]:
-    found = []
+    lines = []
     for row in data["serving_trillium"]["rows"]:
         place, asked = Topology.parse("v6e:2x4"), ServingAsked(1000, 1000)
         point = serving_point(LLAMA_70B, place, asked, ServingEngine(8), row["concurrency"], CHUNK - row["concurrency"])
         ours = 1e3 * point.token_s
         theirs = row["mean_tpot_ms"]
-        found.append(f"| {row['concurrency']} | {theirs:.1f} | {ours:.1f} | {ours / theirs:.2f} |")
-    return found
+        lines.append(f"| {row['concurrency']} | {theirs:.1f} | {ours:.1f} | {ours / theirs:.2f} |")
+    return lines
 
 
 def main() -> int:

@@ -1,9 +1,9 @@
-"""Plans for programs outside the bundled families, predicted against what the real TPU compiler makes of them.
+"""Plans for programs outside the bundled families, predicted against the result of the real TPU compiler.
 
     python experiments/fidelity/unbundled_fidelity.py [ROW ...] [--predict] [--whole] [--time-limit S]
 
-Steps of training with AdamW: convolutions, recurrences, graphs, tables, narrow minor dims. Runs rows as
-`compile_fidelity.py` does and shares its compiled programs; results are kept by row in
+The programs are training steps with AdamW: convolutions, recurrences, graphs, tables, narrow minor dims. Rows run as in
+`compile_fidelity.py`, with its compiled programs. Results are saved by row in
 `experiments/results/unbundled_fidelity.json`. No constant is fitted to these rows.
 """
 
@@ -24,7 +24,7 @@ from experiments.fidelity.compile_fidelity import Matrix, Row, dm, main  # noqa:
 
 
 def step(module: str, name: str, *sizes: Any) -> "Callable[[], Program]":
-    """A training step of a program by its name."""
+    """Return a training step of a program by its name."""
 
     def make() -> "Program":
         import importlib

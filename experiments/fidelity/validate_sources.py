@@ -1,9 +1,9 @@
-"""Leaves each source of published runs out of the calibration in turn, and says how well it is then predicted.
+"""Error of predictions for each source of published runs, with the calibration fitted to all other sources.
 
     python experiments/fidelity/validate_sources.py [--data FILE] [--out FILE.md] [--write [FIGURE ...]]
 
-The shipped constants are fitted to all sources (`--write`, or those of the figures it names); this tells what they are
-worth for a source that they have not seen. Also: whether models of one table come out in the right order.
+The shipped constants are fitted to all sources (`--write`, or only those of the named figures). This script measures
+their error for an unseen source. It also checks if models of one table are predicted in the right order.
 """
 
 import argparse
@@ -30,11 +30,11 @@ from experiments.lib.calibrate import (
 
 
 ORDER_GAP = 0.08
-"""Two models of one table whose published rates differ by more than this must come out in that order."""
+"""Difference of published rates above which two models of one table must be predicted in that order."""
 
 
 def left_out(cases: Sequence[Case], line: Line) -> Iterator[tuple[str, list[int], list[float], list[float]]]:
-    """For each source: its cases, the constants fitted without it, and its log errors with them."""
+    """Yield for each source its cases, the constants fitted without it, and its log errors with these constants."""
     for source, members in groups(cases, "source").items():
         others = [i for i in range(len(cases)) if i not in members]
         values = fit(line, others)
@@ -42,8 +42,10 @@ def left_out(cases: Sequence[Case], line: Line) -> Iterator[tuple[str, list[int]
 
 
 def ordered(cases: Sequence[Case], final: Sequence[float]) -> tuple[int, list[tuple[str, str, float, float]]]:
-    """Of pairs of complete runs of one source that differ by more than `ORDER_GAP` in time per model FLOP: how many,
-    and those that come out in the other order: their names, and the published and our log ratio."""
+    """Count pairs of complete runs of one source that differ by more than `ORDER_GAP` in time per model FLOP.
+
+    Also returns the pairs in the wrong order: their names, the published log ratio and ours.
+    """
     total, wrong = 0, []
     for members in groups(cases, "source").values():
         for a, b in itertools.combinations(members, 2):
@@ -75,7 +77,7 @@ def main() -> None:
     held = list(left_out(cases, line))
     if arguments.data is None:
         write_left_out(
-            {source: {cases[i].chip: found for i in members} for source, members, found, _ in held},
+            {source: {cases[i].chip: constants for i in members} for source, members, constants, _ in held},
         )
     final = errors(cases).tolist()
     lines = ["# Step times of published runs", "", "Made by `python experiments/fidelity/validate_sources.py`.", ""]

@@ -2,9 +2,9 @@
 
     python experiments/gpu/gpu_fidelity.py [ROW ...] [--predict] [--time-limit S]
 
-Steps for 8 and for 256 H100s, serving, and the programs of `gpu_programs.py` on one. Runs rows as `compile_fidelity.py`
-does and shares its compiled programs; results are kept by row in `experiments/results/gpu_fidelity.json`. The compiler
-comes with JAX's CUDA plugin (`autoshard[cuda]`).
+The rows are steps for 8 and for 256 H100s, serving, and the programs of `gpu_programs.py` on one. Rows run as in
+`compile_fidelity.py`, with its compiled programs. Results are saved by row in `experiments/results/gpu_fidelity.json`.
+The compiler is part of JAX's CUDA plugin (`autoshard[cuda]`).
 """
 
 import sys

@@ -1,12 +1,12 @@
-"""Plans for one GPU, run on the GPU that is here: predicted beside measured time and compiled memory.
+"""Plans for one GPU, run on the local GPU: predicted and measured time, and compiled memory.
 
     python experiments/gpu/gpu_measured.py [ROW ...] [--seconds 400] [--topology h100:1] [--again]
     python experiments/gpu/gpu_measured.py --tiny --topology cpu:8
 
-Programs are those of `gpu_programs.py`, in an order of value; rows for which no time is left are not begun. Results are
-kept by row in `experiments/results/gpu_measured.json`, so that a broken run goes on where it stopped; `--again` runs
-rows that are there as well. With no GPU `gpu_fidelity.py` compiles the same programs and compares memory. `--tiny` runs
-tiny programs, to try the script itself where no GPU is.
+Programs are those of `gpu_programs.py`, ordered by value. Rows for which no time is left do not start. Results are
+saved by row in `experiments/results/gpu_measured.json`, so that a broken run resumes; `--again` repeats saved rows.
+With no GPU `gpu_fidelity.py` compiles the same programs and compares memory. `--tiny` runs tiny programs, to test the
+script without a GPU.
 """
 
 import argparse
@@ -30,11 +30,11 @@ from experiments.lib.saved_results import checked_out  # noqa: E402
 HERE = Path(__file__).parents[1]
 TABLE = HERE / "results" / "gpu_measured.md"
 STEP_SECONDS = 3.0
-"""Timed steps of one row take about so long, and are three at least."""
+"""Approximate seconds of all timed steps of one row; there are at least three steps."""
 
 
 def run(name: str, topology: str, tiny: bool) -> dict[str, Any]:
-    """Plan and run one program, and return what was predicted beside what was measured."""
+    """Plan and run one program, and return predicted and measured figures."""
     from autoshard.exec import measure
     from autoshard.planning import Options, make_plan
     from experiments.lib.programs.gpu_programs import PROGRAMS
@@ -43,20 +43,20 @@ def run(name: str, topology: str, tiny: bool) -> dict[str, Any]:
     program = PROGRAMS[name].program(tiny)
     plan = make_plan(program, Options(topology=topology, mesh={"data": devices})).plan
     steps = min(max(3, int(STEP_SECONDS / max(plan.prediction.step_time_s, 1e-3))), 50)
-    found = measure(program, plan, steps=steps, warmup=2)
-    sizes = found.memory
+    measurement = measure(program, plan, steps=steps, warmup=2)
+    sizes = measurement.memory
     held = sizes["arguments"] + sizes["results"] + sizes["temporaries"] - sizes["donated"]
     return {
         "row": name,
         "code": checked_out(),
         "date": datetime.date.today().isoformat(),
         "topology": topology,
-        "device": found.device,
+        "device": measurement.device,
         "versions": {module: sys.modules[module].__version__ for module in ("jax", "jaxlib")},
         "predicted": {"step_time_s": plan.prediction.step_time_s, "peak_bytes": plan.prediction.peak_bytes},
-        "measured": {"step_time_s": found.step_time_s, "spread": found.spread, "steps": steps},
+        "measured": {"step_time_s": measurement.step_time_s, "spread": measurement.spread, "steps": steps},
         "compiled_bytes": sizes.get("peak", held),
-        "compile_s": found.compile_s,
+        "compile_s": measurement.compile_s,
     }
 
 
@@ -83,7 +83,7 @@ def started(names: list[str], topology: str, tiny: bool) -> "subprocess.Popen[st
 
 
 def run_all(names: list[str], topology: str, tiny: bool, seconds: float, path: Path) -> None:
-    """Run rows until `seconds` have passed; a row that ends its process is kept as failed, and the rest goes on."""
+    """Run rows until `seconds` have passed; a row that ends its process is saved as failed, and the next rows run."""
     began, left = time.monotonic(), list(names)
     while left and time.monotonic() - began < seconds:
         process, current = started(left, topology, tiny), ""
@@ -120,7 +120,7 @@ def keep(path: Path, result: dict[str, Any]) -> None:
 
 
 def line_of(result: dict[str, Any]) -> str:
-    """Return a row of the table, or why there is none."""
+    """Return a row of the table, or a line with the reason of its failure."""
     if "failed" in result:
         return f"- {result['row']}: {result['failed']}"
     predicted, measured, compiled = result["predicted"], result["measured"], result["compiled_bytes"]
@@ -148,15 +148,15 @@ def table(rows: list[dict[str, Any]]) -> str:
         "",
         *(line_of(row) for row in rows if "failed" in row),
     ]
-    for what, found in (("Time", ratios), ("Memory", sizes)):
-        if found:
-            off = sorted(abs(ratio - 1.0) for ratio in found)
+    for what, ratios_of_kind in (("Time", ratios), ("Memory", sizes)):
+        if ratios_of_kind:
+            off = sorted(abs(ratio - 1.0) for ratio in ratios_of_kind)
             lines.append(f"{what}: {statistics.median(off):.1%} off in the median, {off[-1]:.1%} at worst.")
     return "\n".join(lines) + "\n"
 
 
 def main() -> int:
-    """Run what is asked for."""
+    """Run the requested rows."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("rows", nargs="*")
     parser.add_argument("--topology", default="h100:1")

@@ -1,11 +1,11 @@
-"""Rates of one GPU that no published table has, beside what they are priced at: about a minute on the device.
+"""Rates of one GPU that no published table has, compared with their prices: about a minute on the device.
 
     python experiments/gpu/gpu_rates.py [CASE ...] [--again]
     python experiments/gpu/gpu_rates.py --tiny
 
-Matmuls and convolutions in float32, gathers and scatters of rows, strided reads, and chains of small kernels. Results
-are kept by case in `experiments/results/gpu_rates.json`, with device, versions and date, so that a broken run goes on
-where it stopped. `--tiny` runs small cases on whatever device is here, to try the script itself.
+The cases are matmuls and convolutions in float32, gathers and scatters of rows, strided reads, and chains of small
+kernels. Results are saved by case in `experiments/results/gpu_rates.json`, with device, versions and date, so that a
+broken run resumes. `--tiny` runs small cases on any local device, to test the script itself.
 """
 
 import argparse
@@ -29,24 +29,24 @@ from autoshard.cost import Compute, Topology
 
 TABLE = Path(__file__).parents[1] / "results" / "gpu_rates.md"
 REPEATS, SECONDS = 5, 0.5
-"""Timed batches of calls of each case, and about how long all of them take."""
+"""Timed batches of calls of each case, and their approximate total in seconds."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Case:
-    """A function of arrays, and what one call of it does."""
+    """A function of arrays, and the work of one call."""
 
     run: Callable[..., Any]
     shapes: tuple[jax.ShapeDtypeStruct, ...]
     flops: float = 0.0
     size: float = 0.0
-    """Bytes that it reads and writes."""
+    """Bytes that one call reads and writes."""
     kernels: int = 1
     matmul: tuple[int, int, int] | None = None
-    """Rows, columns and contracted size, where it is priced as a matmul."""
+    """Rows, columns and contracted size, if the case is priced as a matmul."""
 
     def priced(self, compute: Compute) -> float:
-        """Return the seconds that the cost model foresees."""
+        """Return the seconds that the cost model predicts."""
         overhead = self.kernels * compute.calibration.op_overhead_s
         if self.matmul is not None:
             return float(compute.dot_seconds(*self.matmul, 1, "f32", self.size))
@@ -99,7 +99,7 @@ def stream(elements: int) -> Case:
 
 
 def chain(length: int, elements: int) -> Case:
-    """Return a chain of kernels that move next to nothing."""
+    """Return a chain of kernels that move almost no bytes."""
 
     def run(x: Any) -> Any:
         for _ in range(length):
@@ -112,14 +112,14 @@ def chain(length: int, elements: int) -> Case:
 def cases(tiny: bool) -> dict[str, Case]:
     """Return the cases by name, smaller ones if `tiny`."""
     far = 16 if tiny else 1
-    found = {
+    by_name = {
         f"matmul {m}x{n}x{k}": matmul(m // far, n // far, k // far)
         for m, n, k in (
             (1024, 1024, 1024), (4096, 4096, 4096), (8192, 8192, 8192), (65536, 256, 1024), (262144, 256, 256),
             (262144, 512, 768), (1024, 1024, 65536), (512, 512, 524288),
         )
     }  # fmt: skip
-    found |= {
+    by_name |= {
         f"convolution {b}x{s}x{s}x{i} to {o}, {w}x{w}": convolution(max(1, b // far), max(w, s // far), i, o, w)
         for b, s, i, o, w in (
             (128, 56, 64, 64, 3),
@@ -128,21 +128,21 @@ def cases(tiny: bool) -> dict[str, Case]:
             (32, 64, 256, 256, 3),
         )
     }
-    found |= {
+    by_name |= {
         f"gather {rows} rows of {width}": gather(1_000_000 // far, rows // far, width)
         for rows, width in ((1 << 20, 32), (1 << 20, 128), (1 << 20, 256), (1 << 17, 1024))
     }
-    found |= {
+    by_name |= {
         f"scatter {rows} rows of {width}": scatter(200_000 // far, rows // far, width)
         for rows, width in ((1 << 20, 32), (1 << 20, 128), (1 << 20, 256), (1 << 17, 1024))
     }
-    found |= {f"every {step}th element": strided(16384 // far, 16384 // far, step) for step in (2, 4, 16)}
-    found |= {"stream": stream((1 << 28) // far**2), "chain of 1000": chain(1000 // far, 4096)}
-    return found
+    by_name |= {f"every {step}th element": strided(16384 // far, 16384 // far, step) for step in (2, 4, 16)}
+    by_name |= {"stream": stream((1 << 28) // far**2), "chain of 1000": chain(1000 // far, 4096)}
+    return by_name
 
 
 def run(case: Case) -> dict[str, float]:
-    """Return seconds of one call: the median of batches of calls, and the spread of their quartiles."""
+    """Return the seconds of one call: the median of batches of calls, and the spread of their quartiles."""
     key = jax.random.key(0)
     arrays = [
         jax.random.randint(key, shape.shape, 0, 10_000, shape.dtype)
@@ -159,15 +159,15 @@ def run(case: Case) -> dict[str, float]:
     for _ in range(REPEATS):
         began = time.perf_counter()
         for _ in range(calls):
-            found = call(*arrays)
-        jax.block_until_ready(found)
+            results = call(*arrays)
+        jax.block_until_ready(results)
         times.append((time.perf_counter() - began) / calls)
     quartiles = statistics.quantiles(times, n=4)
     return {"seconds": statistics.median(times), "spread": (quartiles[2] - quartiles[0]) / statistics.median(times)}
 
 
 def main() -> int:
-    """Measure what is asked for."""
+    """Measure the requested cases."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("cases", nargs="*")
     parser.add_argument("--chip", default="h100")

@@ -1,9 +1,10 @@
-"""Figures of eager frameworks on H100 fitted to all but one part of the training rows, which is then predicted.
+"""Figures of eager frameworks on H100, fitted to all but one part of the training rows, which is then predicted.
 
-python experiments/gpu/gpu_runs.py RUNS.json
+    python experiments/gpu/gpu_runs.py RUNS.json
 
-RUNS.json has llm-foundry's rows (`autoshard validate --pairs RUNS.json`). The figures: the share of peak of large
-matmuls, that of the attention kernel, and what a gather beside compute costs; the others are as shipped.
+RUNS.json has llm-foundry's rows (`autoshard validate --pairs RUNS.json`). The fitted figures are the share of peak of
+large matmuls, that of the attention kernel, and the cost of a gather that overlaps compute. Other figures are shipped
+ones.
 """
 
 import dataclasses
@@ -23,7 +24,7 @@ from autoshard.validation.gpu_rows import GpuRow, read_gpu_rows
 
 
 def errors(rows: list[GpuRow], figures: np.ndarray) -> np.ndarray:
-    """Logarithms of predicted over measured seconds."""
+    """Return logarithms of predicted over measured seconds."""
     matmul, attention, contention = figures
     calibration = dataclasses.replace(load_calibration("h100"), matmul_efficiency=matmul)
     shipped = host_figures()
@@ -36,14 +37,16 @@ def errors(rows: list[GpuRow], figures: np.ndarray) -> np.ndarray:
 
 
 def fitted(rows: list[GpuRow]) -> np.ndarray:
-    """The three figures that fit rows best."""
+    """Fit the three figures to rows."""
     start = [0.7, 0.2, 0.4]
-    found = least_squares(lambda x: errors(rows, x), start, loss="soft_l1", f_scale=0.05, diff_step=0.02, max_nfev=12)
-    return found.x
+    solution = least_squares(
+        lambda x: errors(rows, x), start, loss="soft_l1", f_scale=0.05, diff_step=0.02, max_nfev=12
+    )
+    return solution.x
 
 
 def main() -> None:
-    """Prints a line for each part left out."""
+    """Print a line for each part that is left out."""
     rows = [row for row in read_gpu_rows(pathlib.Path(sys.argv[1])) if row.run and row.table.endswith("h100_80gb")]
     for part in sorted({row.source for row in rows}):
         rest, out = [r for r in rows if r.source != part], [r for r in rows if r.source == part]

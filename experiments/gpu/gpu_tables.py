@@ -1,11 +1,14 @@
 """Measured collectives and matmuls of GPUs: writes the tables of prices, and judges them.
 
-python experiments/gpu/gpu_tables.py MEASURED.json --write            the package's tables from all of a file
-python experiments/gpu/gpu_tables.py MEASURED.json --left-out         each library's points priced from the other
-libraries python experiments/gpu/gpu_tables.py MEASURED.json                    every point beside the shipped price
+    python experiments/gpu/gpu_tables.py MEASURED.json --write      the package's tables from all of a file
+    python experiments/gpu/gpu_tables.py MEASURED.json --left-out   each library's points priced from other libraries
+    python experiments/gpu/gpu_tables.py MEASURED.json              every point with its shipped price
 
-MEASURED.json has collectives of XLA's tables (`collectives_xla`: bytes over seconds, with the dims of the result and
-the devices of a group), NCCL sweeps (`nccl_ms`: milliseconds by number of elements), and matmuls (`matmuls_xla`).
+MEASURED.json has three parts:
+
+- `collectives_xla`: collectives of XLA's tables, as bytes over seconds, with dims of the result and devices of a group.
+- `nccl_ms`: NCCL sweeps, as milliseconds by number of elements.
+- `matmuls_xla`: matmuls.
 """
 
 import argparse
@@ -45,12 +48,12 @@ NETWORK = {
     "gb200": {"launch_s": 45e-6, "chunk_bytes": 4194304, "chunk_s": 2e-6},
 }
 Points = dict[tuple[str, str, int], dict[str, list[tuple[int, float]]]]
-"""By (chip, kind, devices): what each table measured, as bytes and seconds."""
+"""Measured (bytes, seconds) of each table, by (chip, kind, devices)."""
 
 
 def collectives(document: dict) -> Points:
-    """Every measured collective; sizes as `Collectives` has them."""
-    found: Points = collections.defaultdict(lambda: collections.defaultdict(list))
+    """Return every measured collective, with sizes as `Collectives` defines them."""
+    measured: Points = collections.defaultdict(lambda: collections.defaultdict(list))
     for name, table in document["nccl_ms"].items():
         system, _, rest = name.partition("__comm__")
         if system not in NCCL:
@@ -58,7 +61,7 @@ def collectives(document: dict) -> Points:
         for key, points in table.items():
             op, dtype, devices = key.split("|")
             for elements, ms in points:
-                where = found[NCCL[system], KINDS[op], int(devices)]
+                where = measured[NCCL[system], KINDS[op], int(devices)]
                 where[f"{rest.replace('__', ' ')} {dtype}"].append((elements * BYTES[dtype], ms / 1e3))
     for name, rows in document["collectives_xla"].items():
         for row in rows if name in XLA else ():
@@ -66,26 +69,29 @@ def collectives(document: dict) -> Points:
                 continue
             size, pairs = math.prod(row["result_dims"]) * BYTES[row["dtype"]], row["pairs"]
             if pairs and pairs[1] == pairs[0][::-1]:
-                continue  # an exchange between two is not a shift around a ring
+                continue  # an exchange between two devices is no shift around a ring
             devices = len(pairs) if pairs else row["groups"][1]
             whole = size * devices if row["op"] == "reduce-scatter" else size
-            found[XLA[name], row["op"], devices]["xla"].append((whole, whole / row["throughput_Bps"]))
-    return found
+            measured[XLA[name], row["op"], devices]["xla"].append((whole, whole / row["throughput_Bps"]))
+    return measured
 
 
 def used(tables: dict[str, list[tuple[int, float]]], kind: str) -> dict[str, list[tuple[int, float]]]:
-    """The tables of which a curve is made: NCCL's of 16-bit floats where numbers are summed, all of NCCL's where they
-    are moved, XLA's where there are none."""
+    """Select the tables for a curve.
+
+    Collectives that sum use NCCL's tables of 16-bit floats; those that move data use all of NCCL's tables. XLA's tables
+    are used if NCCL's are missing.
+    """
     sums = kind in ("all-reduce", "reduce-scatter")
     mine = {name: rows for name, rows in tables.items() if name != "xla" and (not sums or name.endswith("half"))}
     return mine or {name: rows for name, rows in tables.items() if name == "xla"}
 
 
 def curve(tables: dict[str, list[tuple[int, float]]]) -> list[tuple[int, float]]:
-    """Seconds at powers of two, the median over tables, each interpolated between logarithms; never falling."""
+    """Return seconds at powers of two: the median over tables, interpolated between logarithms, made monotonic."""
     least = min(math.ceil(math.log2(min(rows)[0])) for rows in tables.values())
     most = max(math.floor(math.log2(max(rows)[0])) for rows in tables.values())
-    found, last = [], 0.0
+    points, last = [], 0.0
     for power in range(least, most + 1):
         seconds = []
         for rows in tables.values():
@@ -95,12 +101,12 @@ def curve(tables: dict[str, list[tuple[int, float]]]) -> list[tuple[int, float]]
                 seconds.append(2.0 ** float(np.interp(power, sizes, np.log2([s for _, s in ordered]))))
         if seconds:
             last = max(last, statistics.median(seconds))
-            found.append((2**power, float(f"{last:.4g}")))
-    return found
+            points.append((2**power, float(f"{last:.4g}")))
+    return points
 
 
 def matmul_rates(rows: list[dict]) -> dict:
-    """FLOP/s of bf16 matmuls on the whole grid of sizes; what was not measured is the mean of its neighbours."""
+    """Return FLOP/s of bf16 matmuls on the whole grid of sizes; an unmeasured size has the mean of its neighbours."""
     sizes = [256, 512, 1024, 2048, 4096]
     batches = [1, 2, 4]
     rates = np.full((3, 5, 5, 5), np.nan)
@@ -133,7 +139,7 @@ def matmul_rates(rows: list[dict]) -> dict:
 
 
 def package_tables(document: dict) -> dict:
-    """The package's file."""
+    """Build the content of the package's file."""
     chips: dict = {chip: {"network": network, "collectives": {}} for chip, network in NETWORK.items()}
     for (chip, kind, devices), tables in sorted(collectives(document).items()):
         mine = {name: rows for name, rows in used(tables, kind).items() if devices > 1}
@@ -141,7 +147,7 @@ def package_tables(document: dict) -> dict:
             entry = chips[chip]["collectives"].setdefault(kind, {})
             entry[str(devices)] = {"tables": sorted(mine), "points": curve(mine)}
     chips["h200"]["collectives"].setdefault("collective-permute", chips["h100"]["collectives"]["collective-permute"])
-    for chip in ("a100",):  # each of two gathers what the other has: as a shift of half of the result
+    for chip in ("a100",):  # a gather of two devices equals a shift of half of the result
         two = chips[chip]["collectives"]["all-gather"]["2"]
         points = [(size // 2, seconds) for size, seconds in two["points"]]
         chips[chip]["collectives"]["collective-permute"] = {
@@ -155,13 +161,13 @@ def package_tables(document: dict) -> dict:
 
 
 def priced(chip: str, kind: str, devices: int, sizes: list[int]) -> list[float]:
-    """What the package says of a group inside a domain."""
+    """Return the package's prices in seconds for a group inside a domain."""
     prices = Collectives(make_mesh(Topology.parse(f"{chip}:{devices}"), {"x": devices}))
     return prices.time(kind, ("x",), np.array(sizes, dtype=np.float64)).tolist()  # pyright: ignore
 
 
 def said(errors: list[tuple[int, float]]) -> str:
-    """Median errors of all points and of those from 1 MiB on."""
+    """Format median errors of all points and of those from 1 MiB on."""
     large = [error for size, error in errors if size >= 1 << 20]
     return (
         f"{len(errors)} points: median {100 * statistics.median(e for _, e in errors):.1f} %, "
@@ -170,7 +176,7 @@ def said(errors: list[tuple[int, float]]) -> str:
 
 
 def left_out(document: dict) -> Iterator[tuple[str, list[tuple[int, float]]]]:
-    """By chip and library version: errors of its points priced from the others alone."""
+    """Yield by chip and library version the errors of its points, priced from the other versions alone."""
     for (chip, kind, devices), tables in sorted(collectives(document).items()):
         for out in sorted({name.rsplit(" ", 1)[0] for name in tables}):
             rest = {name: rows for name, rows in tables.items() if name.rsplit(" ", 1)[0] != out}
@@ -188,7 +194,7 @@ def left_out(document: dict) -> Iterator[tuple[str, list[tuple[int, float]]]]:
 
 
 def main() -> None:
-    """Does what is asked."""
+    """Write the tables, or print the errors."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("measured", type=pathlib.Path)
     parser.add_argument("--write", action="store_true")
@@ -208,8 +214,8 @@ def main() -> None:
     else:
         for (chip, kind, devices), tables in sorted(collectives(document).items()):
             for name, rows in tables.items() if devices > 1 else ():
-                found = priced(chip, kind, devices, [size for size, _ in rows])
-                errors = [(size, abs(ours / theirs - 1.0)) for (size, theirs), ours in zip(rows, found, strict=True)]
+                prices = priced(chip, kind, devices, [size for size, _ in rows])
+                errors = [(size, abs(ours / theirs - 1.0)) for (size, theirs), ours in zip(rows, prices, strict=True)]
                 groups[f"{chip} {name.rsplit(' ', 1)[0]}"].extend(errors)
                 groups["all"].extend(errors)
     for name, errors in sorted(groups.items()):

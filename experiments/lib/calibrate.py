@@ -1,8 +1,8 @@
-"""Fitting the few constants that published step times can tell; `experiments/fidelity/validate_sources.py` runs it.
+"""Fit of the few constants that published step times determine; `experiments/fidelity/validate_sources.py` runs it.
 
-One matmul efficiency for each TPU generation, and three figures that all generations share. Every constant has a prior
-from elsewhere and a width, so that a generation with few runs stays near it; errors beyond `HUBER` count linearly, so
-that no single run pulls. Nothing is fitted to one model or one row.
+The constants are one matmul efficiency for each TPU generation, and three figures that all generations share. Every
+constant has a prior from elsewhere and a width, so that a generation with few runs stays near it. Errors beyond `HUBER`
+count linearly, so that no single run dominates. Nothing is fitted to one model or one row.
 """
 
 import dataclasses
@@ -25,7 +25,7 @@ from autoshard.validation.rebuilt_runs import LEFT_OUT, rebuild, source_group
 
 DATE = "2026-11-22"
 SIGMA, HUBER = 0.08, 0.10
-"""Expected error of one run in log time, and where an error starts to count linearly."""
+"""Expected error of one run in log time, and the error above which errors count linearly."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -57,7 +57,7 @@ CONSTANTS = (
 )
 TPUS = ("v2", "v3", "v4", "v5e", "v5p", "v6e", "tpu7x")
 OWN = {("tpu7x", "pipelined_overlap")}
-"""What is known of one chip by itself: the fit to all leaves it as it is."""
+"""Figures that are known for one chip alone; the fit to all chips leaves them unchanged."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -74,11 +74,11 @@ class Case:
     work: float | None
     """Model FLOPs of a step on one chip."""
     complete: bool
-    """False if something had to be assumed to rebuild it; its error is then expected to be twice as large."""
+    """False if rebuilding the run needed an assumption; its expected error is then twice as large."""
     flags: tuple[str, ...] = ()
-    """Compiler flags that it was run with."""
+    """Compiler flags of the run."""
     staged: bool = False
-    """Run in stages of a pipeline."""
+    """True if the run had stages of a pipeline."""
 
     def seconds(self, calibration: Calibration) -> float:
         if self.matmul is not None:
@@ -93,7 +93,7 @@ class Case:
 
 
 def load_cases(path: str | pathlib.Path | None = None) -> list[Case]:
-    """Every complete TPU run of a file (default: the shipped one)."""
+    """Load every complete TPU run of a file (default: the shipped one)."""
     cases = []
     for row in read_rows(path):
         try:
@@ -116,18 +116,18 @@ def load_cases(path: str | pathlib.Path | None = None) -> list[Case]:
 
 
 def with_constants(chip: str, values: Sequence[float]) -> Calibration:
-    """The shipped calibration of a chip with the fitted constants in place."""
+    """Return the shipped calibration of a chip with the fitted constants in place."""
     return dataclasses.replace(load_calibration(chip), **figures_of(chip, values))
 
 
 def figures_of(chip: str, values: Sequence[float]) -> dict[str, float]:
-    """The constants that are figures of a chip, by figure."""
+    """Return the constants that are figures of a chip, by figure."""
     mine = zip(CONSTANTS, values, strict=True)
     return {c.figure: v for c, v in mine if c.chip in (None, chip) and (chip, c.figure) not in OWN}
 
 
 def write_left_out(found: Mapping[str, Mapping[str, Sequence[float]]]) -> None:
-    """Stores for each source and chip the constants that were fitted without the source, to three digits."""
+    """Store for each source and chip the constants that were fitted without the source, to three digits."""
     sources = {
         source: {
             chip: {figure: round(value, 3) for figure, value in figures_of(chip, values).items()}
@@ -139,12 +139,14 @@ def write_left_out(found: Mapping[str, Mapping[str, Sequence[float]]]) -> None:
 
 
 def shipped(constant: Constant) -> float:
-    """A constant as it is shipped; of all generations that of the first which is no exception."""
+    """Return a constant as it is shipped; a constant of all generations is read from the first, which has no
+    exception.
+    """
     return getattr(load_calibration(constant.chip or TPUS[0]), constant.figure)
 
 
 def errors(cases: Sequence[Case], values: Sequence[float] | None = None) -> NDArray[np.float64]:
-    """log(ours / theirs) of every case, with the shipped calibration if no constants are given."""
+    """Return log(ours / theirs) of every case, with the shipped calibration if no constants are given."""
     chips = {case.chip for case in cases}
     own = {chip: load_calibration(chip) if values is None else with_constants(chip, values) for chip in chips}
     return np.array([np.log(case.seconds(own[case.chip]) / case.theirs) for case in cases])
@@ -152,12 +154,12 @@ def errors(cases: Sequence[Case], values: Sequence[float] | None = None) -> NDAr
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Line:
-    """Log errors at the priors, and how they change with each constant."""
+    """Log errors at the priors, and their slopes in each constant."""
 
     errors: NDArray[np.float64]
     slopes: NDArray[np.float64]
     widths: NDArray[np.float64]
-    """Expected error of every case."""
+    """Expected error of every case, in log time."""
 
 
 def priors() -> list[float]:
@@ -165,7 +167,10 @@ def priors() -> list[float]:
 
 
 def linear(cases: Sequence[Case]) -> Line:
-    """Errors around the priors, to first order; prices every case once for each constant that it depends on."""
+    """Approximate the errors around the priors to first order.
+
+    Every case is priced once for each constant that it depends on.
+    """
     now = errors(cases, priors())
     slopes = np.zeros((len(cases), len(CONSTANTS)))
     for k, constant in enumerate(CONSTANTS):
@@ -178,7 +183,7 @@ def linear(cases: Sequence[Case]) -> Line:
 
 
 def fit(line: Line, members: Sequence[int], rounds: int = 20) -> list[float]:
-    """The constants that suit some of the cases: least squares on Huber-weighted log errors, held by the priors."""
+    """Fit the constants to some cases: least squares on Huber-weighted log errors, regularised by the priors."""
     prior, width = np.array(priors()), np.array([c.width for c in CONSTANTS])
     start, slopes, sigma = (part[list(members)] for part in (line.errors, line.slopes, line.widths))
     limits = 0.0, [20.0 if c.figure == "attention_ops" else 0.98 for c in CONSTANTS]
@@ -186,14 +191,14 @@ def fit(line: Line, members: Sequence[int], rounds: int = 20) -> list[float]:
 
 
 def groups(cases: Sequence[Case], key: str) -> Mapping[str, list[int]]:
-    found: dict[str, list[int]] = {}
+    members: dict[str, list[int]] = {}
     for number, case in enumerate(cases):
-        found.setdefault(getattr(case, key), []).append(number)
-    return found
+        members.setdefault(getattr(case, key), []).append(number)
+    return members
 
 
 def write(values: Sequence[float], figures: Collection[str]) -> None:
-    """Stores constants of these figures (all if none are named), to three digits, with what they were fitted to."""
+    """Store constants of these figures (all if none are named), to three digits, with their source."""
     file = pathlib.Path(__file__).parents[2] / "autoshard" / "cost" / "calibration.json"
     document = json.loads(file.read_text())
     for constant, value in zip(CONSTANTS, values, strict=True):

@@ -1,8 +1,7 @@
-"""Distributed modules of transformers beside undistributed ones, on eight processes over gloo.
+"""Distributed modules of transformers compared with undistributed ones, on eight processes over gloo.
 
-`python -m experiments.lib.dtensor_run ROWS.json` takes a list of rows, each with a configuration's `fields`, a `plan`
-file and whether it is to `train`, and prints one line of JSON for each. The processes are forked once torch is
-imported.
+`python -m experiments.lib.dtensor_run ROWS.json` reads a list of rows, and prints one line of JSON for each. A row has
+a configuration's `fields`, a `plan` file, and the flag `train`. The processes are forked once torch is imported.
 """
 
 import json
@@ -18,13 +17,13 @@ from typing import Any
 
 PROCESSES = 8
 IDS = 16
-"""Token ids and classes in the batches are below."""
+"""Bound of token ids and classes in the batches."""
 SEEN = 1e-3
-"""Share of a tensor's largest gradient from which on its entries' updates are compared: AdamW divides by the rest."""
+"""Share of a tensor's largest gradient from which updates are compared: AdamW divides smaller ones by noise."""
 
 
 def build(fields: dict[str, Any]) -> Any:
-    """The module of a configuration with weights that are the same in every process, without dropout."""
+    """Build the module of a configuration, with equal weights in every process and without dropout."""
     import torch
     import transformers
 
@@ -35,28 +34,28 @@ def build(fields: dict[str, Any]) -> Any:
 
 
 def batch_of(plan: Any) -> dict[str, Any]:
-    """A batch as the plan has it, by name."""
+    """Make a batch of the plan's shapes, by name."""
     import torch
 
-    made = {}
+    batch = {}
     for name, role in plan.roles.items():
         if role != "batch":
             continue
         shape, plain = plan.shapes[name], name.removeprefix("batch.")
         if "float" in plan.dtypes[name]:
-            made[plain] = torch.randn(shape)
+            batch[plain] = torch.randn(shape)
         else:
-            made[plain] = torch.ones(shape).long() if "mask" in plain else torch.randint(1, IDS, shape)
-    return made
+            batch[plain] = torch.ones(shape).long() if "mask" in plain else torch.randint(1, IDS, shape)
+    return batch
 
 
 def off(found: Any, wanted: Any, least: float = 0.0) -> float:
-    """The largest difference, relative to the largest value."""
+    """Return the largest difference, relative to the largest value."""
     return float((found - wanted).abs().max() / max(float(wanted.abs().max()), least, 1e-30))
 
 
 def sent(kind: str, args: Any) -> float:
-    """Bytes that one device puts on the wire for a collective, as rings do it: what plans predict."""
+    """Return the bytes that one device sends for a ring collective, as plans predict them."""
     from torch._C._distributed_c10d import _resolve_process_group
 
     parts = _resolve_process_group(args[-1]).size()
@@ -66,7 +65,7 @@ def sent(kind: str, args: Any) -> float:
 
 
 def run_row(row: dict[str, Any]) -> dict[str, Any]:
-    """What one row comes to, as this process sees it."""
+    """Run one row in this process, and return its figures."""
     import torch
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import DTensor
@@ -76,7 +75,7 @@ def run_row(row: dict[str, Any]) -> dict[str, Any]:
     from autoshard.exec import distribution_notes
 
     class Calls(TorchDispatchMode):
-        """Counts collectives. Torch's own CommDebugMode also tracks modules, which ends in an IndexError for T5."""
+        """Counter of collectives; torch's own CommDebugMode also tracks modules, and raises IndexError for T5."""
 
         def __init__(self) -> None:
             super().__init__()
@@ -85,7 +84,7 @@ def run_row(row: dict[str, Any]) -> dict[str, Any]:
 
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             if any(issubclass(kind, DTensor) for kind in types):
-                return NotImplemented  # what DTensor sends within the op comes here next
+                return NotImplemented  # DTensor's own collectives reach this function next
             if func.namespace == "_c10d_functional" and "wait" not in str(func):
                 kind = func.__name__.partition(".")[0]
                 self.counts[kind] += 1
@@ -97,7 +96,7 @@ def run_row(row: dict[str, Any]) -> dict[str, Any]:
     mesh = init_device_mesh("cpu", tuple(plan.mesh.values()), mesh_dim_names=tuple(plan.mesh))
 
     def step(whole: Any) -> dict[str, Any]:
-        """Loss, gradients and updated parameters of a training step, or what inference gives."""
+        """Return loss, gradients and updated parameters of a training step, or the output of inference."""
         if not row["train"]:
             with torch.no_grad():
                 return {"output": whole(model(**batch)[0])}
@@ -158,7 +157,7 @@ def run_row(row: dict[str, Any]) -> dict[str, Any]:
 
 
 def work(rank: int, store: str, rows: list[dict[str, Any]]) -> None:
-    """One process: all rows one after the other; the first process prints, and the worst of all is what counts."""
+    """Run all rows in one process; the first process prints the worst value of all processes."""
     import torch
     import torch.distributed as dist
 
@@ -188,7 +187,7 @@ def main() -> None:
     import transformers.models.auto.configuration_auto
 
     for row in rows:
-        getattr(transformers, row["fields"]["architectures"][0])  # imported once, ahead of the fork
+        getattr(transformers, row["fields"]["architectures"][0])  # imported once, before the fork
     import autoshard.exec.dtensor.distributed_module  # noqa: F401
 
     with tempfile.TemporaryDirectory() as folder:

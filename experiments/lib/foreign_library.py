@@ -1,4 +1,4 @@
-"""What experiments with another's training library share: it may be a folder beside, with little of what it imports."""
+"""Helpers of experiments with another's training library, which may be an unpacked folder without its dependencies."""
 
 import argparse
 import importlib.machinery
@@ -12,7 +12,7 @@ from unittest.mock import MagicMock
 
 
 class _StandIns:
-    """Finds modules that are not installed and stands in for them."""
+    """Finder of missing modules, which replaces them by mocks."""
 
     def __init__(self, names: list[str]) -> None:
         self.names = names
@@ -32,8 +32,10 @@ class _StandIns:
 
 
 def find(folder: Path | None, packages: Iterable[str], never: Sequence[str] = ()) -> None:
-    """Let a library in `folder` be imported: those of `packages` that are missing, and modules `never` to be read, are
-    stood in for."""
+    """Make a library in `folder` importable.
+
+    Missing `packages`, and modules of `never`, are replaced by mocks.
+    """
     if folder is not None:
         sys.path.insert(0, str(folder))
     names = list(never)
@@ -48,7 +50,9 @@ def find(folder: Path | None, packages: Iterable[str], never: Sequence[str] = ()
 
 
 def apart(work: Callable[..., None], *args: Any) -> dict[str, Any]:
-    """What `work(*args, send)` sends from a process of its own: other devices and configurations do not mix."""
+    """Run `work(*args, send)` in a process of its own, so that devices and configurations do not mix; return what it
+    sends.
+    """
     spawn = multiprocessing.get_context("spawn")
     mine, theirs = spawn.Pipe()
     worker = spawn.Process(target=work, args=(*args, theirs))
@@ -63,7 +67,7 @@ def apart(work: Callable[..., None], *args: Any) -> dict[str, Any]:
 
 
 def asked(doc: str | None, library: str, rows: Iterable[str]) -> tuple[Path | None, list[str]] | None:
-    """The folder of a library and the rows to run, from the command line; None if the library is nowhere."""
+    """Parse the command line: return the folder of a library and the rows to run; None if the library is not found."""
     package = library.lower()
     parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("rows", nargs="*", metavar="ROW", help="parts of names of rows")

@@ -1,4 +1,6 @@
-"""A tiny model of transformers as a module that gives its loss, and a functional graph of one beside eager torch."""
+"""A tiny model of transformers as a module that returns its loss, and a functional graph of it compared with eager
+torch.
+"""
 
 import collections
 import json
@@ -25,7 +27,10 @@ MOST = 200_000_000
 
 
 def step_of(kind: str, rung: int) -> tuple[Any, dict[str, Any]]:
-    """Return a module that gives the loss of a tiny model on the host, and its inputs. Raises if it does not run."""
+    """Return a module that computes the loss of a tiny model on the host, and its inputs.
+
+    Raises if the module does not run, and `MemoryError` if the model is too large.
+    """
     import numpy as np
     import torch
 
@@ -88,7 +93,7 @@ def step_of(kind: str, rung: int) -> tuple[Any, dict[str, Any]]:
 
 
 def compare(step: Any, exported: Any, inputs: dict[str, Any]) -> None:
-    """Raise if the loss or a gradient of the functional graph is not that of eager torch."""
+    """Raise if the loss or a gradient of the functional graph differs from eager torch."""
     import torch
     from torch.utils import _pytree
 
@@ -115,7 +120,9 @@ def compare(step: Any, exported: Any, inputs: dict[str, Any]) -> None:
 
 
 def lower(exported: Any) -> None:
-    """Raise if an operation of the graph has no lowering in autoshard's environment of torchax."""
+    """Raise `NotImplementedError` if an operation of the graph has no lowering in autoshard's environment of
+    torchax.
+    """
     from autoshard.program.torch.module_patches import lowered_environment
 
     env, names = lowered_environment(), set[str]()

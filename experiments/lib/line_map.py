@@ -1,8 +1,8 @@
-"""A plugin of pytest for `mutants.py`: record the seconds and the lines of the package of every test that passes.
+"""Plugin of pytest for `mutants.py`, which records the seconds and the executed package lines of every passing test.
 
-`LINE_MAP` names the file of JSON that it writes: tests with their seconds, and lines by file with the tests that ran
-each. Lines that ran while a module was imported are of the test "". A process that a test starts, and that imports this
-file when it starts, records its lines if it ends by itself.
+`LINE_MAP` names the JSON file that it writes: tests with their seconds, and lines by file with the tests that ran each.
+Lines that ran while a module was imported belong to the test "". A child process that imports this file at startup
+records its lines if it ends normally.
 """
 
 import atexit
@@ -17,8 +17,8 @@ import coverage
 
 PACKAGE = Path(__file__).parents[2] / "autoshard"
 CHILD_OF = "LINE_MAP_TEST"
-"""The variable with the name of the test that runs, for processes that it starts."""
-# Started before anything imports the package.
+"""Environment variable with the name of the running test, for processes that the test starts."""
+# Coverage starts before anything imports the package.
 _lines = coverage.Coverage(data_file=None, source=[str(PACKAGE)], config_file=False)
 _lines.start()
 _seconds: dict[str, float] = {}
@@ -35,7 +35,7 @@ def _write_child(test: str) -> None:
 if CHILD_OF in os.environ:
     atexit.register(_write_child, os.environ[CHILD_OF])
 else:
-    # Lines that ran before the time was over are written too.
+    # Lines that ran before the time limit are written too.
     signal.signal(signal.SIGXCPU, signal.default_int_handler)
 
 

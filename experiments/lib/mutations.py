@@ -27,13 +27,13 @@ class Mutant:
 
     room: str
     path: str
-    """Below the package."""
+    """Path of the file below the package."""
     function: str
     line: int
     before: str
     after: str
     span: tuple[int, int]
-    """Bytes of the file that `after` replaces."""
+    """Range of the file's bytes that `after` replaces."""
     number: int
     """Position among equal changes of one function."""
 
@@ -46,7 +46,7 @@ class Mutant:
 
 
 def drawn(package: Path, room: str, count: int) -> list[Mutant]:
-    """Return mutants of a room; changes of the package elsewhere leave the draw as it is."""
+    """Return `count` mutants of a room; changes of the package elsewhere leave the draw unchanged."""
     known = [mutant for path in (package / room).rglob("*.py") for mutant in mutants(package, room, path)]
     return sorted(known, key=lambda mutant: hashlib.sha256(f"{SEED} {mutant.key}".encode()).hexdigest())[:count]
 
@@ -67,7 +67,7 @@ def mutants(package: Path, room: str, path: Path) -> Iterator[Mutant]:
 
 
 def _nodes(node: ast.AST, function: str) -> Iterator[tuple[str, Any]]:
-    """Yield expressions that a run computes, with their function: no annotations, texts or words of an error."""
+    """Yield the expressions that a run computes, with their function: no annotations, texts or error messages."""
     for name, value in ast.iter_fields(node):
         if name in ("annotation", "returns", "decorator_list", "type_params"):
             continue
@@ -75,7 +75,7 @@ def _nodes(node: ast.AST, function: str) -> Iterator[tuple[str, Any]]:
             if not isinstance(child, ast.AST) or isinstance(child, ast.Raise | ast.Assert | ast.JoinedStr):
                 continue
             if isinstance(child, ast.If | ast.IfExp) and "TYPE_CHECKING" not in ast.unparse(child.test):
-                # Stands for the whole branch, which is removed by a condition that never holds.
+                # This node stands for the whole branch, which a false condition disables.
                 yield function, ast.copy_location(ast.Expr(child.test), child.test)
             if isinstance(child, ast.expr):
                 yield function, child
@@ -101,5 +101,5 @@ def _changes(node: Any) -> Iterator[ast.AST]:
 
 
 def _is_text(*nodes: ast.expr) -> bool:
-    """Tell a sum of texts or lists, whose difference only raises."""
+    """Return True for a sum of texts or lists, whose difference only raises."""
     return any(isinstance(n, ast.JoinedStr | ast.List) or isinstance(getattr(n, "value", 0), str) for n in nodes)

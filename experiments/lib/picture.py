@@ -1,6 +1,6 @@
 """A picture of a plan's page, as the docs show it: `python experiments/lib/picture.py PLAN.json PICTURE.jpg`.
 
-`make readme` runs it; it needs Debian's Chromium, as `make test-browser` does.
+`make readme` runs it. The script needs Debian's Chromium, as `make test-browser` does.
 """
 
 import sys

@@ -1,4 +1,4 @@
-"""Keeping a machine quiet while something is timed."""
+"""Prevention of other work on a machine while something is timed."""
 
 import contextlib
 import shlex
@@ -8,14 +8,14 @@ from collections.abc import Iterator
 
 @contextlib.contextmanager
 def held(command: str | None) -> Iterator[None]:
-    """Runs a command beside the body; the body starts when the command has copied a line."""
+    """Run a command during the body; the body starts once the command has copied a line."""
     if not command:
         yield
         return
     with subprocess.Popen(shlex.split(command), stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdin is not None and process.stdout is not None
         try:
-            with contextlib.suppress(BrokenPipeError):  # it has ended already: there is no line to read
+            with contextlib.suppress(BrokenPipeError):  # the command has ended and copies no line
                 process.stdin.write("held\n")
                 process.stdin.flush()
             if process.stdout.readline() != "held\n":

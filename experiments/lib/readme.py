@@ -1,4 +1,4 @@
-"""Put the verdict, the plan and the baselines that `make demo` prints into README.md, between its two markers.
+"""Insertion of the verdict, the plan and the baselines that `make demo` prints into README.md, between its two markers.
 
 make demo > build/demo.txt && python experiments/lib/readme.py build/demo.txt
 """
@@ -10,7 +10,7 @@ from pathlib import Path
 
 README = Path(__file__).parents[2] / "README.md"
 SHOWN = ("llama3-8b training", "FITS", "Plan\n", "Baselines\n")
-"""Beginnings of the parts of the output that the README shows."""
+"""First words of the parts of the output that the README shows."""
 
 START, END = "<!-- demo: written by `make readme` -->\n", "<!-- end of demo -->"
 

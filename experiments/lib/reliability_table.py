@@ -1,4 +1,4 @@
-"""The table of `reliability.py`: what was counted, whatever was wrong, and what was found and mended on the way."""
+"""The table of `reliability.py`: counts, faults, and the faults that were repaired during development."""
 
 import collections
 import os
@@ -10,11 +10,11 @@ from experiments.lib.saved_results import checked_out
 
 
 ANSWERS = ("optimal", "infeasible", "feasible", "none found")
-"""What may be said of a problem that is not refused."""
+"""Possible answers to a problem that is not refused."""
 WARM = 0.25
-"""Share of a long run after which what it holds is not to grow."""
+"""Share of a long run after which its resources must not grow."""
 GROWTH = 0.02
-"""Share of its memory by which a process may still grow after that: what allocators do not give back."""
+"""Share of its memory by which a process may still grow after that, since allocators do not return all memory."""
 
 
 def rows_of(rows: dict[str, Any], kind: str) -> dict[str, Any]:
@@ -22,28 +22,28 @@ def rows_of(rows: dict[str, Any], kind: str) -> dict[str, Any]:
 
 
 def growth(samples: list[dict[str, int]]) -> list[str]:
-    """What grows after the first quarter of a long run."""
+    """List the resources that grow after the first quarter of a long run."""
     warm = [sample for sample in samples if sample["number"] >= WARM * samples[-1]["number"]]
     first, last = warm[0], warm[-1]
-    found = [
+    grown = [
         f"{last[what] - first[what]} {what}"
         for what in ("descriptors", "threads", "files", "children")
         if last[what] > first[what]
     ]
     if last["bytes"] > (1 + GROWTH) * first["bytes"]:
-        found.append(f"{last['bytes'] - first['bytes']} bytes")
-    return found
+        grown.append(f"{last['bytes'] - first['bytes']} bytes")
+    return grown
 
 
 def wrong(rows: dict[str, Any]) -> list[str]:
-    """Whatever should not be."""
-    found = [f"{key}: {row['wrong']}" for key, row in rows_of(rows, "kill").items() if row["wrong"]]
-    found += [f"{key}: {row}" for key, row in rows_of(rows, "place").items() if row and row != "not here"]
+    """List every fault in the rows."""
+    faults = [f"{key}: {row['wrong']}" for key, row in rows_of(rows, "kill").items() if row["wrong"]]
+    faults += [f"{key}: {row}" for key, row in rows_of(rows, "place").items() if row and row != "not here"]
     for key, row in (rows_of(rows, "problems") | rows_of(rows, "programs")).items():
-        found += [f"{key}: {what}" for what in row if what.startswith(("wrong", "differs", "raised"))]
+        faults += [f"{key}: {what}" for what in row if what.startswith(("wrong", "differs", "raised"))]
     for key, row in rows_of(rows, "long").items():
-        found += [f"{key}: {what} more" for what in growth(row)]
-    return found
+        faults += [f"{key}: {what} more" for what in growth(row)]
+    return faults
 
 
 MENDED = (
@@ -128,7 +128,7 @@ MENDED = (
         "such starts are clamped",
     ),
 )
-"""What was found on the way, and how it is now."""
+"""Faults that were found, each with the behaviour after its repair."""
 
 
 def table(rows: dict[str, Any]) -> str:
@@ -157,7 +157,7 @@ def table(rows: dict[str, Any]) -> str:
 
 
 def counts(rows: dict[str, Any]) -> list[str]:
-    """One line for each thing that is counted."""
+    """Return one line for each counted kind."""
     from tests import test_bad_input as bad
     from tests.solver.random_problems import EACH, KINDS
 

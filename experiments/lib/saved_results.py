@@ -1,6 +1,6 @@
-"""What experiments keep on disk between runs: compiled programs by plan, and results by row.
+"""Files that experiments save between runs: compiled programs by plan, and results by row.
 
-Compiled programs are large and stay under `build/`; results are small and are committed.
+Compiled programs are large and stay under `build/`. Results are small and are committed.
 """
 
 import contextlib
@@ -24,24 +24,24 @@ BUILD = Path(__file__).parents[2] / "build"
 
 
 def checked_out() -> str:
-    """The commit that is checked out: rows that older code made are told apart."""
+    """Return the commit that is checked out, which distinguishes rows of older code."""
     here = str(Path(__file__).parents[1])
     done = subprocess.run(["git", "-C", here, "rev-parse", "--short", "HEAD"], capture_output=True, text=True)
     return done.stdout.strip() or "unknown"
 
 
 def digest(program: "Program", plan: "Plan") -> str:
-    """What a compiled program depends on: the program (without the line numbers in its module) and the plan."""
-    found = hashlib.sha256(program.fingerprint.encode())
+    """Hash the inputs of a compilation: the program (without line numbers in its module) and the plan."""
+    hashed = hashlib.sha256(program.fingerprint.encode())
     what = (plan.topology, plan.mesh, plan.device_order, plan.arguments, plan.results, plan.pins, plan.regions)
-    found.update(repr(what).encode())
+    hashed.update(repr(what).encode())
     for flag in plan.provenance.get("xla_flags", {}).get("flags", []):
-        found.update(flag.encode())
-    return found.hexdigest()[:12]
+        hashed.update(flag.encode())
+    return hashed.hexdigest()[:12]
 
 
 def compiled(folder: str, program: "Program", plan: "Plan", time_limit: float, whole: bool = False) -> "Compiled":
-    """From the folder of compiled plans, or from the compiler, `whole` with its machine code, which takes minutes.
+    """Load a compiled program from its folder, or compile it; with `whole` including machine code, which takes minutes.
 
     Raises `UserError` as `compile_without_devices` does.
     """
@@ -52,15 +52,15 @@ def compiled(folder: str, program: "Program", plan: "Plan", time_limit: float, w
         known = pickle.loads(gzip.decompress(path.read_bytes()))
         if known.coded or not whole:
             return known
-    found = compile_without_devices(program, plan, time_limit, quick=not whole)
+    program_compiled = compile_without_devices(program, plan, time_limit, quick=not whole)
     path.parent.mkdir(parents=True, exist_ok=True)
     with _whole(path) as part:
-        part.write_bytes(gzip.compress(pickle.dumps(found)))
-    return found
+        part.write_bytes(gzip.compress(pickle.dumps(program_compiled)))
+    return program_compiled
 
 
 def is_compiled(folder: str, program: "Program", plan: "Plan") -> bool:
-    """Whether `compiled` has it on disk."""
+    """Return True if the compiled program is on disk."""
     return _path(folder, program, plan).exists()
 
 
@@ -84,7 +84,7 @@ class Results:
 
 @contextlib.contextmanager
 def _whole(path: Path) -> Iterator[Path]:
-    """A file beside `path` that takes its place once it is written."""
+    """Yield a temporary file that replaces `path` once it is written."""
     part = path.with_suffix(f".{os.getpid()}.part")
     try:
         yield part

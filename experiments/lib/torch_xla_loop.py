@@ -1,8 +1,9 @@
-"""One process of `torch_xla_overhead.py`: a training loop that runs as many steps as it is told to, and times them.
+"""One process of `torch_xla_overhead.py`: a training loop that runs the requested numbers of steps, and times them.
 
-`planned` runs under `xr.use_spmd(auto=True)` and says how it is sharded; `all` and `arguments` read that from their
-first line of input and shard the same loop by hand, with PyTorch/XLA alone: everything that the hook marks, or only
-parameters, states of the optimizer and batches. Each later line of input is a number of steps.
+`planned` runs under `xr.use_spmd(auto=True)` and reports its sharding. `all` and `arguments` read that sharding from
+their first line of input, and shard the same loop by hand, with PyTorch/XLA alone. `all` marks everything that the hook
+marks. `arguments` marks only parameters, states of the optimizer and batches. Each later line of input is a number of
+steps.
 """
 
 import argparse
@@ -37,7 +38,7 @@ def main() -> None:
 
 
 def run(model: str, how: str, dump: Path) -> dict[str, Any]:
-    """Answer every line of input with the seconds of its steps; return how the loop was sharded."""
+    """Answer every line of input with the seconds of its steps; return the sharding of the loop."""
     import torch
     import torch_xla.runtime as xr
 
@@ -58,7 +59,7 @@ def run(model: str, how: str, dump: Path) -> dict[str, Any]:
     batches = it.cycle(hosted)
 
     def step() -> tuple[float, float]:
-        """Seconds until the step is handed to the devices, and until its loss is here."""
+        """Run a step; return the seconds until it is dispatched, and until its loss is on the host."""
         import torch_xla
 
         began = time.perf_counter()
@@ -83,14 +84,14 @@ def run(model: str, how: str, dump: Path) -> dict[str, Any]:
 
 
 def compiled() -> int:
-    """Programs that this process has compiled."""
+    """Return the number of programs that this process has compiled."""
     import torch_xla.debug.metrics as metrics
 
     return metrics.counter_value("UncachedCompile") or 0
 
 
 def wire(dump: Path) -> dict[str, int]:
-    """Bytes on the wire of one device in a step by mesh axis, of the program that was compiled last."""
+    """Return the bytes on the wire of one device in a step, by mesh axis, of the program that was compiled last."""
     from autoshard.cost import Topology, make_mesh
     from autoshard.exec import read_collectives, wire_by_axis
 
@@ -99,7 +100,7 @@ def wire(dump: Path) -> dict[str, int]:
 
 
 def hook_calls(step: Callable[[], Any], steps: int = 3) -> list[int]:
-    """Calls of the hook's own functions in each of some steps."""
+    """Count the calls of the hook's own functions in each of some steps."""
     counts = []
     for _ in range(steps):
         found = 0
@@ -116,7 +117,7 @@ def hook_calls(step: Callable[[], Any], steps: int = 3) -> list[int]:
 
 
 def states_of(model: Any, optimizer: Any) -> Iterator[tuple[str, Any]]:
-    """Name and tensor of what an optimizer keeps of each parameter, counters left out."""
+    """Yield name and tensor of the optimizer's state of each parameter, without counters."""
     import torch
 
     for name, parameter in model.named_parameters():
@@ -126,7 +127,7 @@ def states_of(model: Any, optimizer: Any) -> Iterator[tuple[str, Any]]:
 
 
 def tensors_in(value: Any) -> Iterator[Any]:
-    """Tensors of what a module gives, in order."""
+    """Yield the tensors of a module's output, in order."""
     import torch
 
     if isinstance(value, torch.Tensor):
@@ -137,12 +138,12 @@ def tensors_in(value: Any) -> Iterator[Any]:
 
 
 def tupled(spec: Any) -> tuple[Any, ...]:
-    """A partition spec that was JSON."""
+    """Convert a partition spec from JSON."""
     return tuple(tuple(axes) if isinstance(axes, list) else axes for axes in spec)
 
 
 class Planned:
-    """The hook does it; this keeps what it does."""
+    """Sharding by the hook, which this class records."""
 
     def __init__(self) -> None:
         from autoshard.exec.torch_xla_hook.lifecycle import hook_session
@@ -166,19 +167,19 @@ class Planned:
         pass
 
     def said(self, model: Any, updater: Any) -> dict[str, Any]:
-        """Everything that is marked, in words that PyTorch/XLA's functions take."""
+        """Return all marks, as arguments of PyTorch/XLA's functions."""
         from autoshard.exec.torch_xla_hook import partition, session
 
-        made = session()
-        assert made is not None and len(made.plans) == len(self._pinned) == 1
-        specs = made.applied.specs
-        ((_, live), *_) = made.applied.batches.values()
+        hook = session()
+        assert hook is not None and len(hook.plans) == len(self._pinned) == 1
+        specs = hook.applied.specs
+        ((_, live), *_) = hook.applied.batches.values()
         return {
             "mesh": [live.devices, list(live.sizes.values()), list(live.sizes)],
             "parameters": {n: partition(specs[p]) for n, p in model.named_parameters() if p in specs},
             "states": {n: partition(specs[t]) for n, t in states_of(model, updater) if t in specs},
             "batches": [
-                [list(key[0]), str(key[1]), partition(spec)] for key, (spec, _) in made.applied.batches.items()
+                [list(key[0]), str(key[1]), partition(spec)] for key, (spec, _) in hook.applied.batches.items()
             ],
             "values": [
                 [place.module, place.call, place.what, place.number, list(map(partition, given))]
@@ -190,7 +191,7 @@ class Planned:
 
 
 class ByHand:
-    """What a person writes who knows the plan: `xs.mark_sharding`, and hooks for what modules give."""
+    """Sharding as a person writes it from the plan: `xs.mark_sharding`, and hooks on the outputs of modules."""
 
     def __init__(self, marks: dict[str, Any], values: bool) -> None:
         import numpy as np
@@ -216,12 +217,12 @@ class ByHand:
 
     def _hook(self, calls: Iterator[Any]) -> Callable[..., None]:
         def after(module: Any, args: Any, output: Any) -> None:
-            found = list(tensors_in(output))
+            tensors = list(tensors_in(output))
             for what, number, specs in next(calls):
                 if what == "output":
-                    self._pin(found[number], specs)
-                elif found[number].requires_grad:
-                    found[number].register_hook(lambda gradient, specs=specs: self._pin(gradient, specs))
+                    self._pin(tensors[number], specs)
+                elif tensors[number].requires_grad:
+                    tensors[number].register_hook(lambda gradient, specs=specs: self._pin(gradient, specs))
 
         return after
 
@@ -246,7 +247,7 @@ class ByHand:
 
         for name, state in states_of(model, optimizer):
             if name in self._marks["states"]:
-                xs.clear_sharding(state)  # the first step left it as its parameter's gradient is
+                xs.clear_sharding(state)  # the first step gave it the spec of its gradient
                 self._mark(state, self._marks["states"][name])
 
     def said(self, model: Any, updater: Any) -> dict[str, Any]:

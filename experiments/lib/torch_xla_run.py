@@ -1,4 +1,4 @@
-"""One process of `torch_xla_matrix.py`: train a small model under PyTorch/XLA and print what was seen, as JSON."""
+"""One process of `torch_xla_matrix.py`: train a small model under PyTorch/XLA and print the observations as JSON."""
 
 import argparse
 import json
@@ -30,12 +30,12 @@ def main() -> None:
             import autoshard.torch_xla  # noqa: F401
 
             xr.use_spmd(auto=True)
-        found = {name: train(given.model, name, given.steps, given.reorder, Path(dump)) for name in given.optimizers}
-        print(json.dumps(found))
+        rows = {name: train(given.model, name, given.steps, given.reorder, Path(dump)) for name in given.optimizers}
+        print(json.dumps(rows))
 
 
 def train(model: str, optimizer: str, steps: int, reorder: bool, dump: Path) -> dict[str, Any]:
-    """Losses of `steps` steps from seed 0, and what was compiled for them."""
+    """Return the losses of `steps` steps from seed 0, and figures of the compiled programs."""
     import torch
     import torch_xla
     import torch_xla.debug.metrics as metrics
@@ -64,11 +64,11 @@ def train(model: str, optimizer: str, steps: int, reorder: bool, dump: Path) -> 
 
 
 EXECUTED = "*after_optimizations.txt"
-"""Names of the files in which XLA dumps what it runs, numbered in the order of compilation."""
+"""Pattern of the files in which XLA dumps executed programs, numbered in the order of compilation."""
 
 
 def planned(model: Any, optimizer: Any, executed: list[Path]) -> dict[str, Any]:
-    """How many parameters and states are split, and what goes over the wire, if a plan was made."""
+    """Return the numbers of split parameters and states, and the bytes on the wire, if a plan was made."""
     import sys
 
     import torch

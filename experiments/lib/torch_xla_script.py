@@ -1,13 +1,17 @@
-"""One process of `torch_xla_scripts.py`: run one of the scripts in `torch_xla/programs`, and say what was seen.
+"""One process of `torch_xla_scripts.py`: run one of the scripts in `torch_xla/programs`, and report its observations.
 
     python -m experiments.lib.torch_xla_script NAME {hooked,unhooked,host} [--nudged]
 
-The script is run as it is; only `print` is another one, which takes down the numbers that it is given. A line that
-begins with "step" ends a step. After `WARM` steps the process runs `TURN` steps for each line of its input, and it runs
-the last `COUNTED` steps with the hook's own functions timed; what is compiled is counted before those. What later
-steps send is read from the programs that XLA runs. `--nudged` moves every parameter by one unit in the last place
-before it goes to the device: what rounding alone makes of the losses. On the `host` it is plain PyTorch: the device is
-the CPU, and there are no step boundaries.
+The script runs unchanged, except that `print` is replaced by a function that records its numbers. A line that begins
+with "step" ends a step.
+
+After `WARM` steps the process runs `TURN` steps for each line of its input. It runs the last `COUNTED` steps with the
+hook's own functions timed. Compilations are counted before those steps. The traffic of later steps is read from the
+programs that XLA runs.
+
+`--nudged` moves every parameter by one unit in the last place before it moves to the device. The run shows the effect
+of rounding alone on the losses. On the `host` the script is plain PyTorch: the device is the CPU, and there are no step
+boundaries.
 """
 
 import argparse
@@ -31,11 +35,11 @@ from experiments.lib.torch_xla_run import EXECUTED
 PROGRAMS = Path(__file__).parents[1] / "torch_xla" / "programs"
 MESH = "4,2"
 STEPS, WARM, TURN, COUNTED = 28, 6, 3, 4
-"""Every script makes `STEPS` steps."""
+"""Steps of every script, steps before the first turn, steps of a turn, and last steps with a timed hook."""
 
 
 def script(name: str) -> Path:
-    """Return the file of a script, which stands in one of the folders of `PROGRAMS`."""
+    """Return the file of a script, in one of the folders of `PROGRAMS`."""
     (path,) = PROGRAMS.glob(f"*/{name}.py")
     return path
 
@@ -47,7 +51,7 @@ def main() -> None:
     parser.add_argument("--nudged", action="store_true")
     given = parser.parse_args()
     out = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what libraries print is none of what is said here
+    os.dup2(2, 1)  # output of libraries must not mix with the results
     os.environ.update(PJRT_DEVICE="CPU", CPU_NUM_DEVICES="8", TOKENIZERS_PARALLELISM="false")
     dump = Path(tempfile.mkdtemp())
     if given.how == "hooked":
@@ -89,11 +93,11 @@ HOST = {
     "xm.mark_step()": "None",
     "xm.optimizer_step(optimizer)": "optimizer.step()",
 }
-"""What a script says of the XLA device, and what says the same of the CPU."""
+"""Expressions of a script for the XLA device, and their replacements for the CPU."""
 
 
 def on_cpu(name: str) -> str:
-    """A script that knows of no XLA device."""
+    """Return a script's text without XLA devices."""
     text = script(name).read_text()
     for ours, theirs in HOST.items():
         text = text.replace(ours, theirs)
@@ -101,7 +105,7 @@ def on_cpu(name: str) -> str:
 
 
 def nudge() -> None:
-    """Have every module's parameters moved a little before they go to the device."""
+    """Wrap `Module.to` so that it moves parameters by one unit in the last place before they go to the device."""
     import torch
 
     modules: Any = torch.nn.Module
@@ -119,7 +123,7 @@ def nudge() -> None:
 
 
 class Told:
-    """Stands for `print` in a script."""
+    """Replacement of `print` in a script."""
 
     def __init__(self, out: TextIO, dump: Path, warm: int) -> None:
         self._out = out
@@ -141,12 +145,12 @@ class Told:
         if words[0] == "step":
             self._step(took)
         elif self._own is not None:
-            self._own.take()  # of what lies before is no step's time
+            self._own.take()  # discards the time before the first step
         self._began = time.perf_counter()
 
     def _step(self, took: float) -> None:
         self._steps += 1
-        if self._own is None:  # what is put in their place is new to compiled modules
+        if self._own is None:  # the timed functions cause new compilations
             self._compiled.append(compiled())
         if self._own is not None:
             self._shares.append(self._own.take() / took)
@@ -163,13 +167,13 @@ class Told:
                 self._own = Own()
 
     def _end(self) -> None:
-        """What there is before the script lets go of it."""
+        """Collect the results before the script frees its tensors."""
         told = {"shares": self._shares, "numbers": self._numbers, "compiled": self._compiled}
         self.found = told | {"host": on_host(), "wire": wire(self._dump)} | parameters()
 
 
 class Own:
-    """Times the hook's own functions, each thread's outermost one, from here on."""
+    """Timer of the hook's own functions, counting the outermost call of each thread."""
 
     def __init__(self) -> None:
         from autoshard.exec.torch_xla_hook.lifecycle import hook_session
@@ -205,24 +209,24 @@ class Own:
         return run
 
     def take(self) -> float:
-        """Seconds since the last time."""
+        """Return the seconds since the last call."""
         spent, self._spent = self._spent, 0.0
         return spent
 
 
 def compiled() -> int:
-    """Programs that XLA has compiled, those that gather a split tensor for the host among them."""
+    """Return the number of programs that XLA has compiled, including those that gather a split tensor for the host."""
     import torch_xla.debug.metrics as metrics
 
     return (metrics.metric_data("CompileTime") or (0,))[0]
 
 
 _planned_at: list[int] = []
-"""Of each plan, how many programs there were when it was made: the next one is its first step."""
+"""Number of dumped programs when each plan was made: the next program is the plan's first step."""
 
 
 def note_plans(dump: Path) -> None:
-    """Have it noted which program is the first step of which plan."""
+    """Record for each plan which program is its first step."""
     from autoshard.exec.torch_xla_hook.lifecycle import hook_session
 
     modules: Any = hook_session
@@ -237,10 +241,11 @@ def note_plans(dump: Path) -> None:
 
 
 def wire(dump: Path) -> list[dict[str, Any]]:
-    """By plan, bytes on the wire by mesh axis: planned, and sent in later steps; none for plans of no later step.
+    """Return for each plan the bytes on the wire by mesh axis: planned, and sent in later steps.
 
-    Later steps run the first program after the plan's own, and before the next plan's, with half as many products and
-    more: others end a step that is cut, or update what is summed.
+    Plans without later steps are left out. A later step is the first program after the plan's own and before the next
+    plan's with at least half as many products. Programs with fewer products end a step that is cut, or apply
+    accumulated gradients.
     """
     import autoshard.torch_xla
     from autoshard.exec import plan_mesh, read_collectives, wire_by_axis
@@ -254,20 +259,20 @@ def wire(dump: Path) -> list[dict[str, Any]]:
         sum(op.opcode in PRODUCTS for each in module.computations.values() for op in each.instructions)
         for module in modules
     ]
-    found = []
+    traffic = []
     for plan, first, end in zip(session.plans, _planned_at, [*_planned_at[1:], len(modules)], strict=True):
         later = [number for number in range(first + 1, end) if 2 * counts[number] >= counts[first]]
         if later and counts[first]:
             sent = wire_by_axis(read_collectives(modules[later[0]], plan_mesh(plan)))
-            found.append({"planned": plan.prediction.wire_bytes, "sent": sent})
-    return found
+            traffic.append({"planned": plan.prediction.wire_bytes, "sent": sent})
+    return traffic
 
 
 PRODUCTS = ("dot", "convolution")
 
 
 def on_host() -> list[str]:
-    """Ops that PyTorch/XLA has computed on the host, for want of a kernel; reads of a number are no op."""
+    """List the ops that PyTorch/XLA computed on the host for lack of a kernel; reads of a number do not count."""
     import torch_xla.debug.metrics as metrics
 
     names = (name for name in metrics.counter_names() if name.startswith("aten::"))
@@ -275,7 +280,7 @@ def on_host() -> list[str]:
 
 
 def parameters() -> dict[str, Any]:
-    """How many parameters there are on the device, and how many of them are split; their numbers alike; plans."""
+    """Count split and all parameters on the device, their elements, and the plans."""
     import torch
 
     import autoshard.torch_xla

@@ -1,4 +1,4 @@
-"""One process of `torch_xla_spmd.py`: run the tests of a file, and write what comes of each as it comes.
+"""One process of `torch_xla_spmd.py`: run the tests of a file, and write the outcome of each at once.
 
 python experiments/lib/torch_xla_spmd_run.py FILE FOLDER
 """
@@ -13,7 +13,7 @@ from typing import Any, TextIO
 
 
 class Told(unittest.TestResult):
-    """Writes a line for every test: a process that dies has told of those before."""
+    """Result that writes a line for every test, so that a process that dies has reported the tests before."""
 
     def __init__(self, out: TextIO) -> None:
         super().__init__()
@@ -52,7 +52,7 @@ def _each(suite: Any) -> Any:
 
 def main() -> None:
     path, folder = Path(sys.argv[1]), Path(sys.argv[2])
-    sys.argv = [str(path)]  # upstream's read options of their own
+    sys.argv = [str(path)]  # upstream's tests parse options of their own
     spec = importlib.util.spec_from_file_location(path.stem, path)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)

@@ -1,4 +1,4 @@
-"""What PyTorch/XLA's tests of SPMD do, in words of our own; `torch_xla_spmd.py` runs them both ways."""
+"""The subjects of PyTorch/XLA's tests of SPMD, written independently; `torch_xla_spmd.py` runs them both ways."""
 
 import tempfile
 import unittest
@@ -17,7 +17,7 @@ from torch_xla import _XLAC  # pyright: ignore[reportPrivateImportUsage]
 
 
 xr.use_spmd()
-# Torch counts its devices at the first gradient.
+# Torch counts its devices when it computes the first gradient.
 torch.ones(1, requires_grad=True).to("xla").sum().backward()
 
 
@@ -30,9 +30,9 @@ def sharding(tensor: Any) -> str:
 
 
 def compiled() -> int:
-    """Programs compiled so far."""
-    found = met.metric_data("CompileTime")
-    return 0 if found is None else found[0]
+    """Return the number of programs compiled so far."""
+    metric = met.metric_data("CompileTime")
+    return 0 if metric is None else metric[0]
 
 
 class Net(nn.Module):
@@ -45,7 +45,7 @@ class Net(nn.Module):
 
 
 def train(model: Any, data: Any, target: Any, steps: int = 4) -> list[float]:
-    """Losses of some steps of SGD with momentum."""
+    """Return the losses of some steps of SGD with momentum."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     losses = []
     for _ in range(steps):
@@ -59,7 +59,7 @@ def train(model: Any, data: Any, target: Any, steps: int = 4) -> list[float]:
 
 
 class Marks(unittest.TestCase):
-    """Tensors that are marked: what they say of themselves, and what is computed from them."""
+    """Tests of marked tensors: their specs, and values computed from them."""
 
     def setUp(self) -> None:
         torch.manual_seed(0)
@@ -118,7 +118,7 @@ class Marks(unittest.TestCase):
 
 
 class Steps(unittest.TestCase):
-    """Steps of training and inference, with the user's own marks or none."""
+    """Tests of training and inference steps, with the user's own marks or none."""
 
     def setUp(self) -> None:
         torch.manual_seed(0)
@@ -135,16 +135,16 @@ class Steps(unittest.TestCase):
             self.wanted.append(loss.item())
 
     def test_losses_are_those_of_the_host(self) -> None:
-        found = train(self.model.to("xla"), self.data.to("xla"), self.target.to("xla"))
-        self.assertTrue(np.allclose(found, self.wanted, rtol=1e-4))
+        losses = train(self.model.to("xla"), self.data.to("xla"), self.target.to("xla"))
+        self.assertTrue(np.allclose(losses, self.wanted, rtol=1e-4))
 
     def test_losses_with_marks_of_ones_own(self) -> None:
         model = self.model.to("xla")
         xs.mark_sharding(model.first.weight, mesh_of(2, 4), (1, None))
         xs.mark_sharding(model.second.weight, mesh_of(2, 4), (None, 1))
         data = xs.mark_sharding(self.data.to("xla"), mesh_of(2, 4), (0, None)).global_tensor
-        found = train(model, data, self.target.to("xla"))
-        self.assertTrue(np.allclose(found, self.wanted, rtol=1e-4))
+        losses = train(model, data, self.target.to("xla"))
+        self.assertTrue(np.allclose(losses, self.wanted, rtol=1e-4))
         self.assertIn("devices=[4,1,2]", sharding(model.first.weight))
 
     def test_momentum_is_split_as_its_parameter(self) -> None:
@@ -160,11 +160,11 @@ class Steps(unittest.TestCase):
     def test_three_steps_compile_twice_at_most(self) -> None:
         before = compiled()
         train(self.model.to("xla"), self.data.to("xla"), self.target.to("xla"), 3)
-        self.assertLessEqual(compiled() - before, 2)  # the first makes the momentum
+        self.assertLessEqual(compiled() - before, 2)  # the first step allocates the momentum
 
     def test_steps_that_were_run_are_not_compiled_again(self) -> None:
         model, data, target = self.model.to("xla"), self.data.to("xla"), self.target.to("xla")
-        for _ in range(2):  # the second time with parameters that are split already
+        for _ in range(2):  # the second time parameters are split already
             train(model, data, target, 3)
         before = compiled()
         train(model, data, target, 3)
@@ -175,8 +175,8 @@ class Steps(unittest.TestCase):
             wanted = self.model(self.data)
             compiled = torch.compile(self.model.to("xla"), backend="openxla")
             for _ in range(3):
-                found = compiled(self.data.to("xla")).cpu()
-        self.assertTrue(torch.allclose(found, wanted, rtol=1e-4, atol=1e-5))
+                output = compiled(self.data.to("xla")).cpu()
+        self.assertTrue(torch.allclose(output, wanted, rtol=1e-4, atol=1e-5))
 
     def test_a_loader_splits_batches(self) -> None:
         spec = xs.ShardingSpec(mesh_of(8, 1), (0, None))
@@ -193,8 +193,8 @@ class Steps(unittest.TestCase):
         xs.set_global_mesh(mesh)
         model = SpmdFullyShardedDataParallel(self.model.to("xla"))
         data = xs.mark_sharding(self.data.to("xla"), mesh, ("fsdp", None)).global_tensor
-        found = train(model, data, self.target.to("xla"))
-        self.assertTrue(np.allclose(found, self.wanted, rtol=1e-4))
+        losses = train(model, data, self.target.to("xla"))
+        self.assertTrue(np.allclose(losses, self.wanted, rtol=1e-4))
 
     def test_a_checkpoint_is_read_into_another_split(self) -> None:
         from torch.distributed.checkpoint.filesystem import FileSystemWriter
@@ -207,7 +207,7 @@ class Steps(unittest.TestCase):
         xs.mark_sharding(other.first.weight, mesh_of(1, 8), (None, 1))
         torch_xla.sync()
         with tempfile.TemporaryDirectory() as folder:
-            writer = FileSystemWriter(folder, per_thread_copy_ahead=0)  # torchax, where it is loaded, stands less
+            writer = FileSystemWriter(folder, per_thread_copy_ahead=0)  # torchax, if loaded, fails with more
             save(model.state_dict(), storage_writer=writer, planner=SPMDSavePlanner(), no_dist=True)
             state = other.state_dict()
             load(state, checkpoint_id=folder, planner=SPMDLoadPlanner(), no_dist=True)
@@ -217,7 +217,7 @@ class Steps(unittest.TestCase):
     def test_the_runtime_says_what_is_there(self) -> None:
         self.assertTrue(xr.is_spmd())
         self.assertEqual(xr.global_runtime_device_count(), 8)
-        self.assertEqual(len(xm.get_xla_supported_devices()), 1)  # all together are one device
+        self.assertEqual(len(xm.get_xla_supported_devices()), 1)  # all devices together appear as one
         self.assertEqual(xr.world_size(), 1)
 
 

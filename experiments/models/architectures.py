@@ -2,10 +2,12 @@
 
     python experiments/models/architectures.py [ROW ...] [--again] [--refused] [--table]
 
-Each configuration is made by transformers' own class (sizes in `data/architectures.json`) and planned by
-`autoshard plan hf:CONFIG --train --remat full` on v5p:4x4x4, the mesh searched for, in a process of its own with a time
-limit; those of decoders again with `--serve decode`. Rows are kept in results/architectures.json: a run does what is
-missing, `--refused` what was refused too, `--again` all that is named; `--table` only writes the table beside it.
+Transformers' own class makes each configuration (sizes in `data/architectures.json`). `autoshard plan hf:CONFIG --train
+--remat full` plans it on v5p:4x4x4 with a searched mesh, in a process of its own with a time limit. Decoders are
+planned again with `--serve decode`.
+
+Rows are saved in results/architectures.json. A run computes the missing rows, `--refused` the refused rows too, and
+`--again` all named rows. `--table` only writes the table, results/architectures.md.
 """
 
 import argparse
@@ -30,7 +32,7 @@ SIZES = HERE / "data" / "architectures.json"
 DATA, TABLE = HERE / "results" / "architectures.json", HERE / "results" / "architectures.md"
 TOPOLOGY = "v5p:4x4x4"
 LIMIT_S = 600.0
-"""Seconds of processor for one plan."""
+"""Processor seconds for one plan."""
 GIB = 2.0**30
 
 
@@ -53,10 +55,10 @@ def main() -> None:
             known = results.rows.get(name, {}).get(mode)
             if known is not None and not asked.again and not (asked.refused and "error" in known):
                 continue
-            found = planned(name, sizes[name], mode)
-            results = Results(DATA)  # another run may have written rows meanwhile
-            results.keep(name, results.rows.get(name, {}) | {mode: found})
-            print(name, mode, found, file=sys.stderr, flush=True)
+            figures = planned(name, sizes[name], mode)
+            results = Results(DATA)  # another run may have written rows since
+            results.keep(name, results.rows.get(name, {}) | {mode: figures})
+            print(name, mode, figures, file=sys.stderr, flush=True)
             TABLE.write_text(table(sizes, results.rows))
     TABLE.write_text(table(sizes, results.rows))
 
@@ -66,7 +68,7 @@ def modes_of(size: dict[str, Any]) -> tuple[str, ...]:
 
 
 def planned(name: str, size: dict[str, Any], mode: str) -> dict[str, Any]:
-    """What `autoshard plan` says of one checkpoint, and what planning took."""
+    """Plan one checkpoint, and return the plan's figures with the time and memory of planning."""
     with tempfile.TemporaryDirectory() as folder:
         config, plan = Path(folder) / f"{name}.json", Path(folder) / "plan.json"
         config.write_text(json.dumps(configuration(size)))
@@ -74,24 +76,24 @@ def planned(name: str, size: dict[str, Any], mode: str) -> dict[str, Any]:
         for flag in ("batch", "seq", "image"):
             options += [f"--{flag}", str(size[flag])] if flag in size else []
         options += ["--topology", TOPOLOGY, "--no-cache", "--out", str(plan)]
-        found = run(f"hf:{config}", options, LIMIT_S)
-        row = {"cpu_s": round(found["cpu"], 1), "wall_s": round(found["wall"], 1), "planner_bytes": found["pss"]}
+        answer = run(f"hf:{config}", options, LIMIT_S)
+        row = {"cpu_s": round(answer["cpu"], 1), "wall_s": round(answer["wall"], 1), "planner_bytes": answer["pss"]}
         row["code"] = checked_out()
-        if "error" in found:
-            return row | {"error": found["error"].replace(str(config), name)}
+        if "error" in answer:
+            return row | {"error": answer["error"].replace(str(config), name)}
         return row | {
             "parameters": parameters_of(plan),
-            "mesh": ", ".join(f"{axis}={count}" for axis, count in found["mesh"].items()),
-            **{key: found[key] for key in ("step_time_s", "peak_bytes", "mfu", "plan_gap")},
+            "mesh": ", ".join(f"{axis}={count}" for axis, count in answer["mesh"].items()),
+            **{key: answer[key] for key in ("step_time_s", "peak_bytes", "mfu", "plan_gap")},
         }
 
 
 def configuration(size: dict[str, Any]) -> dict[str, Any]:
-    """Fields of the configuration file, as transformers writes them."""
+    """Return the fields of the configuration file, as transformers writes them."""
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-    made = CONFIG_MAPPING[size["model_type"]](**size["fields"])
-    return json.loads(made.to_json_string(use_diff=False)) | {"model_type": size["model_type"]}
+    config = CONFIG_MAPPING[size["model_type"]](**size["fields"])
+    return json.loads(config.to_json_string(use_diff=False)) | {"model_type": size["model_type"]}
 
 
 def parameters_of(plan: Path) -> int:

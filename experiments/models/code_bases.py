@@ -2,12 +2,15 @@
 
     python experiments/models/code_bases.py [--only TEXT] [--part full|small] [--again] [--table] [--jobs N]
 
-`full`: the training step of the module on the meta device, planned with a searched mesh; seconds on the clock and of
-the processor from the start of the process to the plan, and the memory it took. `small`: one step of SGD with momentum
-of the same module in a small form, with `data=4,model=2` and what the planner chooses, beside the unplanned step (loss,
-momentum, which holds the gradients, and parameters, each of its tensor's own maximum), and the unplanned step's loss
-and gradients beside torch's own. Rows are kept in `experiments/results/code_bases.json`: a broken run goes on where it
-stopped. Each part of a row is a process of its own with a limit of processor time.
+`full` plans the training step of the module on the meta device, with a searched mesh. The row has wall and processor
+seconds from the start of the process to the plan, and peak memory.
+
+`small` runs one step of SGD with momentum of the same module in a small form, planned with `data=4,model=2`. The step
+is compared with the unplanned step in loss, momentum (which equals the gradients) and parameters, relative to each
+tensor's own maximum. The loss and gradients of the unplanned step are compared with torch's own.
+
+Rows are saved in `experiments/results/code_bases.json`, so that a broken run resumes. Each part of a row has its own
+process with a limit of processor time.
 """
 
 import argparse
@@ -39,7 +42,7 @@ TABLE = HERE / "results" / "code_bases.md"
 DEVICES = 8
 MESH = {"data": 4, "model": 2}
 LIMIT_S = 300
-"""Seconds of the processor for one part of a row."""
+"""Processor seconds for one part of a row."""
 GOAL_S = 60
 PARTS = ("full", "small")
 
@@ -94,7 +97,7 @@ def small(name: str) -> dict[str, Any]:
 
     ensure_devices(DEVICES)
     case = PROGRAMS[name].make(False)
-    with torch.no_grad():  # what starts at zero would leave most gradients zero
+    with torch.no_grad():  # zero initial values would leave most gradients zero
         for parameter in case.module.parameters():
             parameter += 0.05 * torch.randn_like(parameter)
     options: dict[str, Any] = {"train": True, "loss": case.loss, "targets": case.targets, "optimizer": "momentum"}
@@ -119,9 +122,9 @@ def small(name: str) -> dict[str, Any]:
 
 
 def split_somewhere(program: Any) -> Any:
-    """One input fixed over `data` and the largest weight over `model`.
+    """Pin one input over `data` and the largest weight over `model`.
 
-    Left to itself, the planner keeps most of these small forms whole on every device, which would compare nothing.
+    Without pins the planner replicates most of these small forms, and the comparison would test nothing.
     """
     from autoshard.planning import read_asked
 
@@ -141,9 +144,9 @@ def split_somewhere(program: Any) -> Any:
 
 
 def beside_torch(program: Any, case: Case) -> dict[str, Any]:
-    """Differences of the unplanned step's loss and gradients from torch's own: of the loss, and of a tensor's maximum.
+    """Return differences of the unplanned step's loss and gradients from torch's own, relative to a tensor's maximum.
 
-    Gradients below a hundred-thousandth of the largest are nothing but rounding and count of that.
+    A gradient below a hundred-thousandth of the largest is mere rounding, so that this share replaces its maximum.
     """
     import jax
     import numpy as np
@@ -247,14 +250,14 @@ def table(rows: dict[str, dict[str, Any]]) -> str:
 
 
 def run(name: str, part: str) -> dict[str, Any]:
-    """One part of a row, from a process of its own."""
+    """Run one part of a row in a process of its own."""
 
     def limit() -> None:
         resource.setrlimit(resource.RLIMIT_CPU, (LIMIT_S, LIMIT_S + 5))
 
     command = [sys.executable, __file__, "--worker", name, part]
-    # Eight devices on a machine that others use wait for one another longer than XLA would have them wait;
-    # and what runs once is not worth LLVM's time.
+    # Eight devices on a shared machine wait for each other longer than XLA's default limit. Code that runs once is not
+    # worth LLVM's optimisation.
     patient = "--xla_cpu_collective_call_terminate_timeout_seconds=1200 --xla_backend_optimization_level=0"
     flags = {"XLA_FLAGS": f"{os.environ.get('XLA_FLAGS', '')} {patient}"}
     done = subprocess.run(

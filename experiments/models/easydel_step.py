@@ -2,16 +2,17 @@
 
     python experiments/models/easydel_step.py [--easydel FOLDER] [ROW ...] [--table]
 
-EasyDeL's `training_step` over an `EasyDeLState` is traced on a mesh of one device, where its own constraints say
-nothing, and planned for eight CPU devices on axes of EasyDeL's names. The exported rules are given to EasyDeL's own
-`match_partition_rules`; its step is then compiled on a mesh of `fsdp=4, tp=2` with the specs that they give, its own
-constraints in place, and bytes on the wire are read off.
+EasyDeL's `training_step` over an `EasyDeLState` is traced on a mesh of one device, where its own constraints have no
+effect. It is planned for eight CPU devices on axes with EasyDeL's names. EasyDeL's own `match_partition_rules` reads
+the exported rules. Its step is then compiled on a mesh of `fsdp=4, tp=2` with the resulting specs and its own
+constraints. Bytes on the wire are read from the program.
 
-EasyDeL 0.3.0 pins versions that this environment has not (transformers 5.5, flax 0.12.3). Install it beside,
-`pip install --no-deps --target FOLDER easydel==0.3.0 eformer==0.0.99.12 ejkernel==0.0.78 ml-collections plum-dispatch
-mergedeep tblib contextlib2 braceexpand chex toolz beartype einops msgspec`, and give the folder; what it imports for
-storage, monitoring and data is stood in for where it is not installed.
-Results are kept by row in `experiments/results/easydel_step.json`.
+EasyDeL 0.3.0 pins versions that this environment lacks (transformers 5.5, flax 0.12.3). Install it to a folder, `pip
+install --no-deps --target FOLDER easydel==0.3.0 eformer==0.0.99.12 ejkernel==0.0.78 ml-collections plum-dispatch
+mergedeep tblib contextlib2 braceexpand chex toolz beartype einops msgspec`, and pass the folder. Missing imports for
+storage, monitoring and data are replaced by mocks.
+
+Results are saved by row in `experiments/results/easydel_step.json`.
 """
 
 import functools
@@ -60,17 +61,17 @@ STOOD_IN = (
 
 
 def open_easydel(folder: Path | None, devices: int) -> Any:
-    """EasyDeL with that many devices."""
-    import pandas as pandas  # before what it looks for is stood in for
+    """Import EasyDeL with that many devices."""
+    import pandas as pandas  # before the mocks hide missing packages
 
     find(folder, STOOD_IN)
     warnings.simplefilter("ignore")
     import easydel  # pyright: ignore[reportMissingImports]
 
-    # It sets flags of GPUs, which this jaxlib does not know.
+    # EasyDeL sets flags of GPUs, which this jaxlib does not know.
     os.environ["XLA_FLAGS"] = f"--xla_force_host_platform_device_count={devices}"
     if folder is not None:
-        # Its step alone: the packages above it bring trainers over libraries of data.
+        # Only the step is imported: the packages above it import trainers and libraries of data.
         for name in ("easydel.trainers", "easydel.trainers.trainer"):
             module = types.ModuleType(name)
             module.__path__ = [str(folder / name.replace(".", "/"))]
@@ -79,7 +80,7 @@ def open_easydel(folder: Path | None, devices: int) -> Any:
 
 
 def inputs(easydel: Any, row: dict[str, Any], dims: tuple[int, ...]) -> tuple[Any, Any, Any, Any]:
-    """The mesh, the step, an abstract state and an abstract batch."""
+    """Return the mesh, the step, an abstract state and an abstract batch."""
     import jax
     import jax.numpy as jnp
     import optax
@@ -138,7 +139,7 @@ def plan_row(folder: Path | None, row: dict[str, Any], send: Any) -> None:
 
 
 def compile_row(folder: Path | None, row: dict[str, Any], planned: dict[str, Any], send: Any) -> None:
-    """What EasyDeL makes of the rules, and what its step sends under them."""
+    """Match the rules with EasyDeL, compile its step under them, and send the bytes on the wire."""
     easydel = open_easydel(folder, 8)
     import jax
     from eformer.escale import match_partition_rules  # pyright: ignore[reportMissingImports]
@@ -148,12 +149,12 @@ def compile_row(folder: Path | None, row: dict[str, Any], planned: dict[str, Any
     from autoshard.exec import read_collectives, wire_by_axis
 
     mesh, step, state, batch = inputs(easydel, row, (1, MESH["fsdp"], 1, MESH["tp"], 1))
-    said: dict[str, Any] = {}
-    exec(planned["text"], said)
-    rules = [*said["RULES"], (".*", PartitionSpec())]
-    # As its `shard_model(partition_rules=...)` does.
+    namespace: dict[str, Any] = {}
+    exec(planned["text"], namespace)
+    rules = [*namespace["RULES"], (".*", PartitionSpec())]
+    # EasyDeL's `shard_model(partition_rules=...)` does the same.
     specs = match_partition_rules(state.model._get_partition_rules(rules), state)
-    found = {
+    matched = {
         ".".join(str(getattr(key, "key", getattr(key, "name", ""))) for key in path): spec
         for path, spec in jax.tree_util.tree_leaves_with_path(
             specs.graphstate, is_leaf=lambda x: isinstance(x, PartitionSpec)
@@ -162,7 +163,7 @@ def compile_row(folder: Path | None, row: dict[str, Any], planned: dict[str, Any
     wrong = []
     for name, dims in planned["specs"].items():
         wanted = [tuple(axes) for axes in dims]
-        spec = next(spec for own, spec in found.items() if own.removesuffix(".value") == name.split(".", 2)[2])
+        spec = next(spec for own, spec in matched.items() if own.removesuffix(".value") == name.split(".", 2)[2])
         given = [(axes,) if isinstance(axes, str) else tuple(axes or ()) for axes in spec]
         if given + [()] * (len(wanted) - len(given)) != wanted:
             wrong.append(name)
@@ -172,7 +173,7 @@ def compile_row(folder: Path | None, row: dict[str, Any], planned: dict[str, Any
         run = jax.jit(step, in_shardings=(places, inputs_at), out_shardings=(places, None))
         text = run.lower(state, batch).compile().as_text() or ""
     wire = wire_by_axis(read_collectives(text, make_mesh(Topology.parse("cpu:8"), MESH)))
-    send.send({"specs_that_differ": wrong, "compiled_wire": sum(wire.values()), "rules": len(said["RULES"])})
+    send.send({"specs_that_differ": wrong, "compiled_wire": sum(wire.values()), "rules": len(namespace["RULES"])})
 
 
 def write_table(rows: dict[str, dict[str, Any]]) -> None:

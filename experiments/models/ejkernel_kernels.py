@@ -1,9 +1,9 @@
-"""Pallas kernels of ejkernel for TPUs, planned: what is read from their grids, and what stays whole.
+"""Pallas kernels of ejkernel for TPUs, planned: dims that their grids allow to split, and dims that stay whole.
 
     python experiments/models/ejkernel_kernels.py [--ejkernel FOLDER]
 
-ejkernel brings requirements that this environment need not have; install it beside with `pip install --no-deps --target
-FOLDER ejkernel==0.0.80.3 beartype einops chex toolz` and give the folder. The table is
+ejkernel has requirements that this environment need not have. Install it to a folder with `pip install --no-deps
+--target FOLDER ejkernel==0.0.80.3 beartype einops chex toolz`, and pass the folder. The table is
 `experiments/results/ejkernel_kernels.md`.
 """
 
@@ -25,13 +25,13 @@ BATCH, SEQ, HEADS, OF_KEYS, CHANNELS = 8, 1024, 8, 4, 128
 
 
 def programs() -> Iterator[tuple[str, Callable[..., Any], tuple[Any, ...], tuple[int, ...]]]:
-    """Kernel, function, shapes of its arguments, and the arguments whose gradients are taken."""
+    """Yield each kernel's name, its function, the shapes of its arguments, and the arguments to differentiate."""
     import jax
     from ejkernel import Backend, Platform, kernel_registry  # pyright: ignore
 
     def kernel(name: str, **fixed: Any) -> Callable[..., Any]:
-        found = kernel_registry.get(name, platform=Platform.PALLAS, backend=Backend.TPU)
-        return lambda *args: found(*args, **fixed)
+        registered = kernel_registry.get(name, platform=Platform.PALLAS, backend=Backend.TPU)
+        return lambda *args: registered(*args, **fixed)
 
     def bf16(*shape: int) -> Any:
         return jax.ShapeDtypeStruct(shape, "bfloat16")
@@ -54,7 +54,7 @@ def programs() -> Iterator[tuple[str, Callable[..., Any], tuple[Any, ...], tuple
 
 
 def row(name: str, mode: str, fn: Callable[..., Any], args: tuple[Any, ...], of: tuple[int, ...]) -> str:
-    """One line of the table."""
+    """Return one line of the table."""
     import jax
 
     import autoshard
@@ -96,7 +96,7 @@ def main() -> None:
     warnings.simplefilter("ignore")
     import ejkernel as ejkernel  # pyright: ignore[reportMissingImports]
 
-    os.environ["XLA_FLAGS"] = ""  # it sets flags of GPUs, which this jaxlib does not know
+    os.environ["XLA_FLAGS"] = ""  # ejkernel sets flags of GPUs, which this jaxlib does not know
     import jax.numpy as jnp
     from jax.experimental.pallas import tpu
 

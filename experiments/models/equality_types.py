@@ -2,10 +2,10 @@
 
     python experiments/models/equality_types.py [--only TEXT] [--again] [--table]
 
-A training step of each with `data=4,model=2` and what the planner chooses, beside the unplanned step of the same
-values: loss, momentum (which holds the gradients after one step) and updated parameters, each of its tensor's own
-maximum. Rows are kept in `experiments/results/equality_types.json`: a broken run goes on where it stopped. Each row is
-a process of its own with a time limit.
+A training step of each type is planned with `data=4,model=2`, and compared with the unplanned step of the same values.
+The comparison covers loss, momentum (which equals the gradients after one step) and updated parameters, relative to
+each tensor's own maximum. Rows are saved in `experiments/results/equality_types.json`, so that a broken run resumes.
+Each row has its own process with a time limit.
 """
 
 import argparse
@@ -53,12 +53,12 @@ REASONS = {
     "t5gemma": "Cross attention is nearly uniform at the initial values: this gradient is 4e-5 of the largest one, and "
     "the difference under 2e-9 of that one, below what fp32 resolves.",
 }
-"""Model type -> what of it misses, as it was looked at."""
+"""Examined reason of a model type's difference, by model type."""
 ROWS = [(kind, each) for kind, types in KINDS.items() for each in types]
 
 
 def work(name: str) -> dict[str, Any]:
-    """One row."""
+    """Compute one row of the table."""
     from autoshard import UserError
     from autoshard.exec import ensure_devices
     from autoshard.program import open_source

@@ -1,11 +1,12 @@
-"""Plan every family of programs in its small form, run the plans on 8 CPU devices, and compare.
+"""Every family of programs in its small form: planned, run on 8 CPU devices, and compared.
 
-Results with the unplanned run's: outputs, caches, loss, updated parameters and optimizer state (after one step of SGD
-with momentum that state is the gradient). Bytes on the wire of every mesh axis: predicted with what XLA compiled.
+    python experiments/models/families.py [--only TEXT] [--again] [--out FOLDER]
 
-python experiments/models/families.py [--only TEXT] [--again] [--out FOLDER]
+Results are compared with the unplanned run's: outputs, caches, loss, updated parameters and optimizer state. After one
+step of SGD with momentum that state equals the gradient. Bytes on the wire of every mesh axis are compared as predicted
+and as XLA compiled them.
 
-Rows are kept in results/families.json; a run does what is missing, `--again` does everything that `--only` names.
+Rows are saved in results/families.json. A run computes the missing rows; `--again` repeats all that `--only` names.
 """
 
 import argparse
@@ -31,7 +32,7 @@ HERE = Path(__file__).parents[1]
 RESULTS = HERE / "results"
 
 SCALARS = 64
-"""Bytes by which an axis may be off and still count as exact: sums of scalars are not decisions."""
+"""Difference in bytes within which an axis counts as exact: sums of scalars are no decisions."""
 OUTLIER = 0.5
 """Relative error of an axis from which a row needs a reason."""
 
@@ -39,7 +40,7 @@ REASONS: dict[str, str] = {
     "hf:whisper-mini/train/.*": "Cross attention is uniform at the initial values: this gradient is 3e-5 of the "
     "largest one, and the difference under 1e-9 of that one, below what fp32 resolves.",
 }
-"""Pattern of a row's key -> why it differs, or why its bytes are predicted wrongly."""
+"""Reason of a row's difference, or of its wrong bytes, by a pattern of the row's key."""
 
 
 def main() -> None:
@@ -77,7 +78,7 @@ def key(name: str, mode: str, mesh: str) -> str:
 
 
 def run(name: str, mode: str) -> dict[str, Any]:
-    """The rows of one program on every mesh, from a process of its own."""
+    """Compute the rows of one program on every mesh, in a process of its own."""
     command = [sys.executable, __file__, "--worker", name, mode]
     result = subprocess.run(command, capture_output=True, text=True)
     rows = {}
@@ -106,7 +107,7 @@ def work(name: str, mode: str) -> None:
 def row_of(program: "Program", mesh: dict[str, int], seed: int = 0, asked: Any = None) -> dict[str, Any]:
     """Plan a program for eight CPU devices, run it on the values of a seed, and compare.
 
-    `asked`: an `Asked`, of specs that are fixed.
+    `asked` is an `Asked` with specs that are fixed.
     """
     from autoshard.errors import UserError
     from autoshard.exec import measure
@@ -121,38 +122,38 @@ def row_of(program: "Program", mesh: dict[str, int], seed: int = 0, asked: Any =
         row["peak_gib"] = round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20, 2)
         row["words"] = list(plan.words)
         row["without_rule"] = [w for w in plan.warnings if "has no sharding rule" in w]
-        found = measure(program, plan, steps=1, warmup=0, seed=seed, check=True)
+        measurement = measure(program, plan, steps=1, warmup=0, seed=seed, check=True)
     except UserError as error:
         return row | {"error": str(error)}
-    assert found.check is not None
-    worst = found.check.worst
-    equal = found.check.max_rel_diff <= found.check.tolerance
+    assert measurement.check is not None
+    worst = measurement.check.worst
+    equal = measurement.check.max_rel_diff <= measurement.check.tolerance
     if not equal:
-        row["rounding"] = max(d.floor for d in found.check.differences)
-        row["excused"] = found.check.passed
+        row["rounding"] = max(d.floor for d in measurement.check.differences)
+        row["excused"] = measurement.check.passed
     return row | {
         "equal": equal,
-        "max_rel_diff": found.check.max_rel_diff,
+        "max_rel_diff": measurement.check.max_rel_diff,
         "worst": worst.name if worst else "",
         "wire": {
-            axis: [found.wire_predicted.get(axis, 0), found.wire_compiled.get(axis, 0)]
-            for axis in sorted({*found.wire_predicted, *found.wire_compiled})
+            axis: [measurement.wire_predicted.get(axis, 0), measurement.wire_compiled.get(axis, 0)]
+            for axis in sorted({*measurement.wire_predicted, *measurement.wire_compiled})
         },
     }
 
 
 def errors_of(row: dict[str, Any]) -> list[float]:
-    """Relative error of the predicted bytes on every axis on which either side has any."""
-    found = []
+    """Return the relative error of the predicted bytes on every axis on which either side has any."""
+    errors = []
     for predicted, compiled in row.get("wire", {}).values():
         if max(predicted, compiled) > SCALARS:
             off = abs(predicted - compiled)
-            found.append(0.0 if off <= SCALARS else off / compiled if compiled else math.inf)
-    return found
+            errors.append(0.0 if off <= SCALARS else off / compiled if compiled else math.inf)
+    return errors
 
 
 def is_rounding(row: dict[str, Any]) -> bool:
-    """A difference that is no larger than what another order of the examples makes."""
+    """Return True if a difference is no larger than that of another order of the examples."""
     within = row.get("excused", row.get("max_rel_diff", 0.0) <= 2 * row.get("rounding", 0.0))
     return not row.get("equal", True) and within
 
@@ -168,7 +169,7 @@ def reason(name: str, row: dict[str, Any]) -> str:
 
 
 def table(rows: dict[str, Any], wanted: int) -> str:
-    """The table in Markdown, and what it comes to; `wanted` is the number of rows once all have run."""
+    """Return the table in Markdown, with a summary; `wanted` is the number of rows once all have run."""
     ran = {k: row for k, row in rows.items() if "error" not in row}
     errors = [error for row in ran.values() for error in errors_of(row)]
     middle = statistics.median(errors) if errors else 0.0

@@ -1,11 +1,11 @@
-"""Tiny models of transformers through torch's own functionalization: how many, why not the others, and what is lost.
+"""Tiny models of transformers through torch's own functionalization: how many work, why others fail, and what is lost.
 
     python experiments/models/functionalization.py [--minutes 25] [--only TYPE]
 
-The types are those that `results/models.json` lists as planned for training, in an order as good as random. Each gives
-a loss in the mode that autoshard traces: dropout off, batch norms on. Experts are computed as batched matmuls, and the
-values of small constants are known while torch traces: both help. Each type has a process and a limit of its own. A
-type that does not run in eager torch on our inputs is counted apart. Rows go to `results/functionalization.json`.
+The types are those that `results/models.json` lists as planned for training, in a pseudorandom order. Each computes a
+loss in the mode that autoshard traces: dropout off, batch norms on. Experts are batched matmuls, and the values of
+small constants are known while torch traces; both help. Each type has its own process and time limit. A type that does
+not run in eager torch on our inputs is counted separately. Rows are saved in `results/functionalization.json`.
 """
 
 import argparse
@@ -55,7 +55,7 @@ def main() -> None:
 
 
 def in_process(kind: str, rung: int) -> dict[str, Any]:
-    """Return what came of a type in a process of its own with a time limit."""
+    """Return the outcome of a type in a process of its own with a time limit."""
     path = Path(tempfile.mkdtemp()) / "row.json"
     start = time.monotonic()
     worker = multiprocessing.get_context("fork").Process(target=work, args=(kind, rung, path))
@@ -72,7 +72,7 @@ def in_process(kind: str, rung: int) -> dict[str, Any]:
 
 
 def work(kind: str, rung: int, path: Path) -> None:
-    """Try every way on one type; what came of it goes to `path` as it comes."""
+    """Try every way on one type, and write each outcome to `path` at once."""
     import torch
     from torch._export.utils import _compiling_state_context
     from torch._subclasses import fake_tensor
@@ -80,7 +80,7 @@ def work(kind: str, rung: int, path: Path) -> None:
     from torch.fx.experimental.proxy_tensor import make_fx
 
     os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
-    # As autoshard traces: no checks of values, and no opaque operation for a whole layer.
+    # These are the settings of autoshard's trace: no checks of values, and no opaque operation for a whole layer.
     os.environ["TRANSFORMERS_DISABLE_TORCH_CHECK"] = "1"
     torch.distributions.Distribution.set_default_validate_args(False)
     torch.backends.mha.set_fastpath_enabled(False)
@@ -98,7 +98,7 @@ def work(kind: str, rung: int, path: Path) -> None:
         path.write_text(json.dumps(row))
         return made
 
-    # A form may be planned and yet not run in eager torch; then a larger one is tried.
+    # A form may be planned but fail in eager torch; then a larger form is tried.
     forms = (attempt(f"eager {number}", functools.partial(step_of, kind, number)) for number in range(rung, 3))
     step, inputs = next((form for form in forms if form is not None), (None, {}))
     row["eager"] = row[f"eager {rung}"] if step is None else "works"
@@ -118,7 +118,7 @@ def work(kind: str, rung: int, path: Path) -> None:
     tensors = dict(step.named_parameters()) | dict(step.named_buffers())
 
     def call(tensors: Any, inputs: Any) -> Any:
-        with _compiling_state_context():  # so that code of transformers asks for fewer values
+        with _compiling_state_context():  # so that transformers' code reads fewer values
             return functional_call(step, tensors, (), inputs)
 
     trace = make_fx(functionalize(call), tracing_mode="fake", _allow_non_fake_inputs=True)

@@ -1,10 +1,11 @@
-"""What torch's own functionalization loses of a torch program that it does take.
+"""Losses of torch's own functionalization for torch programs that it accepts.
 
     python experiments/models/functionalization_losses.py
 
-The 341 modules of one feature each of `random_modules.py`, which autoshard traces as eager torch computes them: the
-loss, gradients and buffers of the exported graph beside those of eager torch. Then marks of rematerialisation, and the
-size and time of a deep decoder beside autoshard's own trace. Prints the tables of `results/functionalization.md`.
+The programs are the 341 modules of one feature each of `random_modules.py`, which autoshard traces as eager torch
+computes them. Loss, gradients and buffers of the exported graph are compared with those of eager torch. Then the script
+counts remaining marks of rematerialisation. It compares size and time of a deep decoder with autoshard's own trace. The
+script prints the tables of `results/functionalization.md`.
 """
 
 import collections
@@ -31,7 +32,7 @@ def main() -> None:
 
 
 def features() -> None:
-    """Print what comes of each module of one feature, and the features that are not equal."""
+    """Print the outcome of each module of one feature, and the features that are not equal."""
     import torch
 
     from autoshard.program.torch.torch_module import evaluation_mode
@@ -70,7 +71,7 @@ def features() -> None:
 
 
 def marks() -> None:
-    """Print how many marks of checkpointed layers the graph still has, and of `no_grad`."""
+    """Print the number of marks of checkpointed layers, and of `no_grad`, that remain in the graph."""
     import torch
     from torch.utils.checkpoint import checkpoint
 
@@ -94,8 +95,8 @@ def marks() -> None:
             continue
         for name, each in (("exported", exported), ("decomposed", exported.run_decompositions())):
             targets = [str(node.target) for node in each.graph.nodes if node.op == "call_function"]
-            found = [target for target in targets if "checkpoint" in target or "grad" in target]
-            print(f"strict={strict} {name}: {found} of {targets}")
+            counts = [target for target in targets if "checkpoint" in target or "grad" in target]
+            print(f"strict={strict} {name}: {counts} of {targets}")
 
 
 def decoder() -> None:

@@ -3,14 +3,15 @@
     python experiments/models/maxtext_step.py [--maxtext FOLDER] [ROW ...] [--table]
 
 MaxText's `train_step` is traced from its own configuration over abstract state, on a mesh of one CPU device, where its
-sharding constraints say nothing. The plan within what its settings can hold (`form="maxtext"`) is exported, and
+sharding constraints have no effect. The plan within the limits of its settings (`form="maxtext"`) is exported.
 MaxText's `train_compile` compiles the same configuration with these settings for the TPU topology, with libtpu and no
-TPU. Bytes on the wire of each device and its memory are then read off both.
+TPU. Bytes on the wire of each device and its memory are then read from both.
 
-MaxText asks for Python 3.12. With another one unpack its wheel (0.2.4 goes with jax 0.10.2) and give its folder; what
-it imports for storage, monitoring and data, and computes nothing with, is stood in for where it is not installed. Its
-libraries of kernels and numbers (aqtp, qwix, tokamax, einshape, omegaconf, typeguard 2.13.3) are real.
-Results are kept by row in `experiments/results/maxtext_step.json`.
+MaxText requires Python 3.12. With another version unpack its wheel (0.2.4 goes with jax 0.10.2) and pass its folder.
+Missing imports for storage, monitoring and data, which compute nothing, are replaced by mocks. Its libraries of kernels
+and numbers (aqtp, qwix, tokamax, einshape, omegaconf, typeguard 2.13.3) are real.
+
+Results are saved by row in `experiments/results/maxtext_step.json`.
 """
 
 import importlib.util
@@ -68,16 +69,18 @@ NEW_SYNTAX = ("maxtext.kernels.mhc", "maxtext.common.grain_utility", "maxtext.in
 
 
 def open_maxtext(folder: Path | None) -> Path:
-    """Make MaxText importable; its default configuration file."""
+    """Make MaxText importable; return the path of its default configuration file."""
     find(folder, STOOD_IN, () if folder is None else NEW_SYNTAX)
-    found = importlib.util.find_spec("maxtext")
-    if found is None or found.submodule_search_locations is None:
+    spec = importlib.util.find_spec("maxtext")
+    if spec is None or spec.submodule_search_locations is None:
         raise SystemExit(f"there is no MaxText in {folder}.")
-    return Path(next(iter(found.submodule_search_locations))) / "configs" / "base.yml"
+    return Path(next(iter(spec.submodule_search_locations))) / "configs" / "base.yml"
 
 
 def inputs(base: Path, settings: dict[str, Any], compiled_for: str = "") -> tuple[Any, Any, Any, Any]:
-    """MaxText's configuration, its mesh, its step and the shapes of its arguments (as `train_compile` makes them)."""
+    """Return MaxText's configuration, its mesh, its step and the shapes of its arguments, as `train_compile` makes
+    them.
+    """
     import jax
     from maxtext.configs import pyconfig  # pyright: ignore[reportMissingImports]
     from maxtext.trainers.pre_train import train, train_compile  # pyright: ignore[reportMissingImports]
@@ -131,7 +134,7 @@ def plan_row(folder: Path | None, row: dict[str, Any], send: Any) -> None:
 
 
 def compile_row(folder: Path | None, row: dict[str, Any], settings: dict[str, str], send: Any) -> None:
-    """MaxText's own ahead-of-time compilation with these settings, and what its program sends."""
+    """Run MaxText's own ahead-of-time compilation with these settings, and send bytes on the wire and memory."""
     base = open_maxtext(folder)
 
     from flax.core.spmd import logical_axis_rules
@@ -143,12 +146,12 @@ def compile_row(folder: Path | None, row: dict[str, Any], settings: dict[str, st
     given = row["config"] | settings | {"per_device_batch_size": row["batch"] / CHIPS}
     config, mesh, (step, ins, outs, static, donated), args = inputs(base, given, SLICE)
     rules = logical_axis_rules(config.logical_axis_rules)
-    made = train_compile.jit_and_compile(step, args, {}, mesh, ins, outs, static, donated, config, rules)
-    memory = made.memory_analysis()
+    executable = train_compile.jit_and_compile(step, args, {}, mesh, ins, outs, static, donated, config, rules)
+    memory = executable.memory_analysis()
     whole = make_mesh(Topology.parse(TOPOLOGY), {"all": CHIPS})
     send.send(
         {
-            "compiled_wire": sum(wire_by_axis(read_collectives(made.as_text(), whole)).values()),
+            "compiled_wire": sum(wire_by_axis(read_collectives(executable.as_text(), whole)).values()),
             "compiled_peak": memory.argument_size_in_bytes
             + memory.output_size_in_bytes
             - memory.alias_size_in_bytes

@@ -1,10 +1,10 @@
 """Every model type of the installed transformers in a small form: is it planned, for training and for decoding?
 
-python experiments/models/models.py [--only TEXT] [--again] [--refused] [--jobs N] [--table]
+    python experiments/models/models.py [--only TEXT] [--again] [--refused] [--jobs N] [--table]
 
-Each type is planned on v5e:2x2 with `data=4` in a process of its own with a time limit. Rows are kept in
-results/models.json; a run does what is missing, `--refused` what was refused in either way too, `--again` all that
-`--only` names. `--table` only writes docs/models.md again.
+Each type is planned on v5e:2x2 with `data=4` in a process of its own with a time limit. Rows are saved in
+results/models.json. A run computes the missing rows, `--refused` the rows refused in either way too, and `--again` all
+that `--only` names. `--table` only writes docs/models.md again.
 """
 
 import argparse
@@ -29,7 +29,7 @@ LIMIT_S = 150
 MEMORY = 6 << 30
 BATCH, SEQ = 8, 64
 SURE = ("asks for the values", "has no lowering", "is not supported", "no task head", "has no `logits`")
-"""What is refused of any size, so that a larger form need not be tried."""
+"""Texts of refusals that hold for any size, so that a larger form need not be tried."""
 
 
 def main() -> None:
@@ -45,7 +45,7 @@ def main() -> None:
         write_page(rows)
         return
     _load()
-    # In an order that is as good as random: a run that is broken off has seen a fair sample. Those with a head first.
+    # The order is pseudorandom, so that an interrupted run has a fair sample. Types with a head are first.
     kinds = [kind for kind in all_types() if _named(kind, options.only)]
     kinds.sort(key=lambda kind: (head_of(kind) is None, hashlib.sha256(kind.encode()).digest()))
     wanted = [kind for kind in kinds if options.again or kind not in rows or options.refused and _refused(rows[kind])]
@@ -88,7 +88,7 @@ def _named(kind: str, text: str) -> bool:
 
 
 def _load() -> None:
-    """What every worker needs, before it is forked."""
+    """Import everything that every worker needs, before the fork."""
     import jax  # noqa: F401
     import torch
     import transformers  # noqa: F401
@@ -105,14 +105,14 @@ def _load() -> None:
 
 
 def all_types() -> list[str]:
-    """Every model type of the installed transformers."""
+    """List every model type of the installed transformers."""
     from transformers.models.auto import configuration_auto as auto
 
     return sorted(getattr(auto, "CONFIG_MAPPING_NAMES"))  # noqa: B009  # no stub exports it
 
 
 def head_of(kind: str) -> str | None:
-    """The class with a task head that is taken for a model type; None if it has none."""
+    """Return the class with a task head that is used for a model type; None if it has none."""
     from transformers.models.auto import modeling_auto as auto
 
     from autoshard.program.hf.hf_model import _HEADS
@@ -125,7 +125,7 @@ def head_of(kind: str) -> str | None:
 
 
 def class_of(kind: str) -> str | None:
-    """The class that is built of a configuration without `architectures`."""
+    """Return the class that is built from a configuration without `architectures`."""
     import autoshard
     from autoshard.program.hf.hf_model import _config_class, _model_class
 
@@ -136,7 +136,7 @@ def class_of(kind: str) -> str | None:
 
 
 def work(kind: str, path: Path) -> None:
-    """Plan one type; what came of it goes to `path` as it comes."""
+    """Plan one type, and write each outcome to `path` at once."""
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY * 8, MEMORY * 8))
     sink = os.open(os.devnull, os.O_WRONLY)
     os.dup2(sink, 2)
@@ -167,7 +167,7 @@ def _decodes(name: str | None) -> bool:
 
 
 def attempt(kind: str, rung: int, folder: Path, **mode: Any) -> tuple[Path, str]:
-    """`works`, or what was said."""
+    """Plan a type at one rung; return the path of its configuration, and `works` or the error's text."""
     import autoshard
     from experiments.lib.programs.tiny_configs import tiny
 
@@ -183,7 +183,7 @@ def attempt(kind: str, rung: int, folder: Path, **mode: Any) -> tuple[Path, str]
                 program = autoshard.program.open_source(f"hf:{path}", batch=BATCH, seq=seq, dtype="fp32", **mode)
                 break
             except autoshard.UserError as error:
-                if "--seq " not in str(error) or seq is None:  # of no tokens, or of fewer positions
+                if "--seq " not in str(error) or seq is None:  # a model without tokens, or with fewer positions
                     raise
         autoshard.plan(program, topology="v5e:2x2", mesh={"data": 4})
     except autoshard.UserError as error:
@@ -199,7 +199,7 @@ def attempt(kind: str, rung: int, folder: Path, **mode: Any) -> tuple[Path, str]
 
 
 def write_page(rows: dict[str, Any]) -> None:
-    """The page of all types."""
+    """Write the page of all types."""
     heads = {kind: row for kind, row in rows.items() if row.get("head")}
     works = sum(row["train"] == "works" for row in heads.values())
     decoders = [row for row in rows.values() if "decode" in row]

@@ -1,11 +1,11 @@
-"""Models of transformers whose layers differ, share, are frozen or carry adapters, beside eager torch.
+"""Models of transformers whose layers differ, share weights, are frozen or carry adapters, compared with eager torch.
 
     python experiments/models/torch_layers.py [--only TEXT] [--again]
 
-Each model is small, in float32, with random weights on the host. It becomes a training step by `from_torch`; the loss,
+Each model is small, in float32, with random weights on the host. `from_torch` turns it into a training step. Its loss,
 the gradient of every parameter and the buffers are compared with eager torch, from the same weights and ids. Layers
-that compute the same are scanned: the table says how many. Rows are kept in `results/torch_layers.json`; exit code 1
-if any model differs.
+with the same computation are scanned, and the table has their number. Rows are saved in `results/torch_layers.json`.
+The exit code is 1 if any model differs.
 """
 
 import argparse
@@ -22,7 +22,7 @@ from typing import Any
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 if __name__ == "__main__":
-    # Who imports this may start processes that need PyTorch's backends.
+    # Importers of this module may start processes that need PyTorch's backends.
     os.environ.setdefault("TORCH_DEVICE_BACKEND_AUTOLOAD", "0")
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
@@ -36,7 +36,7 @@ DATA, TABLE = HERE / "torch_layers.json", HERE / "torch_layers.md"
 BATCH, SEQ, LAYERS = 2, 16, 4
 
 ALIKE = ("llama", "mistral", "phi3", "gpt_neox", "gptj", "olmo2", "starcoder2", "stablelm", "bloom", "opt", "falcon")
-"""Layers that know their number at most for a cache."""
+"""Models whose layers use their number at most for a cache."""
 NUMBERED = (
     "gpt2",
     "qwen2",
@@ -50,9 +50,9 @@ NUMBERED = (
     "helium",
     "arcee",
 )
-"""Layers that may compute by their number."""
+"""Models whose layers may compute by their number."""
 ALTERNATING = ("gemma2", "gemma3_text", "cohere2", "gpt_neo", "gpt_oss", "olmo3", "llama4_text", "vaultgemma", "lfm2")
-"""Kinds of attention that take turns."""
+"""Models whose kinds of attention alternate."""
 SPARSE = (
     "mixtral",
     "qwen2_moe",
@@ -64,9 +64,9 @@ SPARSE = (
     "olmoe",
     "dots1",
 )
-"""Experts, from some layer on or in every other one."""
+"""Models with experts, from some layer on or in every other layer."""
 MIXED = ("mamba", "mamba2", "jamba", "bamba", "falcon_h1", "recurrent_gemma", "zamba2")
-"""State spaces, some with attention between them or with a block that layers share."""
+"""Models with state spaces, some with attention between them or with a block that layers share."""
 SHALLOW = {"falcon_h1", "zamba2"}
 """Models whose fields fit no other number of layers than the reduced one."""
 FIELDS: dict[str, dict[str, Any]] = {
@@ -103,7 +103,7 @@ def frozen_last(model: Any) -> None:
 
 
 def norms_alone(model: Any) -> None:
-    """Train norms and nothing else."""
+    """Train norms and freeze all other parameters."""
     for name, parameter in model.named_parameters():
         parameter.requires_grad_("norm" in name or "ln_" in name)
 
@@ -143,7 +143,7 @@ def adapters() -> dict[str, Callable[[], Any]]:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Row:
-    """One model: its type, and what is frozen in it or added to it."""
+    """One model: its type, and its frozen parts or adapters."""
 
     group: str
     kind: str
@@ -151,7 +151,7 @@ class Row:
 
     @property
     def name(self) -> str:
-        """The label of the row."""
+        """Label of the row."""
         return f"{self.kind}, {self.change}" if self.change else self.kind
 
 
@@ -183,13 +183,13 @@ def build(row: Row) -> Any:
         peft: Any = importlib.import_module("peft")
         model = peft.get_peft_model(model, adapters()[row.change]())
     with torch.no_grad():
-        for parameter in model.parameters():  # biases and scales that begin at a constant hide what is added to them
+        for parameter in model.parameters():  # constant initial biases and scales would hide errors
             parameter.add_(0.02 * torch.randn_like(parameter))
     return model
 
 
 def loss(out: Any, targets: Any) -> Any:
-    """Mean cross entropy of the tokens."""
+    """Return the mean cross entropy of the tokens."""
     import torch
 
     return torch.nn.functional.cross_entropy(out.logits.flatten(0, 1), targets.flatten())

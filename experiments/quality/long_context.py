@@ -1,11 +1,13 @@
-"""Llama-8B on 64k tokens a sequence, grouped query heads in jax's splash kernel: our plan beside plans by hand.
+"""Llama-8B on 64k tokens a sequence, grouped query heads in jax's splash kernel: our plan compared with plans by hand.
 
     python experiments/quality/long_context.py [--layers N] [--topology T] [--mesh AXES] [--time-limit S]
 
-Every plan is compiled by the TPU compiler with no TPU present and timed from its schedule. By hand: FSDP x tensor
-parallelism with the sequence split between matmuls, keys and values repeated for every query head (what makes the
-heads divide); and context parallelism, the queries' sequence split and keys and values gathered. Compiled programs are
-kept under `build/long_context`; the table is `experiments/results/long_context.md`.
+The TPU compiler compiles every plan with no TPU present, and the step is timed from its schedule. There are two plans
+by hand. The first is FSDP x tensor parallelism with the sequence split between matmuls. Keys and values are repeated
+for every query head, so that the heads divide. The second is context parallelism: the queries' sequence is split, and
+keys and values are gathered.
+
+Compiled programs are stored under `build/long_context`. The table is `experiments/results/long_context.md`.
 """
 
 import argparse
@@ -17,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 
-os.environ.setdefault("JAX_PLATFORMS", "cpu")  # which jax reads when it is imported
+os.environ.setdefault("JAX_PLATFORMS", "cpu")  # jax reads this variable at import
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 import jax  # noqa: E402
@@ -41,7 +43,7 @@ WIDTH, MLP, HEADS, KV_HEADS, HEAD, VOCABULARY = 4096, 14336, 32, 8, 128, 128256
 
 @functools.cache
 def kernel(heads: int, length: int) -> Any:
-    """jax's splash kernel; made once, since it looks at every block of the mask."""
+    """Make jax's splash kernel; cached, since it reads every block of the mask."""
     block = min(512, length)
     sizes = splash_attention_kernel.BlockSizes(
         block_q=block, block_kv=block, block_kv_compute=block, block_q_dkv=block, block_kv_dkv=block,
@@ -53,7 +55,7 @@ def kernel(heads: int, length: int) -> Any:
 
 
 def attention(query: Any, key: Any, value: Any) -> Any:
-    """Causal attention: [B, H, S, D], [B, K, S, D] twice; H / K query heads share a head of keys."""
+    """Compute causal attention of [B, H, S, D] over [B, K, S, D] twice; H / K query heads share a head of keys."""
     return jax.vmap(kernel(*query.shape[1:3]))(query * query.shape[3] ** -0.5, key, value)
 
 
@@ -76,7 +78,7 @@ def norm(x: Any, weight: Any) -> Any:
 
 
 def rotated(x: Any) -> Any:
-    """Rotary embedding of [B, H, S, D]."""
+    """Apply the rotary embedding to [B, H, S, D]."""
     half = x.shape[-1] // 2
     place = jax.lax.broadcasted_iota(jnp.float32, (x.shape[2], half), 0)
     angle = place * jnp.exp(jax.lax.broadcasted_iota(jnp.float32, (x.shape[2], half), 1) * (-jnp.log(5e5) / half))
@@ -98,7 +100,7 @@ def loss(params: Any, batch: Any, repeated: bool) -> Any:
 
 
 def program(layers: int, batch: int, seq: int, repeated: bool = False) -> Program:
-    """One training step; `repeated`: keys and values are repeated for every query head."""
+    """Trace one training step; if `repeated`, keys and values are repeated for every query head."""
 
     def f32(*shape: int) -> Any:
         return jax.ShapeDtypeStruct(shape, jnp.float32)
@@ -139,7 +141,7 @@ def program(layers: int, batch: int, seq: int, repeated: bool = False) -> Progra
 
 
 def plans(args: argparse.Namespace) -> Iterator[tuple[str, Program, Plan]]:
-    """Name, program and plan, ours first."""
+    """Yield name, program and plan, ours first."""
     grouped = program(args.layers, args.batch, args.seq)
     by_hand = "data=4,model=16"
     common: dict[str, Any] = {"topology": args.topology, "time_limit": args.time_limit}
@@ -174,14 +176,14 @@ def main() -> None:
     ]
     ours = 0.0
     for name, made, plan in plans(args):
-        found = report(made, plan, compiled("long_context", made, plan, 1800.0))
-        timed = found.estimate
+        judgement = report(made, plan, compiled("long_context", made, plan, 1800.0))
+        timed = judgement.estimate
         assert timed is not None, f"{name} does not fit"
         ours = ours or timed.step_time_s
         lines.append(
             f"| {name} | {format_seconds(plan.prediction.step_time_s)} | {format_seconds(timed.step_time_s)} | "
             f"{timed.step_time_s / ours:.3f} | {format_seconds(timed.compute_s)} | "
-            f"{format_seconds(timed.exposed_comm_s)} | {format_bytes(found.peak_compiled or 0)} |"
+            f"{format_seconds(timed.exposed_comm_s)} | {format_bytes(judgement.peak_compiled or 0)} |"
         )
         print(lines[-1], flush=True)
         for warning in plan.warnings:

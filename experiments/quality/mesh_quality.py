@@ -1,12 +1,14 @@
-"""The searched mesh against those that people pick by hand, judged by the TPU compiler.
+"""The searched mesh against meshes that people pick by hand, judged by the TPU compiler.
 
     python experiments/quality/mesh_quality.py [PROGRAM ...] [--topology T ...] [--plans N] [--again] [--ours] [--table]
 
-For the programs and topologies of `plan_quality.py`: our plan on the mesh that is searched for, and FSDP on one axis,
-FSDP with tensor parallelism over 4, 8 and 16 chips (with and without the sequence split), as our solver completes them;
-`--plans` compiles only the N of least predicted step time of these (default 2); `--ours` compiles our plan alone and
-keeps beside it what was compiled of the others with earlier prices. Results are kept by program and topology in
-`experiments/results/mesh_quality.json`: a broken run goes on where it stopped.
+The programs and topologies are those of `plan_quality.py`. Our plan is on the searched mesh. One plan by hand is FSDP
+on one axis. Others are FSDP with tensor parallelism over 4, 8 and 16 chips, with and without the sequence split. Our
+solver completes them.
+
+`--plans` compiles only the N of least predicted step time (default 2). `--ours` compiles our plan alone; the stored
+figures of the others, planned with earlier prices, remain. Results are saved by program and topology in
+`experiments/results/mesh_quality.json`, so that a broken run resumes.
 """
 
 import math
@@ -44,28 +46,28 @@ RESULTS = HERE / "results" / "mesh_quality.json"
 TABLE = HERE / "results" / "mesh_quality.md"
 
 TENSOR = (4, 8, 16)
-"""Chips that tensor parallelism spans."""
+"""Numbers of chips that tensor parallelism spans."""
 
 
 def hand_picked(topology: str) -> dict[str, dict[str, int]]:
-    """Meshes by what they are called; slices are an axis of their own, over which the batch is split."""
+    """Return the meshes by name; slices are an axis of their own, over which the batch is split."""
     given = TOPOLOGIES[topology]
     outer = {name: size for name, size in given.items() if name not in ("data", "model")}
     inner = given["data"] * given["model"]
-    found = {"1-D": outer | {"data": inner}}
+    meshes = {"1-D": outer | {"data": inner}}
     for size in TENSOR:
         if inner % size == 0:
             split = {"data": inner // size, "model": size} if inner > size else {"model": size}
-            found[f"x {size}"] = outer | split
-    return found
+            meshes[f"x {size}"] = outer | split
+    return meshes
 
 
 def hand_plans(program: "Program", topology: str) -> "dict[str, Plan]":
-    """What people write by hand that can be laid out, by name."""
+    """Return the plans by hand that can be laid out, by name."""
     from autoshard import UserError
     from autoshard.planning import Options, make_plan
 
-    found = {}
+    plans = {}
     for called, mesh in hand_picked(topology).items():
         wanted = ("fsdp",) if called == "1-D" else ("fsdp_tp", "fsdp_tp_sp")
         try:
@@ -73,23 +75,23 @@ def hand_plans(program: "Program", topology: str) -> "dict[str, Plan]":
         except UserError as error:
             print(f"{topology}: {called}: {error}", file=sys.stderr, flush=True)
             continue
-        found |= {f"{name} {called}": made.baseline_plans[name] for name in wanted if name in made.baseline_plans}
-    return found
+        plans |= {f"{name} {called}": made.baseline_plans[name] for name in wanted if name in made.baseline_plans}
+    return plans
 
 
 def judge_ours(row: Row, time_limit: float) -> None:
-    """The same of our plan alone, if others of the row are known."""
+    """Judge our plan alone again, if other plans of the row are known."""
     from autoshard.planning import Options, make_plan
 
-    found = Results(RESULTS)
-    known = found.rows.get(row.name)
+    results = Results(RESULTS)
+    known = results.rows.get(row.name)
     if known is None:
         return
     program = PROGRAMS[row.program](math.prod(TOPOLOGIES[row.topology].values()))()
     searched = make_plan(program, Options(topology=row.topology, mesh="auto")).plan
     ours = {"plan": figures_of(program, searched, time_limit)}
     about = {"mesh": searched.mesh, "code": checked_out(), "others": known.get("others", known["code"])}
-    found.keep(row.name, known | about | {"plans": known["plans"] | ours})
+    results.keep(row.name, known | about | {"plans": known["plans"] | ours})
 
 
 def judge(row: Row, time_limit: float, most: int) -> None:
@@ -112,13 +114,12 @@ def judge(row: Row, time_limit: float, most: int) -> None:
         plans[name] = figures_of(program, searched if name == "plan" else by_hand[name], time_limit)
     predicted = {name: plan.prediction.step_time_s for name, plan in by_hand.items()}
     about = {"mesh": searched.mesh, "by_hand": predicted, "code": checked_out()}
-    found = Results(RESULTS)
-    found.keep(row.name, about | {"plans": plans | earlier(found.rows.get(row.name), checked_out())})
+    results = Results(RESULTS)
+    results.keep(row.name, about | {"plans": plans | earlier(results.rows.get(row.name), checked_out())})
 
 
 def earlier(known: dict[str, Any] | None, code: str) -> dict[str, Any]:
-    """What was compiled of plans by hand that other prices completed: they are plans by hand still. Their names say
-    which commit's prices."""
+    """Return the compiled plans by hand that earlier prices completed; their names state the commit of these prices."""
     if known is None:
         return {}
     before = known.get("others", known["code"])
@@ -127,9 +128,9 @@ def earlier(known: dict[str, Any] | None, code: str) -> dict[str, Any]:
 
 
 def all_by_hand(name: str, rows: dict[str, Any], others: dict[str, Any], every: bool = False) -> dict[str, Any]:
-    """Our plan of a row, and what was compiled of hand-picked ones: here, and on the mesh of `plan_quality.py`.
+    """Return our plan of a row, and the compiled plans by hand: here, and on the mesh of `plan_quality.py`.
 
-    With `every` all the baselines that were compiled there, else those that are hand-picked here.
+    With `every` all the baselines that were compiled there are included, otherwise only those picked here.
     """
     mesh = _MESHES[name.split(" | ")[1]]
     more = {
@@ -141,7 +142,7 @@ def all_by_hand(name: str, rows: dict[str, Any], others: dict[str, Any], every: 
 
 
 def in_order(rows: dict[str, Any]) -> list[str]:
-    """Names of the rows that are known, by program and topology."""
+    """List the names of the known rows, by program and topology."""
     return [name for program in PROGRAMS for topology in TOPOLOGIES if (name := f"{program} | {topology}") in rows]
 
 
@@ -150,7 +151,7 @@ _MESHES = {topology: "on " + "x".join(map(str, mesh.values())) for topology, mes
 
 
 def table(rows: dict[str, Any], others: dict[str, Any]) -> str:
-    """The results as a page of Markdown; `others` are those of `plan_quality.py`."""
+    """Return the results as a page of Markdown; `others` are those of `plan_quality.py`."""
     lines = [
         "# The searched mesh against hand-picked ones, judged by the TPU compiler",
         "",
@@ -169,22 +170,22 @@ def table(rows: dict[str, Any], others: dict[str, Any]) -> str:
     for name in in_order(rows):
         row = rows[name]
         plans = all_by_hand(name, rows, others)
-        found = Judgement.of(plans)
-        judged.append(found)
+        against = Judgement.of(plans)
+        judged.append(against)
         mesh = ", ".join(f"{axis}={size}" for axis, size in row["mesh"].items())
         ours = row["plans"]["plan"]
-        its = plans[found.best]["estimated_s"] if found.best else None
-        ratio = f"{found.ratio:.3f}" if found.ratio else "-"
+        its = plans[against.best]["estimated_s"] if against.best else None
+        ratio = f"{against.ratio:.3f}" if against.ratio else "-"
         code = row["code"] + (f", {row['others']}" if "others" in row else "")
         lines.append(
-            f"| {name} | {mesh} | {ms(ours.get('estimated_s'))} | {ms(ours['predicted_s'])} | {found.best or '-'} | "
-            f"{ms(its)} | {ratio} | {found.error:.1%} | {found.word} | {code} |"
+            f"| {name} | {mesh} | {ms(ours.get('estimated_s'))} | {ms(ours['predicted_s'])} | {against.best or '-'} | "
+            f"{ms(its)} | {ratio} | {against.error:.1%} | {against.word} | {code} |"
         )
     return "\n".join([*lines, *summary(judged), *against_every(rows, others)]) + "\n"
 
 
 def against_every(rows: dict[str, Any], others: dict[str, Any]) -> list[str]:
-    """The same against all compiled baselines, and the rows in which one of the others is the best."""
+    """Return the comparison with all compiled baselines, and the rows whose best baseline is a new one."""
     lines = [
         "",
         "Against every baseline that `plan_quality.md` has compiled on its mesh, too (data and tensor parallelism, and",
@@ -195,10 +196,12 @@ def against_every(rows: dict[str, Any], others: dict[str, Any]) -> list[str]:
     ]
     judged: list[Judgement] = []
     for name in in_order(rows):
-        found = Judgement.of(all_by_hand(name, rows, others, every=True))
-        judged.append(found)
-        if found.best is not None and found.best != Judgement.of(all_by_hand(name, rows, others)).best:
-            lines.append(f"| {name} | {found.best} | {found.ratio:.3f} | {found.error:.1%} | {found.word} |")
+        judgement = Judgement.of(all_by_hand(name, rows, others, every=True))
+        judged.append(judgement)
+        if judgement.best is not None and judgement.best != Judgement.of(all_by_hand(name, rows, others)).best:
+            lines.append(
+                f"| {name} | {judgement.best} | {judgement.ratio:.3f} | {judgement.error:.1%} | {judgement.word} |"
+            )
     return [*lines, *summary(judged)]
 
 

@@ -1,12 +1,11 @@
-"""The pipeline that is chosen for small random stacks, beside the best of all that there are.
+"""The pipeline that is chosen for small random stacks, compared with the best of all pipelines.
 
     python experiments/quality/pipeline_search.py [--only NUMBER] [--again] [--table]
 
-Thirty stacks of 2 to 8 layers on 8 devices, in one slice and in two; the last ten have large weights between slices.
-The search chooses stages, schedule and microbatches; the enumeration plans every one of them on every mesh, with
-nothing left out by a bound and with whatever axis for the stages. Both take a mesh of more axes only if it saves half a
-percent. Rows are kept in `experiments/results/pipeline_search.json`: a broken run goes on where it
-stopped.
+There are thirty stacks of 2 to 8 layers on 8 devices, in one slice and in two. The last ten have large weights between
+slices. The search chooses stages, schedule and microbatches. The enumeration plans every combination on every mesh,
+without pruning and with any axis for the stages. Both choose a mesh of more axes only if it saves half a percent. Rows
+are saved in `experiments/results/pipeline_search.json`, so that a broken run resumes.
 """
 
 import argparse
@@ -36,15 +35,15 @@ TABLE = HERE / "results" / "pipeline_search.md"
 
 COUNT = 30
 LARGE = 10
-"""Stacks, the last ones, with large weights between slices: where pipelines may pay."""
+"""Number of last stacks with large weights between slices, for which pipelines may pay."""
 TOPOLOGIES = ("v5e:2x2*2", "v5e:2x4", "v5p:2x2x2", "v5p:2x2x1*2")
 EQUAL = 1e-6
-"""Relative difference of step times that are the same."""
+"""Relative difference of step times that count as equal."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Stack:
-    """A step of MLPs, one after the other, which are computed again in the backward pass."""
+    """A step of MLPs, one after the other, which are recomputed in the backward pass."""
 
     topology: str
     layers: int
@@ -54,7 +53,10 @@ class Stack:
     batch: int
 
     def program(self, stages: int = 1, schedule: str | None = None, microbatches: int = 1) -> "Program":
-        """In stages, or not."""
+        """Trace the step, in stages or not.
+
+        Raises `UserError` for microbatches without stages.
+        """
         import jax
         import jax.numpy as jnp
 
@@ -88,13 +90,13 @@ class Stack:
 
     @property
     def choices(self) -> dict[str, tuple[Any, ...]]:
-        """As `--stages auto` has them, with one circular schedule."""
+        """Choices of `--stages auto`, with one circular schedule."""
         counts = tuple(n for n in (1, 2, 4, 8, 16, 32) if self.batch % n == 0)
         return {"stages": (1, 2, 4, 8), "schedule": (None, "gpipe", "circular:2"), "microbatches": counts}
 
 
 def stack_of(number: int) -> Stack:
-    """The stack of a row."""
+    """Draw the stack of a row."""
     draw = random.Random(number)
     if number >= COUNT - LARGE:
         sizes = (8192, 32768, draw.choice((256, 512, 1024)), draw.choice((8, 16)))
@@ -117,7 +119,7 @@ def options_of(stack: Stack, **mesh: Any) -> Any:
 
 
 def chosen(stack: Stack) -> tuple[tuple[Any, ...], float]:
-    """Stages, schedule and microbatches that the search takes, and the expected step."""
+    """Return stages, schedule and microbatches that the search chooses, and the expected step in seconds."""
     from autoshard.planning import plan_recipes
 
     recipe, made = plan_recipes(stack.program, stack.choices, options_of(stack), of_source=True)
@@ -125,7 +127,7 @@ def chosen(stack: Stack) -> tuple[tuple[Any, ...], float]:
 
 
 def enumerated(stack: Stack) -> dict[tuple[Any, ...], float]:
-    """The expected step of every pipeline that can be, and of none, on its best mesh."""
+    """Return the expected step of every possible pipeline, and without one, on its best mesh."""
     from autoshard.base.workers import Crew
     from autoshard.cost import Topology, candidate_meshes, load_calibration
     from autoshard.errors import UserError
@@ -137,16 +139,16 @@ def enumerated(stack: Stack) -> dict[tuple[Any, ...], float]:
     from autoshard.planning.space.derived_axes import LEAST_GAIN
     from autoshard.planning.space.plan_options import Limits
 
-    found: dict[tuple[Any, ...], float] = {}
+    steps: dict[tuple[Any, ...], float] = {}
     topology = Topology.parse(stack.topology)
     limit, figures = topology.usable_bytes, load_calibration(topology.chip)
     choices = stack.choices
     for values in itertools.product(*choices.values()):
-        said = dict(zip(choices, values, strict=True))
-        if not is_sensible(said, choices["microbatches"], (stack.layers,)):
+        values_by_name = dict(zip(choices, values, strict=True))
+        if not is_sensible(values_by_name, choices["microbatches"], (stack.layers,)):
             continue
         try:
-            program = stack.program(**said)
+            program = stack.program(**values_by_name)
         except UserError:
             continue
         reading = read_program(program, topology.backend)
@@ -164,16 +166,16 @@ def enumerated(stack: Stack) -> dict[tuple[Any, ...], float]:
             if step < best * (1 - LEAST_GAIN if len(mesh.sizes) > fewest else 1.0):
                 best, fewest = step, len(mesh.sizes)
         if best < math.inf:
-            found[values] = best
-    return found
+            steps[values] = best
+    return steps
 
 
 def print_nothing(line: str) -> None:
-    """Progress is not told."""
+    """Ignore a line of progress."""
 
 
 def row_of(number: int) -> dict[str, Any]:
-    """What both come to."""
+    """Compare the search with the enumeration for one stack."""
     stack = stack_of(number)
     began = time.process_time()
     own, expected_s = chosen(stack)

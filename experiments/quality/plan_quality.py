@@ -1,13 +1,14 @@
-"""Our plan against every baseline, judged by the TPU compiler: who fits, what is sent, how long a step takes.
+"""Our plan against every baseline, judged by the TPU compiler: does it fit, what is sent, how long is a step?
 
     python experiments/quality/plan_quality.py [PROGRAM ...] [--topology T ...] [--plans N] [--completed] [--table]
 
-Every program is planned on every topology; our plan and the baselines, as XLA's own propagation completes them
-(`fsdp`) and as our solver does (`fsdp*`), are compiled with no TPU, and the scheduled programs are timed. Two plans
-whose estimates differ by less than the estimator's error for pairs are undecided. Results are kept by program,
-topology and plan in `experiments/results/plan_quality.json`, compiled programs under `build/plan_quality`: a broken
-run goes on where it stopped. `--plans` compiles only the N baselines of least predicted step time of each row,
-`--completed` leaves out their propagated forms, `--table` only writes the table of what is known.
+Every program is planned on every topology. Our plan and the baselines are compiled with no TPU, and the scheduled
+programs are timed. Baselines are completed by XLA's own propagation (`fsdp`) and by our solver (`fsdp*`). Two plans
+whose estimates differ by less than the estimator's error for pairs are undecided.
+
+Results are saved by program, topology and plan in `experiments/results/plan_quality.json`, and compiled programs under
+`build/plan_quality`, so that a broken run resumes. `--plans` compiles only the N baselines of least predicted step time
+of each row. `--completed` leaves out their propagated forms. `--table` only writes the table of known results.
 """
 
 import argparse
@@ -37,14 +38,14 @@ RESULTS = HERE / "results" / "plan_quality.json"
 TABLE = HERE / "results" / "plan_quality.md"
 
 FOLDER = "plan_quality"
-"""Of compiled programs, under `build`."""
+"""Folder of compiled programs, under `build`."""
 
 TOPOLOGIES: dict[str, dict[str, int]] = {
     "v5e:4x4": {"data": 4, "model": 4},
     "v5p:4x4x4": {"data": 16, "model": 4},
     "v6e:4x4*2": {"slice": 2, "data": 4, "model": 4},
 }
-"""With the mesh that all plans of a row share."""
+"""Topologies, each with the mesh that all plans of a row share."""
 
 SMALL = llama(8, 2048, 5632, 16, 8, 32000)
 WIDE = llama(8, 4096, 11008, 32, 8, 32000)
@@ -64,7 +65,7 @@ PROGRAMS: dict[str, Callable[[int], "Callable[[], Program]"]] = {
     "decoder 4096, inference": lambda n: hf(WIDE, infer=True, batch=n // 4, seq=2048),
     "ViT-L, inference": lambda n: hf("vit-l16", infer=True, batch=4 * n),
 }
-"""A program for a number of devices."""
+"""Makers of a program for a number of devices, by name."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,7 +79,7 @@ class Row:
 
 
 def judge(row: Row, time_limit: float, most: int | None, completed: bool = False) -> None:
-    """Plan, compile and estimate one row; every plan is kept as soon as it is known."""
+    """Plan, compile and estimate one row; save every plan as soon as it is known."""
     from autoshard.cost import Topology
     from autoshard.planning import Options, make_plan
     from autoshard.report import candidates
@@ -92,18 +93,18 @@ def judge(row: Row, time_limit: float, most: int | None, completed: bool = False
         key=lambda name: (_over(made.baseline_plans[name], limit), made.baseline_plans[name].prediction.step_time_s),
     )[:most]
     wanted = {"plan", *(f"{name}*" for name in chosen), *(() if completed else chosen)}
-    found = Results(RESULTS)
+    results = Results(RESULTS)
     plans: dict[str, Any] = {}
     for name, plan, holds in candidates(made.plan, made.baseline_plans, propagated=True):
         if name in wanted or is_compiled(FOLDER, program, plan):
             print(f"{row.name}: {name}", file=sys.stderr, flush=True)
             plans[name] = figures_of(program, plan, time_limit, holds)
             about = {"limit_bytes": limit, "baselines": len(made.baseline_plans), "code": checked_out()}
-            found.keep(row.name, about | {"plans": plans})
+            results.keep(row.name, about | {"plans": plans})
 
 
 def figures_of(program: "Program", plan: "Plan", time_limit: float, holds: bool = True) -> dict[str, Any]:
-    """What the compiler says of a plan, and what was predicted of it if that `holds` for what was compiled."""
+    """Return the compiler's figures of a plan, and its predictions if they hold for the compiled program (`holds`)."""
     from autoshard import UserError
     from autoshard.exec import compile_figures
     from autoshard.exec.ahead.compile_plans import report
@@ -135,7 +136,7 @@ def _over(plan: "Plan", limit: int) -> bool:
 
 @dataclasses.dataclass(frozen=True)
 class Judgement:
-    """Our plan of one row beside the best baseline, by the compiler."""
+    """Our plan of one row compared with the best baseline, by the compiler."""
 
     word: str
     ratio: float | None = None
@@ -161,7 +162,7 @@ class Judgement:
 
 
 def table(rows: dict[str, Any]) -> str:
-    """The results as a page of Markdown."""
+    """Return the results as a page of Markdown."""
     from autoshard.exec.hlo.schedule_estimate import estimator_error
 
     lines = [
@@ -188,13 +189,13 @@ def table(rows: dict[str, Any]) -> str:
         if row is None or not others:
             continue  # nothing to compare yet
         ours = row["plans"]["plan"]
-        found = Judgement.of(row["plans"])
-        judged.append(found)
+        against = Judgement.of(row["plans"])
+        judged.append(against)
         lines.append(
             f"| {name} | {ms(ours.get('estimated_s'))} | {ms(ours['predicted_s'])} | "
-            f"{(ours.get('peak_bytes') or 0) / 2**30:.2f} | {ours.get('verdict', 'failed')} | {found.best or '-'} | "
-            f"{ms(others[found.best]['estimated_s'] if found.best else None)} | "
-            f"{f'{found.ratio:.3f}' if found.ratio else '-'} | {found.error:.1%} | {found.word} | "
+            f"{(ours.get('peak_bytes') or 0) / 2**30:.2f} | {ours.get('verdict', 'failed')} | {against.best or '-'} | "
+            f"{ms(others[against.best]['estimated_s'] if against.best else None)} | "
+            f"{f'{against.ratio:.3f}' if against.ratio else '-'} | {against.error:.1%} | {against.word} | "
             f"{sum(map(fits, others.values()))} of {len(others)} | "
             f"{len(others)} of {2 * row['baselines']} | {row.get('code', '-')} |"
         )
@@ -209,15 +210,17 @@ def table(rows: dict[str, Any]) -> str:
 
 
 def summary(judged: "list[Judgement]") -> list[str]:
-    ratios = [found.ratio for found in judged if found.ratio]
+    ratios = [judgement.ratio for judgement in judged if judgement.ratio]
     if not ratios:
         return []
-    words = {word: sum(found.word == word for found in judged) for word in dict.fromkeys(f.word for f in judged)}
+    words = {
+        word: sum(judgement.word == word for judgement in judged) for word in dict.fromkeys(f.word for f in judged)
+    }
     mean = math.exp(sum(map(math.log, ratios)) / len(ratios))
-    said = ", ".join(f"{word} {count}" for word, count in sorted(words.items()))
+    counts = ", ".join(f"{word} {count}" for word, count in sorted(words.items()))
     return [
         "",
-        f"{len(judged)} rows: {said}. Geometric mean of the ratio: {mean:.3f}, from {min(ratios):.3f} to "
+        f"{len(judged)} rows: {counts}. Geometric mean of the ratio: {mean:.3f}, from {min(ratios):.3f} to "
         f"{max(ratios):.3f}. Error aside, ours takes less time in {sum(r > 1 for r in ratios)} of {len(ratios)}.",
     ]
 
@@ -231,7 +234,7 @@ def ms(seconds: float | None) -> str:
 
 
 def row_parser(doc: str | None, plans: int | None, what: str) -> argparse.ArgumentParser:
-    """What an experiment on these rows is asked on the command line; `plans` of `what` are compiled of each row."""
+    """Make the parser of an experiment on these rows; `plans` of `what` are compiled of each row."""
     parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("programs", nargs="*", help=f"programs (default: all): {', '.join(PROGRAMS)}")
     parser.add_argument("--topology", action="append", choices=list(TOPOLOGIES), help="default: all")
@@ -244,7 +247,7 @@ def row_parser(doc: str | None, plans: int | None, what: str) -> argparse.Argume
 
 
 def rows_asked(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> list[Row]:
-    """The rows to judge; none for the table alone."""
+    """Return the rows to judge; none for the table alone."""
     unknown = [name for name in arguments.programs if name not in PROGRAMS]
     if unknown:
         parser.error(f"no program {unknown[0]!r}; there are {', '.join(PROGRAMS)}")
@@ -253,7 +256,7 @@ def rows_asked(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -
 
 
 def judge_apart(script: str, row: Row, arguments: argparse.Namespace, flags: Sequence[str] = ()) -> None:
-    """Judge a row in a process of its own: a compiler that takes its caller down takes one row down."""
+    """Judge a row in a process of its own, so that a compiler crash loses one row only."""
     command = [sys.executable, script, row.program, "--topology", row.topology, "--inside", *flags]
     command += ["--time-limit", str(arguments.time_limit)]
     command += ["--plans", str(arguments.plans)] if arguments.plans is not None else []

@@ -1,4 +1,4 @@
-"""Plan full-size decoders and set the plan's predicted step time beside the best baseline that fits.
+"""Full-size decoders, planned: the predicted step time compared with the best baseline that fits.
 
 python experiments/quality/plan_vs_baselines.py [NAME ...]
 """
@@ -20,11 +20,10 @@ HERE = Path(__file__).parents[1]
 OUT = HERE / "results" / "plan_vs_baselines.md"
 
 SAMPLE_S, SAMPLE_SHARE = 0.1, 0.02
-"""Seconds between two looks at the memory taken, at least, and as a share of the time since the start: looks are not
-free."""
+"""Least seconds between two samples of memory, and as a share of the time since the start: samples cost time."""
 
 ROWS = [
-    # name, mode, batch, sequence, remat, topology, mesh
+    # Columns: name, mode, batch, sequence, remat, topology, mesh.
     ("gpt2-xl", "train", 256, 1024, "dots", "v5e:8x8", "data=16,model=4"),
     ("gpt2-xl", "infer", 64, 1024, "none", "v5e:4x4", "data=4,model=4"),
     ("llama3-8b", "train", 64, 8192, "full", "v5p:4x8x8", "data=32,model=8"),
@@ -36,9 +35,10 @@ ROWS = [
 
 
 def run(program: str, options: list[str], limit_s: float = math.inf) -> dict:
-    """`autoshard plan PROGRAM OPTIONS --json` on its own; with wall and CPU seconds, and peak bytes of all.
+    """Run `autoshard plan PROGRAM OPTIONS --json` in a process of its own.
 
-    It is ended after `limit_s` seconds of processor, helpers apart.
+    The result has wall and processor seconds, and peak bytes of all its processes. The command is killed after
+    `limit_s` processor seconds, without its helpers'.
     """
     command = [sys.executable, "-m", "autoshard", "plan", program, *options, "--json", "--quiet"]
     before, start, most = resource.getrusage(resource.RUSAGE_CHILDREN), time.monotonic(), (0, 0)
@@ -46,7 +46,7 @@ def run(program: str, options: list[str], limit_s: float = math.inf) -> dict:
         process, late = subprocess.Popen(command, stdout=out, stderr=err), False
         while process.poll() is None:
             if late := late or spent(process.pid) > limit_s:
-                process.kill()  # its helpers end with it
+                process.kill()  # its helpers end too
             most = tuple(map(max, most, resident(process.pid)))
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(max(SAMPLE_S, SAMPLE_SHARE * (time.monotonic() - start)))
@@ -63,7 +63,7 @@ def run(program: str, options: list[str], limit_s: float = math.inf) -> dict:
 
 
 def spent(pid: int) -> float:
-    """Seconds of processor of one process; 0 once it has ended."""
+    """Return the processor seconds of one process; 0 once it has ended."""
     with contextlib.suppress(OSError):
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
         return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
@@ -71,10 +71,10 @@ def spent(pid: int) -> float:
 
 
 def resident(root: int) -> tuple[int, int]:
-    """Resident bytes of a process and all that it started: with pages that several share counted for each, and once."""
+    """Return the resident bytes of a process and its descendants: with shared pages counted for each, and once."""
     parents, sizes = {}, {}
     for status in Path("/proc").glob("[0-9]*/status"):
-        with contextlib.suppress(OSError):  # it has just ended
+        with contextlib.suppress(OSError):  # the process has just ended
             fields = dict(re.findall(r"^(PPid|VmRSS):\s+(\d+)", status.read_text(), re.MULTILINE))
             parents[int(status.parent.name)] = int(fields["PPid"])
             sizes[int(status.parent.name)] = 1024 * int(fields.get("VmRSS", 0))
@@ -84,8 +84,8 @@ def resident(root: int) -> tuple[int, int]:
     shared = 0
     for pid in family:
         with contextlib.suppress(OSError):
-            found = re.search(r"^Pss:\s+(\d+)", Path(f"/proc/{pid}/smaps_rollup").read_text(), re.MULTILINE)
-            shared += 1024 * int(found[1]) if found else 0
+            match = re.search(r"^Pss:\s+(\d+)", Path(f"/proc/{pid}/smaps_rollup").read_text(), re.MULTILINE)
+            shared += 1024 * int(match[1]) if match else 0
     return sum(sizes.get(pid, 0) for pid in family), shared
 
 
@@ -97,19 +97,19 @@ def main() -> None:
             continue
         name, mode, batch, seq, remat, topology, mesh = row
         options = [f"--{mode}", "--batch", str(batch), "--seq", str(seq), "--topology", topology, "--mesh", mesh]
-        found = run(f"hf:{name}", options + (["--remat", remat] if mode == "train" else []))
-        if "error" in found:
-            lines.append(f"| {name} | {mode} | {topology} | {mesh} | {found['error']} |")
+        answer = run(f"hf:{name}", options + (["--remat", remat] if mode == "train" else []))
+        if "error" in answer:
+            lines.append(f"| {name} | {mode} | {topology} | {mesh} | {answer['error']} |")
         else:
-            fitting = {k: b["step_time_s"] for k, b in found["baselines"].items() if b["fits"]}
+            fitting = {k: b["step_time_s"] for k, b in answer["baselines"].items() if b["fits"]}
             best = min(fitting, key=lambda k: fitting[k], default="none fits")
-            ratio = f"{fitting[best] / found['step_time_s']:.3f}" if fitting else "-"
+            ratio = f"{fitting[best] / answer['step_time_s']:.3f}" if fitting else "-"
             shown = f"{fitting[best] * 1e3:.1f}" if fitting else "-"
             lines.append(
-                f"| {name} | {mode} {batch}x{seq} {remat} | {topology} | {mesh} | {found['step_time_s'] * 1e3:.1f} "
-                f"| {best} | {shown} | {ratio} | {found['mfu']:.1%} | {found['peak_bytes'] / 2**30:.1f} "
-                f"| {found['solver_gap']:.2%} | {found['plan_gap']:.2%} | {found['wall']:.1f} "
-                f"| {found['rss'] / 2**30:.2f} | {'; '.join(found['words'])} |"
+                f"| {name} | {mode} {batch}x{seq} {remat} | {topology} | {mesh} | {answer['step_time_s'] * 1e3:.1f} "
+                f"| {best} | {shown} | {ratio} | {answer['mfu']:.1%} | {answer['peak_bytes'] / 2**30:.1f} "
+                f"| {answer['solver_gap']:.2%} | {answer['plan_gap']:.2%} | {answer['wall']:.1f} "
+                f"| {answer['rss'] / 2**30:.2f} | {'; '.join(answer['words'])} |"
             )
         print(lines[-1], flush=True)
     head = (

@@ -1,13 +1,15 @@
-"""The recipe that we find for published training runs beside the one that they ran with: remat and batch.
+"""Recipes found for published training runs, compared with the recipes that they ran with: remat and batch.
 
     python experiments/quality/published_recipes.py [ROW ...] [--time-limit S] [--whole] [--search] [--table]
 
-A row is a published run of MaxText's (`published.json`): its model, chips, sequence and compiler flags stay; what
-layers keep, compute again or send to the host, value by value (MaxText's `remat_policy: custom`), and the batch (the
-same, twice, half) are searched together with mesh and sharding, none of them compiled. The found plan is then compiled
-by libtpu for its verdict (`--search` leaves that out). MaxText's own estimator compiles every candidate of its named
-policies instead; what that takes is the processor time of compiling the found one, times the candidates.
-Results are kept by row in `experiments/results/published_recipes.json`: a broken run goes on where it stopped.
+A row is a published run of MaxText's (`published.json`) with its model, chips, sequence and compiler flags. The search
+covers the batch (the same, twice, half) and, value by value, what layers save, recompute or offload to the host
+(MaxText's `remat_policy: custom`). It also covers mesh and sharding, and compiles nothing. Libtpu then compiles the
+found plan for its verdict (`--search` leaves that out).
+
+MaxText's own estimator compiles every candidate of its named policies instead. Its cost is the processor time of
+compiling the found recipe, times the candidates. Results are saved by row in
+`experiments/results/published_recipes.json`, so that a broken run resumes.
 """
 
 import argparse
@@ -61,30 +63,32 @@ VALUES = {
     "context": "context",
     "input": "input",
 }
-"""A value of a layer as a policy names it -> as the decoder does."""
+"""Name of a layer's value in the decoder, by its name in a policy."""
 
 BASES = {"none": "none", "dots": "minimal", "full": "full"}
-"""What becomes of values that a policy does not name -> by MaxText's names."""
+"""MaxText's name of the treatment of unnamed values, by ours."""
 
 POLICIES = 8
-"""MaxText's remat policies for training, each of which its estimator compiles with each batch: full, minimal,
-minimal_with_context, minimal_offloaded, save_dot_except_mlp, save_dot_except_mlpwi, save_qkv_proj and
-qkv_proj_offloaded."""
+"""Number of MaxText's remat policies for training, each of which its estimator compiles with each batch.
+
+These are full, minimal, minimal_with_context, minimal_offloaded, save_dot_except_mlp, save_dot_except_mlpwi,
+save_qkv_proj and qkv_proj_offloaded.
+"""
 
 GIB = 2.0**30
 
 SHARES = (1.0, 2.0, 0.5)
-"""Of the published batch."""
+"""Candidate batches, as shares of the published batch."""
 
 
 def processor_s() -> float:
-    """Seconds of processor of this process and of those that it waited for."""
+    """Return the processor seconds of this process and of its children."""
     used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
     return sum(each.ru_utime + each.ru_stime for each in used)
 
 
 def program_of(run: "Run", remat: str, batch: int) -> "Program":
-    """One step of the run's model with another remat, value by value, and batch."""
+    """Make one step of the run's model with another remat, value by value, and batch."""
     from autoshard.program import SAVED, decoder_program
     from autoshard.program.remat_policy import read_policy
 
@@ -114,7 +118,7 @@ def program_of(run: "Run", remat: str, batch: int) -> "Program":
 
 
 def searched(run: "Run") -> tuple[dict[str, Any], "Program", Any]:
-    """The best recipe, what the search took, and its program and plan."""
+    """Search the best recipe; return its row with the cost of the search, its program and its plan."""
     from autoshard.planning import Options, plan_recipes
     from autoshard.validation import stated_plan
 
@@ -125,12 +129,17 @@ def searched(run: "Run") -> tuple[dict[str, Any], "Program", Any]:
     choices = {"batch": tuple(batches), "remat": tuple(BASES)}
     recipe, made = plan_recipes(lambda **chosen: program_of(run, **chosen), choices, options, of_source=True)
     spent, took = processor_s() - used, time.monotonic() - began
-    found, chosen = made.plan.prediction, recipe.arguments
+    prediction, chosen = made.plan.prediction, recipe.arguments
     tried = made.plan.provenance["recipe"]["tried"]
     row = {
         "published": {"remat": run.remat, "batch": run.batch, "step_s": stated.step_time_s},
-        "found": {**chosen, "step_s": found.step_time_s, "mesh": dict(made.plan.mesh), "peak_bytes": found.peak_bytes},
-        "faster": stated.step_time_s / run.batch * chosen["batch"] / found.step_time_s,
+        "found": {
+            **chosen,
+            "step_s": prediction.step_time_s,
+            "mesh": dict(made.plan.mesh),
+            "peak_bytes": prediction.peak_bytes,
+        },
+        "faster": stated.step_time_s / run.batch * chosen["batch"] / prediction.step_time_s,
         "tried": len(tried),
         "planned": sum(each["step_time_s"] is not None for each in tried),
         "search_s": took,
@@ -141,8 +150,10 @@ def searched(run: "Run") -> tuple[dict[str, Any], "Program", Any]:
 
 
 def judged(program: "Program", plan: Any, time_limit: float, whole: bool) -> dict[str, Any]:
-    """The compiler's verdict, and the processor time that it took, with machine code if `whole`; without the flag that
-    libtpu refuses off v5e."""
+    """Return the compiler's verdict and its processor time, with machine code if `whole`.
+
+    The flag that libtpu refuses except on v5e is dropped.
+    """
     from autoshard import UserError
     from autoshard.cost.compiler_flags import FUSED_GATHERS
     from autoshard.exec.ahead.ahead_process import compile_without_devices
@@ -154,13 +165,13 @@ def judged(program: "Program", plan: Any, time_limit: float, whole: bool) -> dic
         plan = dataclasses.replace(plan, provenance={**plan.provenance, "xla_flags": {**said, "flags": kept}})
     used = processor_s()
     try:
-        found = report(program, plan, compile_without_devices(program, plan, time_limit, not whole))
+        judgement = report(program, plan, compile_without_devices(program, plan, time_limit, not whole))
     except UserError as error:
         return {"failed": str(error)}
     verdict = {
-        "fits": found.estimate is not None,
-        "verdict": found.verdict.value,
-        "compiled_bytes": found.peak_compiled,
+        "fits": judgement.estimate is not None,
+        "verdict": judgement.verdict.value,
+        "compiled_bytes": judgement.peak_compiled,
     }
     return verdict | {"compile_processor_s" if whole else "quick_processor_s": processor_s() - used}
 
@@ -181,16 +192,16 @@ def table(rows: dict[str, dict[str, Any]]) -> str:
         "| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |",
     ]
     for name, row in known:
-        said, found = row["published"], row["found"]
+        said, recipe = row["published"], row["found"]
         size = row.get("compiled_bytes")
         spent = row.get("compile_processor_s")
         cells = [
             name,
             f"{said['remat']}, {said['batch']}: {said['step_s']:.3g} s",
-            f"{found['remat']}, {found['batch']}: {found['step_s']:.3g} s",
-            ", ".join(f"{axis} {size}" for axis, size in found["mesh"].items()),
+            f"{recipe['remat']}, {recipe['batch']}: {recipe['step_s']:.3g} s",
+            ", ".join(f"{axis} {size}" for axis, size in recipe["mesh"].items()),
             f"{row['faster']:.3f}",
-            f"{found['peak_bytes'] / GIB:.1f}, " + ("-" if size is None else f"{size / GIB:.1f}"),
+            f"{recipe['peak_bytes'] / GIB:.1f}, " + ("-" if size is None else f"{size / GIB:.1f}"),
             row.get("verdict")
             or {True: "yes", False: "no", None: row.get("failed", "not compiled")[:60]}[row.get("fits")],
             f"{row['planned']} of {row['tried']}",

@@ -1,13 +1,14 @@
-"""What the first published runs of SPMD in PyTorch/XLA reached, and what our plans do there.
+"""The first published runs of SPMD in PyTorch/XLA, compared with our plans for the same machines.
 
     python experiments/quality/published_spmd_runs.py [--only TEXT] [--again] [--table]
 
-GPT-2 of 16 B parameters on v4-64, published at 39 % of the chips' peak (pytorch.org/blog/pytorch-xla-spmd): the best
-recipe of remat, mesh and sharding for some batches, and the plan by hand that such a run would have (every layer
-computed again, parameters split over all chips). ResNet-50 on v4-8, over batches: examples split alone, and the height
-of images split over two and over all chips. Steps are predicted; the TPU compiler gives its verdict and memory where it
-can. Results are kept by row in `experiments/results/published_spmd_runs.json`, so that a broken run goes on where it
-stopped.
+GPT-2 of 16 B parameters on v4-64 was published at 39 % of the chips' peak (pytorch.org/blog/pytorch-xla-spmd). The
+script finds the best recipe of remat, mesh and sharding for some batches. It also predicts the plan by hand that such a
+run would have: every layer recomputed, parameters split over all chips.
+
+ResNet-50 on v4-8 is planned over batches with examples split alone, and with the height of images split over two and
+over all chips. Steps are predicted; the TPU compiler gives its verdict and memory if it can. Results are saved by row
+in `experiments/results/published_spmd_runs.json`, so that a broken run resumes.
 """
 
 import argparse
@@ -37,7 +38,7 @@ LAYOUTS: dict[str, tuple[dict[str, int], str]] = {
     "height over 2": ({"data": 2, "space": 2}, "data,-,space,-"),
     "height over 4": ({"data": 1, "space": 4}, "-,-,space,-"),
 }
-"""Mesh, and how images [B, C, H, W] are split."""
+"""Mesh, and spec of images [B, C, H, W], by name."""
 COMPILE_S = 600.0
 
 
@@ -60,7 +61,7 @@ def main() -> None:
 
 
 def language(batch: int) -> dict[str, Any]:
-    """The best recipe of GPT-2, and the plan by hand."""
+    """Return the best recipe of GPT-2, and the plan by hand."""
     from autoshard.planning import Options, make_plan, plan_recipes
     from autoshard.program import open_source
 
@@ -82,7 +83,7 @@ def language(batch: int) -> dict[str, Any]:
 
 
 def images(batch: str, layout: str) -> dict[str, Any]:
-    """A plan of ResNet-50 whose images are split as the layout says."""
+    """Plan ResNet-50 with images split as in the layout."""
     from autoshard.errors import UserError
     from autoshard.planning import Options, make_plan, read_asked
     from autoshard.program import Role, open_source
@@ -102,37 +103,37 @@ def images(batch: str, layout: str) -> dict[str, Any]:
 
 
 def _found(plan: "Plan") -> dict[str, Any]:
-    found = plan.prediction
+    prediction = plan.prediction
     return {
         "mesh": plan.mesh,
-        "step_s": found.step_time_s,
-        "mfu": found.mfu,
-        "peak": found.peak_bytes,
-        "exposed_s": found.exposed_comm_s,
+        "step_s": prediction.step_time_s,
+        "mfu": prediction.mfu,
+        "peak": prediction.peak_bytes,
+        "exposed_s": prediction.exposed_comm_s,
         "words": list(plan.words),
     }
 
 
 def _compiled(program: "Program", plan: "Plan") -> dict[str, Any]:
-    """The TPU compiler's verdict, before it writes machine code."""
+    """Return the TPU compiler's verdict, without machine code."""
     from autoshard.errors import UserError
     from autoshard.exec.ahead.ahead_process import compile_without_devices
     from autoshard.exec.ahead.compile_plans import report
 
     try:
-        found = report(program, plan, compile_without_devices(program, plan, COMPILE_S, True))
+        judgement = report(program, plan, compile_without_devices(program, plan, COMPILE_S, True))
     except UserError as error:
         return {"verdict": str(error)}
-    estimate = found.estimate
+    estimate = judgement.estimate
     return {
-        "verdict": found.verdict.value,
-        "compiled_peak": found.peak_compiled,
+        "verdict": judgement.verdict.value,
+        "compiled_peak": judgement.peak_compiled,
         "compiled_s": None if estimate is None else estimate.step_time_s,
     }
 
 
 def table(rows: dict[str, Any]) -> str:
-    """Both tables in Markdown."""
+    """Return both tables in Markdown."""
     lines = [
         "# What the first published SPMD runs reached, and our plans",
         "",

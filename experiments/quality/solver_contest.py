@@ -1,11 +1,11 @@
-"""Solves contest problems at the contest's time limits on two threads and writes the table.
+"""The solver on the contest's problems, at the contest's time limits, on two threads: a table.
 
     python experiments/quality/solver_contest.py [--only AB] [--out experiments/results/solver_contest.md]
 
-Each problem is solved by a fresh `autoshard solve` process, its limit counted from the start of that process; the cost
-is recomputed from the printed choices by the evaluator. Scores: the contest's own results, and the literature's best
-known costs and lower bounds (github.com/ti2-group/iopddl_experiments); "winner, 2 threads" is the contest winner's
-C++ solver run on two threads.
+A fresh `autoshard solve` process solves each problem. Its limit counts from the start of that process. The evaluator
+recomputes the cost from the printed choices. The table compares the cost with the contest's own results, and with the
+literature's best known costs and lower bounds (github.com/ti2-group/iopddl_experiments). "winner, 2 threads" is the
+contest winner's C++ solver run on two threads.
 """
 
 import argparse
@@ -24,7 +24,7 @@ from autoshard.solver import evaluate, read_contest
 
 HERE = pathlib.Path(__file__).parents[1]
 KNOWN = {
-    # time limit (s), contest winner's solver on 2 threads, best known cost, best known lower bound
+    # Columns: time limit (s), contest winner's solver on 2 threads, best known cost, best known lower bound.
     "A": (60, 6569457721, 6548641531, 6513812172),
     "B": (60, 532843, 532843, 532843),
     "G": (120, 217039, 217039, 216931),
@@ -55,7 +55,7 @@ RUN = (
 
 
 def run(name: str, seed: int) -> dict:
-    """Solves one problem in its own process and measures it."""
+    """Solve one problem in its own process and measure it."""
     path = HERE / "data" / "iopddl" / f"{name}.json.gz"
     limit, _, _, _ = KNOWN[name]
     before = os.getloadavg()[0]
@@ -66,7 +66,7 @@ def run(name: str, seed: int) -> dict:
         files = {stream: pathlib.Path(folder) / stream for stream in ("stdout", "stderr")}
         with files["stdout"].open("w") as stdout, files["stderr"].open("w") as stderr:
             process = subprocess.Popen(command, stdout=stdout, stderr=stderr)
-            # Not `communicate`: the use of memory of this one process is wanted (and of those it waited for).
+            # `wait4` returns the memory of this one process and of its children; `communicate` does not.
             _, status, usage = os.wait4(process.pid, 0)
             process.returncode = os.waitstatus_to_exitcode(status)
         wall = time.monotonic() - began

@@ -1,7 +1,9 @@
-"""Plan every bundled full-size model: wall time, memory of the planner, gaps, against the best baseline.
+"""Every bundled full-size model, planned: wall time, memory of the planner, gaps, and the best baseline.
 
-On 64 chips and two axes each, and some on 256 chips and more axes. python experiments/speed/bundled_models.py [NAME
-...] (names as in the tables; their rows are replaced, the others stay).
+    python experiments/speed/bundled_models.py [NAME ...]
+
+Each is planned on 64 chips and two axes, and some also on 256 chips and more axes. Names are those of the tables; the
+rows of named models are replaced, and the others stay.
 """
 
 import sys
@@ -59,16 +61,16 @@ COLUMNS += ("plan gap", "plan")
 
 
 def row(label: str, name: str, options: tuple[str, ...], topology: str, mesh: str) -> str:
-    found = run(name, ["--train", *options, "--topology", topology, "--mesh", mesh])
-    cells = [label, f"{found['wall']:.1f}", *([f"{found['cpu']:.1f}"] if label in AXES else [])]
-    cells.append(f"{found['rss'] / 2**30:.2f}")
-    if "error" in found:
-        return f"| {' | '.join([*cells, found['error']])} |"
-    fitting = [b["step_time_s"] for b in found["baselines"].values() if b["fits"]]
-    ratio = f"{min(fitting) / found['step_time_s']:.3f}" if fitting else "none fits"
-    cells += [f"{found['wall_s']['solve']:.1f}", f"{found['step_time_s'] * 1e3:.1f}", ratio, f"{found['mfu']:.1%}"]
-    cells += [f"{found['peak_bytes'] / 2**30:.1f}", f"{found['solver_gap']:.2%}", f"{found['plan_gap']:.2%}"]
-    return f"| {' | '.join([*cells, '; '.join(found['words'])])} |"
+    answer = run(name, ["--train", *options, "--topology", topology, "--mesh", mesh])
+    cells = [label, f"{answer['wall']:.1f}", *([f"{answer['cpu']:.1f}"] if label in AXES else [])]
+    cells.append(f"{answer['rss'] / 2**30:.2f}")
+    if "error" in answer:
+        return f"| {' | '.join([*cells, answer['error']])} |"
+    fitting = [b["step_time_s"] for b in answer["baselines"].values() if b["fits"]]
+    ratio = f"{min(fitting) / answer['step_time_s']:.3f}" if fitting else "none fits"
+    cells += [f"{answer['wall_s']['solve']:.1f}", f"{answer['step_time_s'] * 1e3:.1f}", ratio, f"{answer['mfu']:.1%}"]
+    cells += [f"{answer['peak_bytes'] / 2**30:.1f}", f"{answer['solver_gap']:.2%}", f"{answer['plan_gap']:.2%}"]
+    return f"| {' | '.join([*cells, '; '.join(answer['words'])])} |"
 
 
 def main() -> None:

@@ -1,10 +1,10 @@
-"""How planning grows with layers and with chips: CPU seconds of each phase, with repeated layers shared and not.
+"""Growth of planning with layers and with chips: CPU seconds of each phase, with repeated layers shared or not.
 
     python experiments/speed/planning_growth.py [--again] [--table]
 
-A decoder in plain JAX of 2 to 32 layers, written one after the other or scanned, and one of 8 layers on 16 to 16384
-chips. Every plan is made in a process of its own, after one small plan that loads what is loaded once. Writes
-`results/planning_growth.md` and, as it goes, `.json`; rows that are there are not measured again but with `--again`.
+One program is a decoder in plain JAX of 2 to 32 layers, unrolled or scanned. The other has 8 layers and runs on 16 to
+16384 chips. Every plan has its own process, after one small plan that loads shared modules. The script writes
+`results/planning_growth.md` and, row by row, `.json`. Existing rows are not measured again without `--again`.
 """
 
 import argparse
@@ -36,11 +36,11 @@ CHIPS = {
 }
 KINDS = ("shared", "unshared", "scanned")
 STARTS = {"reading": "extract", "pricing": "price", "solving": "solve", "writing": "write"}
-"""Phases by the first word of the line that tells of them."""
+"""Phases by the first word of their line of progress."""
 
 
 def measure(kind: str, layers: int, topology: str, chips: int) -> dict[str, Any]:
-    """One plan, in this process."""
+    """Measure one plan, in this process."""
     from autoshard.planning import Options, make_plan
     from autoshard.planning.solve import repeats
     from experiments.lib.programs.jax_case import train_program
@@ -67,8 +67,8 @@ def measure(kind: str, layers: int, topology: str, chips: int) -> dict[str, Any]
 
 
 def rows() -> dict[str, tuple[str, int, str, int]]:
-    found = {f"{kind} {n} layers": (kind, n, "v5p:4x4x4", 64) for kind in KINDS for n in LAYERS}
-    return found | {f"{chips} chips": ("shared", 8, topology, chips) for topology, chips in CHIPS.items()}
+    by_layers = {f"{kind} {n} layers": (kind, n, "v5p:4x4x4", 64) for kind in KINDS for n in LAYERS}
+    return by_layers | {f"{chips} chips": ("shared", 8, topology, chips) for topology, chips in CHIPS.items()}
 
 
 def table(known: dict[str, Any]) -> str:
@@ -130,16 +130,16 @@ def main() -> None:
     if arguments.inside:
         print(json.dumps(measure(*rows()[arguments.inside])))
         return
-    found = Results(DATA)
+    results = Results(DATA)
     for name in () if arguments.table else rows():
-        if name in found.rows and not arguments.again:
+        if name in results.rows and not arguments.again:
             continue
         print(name, file=sys.stderr, flush=True)
         command = [sys.executable, __file__, "--inside", name]
         done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
-        found.keep(name, json.loads(done.stdout.strip().splitlines()[-1]))
-    TABLE.write_text(table(found.rows))
-    plot(found.rows)
+        results.keep(name, json.loads(done.stdout.strip().splitlines()[-1]))
+    TABLE.write_text(table(results.rows))
+    plot(results.rows)
     print(TABLE.read_text())
 
 

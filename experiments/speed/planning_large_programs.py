@@ -1,11 +1,11 @@
-"""What planning takes of programs that are large in one way each: layers, arguments, parameters.
+"""Cost of planning programs that are large in one way each: layers, arguments, parameters.
 
     python experiments/speed/planning_large_programs.py [ROW ...] [--again] [--table] [--profile]
 
-80 layers of a decoder in plain JAX, written one after the other; a step of 10,000 arguments (a deep network with
-AdamW); a mixture of 1T parameters on 2048 chips. Every row is traced and planned in a process of its own, nothing
-cached, and kept in `results/planning_large_programs.json`. `--profile` prints where the time of the named rows goes
-instead.
+One program has 80 unrolled layers of a decoder in plain JAX, another a step of 10,000 arguments (a deep network with
+AdamW). The third is a mixture of 1T parameters on 2048 chips. Every row is traced and planned in a process of its
+own, without a cache, and saved in `results/planning_large_programs.json`. `--profile` prints a profile of the named
+rows instead.
 """
 
 import argparse
@@ -38,7 +38,7 @@ PHASES = ("trace", "extract", "meshes", "price", "solve", "write")
 
 
 def layers() -> "Program":
-    """A decoder of 80 layers of width 4096, one after the other, with AdamW."""
+    """Make a decoder of 80 unrolled layers of width 4096, with AdamW."""
     from experiments.lib.programs.jax_case import train_program
     from experiments.lib.programs.jax_layers import layered
 
@@ -46,7 +46,7 @@ def layers() -> "Program":
 
 
 def arguments() -> "Program":
-    """A step of 10,000 arguments: weights and biases of 1666 layers, their two moments, a count and the batch."""
+    """Make a step of 10,000 arguments: weights and biases of 1666 layers, their two moments, a count and the batch."""
     from experiments.lib.programs.jax_case import Case, dense, f32, squares, train_program
     from experiments.lib.programs.jax_case import layers as stack
 
@@ -84,7 +84,7 @@ def table(rows: dict[str, Any]) -> str:
 
 
 def profile(name: str) -> None:
-    """Prints where the time of one row goes, in this process."""
+    """Print the profile of one row, in this process."""
     import cProfile
     import pstats
 
@@ -119,12 +119,12 @@ def main() -> None:
         if name in results.rows and not asked.again:
             continue
         program, options = ROWS[name]
-        found = run(program, [*options, "--no-cache"], limit_s=600.0)
-        row = {"cpu_s": found["cpu"], "wall_s": found["wall"], "planner_bytes": found["pss"], "code": checked_out()}
-        if "error" not in found:
-            row |= {key: found[key] for key in ("step_time_s", "plan_gap")} | {"phases": found["wall_s"]}
-            row["mesh"] = ", ".join(f"{axis}={n}" for axis, n in found["mesh"].items())
-        results.keep(name, row | {key: found[key] for key in ("error",) if key in found})
+        answer = run(program, [*options, "--no-cache"], limit_s=600.0)
+        row = {"cpu_s": answer["cpu"], "wall_s": answer["wall"], "planner_bytes": answer["pss"], "code": checked_out()}
+        if "error" not in answer:
+            row |= {key: answer[key] for key in ("step_time_s", "plan_gap")} | {"phases": answer["wall_s"]}
+            row["mesh"] = ", ".join(f"{axis}={n}" for axis, n in answer["mesh"].items())
+        results.keep(name, row | {key: answer[key] for key in ("error",) if key in answer})
         print(name, results.rows[name], file=sys.stderr, flush=True)
         TABLE.write_text(table(results.rows))
     if not asked.profile:

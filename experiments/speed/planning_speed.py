@@ -1,9 +1,10 @@
-"""How long planning takes end to end, from a cold start: wall, CPU, peak memory and phases of every row.
+"""Planning time end to end, from a cold start: wall, CPU, peak memory and phases of every row.
 
-python experiments/speed/planning_speed.py [--again] [--out FOLDER] [LABEL ...]
+    python experiments/speed/planning_speed.py [--again] [--out FOLDER] [LABEL ...]
 
-Rows that are in results/planning_speed.json are not run again, unless they are named or `--again` is given; the table
-beside it is written after every row. Wall seconds are of the machine as it was, CPU seconds those of all threads.
+Rows in results/planning_speed.json are not run again, unless they are named or `--again` is given. The table,
+results/planning_speed.md, is written after every row. Wall seconds depend on the load of the machine. CPU seconds are
+those of all threads.
 """
 
 import argparse
@@ -27,7 +28,7 @@ FREE = ("--batch", "64", "--seq", "8192", "--remat", "auto", "--microbatches", "
 SPENT = ("--batch", "256", "--seq", "4096", "--remat", "auto", "--experts", "auto")
 PEER = "102 s, 4.2 GB"
 ROWS = {
-    # label: (program, options, topology, mesh, seconds aimed at, GB aimed at, the peer's)
+    # Columns: program, options, topology, mesh, target in seconds, target in GB, the peer's figures.
     "llama3-8b 32x8": ("llama3-8b", LONG, "v5p:4x8x8", "data=32,model=8", 12, 2, PEER),
     "llama3-8b searched": ("llama3-8b", LONG, "v5p:4x8x8", None, 30, 3, "no search"),
     "llama3-8b 8x8x4": ("llama3-8b", LONG, "v5p:4x8x8", "data=8,fsdp=8,model=4", 20, 2, "not done after 240 s"),
@@ -96,7 +97,7 @@ def line(label: str, found: dict) -> str:
 
 
 def loop() -> float:
-    """Seconds of twenty million additions: how fast the machine is just now, since others share it."""
+    """Return the seconds of twenty million additions, which show the present speed of a shared machine."""
     began = time.process_time()
     total = 0
     for number in range(20_000_000):
@@ -105,7 +106,7 @@ def loop() -> float:
 
 
 def starts() -> str:
-    """Wall seconds of the two things that must not wait for heavy imports; the best of five."""
+    """Return the wall seconds of the two commands that must not wait for heavy imports; the best of five."""
     best = {}
     for name, command in (("import autoshard", ["-c", "import autoshard"]), ("--help", ["-m", "autoshard", "--help"])):
         times = []
@@ -134,9 +135,9 @@ def main() -> None:
         program, options, topology, mesh, *_ = ROWS[label]
         slow = loop()
         where = ["--topology", topology, "--mesh", mesh or "auto"]
-        found = run(f"hf:{program}", ["--train", "--no-cache", *options, *where])
+        answer = run(f"hf:{program}", ["--train", "--no-cache", *options, *where])
         wanted = ("wall", "cpu", "rss", "pss", "error", "wall_s", "mesh", "step_time_s", "plan_gap", "meshes")
-        kept[label] = {key: found[key] for key in wanted if key in found} | {"loop_s": slow}
+        kept[label] = {key: answer[key] for key in wanted if key in answer} | {"loop_s": slow}
         print(line(label, kept[label]), flush=True)
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps({label: kept[label] for label in ROWS if label in kept}, indent=1) + "\n")

@@ -1,17 +1,19 @@
-"""What a sweep costs by local processes and by Ray, whether it is the same, and what is lost when a node is killed.
+"""Cost of a sweep by local processes and by Ray, equality of its files, and losses when a node is killed.
 
     python experiments/speed/ray_sweep.py [--rounds 3] [--calls 200]
 
-One sweep of a small model, by the command, in turn: by local processes (`--jobs 2`), by a Ray of its own (`--on ray`,
-`--jobs 2`), by a cluster of two nodes of one CPU on this machine, and by such a cluster of which one node is killed,
-with SIGKILL, while it works at a row. Files are compared byte for byte with those of the first one. Processor time is
-that of all processes that were started, also of those that outlived who started them: this process adopts orphans, and
-waits for each.
+The command runs one sweep of a small model in four ways, in turn. The first is local processes (`--jobs 2`), the second
+a Ray of its own (`--on ray`, `--jobs 2`). The third is a cluster of two nodes of one CPU on this machine. The fourth is
+such a cluster of which SIGKILL ends one node while it works at a row.
 
-Then what one small call costs: by a helper of the planner (`autoshard.base.workers`), by `HelperPool`, which local
-sweeps take, by Python's own `ProcessPoolExecutor` (spawned processes), and by Ray, in turn.
+Files are compared byte for byte with those of the first way. Processor time covers all started processes, including
+those that outlive their parents: this process adopts orphans, and waits for each.
 
-Writes `results/ray_sweep.md`; exit code 1 if a file differs, a row is lost, or a process is left.
+Then the cost of one small call is measured in four ways, in turn. These are a helper of the planner
+(`autoshard.base.workers`), `HelperPool` (used by local sweeps), Python's own `ProcessPoolExecutor` (spawned processes),
+and Ray.
+
+The script writes `results/ray_sweep.md`. The exit code is 1 if a file differs, a row is lost, or a process is left.
 """
 
 import argparse
@@ -51,9 +53,9 @@ ROWS = 8
 LOCAL, OWN, CLUSTER, KILLED = "local processes", "a Ray of its own", "a cluster of two nodes", "of which one is killed"
 PR_SET_CHILD_SUBREAPER = 36
 LEFT_S = 20.0
-"""Seconds in which orphans must end by themselves."""
+"""Seconds within which orphans must end without a signal."""
 LOOK_S = 0.2
-"""Seconds between two looks at the processes."""
+"""Seconds between two samples of the processes."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,24 +63,24 @@ class Ran:
     """One run of the sweep."""
 
     wall_s: float
-    """Of the command."""
+    """Wall seconds of the command."""
     processor_s: float
-    """Of the command and everything it or its cluster started."""
+    """Processor seconds of the command and of all processes that it or its cluster started."""
     files: dict[str, bytes]
     left: int
-    """Processes that had to be ended."""
+    """Number of processes that had to be killed."""
     note: str = ""
 
 
 class Meter:
-    """Adds up the processor time of all that this process starts, by looking at it again and again.
+    """Sum of the processor time of all descendants of this process, sampled periodically.
 
-    What a system counts for ended children is not enough: Ray's node managers do not wait for theirs.
+    The system's count for ended children is not enough: Ray's node managers do not wait for theirs.
     """
 
     def __init__(self) -> None:
         self.ticks: dict[tuple[str, str], int] = {}
-        """Of each process, by its number and its start."""
+        """Ticks of each process, by its number and its start."""
         self.over = threading.Event()
         self.thread = threading.Thread(target=self._look)
 
@@ -106,7 +108,7 @@ class Meter:
 
 
 def processes() -> Iterator[tuple[str, list[str]]]:
-    """Number of each process, and its `/proc/N/stat` from the state on."""
+    """Yield the number of each process, and the fields of its `/proc/N/stat` from the state on."""
     for each in Path("/proc").iterdir():
         if each.name.isdigit():
             with contextlib.suppress(OSError):
@@ -114,7 +116,7 @@ def processes() -> Iterator[tuple[str, list[str]]]:
 
 
 def adopt() -> int:
-    """Wait for all orphans; how many had to be killed."""
+    """Wait for all orphans; return the number of those that had to be killed."""
     until, killed = time.monotonic() + LEFT_S, 0
     while True:
         try:
@@ -133,7 +135,7 @@ def adopt() -> int:
 
 
 def sweep(out: Path, *flags: str, rows: Callable[[int], None] = lambda done: None) -> float:
-    """Seconds of wall time; `rows` is called with the number of rows that are done, as they are."""
+    """Run a sweep and return its wall seconds; `rows` is called with the number of finished rows after each row."""
     began = time.monotonic()
     command = [sys.executable, "-m", "autoshard", "sweep", *SWEEP.split(), "--no-cache", "--out", str(out), *flags]
     with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, cwd=ROOT) as process:
@@ -165,16 +167,16 @@ def run(way: str, folder: Path) -> Ran:
 
 
 def at_work() -> int:
-    """Tasks of Ray that run: its workers are called by what they do."""
-    found = 0
+    """Count the running tasks of Ray, whose workers are named after their task."""
+    tasks = 0
     for number, _ in processes():
         with contextlib.suppress(OSError):
-            found += Path(f"/proc/{number}/cmdline").read_bytes().startswith(b"ray::run_call")
-    return found
+            tasks += Path(f"/proc/{number}/cmdline").read_bytes().startswith(b"ray::run_call")
+    return tasks
 
 
 class _Killer:
-    """Kills a node when two rows are done: the next two are at work then, one on each node."""
+    """Callback that kills a node when two rows are done: the next two rows are running then, one on each node."""
 
     def __init__(self, cluster: LocalCluster) -> None:
         self.cluster, self.note = cluster, ""
@@ -190,7 +192,7 @@ class _Killer:
 
 @contextlib.contextmanager
 def helper() -> Iterator[Callable[[int], object]]:
-    """A helper as a crew has it; one call after the other."""
+    """Open a helper of the planner's crew; its calls run one after the other."""
     one = Helper(None)
     try:
         yield lambda count: [one.call(Job(number, os.getpid, ()), ()) for number in range(count)]
@@ -215,7 +217,7 @@ WAYS: dict[str, Callable[[], contextlib.AbstractContextManager[Callable[[int], o
 
 
 def small_calls(rounds: int, calls: int) -> dict[str, tuple[float, float]]:
-    """Seconds until the first outcome, and of one call after that, by way; medians of rounds in turn."""
+    """Return seconds until the first outcome, and seconds of each later call, by way; medians of rounds in turn."""
     first: dict[str, list[float]] = {way: [] for way in WAYS}
     each: dict[str, list[float]] = {way: [] for way in WAYS}
     for _ in range(rounds):
@@ -289,7 +291,7 @@ def main() -> int:
     os.environ["JAX_PLATFORMS"] = "cpu"
     ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     with tempfile.TemporaryDirectory() as folder:
-        sweep(Path(folder) / "out", "--jobs", "2")  # inner loops are compiled once and kept
+        sweep(Path(folder) / "out", "--jobs", "2")  # compiles and caches inner loops before the timed runs
     runs: dict[str, list[Ran]] = {way: [] for way in (LOCAL, OWN, CLUSTER, KILLED)}
     for number in range(options.rounds):
         for way, each in runs.items():

@@ -1,11 +1,11 @@
-"""How long a sweep of Llama-3.1-70B over 24 pairs of a topology and a batch takes: wall and processor time, and memory.
+"""Wall and processor time and memory of a sweep of Llama-3.1-70B over 24 pairs of a topology and a batch.
 
     python experiments/speed/sweep_speed.py [--jobs 2]
 
-Runs the command as a user does, with nothing kept from before. Processor time is that of the command and of all that it
-started; memory is the largest sum of what they held at once (proportional shares, looked at twice a second).
+The script runs the command as a user does, without a cache. Processor time is that of the command and of all its child
+processes. Memory is the largest sum of their proportional shares, sampled twice a second.
 
-Writes `results/sweep_speed.md`; exit code 1 if a pair is missing.
+The script writes `results/sweep_speed.md`; the exit code is 1 if a pair is missing.
 """
 
 import argparse
@@ -28,12 +28,12 @@ TOPOLOGIES = ("v5p:4x4x4", "v5p:4x4x8", "v5p:4x8x8", "v5p:8x8x8", "v6e:8x8", "v6
 BATCHES = (128, 256, 512)
 SWEEP = f"hf:llama3.1-70b --train --seq 4096 --remat full --batch {','.join(map(str, BATCHES))} --mesh auto"
 MARK_S = 360
-"""The time that such a sweep is to take on two cores."""
+"""Target in seconds for such a sweep on two cores."""
 LOOK_S = 0.5
 
 
 class Memory:
-    """The most that a process and all below it held at once, looked at again and again."""
+    """Peak memory of a process and its descendants, sampled periodically."""
 
     def __init__(self, process: int) -> None:
         self.process, self.most, self.over = process, 0, threading.Event()
@@ -53,16 +53,16 @@ class Memory:
 
 
 def below(process: int) -> list[int]:
-    found = [process]
-    for each in found:
+    descendants = [process]
+    for each in descendants:
         with contextlib.suppress(OSError):
             for task in Path(f"/proc/{each}/task").iterdir():
-                found += map(int, (task / "children").read_text().split())
-    return found
+                descendants += map(int, (task / "children").read_text().split())
+    return descendants
 
 
 def held(process: int) -> int:
-    """Bytes, what is shared with others by parts."""
+    """Return the resident bytes of a process, with shared pages counted proportionally."""
     with contextlib.suppress(OSError):
         for line in Path(f"/proc/{process}/smaps_rollup").read_text().splitlines():
             if line.startswith("Pss:"):

@@ -1,10 +1,12 @@
 """Planned PyTorch/XLA loops against unsharded ones: six small models, three meshes, two optimizers.
 
-`python experiments/torch_xla/torch_xla_matrix.py` fills `results/torch_xla_matrix.json` (rows that are there are not
-run again; `--again` runs them all) and writes the table beside it. Every row is a process of its own under the real
-torch_xla on 8 CPU devices; the unsharded losses come from one device in another process, and those of the unsharded run
-with the examples of each batch in another order say how far rounding alone takes them. Beside the losses stand the
-bytes on the wire by mesh axis: planned, and read from the HLO that XLA runs from the second step on.
+`python experiments/torch_xla/torch_xla_matrix.py` fills `results/torch_xla_matrix.json` and writes the table,
+`results/torch_xla_matrix.md`. Existing rows are not run again without `--again`. Every row is a process of its own
+under the real torch_xla on 8 CPU devices.
+
+The unsharded losses are from one device in another process. Another unsharded run has the examples of each batch in
+another order, which shows the effect of rounding alone. The table also has the bytes on the wire by mesh axis. They
+are those of the plan, and those of the HLO that XLA runs from the second step on.
 """
 
 import argparse
@@ -25,7 +27,7 @@ ALLOWED = 1e-5
 
 
 def run(model: str, options: list[str], steps: int) -> dict[str, Any]:
-    """Losses and compile counts by optimizer; without a mesh in `options` on one unsharded device."""
+    """Return losses and compile counts by optimizer; without a mesh in `options` on one unsharded device."""
     command = [sys.executable, "-m", "experiments.lib.torch_xla_run", model, "--steps", str(steps)]
     process = subprocess.run(
         command + options,
@@ -42,12 +44,12 @@ def run(model: str, options: list[str], steps: int) -> dict[str, Any]:
 
 
 def largest_difference(losses: list[float], expected: list[float]) -> float:
-    """Of any step, relative to its loss."""
+    """Return the largest difference of any step, relative to its loss."""
     return max(abs(a - b) / abs(b) for a, b in zip(losses, expected, strict=True))
 
 
 def on_the_wire(wire: dict[str, Any]) -> str:
-    """Planned bytes by axis, and executed over planned where they differ; axes of size 1 carry nothing."""
+    """Format planned bytes by axis, with executed over planned if they differ; axes of size 1 carry nothing."""
     planned, executed = wire["planned"], wire["executed"][-1]
     axes = sorted(axis for axis in {*planned, *executed} if planned.get(axis) or executed.get(axis))
     if not axes:
@@ -61,7 +63,7 @@ def on_the_wire(wire: dict[str, Any]) -> str:
 
 
 def table(rows: dict[str, Any]) -> str:
-    """The Markdown table of all rows that ran."""
+    """Return the Markdown table of all rows that ran."""
     head = (
         "| model | mesh | optimizer | largest difference of a loss | from its order alone | compiled | split | "
         "bytes on the wire (executed) | plan |"
@@ -70,14 +72,14 @@ def table(rows: dict[str, Any]) -> str:
     for model in MODELS:
         plain, reordered = (rows.get(f"{model} {name}", {}) for name in UNSHARDED)
         for mesh in MESHES:
-            found = rows.get(f"{model} {mesh}")
-            if found is None:
+            by_optimizer = rows.get(f"{model} {mesh}")
+            if by_optimizer is None:
                 continue
-            errors = [each["error"] for each in (found, plain, reordered) if "error" in each]
+            errors = [each["error"] for each in (by_optimizer, plain, reordered) if "error" in each]
             if errors:
                 lines.append(f"| {model} | {mesh} | | {errors[0][:100]} | | | | | |")
                 continue
-            for optimizer, row in sorted(found.items(), reverse=True):  # momentum first
+            for optimizer, row in sorted(by_optimizer.items(), reverse=True):  # momentum first
                 expected = plain[optimizer]["losses"]
                 off = largest_difference(row["losses"], expected)
                 noise = largest_difference(reordered[optimizer]["losses"], expected)

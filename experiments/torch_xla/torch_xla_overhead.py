@@ -1,16 +1,15 @@
-"""What auto-sharding costs after the first step, and what it costs a script that does not ask for it.
+"""Cost of auto-sharding after the first step, and for a script that does not use it.
 
     python experiments/torch_xla/torch_xla_overhead.py [ROW ...] [--again] [--table]
 
 A training loop under `xr.use_spmd(auto=True)` is timed against the same loop that is sharded by hand with PyTorch/XLA
-alone, once in everything that the hook marks (`all`: parameters, states, batches, outputs of modules and gradients) and
-once in parameters, states and batches only (`arguments`). Each loop is a process of its own on 8 CPU devices; they
-take turns of a few steps, so that all see the same machine, and a ratio is of two turns next to each other. A step
-ends when its loss is read.
+alone. The loop by hand `all` marks everything that the hook marks: parameters, states, batches, outputs of modules and
+gradients. The loop by hand `arguments` marks parameters, states and batches only. Each loop is a process of its own on
+8 CPU devices. The loops run a few steps in turn, so that the load of the machine is equal for all. A ratio compares two
+adjacent turns. A step ends when its loss is read.
 
 `import` starts processes that import torch_xla, in turn with and without autoshard among the installed distributions.
-
-Rows are kept in `experiments/results/torch_xla_overhead.json` with the table beside it.
+Rows are saved in `experiments/results/torch_xla_overhead.json`; the table is `torch_xla_overhead.md` there.
 """
 
 import argparse
@@ -68,7 +67,7 @@ class Loop:
     def __exit__(self, *_: object) -> None:
         self._process.kill()
         with self._process, self._stderr:
-            pass  # waits, and closes what leads to it
+            pass  # waits for the process, and closes its pipes
 
     def tell(self, what: Any) -> None:
         assert self._process.stdin is not None
@@ -85,19 +84,19 @@ class Loop:
         return json.loads(line)
 
     def turn(self, count: int) -> list[float]:
-        """Seconds until a step is handed to the devices, and until its loss is read: medians of the next steps."""
+        """Return seconds until a step is dispatched, and until its loss is read: medians of the next steps."""
         self.tell(count)
         return [statistics.median(part) for part in zip(*self.read(), strict=True)]
 
     def end(self) -> Any:
-        """What the loop says at its end."""
+        """Return the loop's report at its end."""
         assert self._process.stdin is not None
         self._process.stdin.close()
         return self.read()
 
 
 def overhead(model: str, rounds: int, steps: int) -> dict[str, Any]:
-    """Seconds of steps of the planned loop and of the two sharded by hand, in turn."""
+    """Return seconds of steps of the planned loop and of the two sharded by hand, in turn."""
     with contextlib.ExitStack() as stack:
         loops = {"planned": stack.enter_context(Loop(model, "planned"))}
         marks = loops["planned"].read()
@@ -115,7 +114,7 @@ def overhead(model: str, rounds: int, steps: int) -> dict[str, Any]:
 
 
 def ratios(ours: Sequence[float], others: Sequence[float]) -> list[float]:
-    """Of each turn to the other loop's next to it."""
+    """Divide each turn by the other loop's adjacent turn."""
     return [a / b for a, b in zip(ours, others, strict=True)]
 
 
@@ -153,7 +152,7 @@ def seconds(what):
 
 print(json.dumps([[seconds(what) for what in ("without", "with")] for _ in range(TIMES)][1:]))
 """
-"""Times how long torch looks for what is to be loaded with it, in turn without and with autoshard."""
+"""Script that times torch's search for its plugins, in turn without and with autoshard."""
 
 OWN = """
 import json, time
@@ -180,15 +179,16 @@ timed(autoload, "_ready")
 import torch_xla, torch_xla.runtime
 print(json.dumps([spent, torch_xla.runtime.use_spmd.__qualname__]))
 """
-"""Times what autoshard itself does while torch_xla is imported; the modules that it imports are torch's too."""
+"""Script that times autoshard's own code during the import of torch_xla; its imported modules are torch's too."""
 
 
 def imports(pairs: int) -> dict[str, Any]:
-    """Seconds of processor that `import torch_xla` takes without and with autoshard installed, in turn.
+    """Return processor seconds of `import torch_xla` without and with autoshard installed, in turn.
 
-    On a busy machine they say more than those of a clock. But the difference of whole imports, each of seconds, is
-    mostly noise. So what autoshard adds is measured by itself, too: seconds in its `own` code, in processes of their
-    own, how much longer it takes to be `found` among the distributions, and the names of the modules loaded `more`.
+    On a busy machine these are more reliable than wall seconds. But whole imports take seconds each, so that their
+    difference is mostly noise. Therefore the addition of autoshard is also measured alone, in processes of their own.
+    The keys are `own` (seconds in autoshard's code), `found` (additional seconds of the search among distributions) and
+    `more` (names of additional modules).
     """
     turns: dict[str, list[float]] = {"without": [], "with": [], "own": [], "found": []}
     loaded: dict[str, set[str]] = {}
@@ -220,7 +220,7 @@ def imports(pairs: int) -> dict[str, Any]:
 
 
 def _child(place: Path, script: str) -> Any:
-    """What a script prints; of all distributions only those in `place` are on its path."""
+    """Run a script and return its output; only the distributions in `place` are on its path."""
     done = subprocess.run(
         [sys.executable, "-S", "-c", script],
         stdout=subprocess.PIPE,
@@ -238,13 +238,13 @@ def ms(seconds: float) -> str:
 
 
 def spread(values: Sequence[float], show: Callable[[float], str]) -> str:
-    """Median, and quartiles in brackets."""
+    """Format the median, and quartiles in brackets."""
     low, middle, high = statistics.quantiles(values, n=4)
     return f"{show(middle)} ({show(low)} to {show(high)})"
 
 
 def table(rows: Mapping[str, Any]) -> str:
-    """The results as a page of Markdown."""
+    """Return the results as a page of Markdown."""
     lines = [
         "# What auto-sharding costs after the first step",
         "",
@@ -306,15 +306,15 @@ def main() -> None:
         if key in results.rows and not given.again:
             continue
         print(key, flush=True)
-        found = imports(IMPORTS) if key == IMPORT else overhead(key, ROUNDS, STEPS)
-        results.keep(key, rounded(found) | {"date": time.strftime("%Y-%m-%d")})
+        figures = imports(IMPORTS) if key == IMPORT else overhead(key, ROUNDS, STEPS)
+        results.keep(key, rounded(figures) | {"date": time.strftime("%Y-%m-%d")})
     text = table(results.rows)
     RESULTS.with_suffix(".md").write_text(text)
     print(text)
 
 
 def rounded(found: Any) -> Any:
-    """Times to a microsecond."""
+    """Round times to a microsecond."""
     if isinstance(found, float):
         return round(found, 6)
     if isinstance(found, dict):

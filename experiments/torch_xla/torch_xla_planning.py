@@ -1,12 +1,12 @@
-"""How long auto-sharding inside PyTorch/XLA plans the first step of a model, and how long where it was planned before.
+"""Time in which auto-sharding inside PyTorch/XLA plans the first step of a model, without and with a cached decision.
 
     python experiments/torch_xla/torch_xla_planning.py [NAME ...]
 
-A script trains a model of Hugging Face in a process of its own, on 8 CPU devices in a mesh of 4 x 2, up to the point
-where its first step is planned; the step itself is not run. Timed are the reading of the pending graph, the decision
-(which is what the planner does), and everything from the end of the step until its planned run could begin. `again` is
-a second process, which finds the decision of the first in the cache. Wall seconds, and in brackets processor seconds;
-`loop` is what twenty million additions in Python took just before: how fast a shared machine is.
+A script trains a model of Hugging Face in a process of its own, on 8 CPU devices in a mesh of 4 x 2. It stops once the
+first step is planned, and does not run the step. Three parts are timed: reading the pending graph, the decision (the
+planner's work), and everything from the step's end until its planned run could begin. `again` is a second process,
+which finds the decision of the first in the cache. Figures are wall seconds, and in brackets processor
+seconds. `loop` is the time of twenty million additions in Python just before. It shows the speed of a shared machine.
 """
 
 import argparse
@@ -37,12 +37,12 @@ MODELS: dict[str, tuple[str, dict[str, Any], tuple[int, int]]] = {
         (8, 128),
     ),
 }
-"""Type of the model, what its configuration has otherwise than by default, rows and tokens of a batch."""
+"""Type of the model, its fields that differ from the defaults, and (rows, tokens) of a batch."""
 PARTS = ("read", "decide", "everything")
 
 
 def plan_first_step(name: str) -> dict[str, Any]:
-    """In the process of the script: seconds of each part, wall and processor."""
+    """Return wall and processor seconds of each part, in the process of the script."""
     os.environ.update(PJRT_DEVICE="CPU", CPU_NUM_DEVICES="8", XLA_AUTO_SPMD_MESH="4,2")
     import torch
     import torch_xla
@@ -65,7 +65,7 @@ def plan_first_step(name: str) -> dict[str, Any]:
         return run
 
     class Planned(BaseException):
-        """The first step is planned: there is nothing more to see."""
+        """Raised once the first step is planned, since the script then ends."""
 
     whole = timed("everything", hook_session.Session._plan)
 
@@ -97,7 +97,7 @@ def plan_first_step(name: str) -> dict[str, Any]:
 
 
 def measured(name: str) -> dict[str, Any]:
-    """What two processes found, the second with the cache of the first."""
+    """Run two processes, the second with the cache of the first, and return their times."""
     began = time.perf_counter()
     for _ in range(20_000_000):
         pass

@@ -2,22 +2,22 @@
 
     python experiments/torch_xla/torch_xla_scripts.py [NAME ...] [--again] [--table]
 
-Every file of `torch_xla/programs` is a script that knows nothing of autoshard. It is run in two processes in SPMD mode
-on 8 CPU devices: `hooked`, where `xr.use_spmd(auto=True)` plans for a mesh of 4 x 2, and `unhooked`, where
-`xr.use_spmd()` leaves every tensor whole on every device. All numbers that the script prints are compared, and programs
-compiled by the end are counted. The processes take turns of a few steps, so that both see the same machine: the ratio
-of steps is the median of turns next to each other. What of it is the hook's own is timed in the hooked process alone,
-as the time in its outermost functions over that of the step. Where numbers differ by more than is allowed, a third run
-says how far rounding alone takes them, unhooked with every parameter moved by one unit in its last place, and a fourth
-what plain PyTorch computes on the CPU, whose distance from the unhooked run is rounding too. What later steps send is
-read from the program that XLA runs in them, by mesh axis, beside what their plan has; the axis that differs most is
-shown, of those that carry 1% of the plan's bytes.
+Every file of `torch_xla/programs` is a script that knows nothing of autoshard. It runs in two processes in SPMD mode on
+8 CPU devices. In `hooked`, `xr.use_spmd(auto=True)` plans for a mesh of 4 x 2. In `unhooked`, `xr.use_spmd()` leaves
+every tensor whole on every device. All numbers that the script prints are compared, and programs compiled by the end
+are counted. The processes run a few steps in turn, so that the load of the machine is equal for both. The ratio of
+steps is the median over adjacent turns. The hook's own share is timed in the hooked process alone, as the time in its
+outermost functions over that of the step. If numbers differ by more than is allowed, two more runs follow. The third
+run shows the effect of rounding alone: unhooked, with every parameter moved by one unit in its last place. The fourth
+run is plain PyTorch on the CPU, whose distance from the unhooked run is rounding too. The traffic of later steps is
+read from the program that XLA runs in them, by mesh axis, and compared with their plan. The table shows the axis that
+differs most, of the axes with at least 1% of the plan's bytes.
 
-Some compile more with the hook, which the table gives the causes of. A planned step is a program of its own, where
-without the hook that of the first step serves again. A step that is cut, by ops that PyTorch/XLA computes on the host
-or by numbers that are read in it, has pieces that run whole before there is a plan.
+Some scripts compile more with the hook, and the table has the causes. A planned step is a program of its own, while
+without the hook the program of the first step is used again. A step may be cut by ops that PyTorch/XLA computes on the
+host, or by numbers that are read in it. Such a step has pieces that run whole before there is a plan.
 
-Rows are kept in `experiments/results/torch_xla_scripts.json` with the table beside it.
+Rows are saved in `experiments/results/torch_xla_scripts.json`; the table is `torch_xla_scripts.md` there.
 """
 
 import argparse
@@ -62,7 +62,7 @@ MORE = {
     "short_batches": "the first planned short batch",
     "two_towers": "a piece of its step, with nothing split before there is a plan",
 }
-"""What is compiled more with the hook, as PyTorch/XLA's log of compilations (`PT_XLA_DEBUG_LEVEL=2`) shows."""
+"""Additional compilations with the hook, as PyTorch/XLA's log (`PT_XLA_DEBUG_LEVEL=2`) shows."""
 
 
 SENDS = {
@@ -75,7 +75,7 @@ SENDS = {
     "parametrized": "its steps are cut: the plan is of a piece",
     "two_towers": "its steps are cut: the plan is of a piece",
 }
-"""Why later steps send something else than is planned, as the compiled programs show."""
+"""Reasons of traffic in later steps that differs from the plan, as the compiled programs show."""
 
 
 class Run:
@@ -103,20 +103,22 @@ class Run:
         self._late.cancel()
         self._process.kill()
         with self._process, self._stderr:
-            pass  # waits, and closes what leads to it
+            pass  # waits for the process, and closes its pipes
 
     def turn(self) -> list[float]:
-        """Seconds of the steps until the process waits; none in the end, when `end` is what it has found."""
+        """Return the seconds of the steps until the process waits; at its end an empty list, and `end` has its
+        report.
+        """
         assert self._process.stdout is not None
         line = self._process.stdout.readline()
         if not line:
             self._process.wait()
             self._stderr.seek(0)
-            said = [line for line in self._stderr.read().strip().splitlines() if "GSPMD" not in line]
-            raise RuntimeError(said[-1] if said else f"it ended with {self._process.returncode}")
-        found = json.loads(line)
-        self.end = found.get("end")
-        return found.get("turn", [])
+            errors = [line for line in self._stderr.read().strip().splitlines() if "GSPMD" not in line]
+            raise RuntimeError(errors[-1] if errors else f"it ended with {self._process.returncode}")
+        record = json.loads(line)
+        self.end = record.get("end")
+        return record.get("turn", [])
 
     def go_on(self) -> None:
         assert self._process.stdin is not None
@@ -125,7 +127,7 @@ class Run:
 
 
 def compare(name: str) -> dict[str, Any]:
-    """What both runs of a script found."""
+    """Run a script in both ways, and compare."""
     turns: dict[str, list[list[float]]] = {"hooked": [], "unhooked": []}
     ends: dict[str, dict[str, Any]] = {}
     try:
@@ -169,7 +171,7 @@ def compare(name: str) -> dict[str, Any]:
 
 
 def apart(numbers: Sequence[Sequence[float]], name: str, *how: str) -> float | str:
-    """How far these numbers are from those of another run, or what went wrong in that."""
+    """Return the difference of these numbers from those of another run, or that run's error."""
     try:
         with Run(name, *how) as run:
             run.turn()
@@ -182,7 +184,10 @@ def apart(numbers: Sequence[Sequence[float]], name: str, *how: str) -> float | s
 
 
 def difference(numbers: Sequence[Sequence[float]], others: Sequence[Sequence[float]]) -> float:
-    """The largest of any number, relative to it; but no less than a hundredth of the largest printed in its place."""
+    """Return the largest relative difference of any number.
+
+    The divisor is at least a hundredth of the largest number printed in the same place.
+    """
     if [len(each) for each in numbers] != [len(each) for each in others]:
         return float("inf")
     largest: dict[tuple[int, int], float] = {}
@@ -200,13 +205,16 @@ def difference(numbers: Sequence[Sequence[float]], others: Sequence[Sequence[flo
 
 
 def ratios(row: dict[str, Any]) -> list[float]:
-    """Of each turn to the other process's next to it."""
+    """Divide each turn by the other process's adjacent turn."""
     pairs = zip(row["turns"]["hooked"], row["turns"]["unhooked"], strict=True)
     return [statistics.median(ours) / statistics.median(theirs) for ours, theirs in pairs]
 
 
 def verdict(row: dict[str, Any], more: str = "", sends: str = "") -> str:
-    """What falls short, in words; empty if nothing does. `more` is why more is compiled, `sends` why not as planned."""
+    """Describe the shortcomings of a row; empty if there are none.
+
+    `more` is the reason of more compilations, `sends` the reason of unplanned traffic.
+    """
     short = []
     if row["difference"] > ALLOWED:
         if is_within(row["hooked to host"], ALLOWED):
@@ -227,21 +235,23 @@ def verdict(row: dict[str, Any], more: str = "", sends: str = "") -> str:
 
 
 def on_the_wire(row: dict[str, Any]) -> tuple[str, float] | None:
-    """The mesh axis on which later steps differ most from their plan, and by how much of it; None where none do."""
-    found = []
+    """Return the mesh axis on which later steps differ most from their plan, and its relative difference; None if
+    none.
+    """
+    differences = []
     for each in row["wire"]:
         planned = {axis: size for axis, size in each["planned"].items() if size > 0.01 * sum(each["planned"].values())}
-        found += [(axis, each["sent"].get(axis, 0) / size - 1) for axis, size in planned.items()]
-    return max(found, key=lambda pair: abs(pair[1]), default=None)
+        differences += [(axis, each["sent"].get(axis, 0) / size - 1) for axis, size in planned.items()]
+    return max(differences, key=lambda pair: abs(pair[1]), default=None)
 
 
 def is_within(found: float | str, most: float | str, times: float = 1.0) -> bool:
-    """Whether a difference is known and at most so large."""
+    """Return True if a difference is known and at most `times * most`."""
     return not isinstance(found, str) and not isinstance(most, str) and found <= times * most
 
 
 def table(rows: dict[str, Any]) -> str:
-    """What is known, as Markdown."""
+    """Return the known results as Markdown."""
     lines = [
         "| script | what it is | numbers | largest difference (of rounding alone; hooked, unhooked to "
         "plain PyTorch) | compiled, unhooked | ms a step, "
@@ -288,7 +298,7 @@ def table(rows: dict[str, Any]) -> str:
 
 
 def on_host(row: dict[str, Any]) -> list[str]:
-    """Sentences on ops that PyTorch/XLA computes on the host: they cut the graph."""
+    """Describe the ops that PyTorch/XLA computes on the host, which cut the graph."""
     ours, theirs = (set(names) for names in row["host"])
     said = {"on the host without the hook too": ours & theirs, "on the host only with the hook": ours - theirs}
     return [
@@ -303,7 +313,7 @@ def shown(found: float | str) -> str:
 
 
 def summary(rows: dict[str, Any]) -> str:
-    """How many of the scripts fall short of what."""
+    """Count the scripts that fall short, by criterion."""
     good = [row for row in rows.values() if "error" not in row]
     equal = sum(row["difference"] <= ALLOWED for row in good)
     silent = sum("DIFFERS" in verdict(row) for row in good)
@@ -311,7 +321,7 @@ def summary(rows: dict[str, Any]) -> str:
     fast = sum(statistics.median(ratios(row)) <= 1 + OVERHEAD for row in good)
     own = sum(statistics.median(row["shares"]) <= OVERHEAD for row in good)
     split = sum(row["parameters"][0] > 0 for row in good)
-    sent = [found[1] for row in good if (found := on_the_wire(row)) is not None]
+    sent = [difference_on_wire[1] for row in good if (difference_on_wire := on_the_wire(row)) is not None]
     exact = sum(abs(off) <= WIRE for off in sent)
     return (
         f"Of {len(rows)} scripts {len(good)} run; in {equal} no number differs by more than {ALLOWED:.0e}, and in "
@@ -346,7 +356,7 @@ def main() -> None:
 
 
 def rounded(found: Any) -> Any:
-    """Times and shares to a microsecond; what says how far apart two numbers are keeps two digits."""
+    """Round every number to four significant digits."""
     if isinstance(found, float):
         return float(f"{found:.4g}")
     if isinstance(found, dict):

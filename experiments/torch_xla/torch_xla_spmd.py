@@ -3,10 +3,11 @@
     make bench-spmd PYTORCH_XLA=/path/to/a/checkout/of/pytorch/xla   (v2.9.0)
     python experiments/torch_xla/torch_xla_spmd.py [FILE ...]
 
-Every `test/spmd/test_*.py` of the checkout that `PYTORCH_XLA` names is run in two processes on 8 CPU devices: `hooked`,
-with `XLA_AUTO_SPMD=1`, by which every step that the tests run in SPMD mode is planned, and `unhooked`, where PyTorch
-does not load autoshard. Without a checkout the tests are those of `torch_xla_spmd_shapes.py`, which do what upstream's
-do in words of their own. Rows are kept in `experiments/results/torch_xla_spmd.json` with the table beside it.
+Every `test/spmd/test_*.py` of the checkout that `PYTORCH_XLA` names runs in two processes on 8 CPU devices. In `hooked`
+with `XLA_AUTO_SPMD=1`, every step that the tests run in SPMD mode is planned. In `unhooked`, PyTorch does not load
+autoshard. Without a checkout the tests are those of `torch_xla_spmd_shapes.py`, which cover the same subjects and are
+written independently. Rows are saved in `experiments/results/torch_xla_spmd.json`; the table is `torch_xla_spmd.md`
+there.
 """
 
 import argparse
@@ -35,33 +36,36 @@ WAYS = {
 
 
 def run_file(path: Path, way: str, checkout: Path | None) -> dict[str, Any]:
-    """What came of each test of a file, by name: `passed`, `skipped`, or why it did not pass; and what went wrong."""
+    """Run a file in one way; return the outcome of each test by name, and an error of the file.
+
+    An outcome is `passed`, `skipped`, or the reason of a failure.
+    """
     kept = {key: value for key, value in os.environ.items() if not key.startswith(("XLA_", "PJRT_", "AUTOSHARD_"))}
     here = [str(ROOT)] if checkout is None else [str(path.parent), str(checkout / "test"), str(checkout), str(ROOT)]
     environment = kept | {"PJRT_DEVICE": "CPU", "CPU_NUM_DEVICES": "8", "PYTHONPATH": os.pathsep.join(here)} | WAYS[way]
-    with tempfile.TemporaryDirectory() as folder, (Path(folder) / "said").open("w+") as said:
+    with tempfile.TemporaryDirectory() as folder, (Path(folder) / "said").open("w+") as output:
         command = [sys.executable, str(ROOT / "experiments" / "lib" / "torch_xla_spmd_run.py"), str(path), str(folder)]
         try:
             code = subprocess.run(
-                command, env=environment, cwd=folder, stdout=said, stderr=said, timeout=LIMIT_S
+                command, env=environment, cwd=folder, stdout=output, stderr=output, timeout=LIMIT_S
             ).returncode
         except subprocess.TimeoutExpired:
             code = -1
         results = Path(folder) / "results"
         lines = [json.loads(line) for line in results.read_text().splitlines()] if results.exists() else []
-        found: dict[str, Any] = {"tests": {name: came for line in lines for name, came in line.items()}}
-        missing = [name for name, came in found["tests"].items() if came == "asked"]
+        outcomes: dict[str, Any] = {"tests": {name: came for line in lines for name, came in line.items()}}
+        missing = [name for name, came in outcomes["tests"].items() if came == "asked"]
         for name in missing:
-            found["tests"][name] = f"not run to its end: the process ended with {code}" if code else "not run"
+            outcomes["tests"][name] = f"not run to its end: the process ended with {code}" if code else "not run"
         if not lines:
-            said.seek(0)
-            last = [line for line in said.read().splitlines() if line.strip()][-1:]
-            found["wrong"] = f"the file ended with {code}: {' '.join(last)[:200]}"
-        return found
+            output.seek(0)
+            last = [line for line in output.read().splitlines() if line.strip()][-1:]
+            outcomes["wrong"] = f"the file ended with {code}: {' '.join(last)[:200]}"
+        return outcomes
 
 
 def row_of(path: Path, checkout: Path | None) -> dict[str, Any]:
-    """A file both ways: how many tests passed in both, and those that did not, each with why."""
+    """Run a file both ways: count the tests that pass in both, and list the others with their reasons."""
     both = {way: run_file(path, way, checkout) for way in WAYS}
     hooked, unhooked = (both[way]["tests"] for way in ("hooked", "unhooked"))
     names = sorted(hooked.keys() | unhooked.keys())
@@ -101,7 +105,7 @@ def table(rows: dict[str, Any]) -> str:
 
 
 def _of(said: str) -> str:
-    """What came of a test as a part of a line."""
+    """Format the outcome of a test as a part of a line."""
     return " ".join(said.replace("|", "/").split())[:240]
 
 

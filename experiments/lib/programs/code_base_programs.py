@@ -1,7 +1,7 @@
-"""Modules of torch's code bases as training steps, at a well-known size and small: what `code_bases.py` plans and runs.
+"""Modules of torch's code bases as training steps, at a well-known size and small, for `code_bases.py`.
 
-`PROGRAMS` holds one entry for each. Full-size modules are made on the meta device; small ones are real, and small in
-layers, widths and inputs, never in what they compute.
+`PROGRAMS` has one entry for each. Full-size modules are on the meta device. Small ones are real: layers, widths and
+inputs are smaller, but the computation is the same.
 """
 
 import dataclasses
@@ -13,7 +13,7 @@ from typing import Any
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Case:
-    """A module, what it is called with, and how its step is made."""
+    """A module, its inputs, and the parts of its step."""
 
     module: Any
     inputs: tuple[Any, ...] = ()
@@ -21,14 +21,14 @@ class Case:
     targets: Any = None
     loss: Callable[..., Any] | None = None
     limits: dict[str, int] = dataclasses.field(default_factory=dict)
-    """Start of the name of a batch leaf of integers -> what its values are below."""
+    """Upper bound of values, by the start of the name of a batch leaf of integers."""
     options: dict[str, Any] = dataclasses.field(default_factory=dict)
     """More options of `from_torch`."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Entry:
-    """One row: the case in full (True) or small (False), and where the full one is planned."""
+    """One row: a maker of the full (True) or small (False) case, and the full case's topology and recipe."""
 
     library: str
     make: Callable[[bool], Case]
@@ -38,12 +38,12 @@ class Entry:
 
 
 def library(name: str) -> Any:
-    """A module of a package that nothing else here needs, and that is installed for this alone."""
+    """Import a module of a package that only this script needs."""
     return importlib.import_module(name)
 
 
 def of(full: bool, case: Callable[[], Case]) -> Case:
-    """What `case` makes, its tensors on the meta device if it is the full one."""
+    """Call `case`, with its tensors on the meta device if it is the full one."""
     import torch
 
     torch.manual_seed(0)
@@ -52,7 +52,7 @@ def of(full: bool, case: Callable[[], Case]) -> Case:
 
 
 def first_of(output: Any) -> Any:
-    """The logits of an output that holds more beside them."""
+    """Return the logits of an output that may have further values."""
     import torch
 
     if isinstance(output, torch.Tensor):
@@ -63,7 +63,7 @@ def first_of(output: Any) -> Any:
 
 
 def labelled(output: Any, targets: Any) -> Any:
-    """Cross entropy of logits [..., classes]."""
+    """Return the cross entropy of logits [..., classes]."""
     from torch.nn import functional
 
     logits = first_of(output)
@@ -71,19 +71,19 @@ def labelled(output: Any, targets: Any) -> Any:
 
 
 def pixelwise(output: Any, targets: Any) -> Any:
-    """Cross entropy of logits [B, classes, H, W]."""
+    """Return the cross entropy of logits [B, classes, H, W]."""
     from torch.nn import functional
 
     return functional.cross_entropy(first_of(output), targets)
 
 
 def squared(output: Any, targets: Any) -> Any:
-    """Mean squared error of the first output."""
+    """Return the mean squared error of the first output."""
     return (first_of(output).float() - targets.float()).square().mean()
 
 
 def images(make: Callable[[], Any], batch: int, pixels: int, classes: int = 1000) -> Case:
-    """A classifier of images [B, 3, pixels, pixels]."""
+    """Make a classifier of images [B, 3, pixels, pixels]."""
     import torch
 
     targets = torch.zeros(batch, dtype=torch.int64)
@@ -92,7 +92,7 @@ def images(make: Callable[[], Any], batch: int, pixels: int, classes: int = 1000
 
 
 def tokens(module: Any, batch: int, length: int, vocabulary: int, **options: Any) -> Case:
-    """A language model on ids [B, S]."""
+    """Make a language model on ids [B, S]."""
     import torch
 
     ids = torch.zeros(batch, length, dtype=torch.int64)
@@ -179,7 +179,10 @@ def _detection(full: bool) -> Case:
 
 
 def _detection_scores(full: bool) -> Case:
-    """The same without what keeps boxes by their scores: images in one batch, scores and boxes of all anchors."""
+    """Make the detector without its filter of boxes by score.
+
+    The images are one batch, and the outputs are scores and boxes of all anchors.
+    """
     import torch
     from torch import nn
 
@@ -193,8 +196,8 @@ def _detection_scores(full: bool) -> Case:
             self.backbone, self.head = whole.backbone, whole.head
 
         def forward(self, images: Any) -> Any:
-            found = self.head(list(self.backbone(images).values()))
-            return found["cls_logits"], found["bbox_regression"]
+            scores = self.head(list(self.backbone(images).values()))
+            return scores["cls_logits"], scores["bbox_regression"]
 
     def case() -> Case:
         module = Scores()
@@ -209,7 +212,10 @@ def _detection_scores(full: bool) -> Case:
 
 
 def _timm(name: str, batch: int, small: dict[str, Any], **sizes: Any) -> Callable:
-    """`small`: arguments of the small form, `pixels` among them, and `name` if it starts from a smaller one."""
+    """Return a maker of a timm model.
+
+    `small` has the arguments of the small form: `pixels`, and `name` if it starts from a smaller model.
+    """
 
     def make(full: bool) -> Case:
         timm = library("timm")
@@ -416,7 +422,7 @@ def _titan_deepseek(full: bool) -> Case:
     DeepSeekV3ModelArgs = library("torchtitan.models.deepseek_v3.model.args").DeepSeekV3ModelArgs
     DeepSeekV3Model = library("torchtitan.models.deepseek_v3.model.model").DeepSeekV3Model
     MoEArgs = library("torchtitan.models.moe").MoEArgs
-    # It pads each expert's rows to eights for a kernel of CUDA, by a Triton kernel, which no CPU or TPU runs.
+    # The wrapper pads each expert's rows to multiples of eight by a Triton kernel, which no CPU or TPU runs.
     library("torchtitan.models.moe.moe").indices_padding_wrapper = lambda run: run
 
     def case() -> Case:
@@ -494,7 +500,7 @@ CRITEO = (
     *(40_000_000, 39_060, 17_295, 7_424, 20_265, 3, 7_122, 1_543, 63, 40_000_000, 3_067_956, 405_282, 10, 2_209),
     *(11_938, 155, 4, 976, 14, 40_000_000, 40_000_000, 40_000_000, 590_152, 12_973, 108, 36),
 )
-"""Rows of the tables of DLRM on Criteo's terabyte of clicks, capped at 40 million as MLPerf does."""
+"""Rows of the tables of DLRM on Criteo's terabyte of clicks, capped at 40 million as in MLPerf."""
 
 
 def _dlrm(full: bool) -> Case:
@@ -521,8 +527,8 @@ def _dlrm(full: bool) -> Case:
 
         def forward(self, dense: Any, ids: list[Any]) -> Any:
             x = self.bottom(dense)
-            found = [table(each) for table, each in zip(self.tables, ids, strict=True)]
-            rows = torch.stack([x, *found], dim=1)
+            looked_up = [table(each) for table, each in zip(self.tables, ids, strict=True)]
+            rows = torch.stack([x, *looked_up], dim=1)
             products = rows @ rows.transpose(1, 2)
             i, j = torch.tril_indices(rows.shape[1], rows.shape[1], -1, device="cpu")
             return self.top(torch.cat([x, products[:, i, j]], dim=1)).squeeze(1)
@@ -540,7 +546,7 @@ def _dlrm(full: bool) -> Case:
 
 
 def _graphs(layer: str, **options: Any) -> Callable[[bool], Case]:
-    """Three layers on a graph of the size of ogbn-arxiv."""
+    """Return a maker of three graph layers, on a graph of the size of ogbn-arxiv in full."""
 
     def make(full: bool) -> Case:
         import torch
@@ -718,4 +724,4 @@ PROGRAMS: dict[str, Entry] = {
     "RNN, 1024 steps": Entry("torch", _recurrent("RNN")),
     "nn.Transformer": Entry("torch", _transformer),
 }
-"""Name -> its entry."""
+"""Entries of all rows, by name."""

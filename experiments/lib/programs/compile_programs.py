@@ -1,4 +1,4 @@
-"""Programs of some tens of layers at most, near full size in width, for the TPU compiler without a TPU."""
+"""Programs of at most some tens of layers, near full size in width, for the TPU compiler without a TPU."""
 
 import json
 import tempfile
@@ -12,7 +12,7 @@ from autoshard.program import Program, open_source, trace
 def llama(
     layers: int, dim: int, ffn: int, heads: int, kv_heads: int, vocab: int, head_dim: int = 128
 ) -> dict[str, Any]:
-    """A configuration of Llama's architecture."""
+    """Return a configuration of Llama's architecture."""
     return {
         "model_type": "llama",
         "architectures": ["LlamaForCausalLM"],
@@ -33,7 +33,7 @@ def llama(
 
 
 def mixtral(layers: int, dim: int, ffn: int, heads: int, kv_heads: int, experts: int, vocab: int) -> dict[str, Any]:
-    """A configuration of Mixtral's architecture."""
+    """Return a configuration of Mixtral's architecture."""
     return {
         "model_type": "mixtral",
         "architectures": ["MixtralForCausalLM"],
@@ -56,7 +56,7 @@ def mixtral(layers: int, dim: int, ffn: int, heads: int, kv_heads: int, experts:
 
 
 def hf(config: str | dict[str, Any], **options: Any) -> Callable[[], Program]:
-    """A model of the transformers library, by a bundled name or by its configuration."""
+    """Return a maker of a model of the transformers library, by a bundled name or by its configuration."""
 
     def make() -> Program:
         if isinstance(config, str):
@@ -70,7 +70,7 @@ def hf(config: str | dict[str, Any], **options: Any) -> Callable[[], Program]:
 
 
 def jax_decoder(layers: int, dim: int, ffn: int, heads: int, vocab: int, batch: int, seq: int) -> Callable[[], Program]:
-    """A scanned, rematerialised decoder in plain JAX, in bf16 with f32 masters and AdamW."""
+    """Return a maker of a scanned, rematerialised decoder in plain JAX, in bf16 with f32 masters and AdamW."""
 
     def make() -> Program:
         import jax
@@ -118,7 +118,7 @@ def jax_decoder(layers: int, dim: int, ffn: int, heads: int, vocab: int, batch: 
 
 
 def jax_mlp(layers: int, width: int, batch: int) -> Callable[[], Program]:
-    """Matmuls of one size without remat, unrolled, in bf16."""
+    """Return a maker of matmuls of one size without remat, unrolled, in bf16."""
 
     def make() -> Program:
         import jax
@@ -143,7 +143,7 @@ def jax_mlp(layers: int, width: int, batch: int) -> Callable[[], Program]:
 
 
 def jax_recurrent(layers: int, dim: int, inner: int, batch: int, seq: int) -> Callable[[], Program]:
-    """A state space model: gated diagonal recurrences by `associative_scan` over the sequence, scanned layers."""
+    """Return a maker of a state space model: gated diagonal recurrences by `associative_scan`, in scanned layers."""
 
     def make() -> Program:
         import jax
@@ -176,7 +176,10 @@ def jax_recurrent(layers: int, dim: int, inner: int, batch: int, seq: int) -> Ca
 
 
 def jax_mamba(layers: int, dim: int, inner: int, states: int, batch: int, seq: int) -> Callable[[], Program]:
-    """Mamba's selective state spaces: a short convolution and an `associative_scan` of `states` states a channel."""
+    """Return a maker of Mamba's selective state spaces.
+
+    A layer has a short convolution and an `associative_scan` of `states` states for each channel.
+    """
 
     def make() -> Program:
         import jax
@@ -226,7 +229,10 @@ def jax_mamba(layers: int, dim: int, inner: int, states: int, batch: int, seq: i
 
 
 def jax_rwkv(layers: int, dim: int, heads: int, batch: int, seq: int) -> Callable[[], Program]:
-    """RWKV's time mixing in f32: a scan over the sequence that saves a matrix of states a head for its gradient."""
+    """Return a maker of RWKV's time mixing in f32.
+
+    A scan over the sequence saves a matrix of states for each head, for its gradient.
+    """
 
     def make() -> Program:
         import jax
@@ -266,7 +272,9 @@ def jax_rwkv(layers: int, dim: int, heads: int, batch: int, seq: int) -> Callabl
 
 
 def jax_table(rows: int, width: int, features: int, hidden: int, batch: int) -> Callable[[], Program]:
-    """A recommender: one table of `width` columns, looked up for every feature, and two matmuls."""
+    """Return a maker of a recommender: one table of `width` columns, one row of it for every feature, and two
+    matmuls.
+    """
 
     def make() -> Program:
         import jax
@@ -274,8 +282,8 @@ def jax_table(rows: int, width: int, features: int, hidden: int, batch: int) -> 
         import optax
 
         def loss(params, batch):  # noqa: ANN001, ANN202
-            found = jnp.take(params["t0"], batch["ids"], axis=0)
-            h = jax.nn.relu(found.reshape(found.shape[0], -1) @ params["w1"])
+            looked_up = jnp.take(params["t0"], batch["ids"], axis=0)
+            h = jax.nn.relu(looked_up.reshape(looked_up.shape[0], -1) @ params["w1"])
             return jnp.mean(((h @ params["w2"])[:, 0] - batch["y"]) ** 2)
 
         shapes = {"t0": (rows, width), "w1": (features * width, hidden), "w2": (hidden, 1)}

@@ -1,4 +1,4 @@
-"""Programs of every family in a size that eight devices of one small machine run in a tenth of a second or so."""
+"""Programs of every family at a size that eight devices of one small machine run in about a tenth of a second."""
 
 import functools
 from collections.abc import Callable
@@ -61,7 +61,7 @@ RESNET = {
 
 
 def mlp() -> Case:
-    """Wide matmuls on few examples: parameters weigh more than activations."""
+    """Make wide matmuls on few examples: parameters are larger than activations."""
 
     def forward(params: Any, batch: Any) -> Any:
         return dense(params, batch["x"])
@@ -70,7 +70,7 @@ def mlp() -> Case:
 
 
 def deep_mlp() -> Case:
-    """Narrow matmuls on many examples: activations weigh more than parameters."""
+    """Make narrow matmuls on many examples: activations are larger than parameters."""
 
     def forward(params: Any, batch: Any) -> Any:
         return dense(params, batch["x"])
@@ -114,4 +114,4 @@ PROGRAMS: dict[str, tuple[str, Callable[[], Program]]] = {
     "deep MLP, train": ("MLP", _case("deep mlp", deep_mlp, "train")),
     "deep MLP, infer": ("MLP", _case("deep mlp", deep_mlp, "infer")),
 }
-"""Name -> family, and a function that builds the program."""
+"""Family, and a function that builds the program, by name."""

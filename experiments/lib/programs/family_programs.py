@@ -1,4 +1,4 @@
-"""Every family of programs in its small form, by name and mode: what `families.py` plans and runs."""
+"""Every family of programs in its small form, by name and mode, for `families.py`."""
 
 from collections.abc import Callable
 from typing import Any
@@ -10,11 +10,11 @@ MESHES = {"8": {"data": 8}, "4x2": {"data": 4, "model": 2}, "2x2x2": {"data": 2,
 
 DECODERS = ("gpt2-tiny", "llama-tiny", "gemma2-tiny", "mixtral-tiny", "deepseek-v3-tiny")
 TEXTS = {"bert-tiny": 64, "t5-tiny": 64, "whisper-mini": 32}
-"""Sequence length by configuration."""
+"""Sequence length, by configuration."""
 IMAGES = ("vit-tiny", "resnet-tiny")
 BATCH, SEQ = 16, 128
 OPTIMIZERS = {"train": "momentum", "adamw": "adamw"}
-"""By mode; the state of SGD with momentum after one step is the gradient itself."""
+"""Optimizer by mode; the state of SGD with momentum after one step equals the gradient."""
 
 
 def _hf(config: str, **sizes: int) -> Callable[[str], Program]:
@@ -96,7 +96,7 @@ PROGRAMS: dict[str, tuple[Callable[[str], Program], tuple[str, ...]]] = {
     "torch mlp": (_torch("mlp", _torch_mlp, (128, 128), 64), STEPS),
     "torch cnn": (_torch("cnn", _torch_cnn, (16, 3, 32, 32), 32), STEPS),
 }
-"""Name -> a function from the mode to the program, and the modes it has."""
+"""A function from the mode to the program, and the program's modes, by name."""
 
 for _name in ("hf:gpt2-tiny", "hf:llama-tiny", "jax mlp", "jax scanned decoder"):
     PROGRAMS[_name] = (PROGRAMS[_name][0], (*PROGRAMS[_name][1], "adamw"))

@@ -1,6 +1,6 @@
 """Programs for one GPU of 80 GB, by name: decoders, convolutions, recurrences, graphs, tables, mixtures, serving.
 
-Each has a size that fills an H100 for some tens to hundreds of milliseconds, and a tiny one for eight CPU devices.
+Each program has a size that runs for tens to hundreds of milliseconds on an H100, and a tiny one for eight CPU devices.
 """
 
 import dataclasses
@@ -27,7 +27,7 @@ class Sized:
     tiny: Mapping[str, Any]
 
     def program(self, tiny: bool = False) -> Program:
-        """Return the program for a GPU, or the `tiny` one."""
+        """Make the program for a GPU, or the `tiny` one."""
         return self.make(**(self.tiny if tiny else self.whole))
 
 
@@ -41,7 +41,10 @@ def _rotated(x: Any) -> Any:
 
 
 def _attended(q: Any, k: Any, v: Any, attention: str) -> Any:
-    """Return causal attention of q [B, S, H, D] over k and v [B, S, K, D], of groups of heads."""
+    """Compute causal attention of q [B, S, H, D] over k and v [B, S, K, D].
+
+    Each key head serves `H / K` query heads.
+    """
     if attention == "cudnn":
         return jax.nn.dot_product_attention(q, k, v, is_causal=True, implementation="cudnn")
     batch, length, heads, size = q.shape
@@ -98,7 +101,7 @@ def decoder(
 
 
 def stack(layers: int, width: int, inner: int, batch: int) -> Program:
-    """Trace a step of gradient descent on residual MLPs in bfloat16, scanned, whose parameters are not donated."""
+    """Trace a step of gradient descent on scanned residual MLPs in bfloat16, whose parameters are not donated."""
 
     def loss(params: Tree, x: Any) -> Any:
         y, _ = jax.lax.scan(lambda x, w: (x + jax.nn.gelu(x @ w["up"]) @ w["down"], None), x, params)
@@ -116,7 +119,7 @@ def stack(layers: int, width: int, inner: int, batch: int) -> Program:
 
 
 def mixture(layers: int, width: int, inner: int, experts: int, batch: int, length: int) -> Program:
-    """Trace a step of momentum on experts with a capacity, to which products with one-hot tensors send the tokens."""
+    """Trace a step of momentum on experts with a capacity; products with one-hot tensors dispatch the tokens."""
     room = 4 * length // experts
 
     def layer(x: Any, w: Tree) -> Any:
@@ -148,7 +151,7 @@ def mixture(layers: int, width: int, inner: int, experts: int, batch: int, lengt
 
 
 def diffusion(layers: int, width: int, heads: int, patches: int, batch: int) -> Program:
-    """Trace a step of AdamW on a transformer that removes noise, modulated by an embedded time step."""
+    """Trace a step of AdamW on a denoising transformer, modulated by an embedded time step."""
     size = width // heads
 
     def layer(x: Any, w: Tree, time: Any) -> Any:
@@ -215,7 +218,7 @@ def decode(layers: int, width: int, inner: int, heads: int, kv_heads: int, batch
 
 
 def _named(config: Any, tiny: Any, **options: Any) -> Callable[..., Program]:
-    """Return what opens a model of the transformers library with a batch, whole or tiny."""
+    """Return a function that opens a model of the transformers library with a batch, full or tiny."""
     return lambda small=False, **sizes: hf(tiny if small else config, **options, **sizes)()
 
 
@@ -310,4 +313,4 @@ PROGRAMS: Mapping[str, Sized] = {
         {"small": True, "batch": 8, "seq": 32},
     ),
 }  # fmt: skip
-"""By name, in the order in which they are run."""
+"""Programs by name, in the order in which they run."""

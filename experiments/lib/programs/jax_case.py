@@ -1,6 +1,6 @@
-"""What the small JAX programs are made of: a `Case` is parameters, a batch, a forward pass and a loss.
+"""Parts of the small JAX programs: a `Case` is parameters, a batch, a forward pass and a loss.
 
-`train_program` and `infer_program` make steps of it. Modes are `train` (SGD with momentum), `adamw` and `infer`.
+`train_program` and `infer_program` trace its steps. Modes are `train` (SGD with momentum), `adamw` and `infer`.
 """
 
 import dataclasses
@@ -29,7 +29,7 @@ def ids(*shape: int) -> Any:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Case:
-    """A model by its parts."""
+    """Parts of a model, with bounds of its integer inputs."""
 
     params: Tree
     batch: Tree
@@ -39,12 +39,12 @@ class Case:
 
 
 def optimizer_of(mode: str) -> Any:
-    # Momentum, so that one step also returns the gradients, as its state.
+    # With momentum the state after one step equals the gradients.
     return optax.adamw(1e-3) if mode == "adamw" else optax.sgd(0.1, momentum=0.9)
 
 
 def train_program(name: str, case: Case, mode: str) -> Program:
-    """Loss, gradients and the optimizer's update, parameters and state donated."""
+    """Trace loss, gradients and the optimizer's update, with donated parameters and state."""
     tx = optimizer_of(mode)
 
     def step(params: Tree, opt_state: Tree, batch: Tree) -> Any:
@@ -72,7 +72,7 @@ def _values(case: Case, seed: int) -> tuple[Any, Any]:
 
 
 def values(params: Tree, batch: Tree, limits: dict[str, int], seed: int) -> tuple[Any, Any]:
-    """Small normal numbers, and integers below the limit of the part of the batch that they are in, else below 64."""
+    """Draw small normal numbers, and integers below the limit of their part of the batch, else below 64."""
     key = jax.random.key(seed)
 
     def fill(path: Any, leaf: Any) -> Any:

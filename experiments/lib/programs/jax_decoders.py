@@ -27,7 +27,7 @@ def _decoder_shapes() -> dict[str, tuple[int, ...]]:
 
 
 def decoder_layer(x: Any, w: Tree) -> Any:
-    """Grouped-query attention and a feed-forward block; `x` [B, S, D]."""
+    """Compute grouped-query attention and a feed-forward block; `x` is [B, S, D]."""
     b, s, _ = x.shape
     h = norm(x, w["norm1"])
     q = jnp.einsum("bsd,fd->bsf", h, w["q"]).reshape(b, s, HEADS, GROUPS, HEAD)
@@ -42,7 +42,7 @@ def decoder_layer(x: Any, w: Tree) -> Any:
 
 
 def decoder(scanned: bool, policy: Any = None) -> Case:
-    """A decoder in plain JAX, rematerialised: its layers scanned, or one after the other with a policy."""
+    """Make a rematerialised decoder in plain JAX: its layers scanned, or one after the other with a policy."""
 
     def forward(params: Tree, batch: Tree) -> Any:
         x = jnp.take(params["embed"], batch["ids"], axis=0)
@@ -64,7 +64,7 @@ def decoder(scanned: bool, policy: Any = None) -> Case:
 
 
 def decode_step(batch: int = 16, length: int = 128, heads: int = HEADS) -> Program:
-    """One token for every sequence, with a key-value cache as donated state."""
+    """Trace one token for every sequence, with a key-value cache as donated state."""
     inner = GROUPS * heads * HEAD
     shapes = _decoder_shapes() | {
         "q": (DEPTH, inner, WIDTH),

@@ -27,7 +27,7 @@ def _moe(expert_layer: Callable[[Tree, Any], Any]) -> Case:
 
 
 def moe_einsum() -> Case:
-    """Experts by one-hot dispatch and einsums (Lepikhin et al. 2020, section 3.2)."""
+    """Make experts by one-hot dispatch and einsums (Lepikhin et al. 2020, section 3.2)."""
     slots = 2 * TOKENS // EXPERTS
 
     def expert_layer(params: Tree, x: Any) -> Any:
@@ -43,7 +43,7 @@ def moe_einsum() -> Case:
 
 
 def _sorted(params: Tree, x: Any) -> tuple[Any, Any, Any, Any]:
-    """Tokens in the order of their experts: order, sorted experts, sorted tokens, weights of the choice."""
+    """Sort tokens by expert: return the order, sorted experts, sorted tokens, and weights of the choice."""
     weights = jax.nn.softmax(x @ params["router"])
     expert = jnp.argmax(weights, -1)
     order = jnp.argsort(expert, stable=True)
@@ -51,7 +51,7 @@ def _sorted(params: Tree, x: Any) -> tuple[Any, Any, Any, Any]:
 
 
 def moe_sort() -> Case:
-    """Experts by sorting tokens into slots with a scatter, and back with a gather."""
+    """Make experts that scatter sorted tokens into slots, and gather the results."""
     slots = 2 * TOKENS // EXPERTS
 
     def expert_layer(params: Tree, x: Any) -> Any:
@@ -67,7 +67,7 @@ def moe_sort() -> Case:
 
 
 def moe_ragged() -> Case:
-    """Experts by sorting tokens and multiplying ragged groups."""
+    """Make experts that sort tokens and multiply ragged groups."""
 
     def expert_layer(params: Tree, x: Any) -> Any:
         order, expert, moved, weight = _sorted(params, x)

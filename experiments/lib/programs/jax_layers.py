@@ -1,4 +1,4 @@
-"""A decoder in plain JAX whose layers are written one after the other, or scanned, and may break their pattern."""
+"""A decoder in plain JAX whose layers are unrolled or scanned, and may differ from each other."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -13,7 +13,7 @@ VOCAB, HEADS = 4096, 8
 
 
 def _block(x: Any, w: Tree) -> Any:
-    """Attention and a feed-forward block; `x` [B, S, D]."""
+    """Compute attention and a feed-forward block; `x` is [B, S, D]."""
     b, s, width = x.shape
     h = norm(x, w["norm1"])
     q, k, v = (jnp.einsum("bsd,df->bsf", h, w[part]).reshape(b, s, HEADS, width // HEADS) for part in "qkv")
@@ -34,9 +34,11 @@ def layered(
     ffns: Sequence[int] = (4,),
     tied: bool = False,
 ) -> Case:
-    """`depth` layers, rematerialised; layer n has `ffns[n % len(ffns)]` times its width in the feed-forward block.
+    """Make `depth` rematerialised layers.
 
-    With `tied` the embedding is the head, too.
+    - `ffns`: factors of the feed-forward widths; layer n has `ffns[n % len(ffns)]` times `width`.
+    - `scanned`: if True the layers are one scan.
+    - `tied`: if True the embedding is the head too.
     """
 
     def shapes(number: int) -> Tree:

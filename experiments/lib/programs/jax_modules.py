@@ -10,7 +10,7 @@ from experiments.lib.programs.jax_case import Tree, f32, optimizer_of
 
 
 def nnx_program(mode: str) -> Program:
-    """A Flax NNX module with a batch norm, updated in place."""
+    """Trace a Flax NNX module with a batch norm, updated in place."""
     from flax import nnx
 
     class Net(nnx.Module):
@@ -41,7 +41,7 @@ def nnx_program(mode: str) -> Program:
 
 
 def equinox_program(mode: str) -> Program:
-    """An Equinox module, its activation a static leaf."""
+    """Trace an Equinox module, whose activation is a static leaf."""
     import equinox as eqx
 
     tx = optimizer_of(mode)

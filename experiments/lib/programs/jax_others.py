@@ -9,7 +9,7 @@ from experiments.lib.programs.jax_case import Case, Tree, cross_entropy, dense, 
 
 
 def conv(x: Any, w: Any, stride: int = 1, dilation: int = 1) -> Any:
-    """A convolution of [B, ..., C] with [..., C, D], padded so that a stride alone makes it smaller."""
+    """Compute a convolution of [B, ..., C] with [..., C, D], padded so that only a stride reduces the size."""
     names = {1: "W", 2: "HW", 3: "DHW"}[x.ndim - 2]
     numbers = (f"N{names}C", f"{names}IO", f"N{names}C")
     ways = ((stride,) * len(names), "SAME", (1,) * len(names), (dilation,) * len(names))
@@ -17,7 +17,7 @@ def conv(x: Any, w: Any, stride: int = 1, dilation: int = 1) -> Any:
 
 
 def lstm(width: int, depth: int, vocab: int, batch: int, length: int) -> Case:
-    """A language model of LSTMs: a loop over the sequence for each layer."""
+    """Make a language model of LSTMs: a loop over the sequence for each layer."""
 
     def layer(params: Tree, x: Any) -> Any:
         def step(state: Any, gates: Any) -> Any:
@@ -45,7 +45,7 @@ def lstm(width: int, depth: int, vocab: int, batch: int, length: int) -> Case:
 
 
 def residual_network(width: int, blocks: tuple[int, ...], side: int, batch: int) -> Case:
-    """Bottlenecks of convolutions with batch norms, whose statistics are of the whole batch, in bfloat16."""
+    """Make bottlenecks of convolutions in bfloat16, with batch norms over the whole batch."""
 
     def batch_norm(x: Any, params: Tree) -> Any:
         y = x.astype(jnp.float32)
@@ -66,9 +66,13 @@ def residual_network(width: int, blocks: tuple[int, ...], side: int, batch: int)
         return x.astype(jnp.float32).mean((1, 2)) @ low["head"]
 
     def block(inputs: int, inner: int, outputs: int) -> Tree:
-        found = {"down": f32(1, 1, inputs, inner), "middle": f32(3, 3, inner, inner), "up": f32(1, 1, inner, outputs)}
-        found["norms"] = [{"scale": f32(n), "bias": f32(n)} for n in (inner, inner, outputs)]
-        return found | ({"short": f32(1, 1, inputs, outputs)} if inputs != outputs else {})
+        parameters = {
+            "down": f32(1, 1, inputs, inner),
+            "middle": f32(3, 3, inner, inner),
+            "up": f32(1, 1, inner, outputs),
+        }
+        parameters["norms"] = [{"scale": f32(n), "bias": f32(n)} for n in (inner, inner, outputs)]
+        return parameters | ({"short": f32(1, 1, inputs, outputs)} if inputs != outputs else {})
 
     stages, inputs = [], width
     for number, count in enumerate(blocks):
@@ -82,7 +86,9 @@ def residual_network(width: int, blocks: tuple[int, ...], side: int, batch: int)
 
 
 def retention(width: int, heads: int, depth: int, vocab: int, batch: int, length: int, chunk: int) -> Case:
-    """Linear attention in chunks: products within a chunk, and a state of a matrix a head that a scan hands on."""
+    """Make linear attention in chunks: products within a chunk, and a scan that carries a state matrix for each
+    head.
+    """
     size = width // heads
 
     def layer(x: Any, params: Tree) -> Any:
@@ -126,7 +132,7 @@ def retention(width: int, heads: int, depth: int, vocab: int, batch: int, length
 
 
 def wave_network(width: int, depth: int, batch: int, length: int) -> Case:
-    """Dilated convolutions over a waveform with gates and skips."""
+    """Make dilated convolutions over a waveform, with gates and skips."""
 
     def forward(params: Tree, given: Tree) -> Any:
         x, total = given["wave"] @ params["first"], 0.0
@@ -143,7 +149,7 @@ def wave_network(width: int, depth: int, batch: int, length: int) -> Case:
 
 
 def perceiver(width: int, latents: int, heads: int, depth: int, batch: int, length: int) -> Case:
-    """Latents that attend to a long array of inputs and to each other, in bfloat16."""
+    """Make latents that attend to a long array of inputs and to each other, in bfloat16."""
     size = width // heads
 
     def attend(params: Tree, x: Any, given: Any) -> Any:
@@ -173,7 +179,7 @@ def perceiver(width: int, latents: int, heads: int, depth: int, batch: int, leng
 
 
 def radiance_field(width: int, depth: int, rays: int, samples: int) -> Case:
-    """A field of colours and densities by a narrow MLP, summed along rays: minor dims of 3, 60 and 1."""
+    """Make a field of colours and densities by a narrow MLP, summed along rays: minor dims of 3, 60 and 1."""
 
     def forward(params: Tree, given: Tree) -> Any:
         far = jnp.linspace(0.1, 4.0, samples)

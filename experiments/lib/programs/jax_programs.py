@@ -14,7 +14,7 @@ from experiments.lib.programs.jax_modules import equinox_program, nnx_program
 
 
 def mlp() -> Case:
-    """Four matmuls."""
+    """Make four matmuls."""
 
     def forward(params: Tree, batch: Tree) -> Any:
         return dense(params, batch["x"])
@@ -24,7 +24,7 @@ def mlp() -> Case:
 
 
 def state_space(width: int = 128, inner: int = 256, batch: int = 16, length: int = 64, depth: int = 2) -> Case:
-    """A diagonal state space model: gated linear recurrences by `associative_scan` over the sequence."""
+    """Make a diagonal state space model: gated linear recurrences by `associative_scan` over the sequence."""
 
     def forward(params: Tree, batch: Tree) -> Any:
         x = batch["x"]
@@ -44,7 +44,7 @@ def state_space(width: int = 128, inner: int = 256, batch: int = 16, length: int
 
 
 def graph_network(nodes: int = 512, edges: int = 2048, width: int = 64) -> Case:
-    """Messages along edges, summed at their targets by a scatter-add; one large graph."""
+    """Make messages along the edges of one large graph, which a scatter-add sums at their targets."""
 
     def forward(params: Tree, batch: Tree) -> Any:
         h = dense(params["encode"], batch["nodes"])
@@ -62,7 +62,7 @@ def graph_network(nodes: int = 512, edges: int = 2048, width: int = 64) -> Case:
 
 
 def embedding_tables(tables: int = 6, rows: int = 1024, width: int = 32, batch: int = 256, tower: int = 128) -> Case:
-    """A recommender: a table for each feature, their products, a dense tower."""
+    """Make a recommender: a table for each feature, their products, and a dense tower."""
 
     def forward(params: Tree, given: Tree) -> Any:
         bottom = dense(params["bottom"], given["dense"])
@@ -85,7 +85,7 @@ def embedding_tables(tables: int = 6, rows: int = 1024, width: int = 32, batch: 
 
 
 def unet(widths: tuple[int, ...] = (16, 32, 64), side: int = 16, batch: int = 16) -> Case:
-    """A denoiser: convolutions down and up again, group norms, skip connections, an embedded time step."""
+    """Make a denoiser: convolutions down and up, group norms, skip connections, and an embedded time step."""
 
     def conv(x: Any, w: Any, stride: int = 1) -> Any:
         return jax.lax.conv_general_dilated(x, w, (stride, stride), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"))

@@ -1,7 +1,7 @@
 """A small configuration of every model type of the installed transformers, by rules on the names of fields.
 
-Layers, widths, heads, vocabularies and positions are cut in the class's own default configuration and in those nested
-in it. Not every class can be cut by rules; then less is cut, and nothing at the end: planning needs no weights.
+Layers, widths, heads, vocabularies and positions are reduced in the class's default configuration and its nested ones.
+Some classes fit no rules. Less is then reduced, and in the end nothing, since planning needs no weights.
 """
 
 import copy
@@ -28,7 +28,7 @@ WIDTHS |= {"n_group": 2, "topk_group": 1}
 VOCABULARY = 512
 LONG, SMALL = [[[7, 1], [1, 1], [3, 0]], [[5, 1], [1, 1], [2, 0]], [[3, 1], [1, 1], [1, 0]]], [1, 1, 0]
 STAGES: dict[str, Any] = {"out_features": ["stage1", "stage2", "stage3", "stage4"], "out_indices": [1, 2, 3, 4]}
-STAGES["block_configs"] = [  # kernel, channels in and out, stride: those of a detector halve both sides
+STAGES["block_configs"] = [  # kernel, channels in and out, stride; stages halve both sides
     [[3, 96, 96, 1, True]],
     [[3, 96, 96, 2, False]],
     [[3, 96, 192, 2, False], [3, 192, 192, 1, True]],
@@ -102,12 +102,15 @@ CHECKPOINTS: dict[str, dict[str, Any]] = {
         "talker_config": {"text_config": {"shared_expert_intermediate_size": 64}, "spatial_merge_size": 2}
     },
 }
-"""Fields of a model type that are nothing, or fit no others, in its class's defaults, as checkpoints have them."""
+"""Fields of a model type whose class defaults are missing or inconsistent, with the values of checkpoints."""
 POSITIONS = {"max_position_embeddings", "n_positions", "max_source_positions", "max_target_positions", "n_ctx"}
 
 
 def tiny(kind: str, rung: int, causal: bool = False) -> dict[str, Any]:
-    """Fields of a configuration file of model type `kind`; rung 0 cuts most, 1 layers and vocabulary, 2 nothing."""
+    """Return the fields of a configuration file of model type `kind`.
+
+    Rung 0 reduces most, rung 1 layers and vocabulary, rung 2 nothing. `causal` is True if the class is a decoder.
+    """
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
     config_class = CONFIG_MAPPING[kind]
@@ -118,7 +121,7 @@ def tiny(kind: str, rung: int, causal: bool = False) -> dict[str, Any]:
 
 
 def _match(made: dict[str, Any], fields: dict[str, Any]) -> None:
-    """Widths that are those of another part stay so when the parts are cut."""
+    """Restore equal widths of two parts after the parts are reduced."""
     parts = {key: value for key, value in fields.items() if isinstance(value, dict) and key.endswith("_config")}
     wide = {key: part["hidden_size"] for key, part in parts.items() if isinstance(part.get("hidden_size"), int)}
     for key, part in (("", fields), *parts.items()):
@@ -134,12 +137,14 @@ def _match(made: dict[str, Any], fields: dict[str, Any]) -> None:
             vision = wide.get("vision_config")
             if other is not None:
                 held[field] = made[other]["hidden_size"]
-            elif not key and field == "out_hidden_size" and vision and value % vision == 0:  # of patches side by side
+            elif not key and field == "out_hidden_size" and vision and value % vision == 0:  # several patches
                 held[field] = made["vision_config"]["hidden_size"] * (value // vision)
 
 
 def _even(made: dict[str, Any]) -> None:
-    """As many patches a side as those that are joined into one divide, where the defaults do not fit each other."""
+    """Make the patches on a side divisible by the patches that are joined into one, if the defaults are
+    inconsistent.
+    """
     vision = made.get("vision_config", made)
     image, patch = vision.get("image_size"), vision.get("patch_size")
     factors = ("scale_factor", "pixel_shuffle_factor", "downsample_factor")
@@ -149,7 +154,7 @@ def _even(made: dict[str, Any]) -> None:
 
 
 def _with(fields: dict[str, Any], more: dict[str, Any]) -> dict[str, Any]:
-    """Fields, and those of nested configurations, with others in their place."""
+    """Replace fields, and those of nested configurations, by `more`."""
     nested = {
         key: value for key, value in more.items() if isinstance(value, dict) and isinstance(fields.get(key), dict)
     }
@@ -157,28 +162,28 @@ def _with(fields: dict[str, Any], more: dict[str, Any]) -> dict[str, Any]:
 
 
 def _needed(fields: dict[str, Any], causal: bool) -> dict[str, Any]:
-    """Fields that every checkpoint has, without a default; `causal`: the class that is taken is a decoder."""
-    made: dict[str, Any] = {}
+    """Return fields that every checkpoint has, but no default; `causal` is True if the class is a decoder."""
+    needed: dict[str, Any] = {}
     if "vocab_size" in fields and fields["vocab_size"] is None:
-        made["vocab_size"] = 32
+        needed["vocab_size"] = 32
     if "mask_token_id" in fields and fields["mask_token_id"] is None and fields.get("pad_token_id") is None:
-        made |= {"pad_token_id": 1, "mask_token_id": 2}
+        needed |= {"pad_token_id": 1, "mask_token_id": 2}
     if "vocabulary_map" in fields and fields["vocabulary_map"] is None:
-        made["vocabulary_map"] = {"<image>": 9, "<|extra_200|>": 10, "IMGIMGAZ": 11, "<|visual token 000000|>": 12}
+        needed["vocabulary_map"] = {"<image>": 9, "<|extra_200|>": 10, "IMGIMGAZ": 11, "<|visual token 000000|>": 12}
     if fields.get("default_language") is None and fields.get("languages"):
-        made["default_language"] = fields["languages"][0]
-    if isinstance(fields.get("projector_patch_to_query_dict"), dict):  # queries for the patches that there are
+        needed["default_language"] = fields["languages"][0]
+    if isinstance(fields.get("projector_patch_to_query_dict"), dict):  # one entry for the actual number of patches
         vision = fields["vision_config"]
-        made["projector_patch_to_query_dict"] = {str((vision["image_size"] // vision["patch_size"]) ** 2): 16}
+        needed["projector_patch_to_query_dict"] = {str((vision["image_size"] // vision["patch_size"]) ** 2): 16}
     if fields.get("class_thresholds", 0) is None:
         count = len(fields.get("id2label") or "01")
-        made |= {"class_thresholds": [0.5] * count, "class_order": list(range(count))}
-    for key in fields:  # tokens that stand for what is seen or heard
+        needed |= {"class_thresholds": [0.5] * count, "class_order": list(range(count))}
+    for key in fields:  # placeholder tokens of images, audio and video
         if re.fullmatch(r"(image|audio|video)_token_(id|index)", key) and fields[key] is None:
-            made[key] = 7
+            needed[key] = 7
     if causal and fields.get("is_decoder") is False and not fields.get("is_encoder_decoder"):
-        made["is_decoder"] = True
-    return made
+        needed["is_decoder"] = True
+    return needed
 
 
 def _cut(fields: dict[str, Any], rung: int) -> dict[str, Any]:
@@ -207,9 +212,9 @@ def _cut(fields: dict[str, Any], rung: int) -> dict[str, Any]:
         elif key == "frames_per_clip":
             made[key] = min(value, 8)
         elif key == "hidden_dim" and "width_coefficient" in fields:
-            continue  # the width of the last of several stages, which are computed
+            continue  # the computed width of the last stage
         elif key == "hidden_size" and "embed_dim_per_stage" in fields:
-            continue  # the width of the first of several stages, which are listed
+            continue  # the listed width of the first stage
         elif key in WIDTHS and rung == 0:
             made[key] = min(value, WIDTHS[key])
         elif key == "image_size" and value > 1024 and isinstance(fields.get("patch_size"), int):
@@ -219,7 +224,7 @@ def _cut(fields: dict[str, Any], rung: int) -> dict[str, Any]:
         made["head_dim"] = made["hidden_size"] // heads
     if rung == 0 and {"head_dim", "qk_rope_head_dim"} <= made.keys() and made["qk_rope_head_dim"]:
         share = (fields.get("rope_parameters") or {}).get("partial_rotary_factor") or 1
-        made["head_dim"] = int(made["qk_rope_head_dim"] / share)  # the part that positions turn is of rotary size
+        made["head_dim"] = int(made["qk_rope_head_dim"] / share)  # keeps the rotary part's share of the head
     if isinstance(fields.get("layer_types"), list) and fields.get("rope_parameters") == {}:
         made["rope_parameters"] = {each: {"rope_type": "default", "rope_theta": 1e4} for each in fields["layer_types"]}
     if "num_experts_per_tok" in fields and fields["num_experts_per_tok"] is None:
@@ -242,13 +247,13 @@ def _cut(fields: dict[str, Any], rung: int) -> dict[str, Any]:
     for key in ("num_key_value_heads_per_layer",):
         if isinstance(made.get(key), list) and isinstance(heads, int):
             made[key] = [min(each, heads) for each in made[key]]
-    if isinstance(fields.get("attention_types"), list):  # kinds, and how often they are repeated
+    if isinstance(fields.get("attention_types"), list):  # kinds with their repetitions
         made["attention_types"] = [[kinds, layers // len(kinds)] for kinds, _ in fields["attention_types"]]
-    if isinstance(fields.get("per_layer_config"), dict):  # of the layers that are left
+    if isinstance(fields.get("per_layer_config"), dict):  # only for the remaining layers
         depth = int(made.get("num_hidden_layers", layers))
         made["per_layer_config"] = {k: v for k, v in fields["per_layer_config"].items() if int(k) < depth}
     wide = made.get("hidden_size")
-    if rung == 0 and {"expand", "head_dim", "num_heads", "state_size"} <= fields.keys():  # heads that fill the width
+    if rung == 0 and {"expand", "head_dim", "num_heads", "state_size"} <= fields.keys():  # heads fill the width
         made["num_heads"] = wide * fields["expand"] // made["head_dim"]
     if rung == 0 and {"mamba_expand", "mamba_d_head", "mamba_n_heads"} <= fields.keys():
         made |= {"mamba_d_head": 16, "mamba_n_heads": wide * fields["mamba_expand"] // 16}
@@ -260,15 +265,15 @@ def _cut(fields: dict[str, Any], rung: int) -> dict[str, Any]:
         len(fields.get("out_features") or ()) == 1
         and f"stage{fields.get('num_hidden_layers')}" in fields["out_features"]
     ):
-        for key in ("stage_names", "out_features", "out_indices"):  # the last layer, which is another one now
+        for key in ("stage_names", "out_features", "out_indices"):  # the last layer has another number now
             made.pop(key)
     _match(made, fields)
-    for key in ("vision_feature_layer", "vision_feature_layers"):  # counted from the last one on
+    for key in ("vision_feature_layer", "vision_feature_layers"):  # layers counted from the last
         if isinstance(made.get(key), list) and isinstance(vision := made.get("vision_config"), dict):
             depth = int(vision.get("num_hidden_layers", layers))
             made[key] = [max(-depth, min(each, depth - 1)) for each in made[key]]
     vision, places = fields.get("vision_config"), fields.get("mm_tokens_per_image")
-    if places and isinstance(vision, dict) and "image_size" in vision:  # no more than there are patches
+    if places and isinstance(vision, dict) and "image_size" in vision:  # at most one for each patch
         side = vision["image_size"] // vision["patch_size"]
         made["mm_tokens_per_image"] = places if side**2 >= places else (side // 2) ** 2
     high = VOCABULARY - 1
@@ -279,7 +284,7 @@ def _cut(fields: dict[str, Any], rung: int) -> dict[str, Any]:
 
 
 def _layers(fields: dict[str, Any]) -> int:
-    """Enough layers for one of each kind, two at least and six at most."""
+    """Return enough layers for one of each kind, from two to six."""
     kinds = fields.get("layer_types")
     if not isinstance(kinds, list) or not kinds:
         return 2

@@ -1,4 +1,4 @@
-"""Small models of six families, their batches and losses, for runs under PyTorch/XLA."""
+"""Small models of six families, with batches and losses, for runs under PyTorch/XLA."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -87,7 +87,7 @@ def mixtral() -> Case:
     from transformers import MixtralConfig, MixtralForCausalLM
 
     model = MixtralForCausalLM(MixtralConfig(**_DECODER, num_local_experts=4))
-    model.set_experts_implementation("batched_mm")  # the others have shapes that depend on values
+    model.set_experts_implementation("batched_mm")  # other implementations have data-dependent shapes
     return Case(model, _tokens, _language_loss)
 
 
@@ -117,7 +117,7 @@ MODELS: dict[str, Callable[[], Case]] = {
 
 
 def optimizer(name: str, parameters: Any) -> Any:
-    """`momentum` (SGD) or `adamw`."""
+    """Make an optimizer: `momentum` (SGD) or `adamw`."""
     import torch
 
     if name == "momentum":

@@ -1,4 +1,4 @@
-"""Layers that are computed again in the backward pass, by PyTorch/XLA's checkpoint."""
+"""Layers that are recomputed in the backward pass, by PyTorch/XLA's checkpoint."""
 
 import torch
 import torch_xla

@@ -1,4 +1,4 @@
-"""Fine tuning of a frozen encoder by matrices of low rank beside its own."""
+"""Fine tuning of a frozen encoder by additional matrices of low rank."""
 
 import torch
 import torch_xla

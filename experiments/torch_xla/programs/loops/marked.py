@@ -1,4 +1,4 @@
-"""A model two of whose matrices the script splits itself."""
+"""A model with two matrices that the script splits itself."""
 
 import numpy as np
 import torch

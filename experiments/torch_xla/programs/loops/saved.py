@@ -1,4 +1,4 @@
-"""Training that is saved in the middle and goes on in a new model from the file; then in a copy of that one."""
+"""Training that is saved in the middle and resumes in a new model from the file; then in a copy of that model."""
 
 import copy
 import os

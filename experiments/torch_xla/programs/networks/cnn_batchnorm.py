@@ -1,4 +1,4 @@
-"""A convolutional net with batch norm, whose running statistics are used in the end."""
+"""A convolutional net with batch norm, whose running statistics are used in an evaluation."""
 
 import torch
 import torch_xla

@@ -1,4 +1,4 @@
-"""Denoising: noise of a random strength is to be predicted, the strength embedded by sines."""
+"""Denoising: a model predicts noise of a random strength, embedded by sines."""
 
 import torch
 import torch_xla

@@ -1,4 +1,4 @@
-"""Clicks that are predicted from numbers and from bags of categories, as in DLRM."""
+"""Prediction of clicks from numbers and from bags of categories, as in DLRM."""
 
 import torch
 import torch_xla

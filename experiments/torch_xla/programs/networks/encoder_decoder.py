@@ -1,4 +1,4 @@
-"""A T5 of Hugging Face that learns to turn sequences round."""
+"""A T5 of Hugging Face that learns to reverse sequences."""
 
 import torch
 import torch_xla

@@ -1,4 +1,4 @@
-"""A mixture of experts: the two best of eight for each token, with a loss that keeps them busy alike."""
+"""A mixture of experts: the two best of eight for each token, with a loss that balances their load."""
 
 import torch
 import torch_xla

@@ -1,4 +1,4 @@
-"""A GPT with one matrix for its embedding and its head, tied anew after it was moved."""
+"""A GPT with one matrix for its embedding and its head, tied again after the move to the device."""
 
 import math
 

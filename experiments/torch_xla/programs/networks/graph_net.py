@@ -1,4 +1,4 @@
-"""A graph network: messages along edges, summed where they arrive."""
+"""A graph network: messages along edges, summed at their targets."""
 
 import torch
 import torch_xla

@@ -1,4 +1,4 @@
-"""Series that are forecast by an LSTM of two layers, its state carried on from batch to batch."""
+"""Forecast of series by an LSTM of two layers, whose state passes from batch to batch."""
 
 import torch
 import torch_xla

@@ -1,4 +1,4 @@
-"""A BERT of the script's own that fills in masked words; only masked places count."""
+"""A BERT written in the script that fills in masked words; only masked places count."""
 
 import torch
 import torch_xla

@@ -1,4 +1,4 @@
-"""A variational autoencoder; its noise comes from the host."""
+"""A variational autoencoder with noise from the host."""
 
 import torch
 import torch_xla

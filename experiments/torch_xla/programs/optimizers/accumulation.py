@@ -1,4 +1,4 @@
-"""Gradients summed over four small batches, with a step boundary after each of them."""
+"""Gradients summed over four small batches, with a step boundary after each batch."""
 
 import torch
 import torch_xla

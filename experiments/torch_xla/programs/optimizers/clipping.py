@@ -1,4 +1,4 @@
-"""Gradients clipped by their norm, which is logged as well."""
+"""Gradients clipped by their norm, which is logged too."""
 
 import torch
 import torch_xla

@@ -1,4 +1,4 @@
-"""A critic whose gradients by its input are held near 1 (WGAN-GP)."""
+"""A critic with a penalty on gradients by its input that differ from 1 (WGAN-GP)."""
 
 import torch
 import torch_xla

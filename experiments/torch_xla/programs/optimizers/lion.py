@@ -1,4 +1,4 @@
-"""An optimizer of the script's own: Lion."""
+"""An optimizer that the script defines: Lion."""
 
 import torch
 import torch_xla

@@ -1,4 +1,4 @@
-"""MAML: gradients of what the weights become after a step of their own."""
+"""MAML: gradients through an inner step of the weights."""
 
 import torch
 import torch_xla

@@ -1,4 +1,4 @@
-"""A rate of learning that warms up and falls, another one in every step."""
+"""A learning rate that warms up and falls, changed in every step."""
 
 import torch
 import torch_xla

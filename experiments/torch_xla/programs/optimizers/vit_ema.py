@@ -1,4 +1,4 @@
-"""A vision transformer with an exponential average of its weights, which is evaluated every few steps."""
+"""A vision transformer with an exponential average of its weights, evaluated every few steps."""
 
 import torch
 import torch_xla
