@@ -48,17 +48,17 @@ ROOT = Path(__file__).parents[2]
 TABLE = Path(__file__).parents[1] / "results" / "mutants.md"
 REASONS = Path(__file__).parents[1] / "data" / "equal_mutants.json"
 NEAREST = {
-    "cost": ("cost", "plan/test_estimates.py", "plan/test_serving_plan.py"),
-    "graph": ("graph", "plan/price", "plan/model"),
-    "plan/price": (
-        "plan/price",
-        "plan/test_make.py",
-        "plan/test_cudnn.py",
-        "plan/write/test_explain.py",
-        "plan/model",
-        "plan/solve",
+    "cost": ("cost", "planning/test_estimates.py", "planning/test_serving_plan.py"),
+    "graph": ("graph", "planning/price", "planning/space"),
+    "planning/price": (
+        "planning/price",
+        "planning/test_make.py",
+        "planning/test_cudnn.py",
+        "planning/explain/test_explain.py",
+        "planning/space",
+        "planning/solve",
     ),
-    "plan/xla": ("plan/xla", "plan/test_spatial.py", "plan/model", "plan/price"),
+    "planning/xla": ("planning/xla", "planning/test_spatial.py", "planning/space", "planning/price"),
     "solver": ("solver",),
     "exec/apply": ("exec/apply", "exec/test_modules.py", "exec/test_own_specs.py", "exec/test_weights.py"),
     "program": ("program", "exec/test_cached.py"),

@@ -43,7 +43,7 @@ _MOVED = 450.0
 _PLAIN = 12
 """Main memory traffic of one score without a kernel, in bytes: in f32 and narrowed, written and read."""
 _STEP = 5.2e8
-"""FLOPs that a TPU core computes in 0.7 us, the overhead of one grid step (docs/costs.md)."""
+"""FLOPs that a TPU core computes in 0.6 us, the overhead of one grid step (docs/costs.md)."""
 _PARTS = 8
 """Most parts of the queries' gradient, one per block of keys, that a fused backward kernel may leave to be summed.
 
