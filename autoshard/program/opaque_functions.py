@@ -165,7 +165,7 @@ def _emit_ruled(found: Found, values: Sequence[Any], params: dict[str, Any]) -> 
         return _emit_exchanging(found, values, ring, work, (operands, results))
     if isinstance(partition, RaggedCalls):
         rows = partition.of(operands)
-        work = mlir.CallWork(dtype=rows.dtype, uneven=rows.uneven, sent=rows.sent)
+        work = mlir.CallWork(dtype=rows.dtype, imbalance=rows.uneven, sent_share=rows.sent)
         return _emit_exchanging(found, values, rows, work, (operands, results))
     work, notation = mlir.CallWork(), params["sharding_rule"]
     if isinstance(partition, Partition):

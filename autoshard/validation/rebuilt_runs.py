@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from autoshard.cost import Calibration, Compute, chip_names, load_calibration, load_chip, make_mesh, with_flags
 from autoshard.errors import UserError
-from autoshard.graph import made_late
+from autoshard.graph import defer_weight_gradients
 from autoshard.planning.explain.write_plan import Writer
 from autoshard.planning.mesh.portfolio import Contender
 from autoshard.planning.price.analysed_program import Reading, build_model, read_program
@@ -252,8 +252,9 @@ def stated_plan(run: Run) -> tuple[Program, Plan]:
 
 
 def _makes_late(chip: str, figures: Calibration) -> bool:
-    """Whether the compiler was seen to make the head's gradient after the backward pass (`made_late`): that for tpu7x
-    with any flags, that for v5p where sums are synchronous. Others were not seen to, or nobody looked."""
+    """Whether the compiler was seen to make the head's gradient after the backward pass (`defer_weight_gradients`):
+    that for tpu7x with any flags, that for v5p where sums are synchronous. Others were not seen to, or nobody looked.
+    """
     return chip == "tpu7x" or (chip == "v5p" and figures.reduction_overlap == 0.0)
 
 
@@ -277,7 +278,7 @@ def _stated(run: Run, attention: str) -> tuple[Program, Model, Groups, Solved]:
     reading = read_program(program, mesh.topology.backend)
     figures = with_flags(load_calibration(run.topology.chip), run.flags).calibration
     if run.topology.num_devices > 1 and _makes_late(run.topology.chip.name, figures):
-        reading = dataclasses.replace(reading, liveness=made_late(reading.graph, reading.liveness))
+        reading = dataclasses.replace(reading, liveness=defer_weight_gradients(reading.graph, reading.liveness))
     staged = run.pipeline is not None
     model = build_model(program, reading, mesh, run.topology.usable_bytes, figures, staged=staged)
     axes = {name: [k] for k, name in enumerate(sizes)}

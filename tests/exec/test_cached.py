@@ -51,7 +51,7 @@ def test_its_price_is_that_of_the_places_that_are_read() -> None:
     assert op.opaque.traffic == BATCH * HEADS * LENGTH // 4 * 2 * DIM * 4
     assert op.flops == 4 * BATCH * HEADS * GROUP * LENGTH // 4 * DIM
     assert op.steps == op.opaque.traffic // (4 << 20)
-    assert op.opaque.uneven == ((P, 4.0),), "the first quarter has all that is read"
+    assert op.opaque.imbalance == ((P, 4.0),), "the first quarter has all that is read"
 
 
 @pytest.mark.parametrize("state", [(B, K, P), (WHOLE, P, P)])

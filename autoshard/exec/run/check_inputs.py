@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from autoshard import mlir
-from autoshard.graph import OpClass, kept_graph
+from autoshard.graph import OpClass, cached_graph
 from autoshard.planning import batch_dims
 from autoshard.program import WEIGHTS, Program, Role
 
@@ -144,7 +144,7 @@ def noise_floor(
 
 def narrow_rounding(program: Program) -> float:
     """Return half a unit in the last place of the narrowest floats that the program multiplies, or 0."""
-    graph = kept_graph(program.module)
+    graph = cached_graph(program.module)
     heavy = (t for op in graph.ops if op.op_class is OpClass.HEAVY for t in op.operands)
     return max((ROUNDING.get(graph.tensors[t].dtype, 0.0) for t in heavy), default=0.0)
 

@@ -170,7 +170,7 @@ def _operand_pins(model: Model, choices: NDArray[np.int64]) -> Iterator[Pin]:
                     continue
                 for spec in _specs(model, iter([*gather_stages(a, b, model.collectives), b]), rank):
                     record = model.graph.tensors[tensor]
-                    for place in op.seats or ((op.number, op.operand_numbers[k]),):
+                    for place in op.operand_uses or ((op.number, op.operand_numbers[k]),):
                         yield Pin(*record.value, spec, place, record.name)
 
 

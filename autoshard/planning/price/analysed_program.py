@@ -15,13 +15,13 @@ from autoshard.graph import (
     Structure,
     analyse,
     build_structure,
+    cached_graph,
+    defer_weight_gradients,
     find_softmaxes,
     is_sum,
-    kept_graph,
-    made_late,
     read_graph,
     replace_names,
-    rounded,
+    round_operands,
 )
 from autoshard.planning.price.evaluate import evaluate
 from autoshard.planning.price.prediction import bill_of
@@ -58,11 +58,11 @@ def read_program(program: Program, backend: str, kept: bool = False) -> Reading:
     Lifetimes depend on `backend`, since its compiler decides which tensors reach memory. With `kept`, the op graph is
     read from the cache on disk if it is there.
     """
-    read, traits = kept_graph if kept else read_graph, BACKENDS[backend]
+    read, traits = cached_graph if kept else read_graph, BACKENDS[backend]
     program = lowered_for(program, traits.platform)
     graph = replace_names(read(program.module), [a.name for a in program.arguments])
     if traits.rounds_operands:
-        graph = rounded(graph)
+        graph = round_operands(graph)
     parameters = [t for t, a in zip(graph.arguments, program.arguments, strict=True) if a.role in WEIGHTS]
     ties = [
         (graph.results[a.result], t)
@@ -85,7 +85,7 @@ def read_program(program: Program, backend: str, kept: bool = False) -> Reading:
         gpu_kernels=traits.gpu_kernels,
     )
     if traits.late_gradients:
-        liveness = made_late(graph, liveness)
+        liveness = defer_weight_gradients(graph, liveness)
     return Reading(graph, structure, liveness, find_groups(program, graph, structure))
 
 
@@ -146,7 +146,7 @@ def build_model(
     where = (stage_axis(reading, mesh) if staged else None) or axis_parts_of(reading.groups, mesh) or mesh
     graph, structure, liveness = reading.graph, reading.structure, reading.liveness
     if program.pipeline is not None and mesh.topology.chip.name in LATE_IN_STAGES:
-        liveness = made_late(graph, liveness)
+        liveness = defer_weight_gradients(graph, liveness)
     program = lowered_for(program, mesh.topology.traits.platform)
     return price(program, graph, structure, liveness, where, memory_limit, calibration, tables)
 

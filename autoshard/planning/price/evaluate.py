@@ -279,7 +279,7 @@ def solved_buffers(model: Model, choices: NDArray[np.int64]) -> list[HeldBuffer]
         spec = tensor_spec(model, choices, softmax.scores)
         split = any(spec.dims[dim] for dim in softmax.rows)
         again = split or 1 in spec.local_shape(model.graph.tensors[softmax.scores].shape, sizes)
-        for tensor, start, stop, width in (softmax.again if again else softmax.whole).buffers:
+        for tensor, start, stop, width in (softmax.recomputed if again else softmax.fused).buffers:
             local = tensor_spec(model, choices, tensor).local_shape(model.graph.tensors[tensor].shape, sizes)
             size = model.padding.held(tensor, local, width)
             kind = kinds[(start, stop, model.cluster_node[softmax.cluster])]

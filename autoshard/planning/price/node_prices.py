@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from autoshard.cost import Calibration, Collectives, Compute, Mesh
-from autoshard.graph import TILED, Cluster, Fusion, Liveness, Op, OpClass, OpGraph, Passes, Softmax, Structure
+from autoshard.graph import TILED, Cluster, ExtraTraffic, Fusion, Liveness, Op, OpClass, OpGraph, Softmax, Structure
 from autoshard.planning.space.attention_exchange import ExchangeAsked, is_ring, ring_memory, ring_permutes
 from autoshard.planning.space.decision_model import EXPOSED, HOST, Channel, MemoryTerm, Node, Residency, link_names
 from autoshard.planning.space.derived_axes import AxisParts, StageAxis
@@ -37,7 +37,7 @@ from autoshard.planning.xla.partitioner_rules import inner_collectives
 from autoshard.program import WEIGHTS, Program, Role
 
 
-def streams(each: Passes, graph: OpGraph, compute: Compute) -> float:
+def streams(each: ExtraTraffic, graph: OpGraph, compute: Compute) -> float:
     """Return how many transfers of the tensor's bytes take as long as all of these passes in one step."""
     once = compute.row_passes(graph.tensors[each.tensor].itemsize) if each.by_rows else 1.0
     return each.count * once * graph.trips(each.block)
@@ -80,7 +80,7 @@ class NodePricer:
         self.carried = {carry.body for loop in graph.loops for carry in loop.carries}
         self.local: dict[tuple[object, ...], Seconds] = {}
         self.softmaxes = {softmax.cluster: softmax for softmax in liveness.softmaxes}
-        self.taken_back = frozenset[int]().union(*(softmax.taken_back for softmax in liveness.softmaxes))
+        self.credited_tensors = frozenset[int]().union(*(softmax.credited_tensors for softmax in liveness.softmaxes))
         self.stored = self.clusters_of(t for t, role in roles.items() if role in WEIGHTS)
         states = self.clusters_of(t for t, role in roles.items() if role is Role.OPTIMIZER_STATE)
         updates = {structure.cluster_of[result] for result, argument in structure.ties if argument in roles}
@@ -102,12 +102,12 @@ class NodePricer:
             op = self.graph.ops[fusion.root]
             if op.op_class is OpClass.HEAVY and op.kind not in FOLDED_OPS:
                 continue
-            for tensor in itertools.chain(fusion.moved, self.taken(fusion)):
+            for tensor in itertools.chain(fusion.moved, self.read_tensors(fusion)):
                 cluster = self.structure.cluster_of[tensor]
                 if cluster >= 0:
                     traffic[cluster][op.loop].append((tensor, self.graph.trips(op.loop)))
         launches = self.launches()
-        for each in self.liveness.passes:
+        for each in self.liveness.extra_traffic:
             cluster = self.structure.cluster_of[each.tensor]
             if cluster >= 0:
                 times = streams(each, self.graph, self.compute)
@@ -157,11 +157,11 @@ class NodePricer:
         for fusion in self.liveness.fusions:
             op = self.graph.ops[fusion.root]
             wide = [t for t in fusion.moved if self.graph.tensors[t].elements > 1 and self.structure.cluster_of[t] >= 0]
-            if wide and not fusion.beside and (op.op_class is not OpClass.HEAVY or op.kind in FOLDED_OPS):
+            if wide and not fusion.is_fused_sibling and (op.op_class is not OpClass.HEAVY or op.kind in FOLDED_OPS):
                 counts[self.structure.cluster_of[wide[0]]][op.loop] += self.graph.trips(op.loop)
         return counts
 
-    def taken(self, fusion: Fusion) -> tuple[int, ...]:
+    def read_tensors(self, fusion: Fusion) -> tuple[int, ...]:
         """Return the tensors whose bytes a fusion reads.
 
         A slice reads its own bytes only, unless it strides within tiles and so reads the whole operand.
@@ -206,11 +206,11 @@ class NodePricer:
         """Return the seconds of a softmax outside its matmuls, [states]."""
         whole, other = (
             sum((times * self.residency.streamed(t, local[t]) for t, times in form.moved), np.zeros(len(again)))
-            for form in (softmax.whole, softmax.again)
+            for form in (softmax.fused, softmax.recomputed)
         )
         return self.compute.memory_seconds(np.where(again, other, whole)) * self.graph.trips(softmax.loop)
 
-    def unpaid(self, op: int, tensor: int, rows: States, columns: States, is_result: bool) -> Seconds | None:
+    def uncharged_seconds(self, op: int, tensor: int, rows: States, columns: States, is_result: bool) -> Seconds | None:
         """Return the seconds that a softmax credits to an adjacent matmul but that the matmul was never charged.
 
         The tables of a softmax's cluster subtract tensors that are not stored from the matmuls' traffic. A matmul whose
@@ -220,7 +220,7 @@ class NodePricer:
         - `rows`, `columns`: states of the tensor at the source and at the target of the reshard.
         - `is_result`: True if the matmul is at the source.
         """
-        if tensor not in self.taken_back or self.graph.ops[op].op_class is not OpClass.HEAVY:
+        if tensor not in self.credited_tensors or self.graph.ops[op].op_class is not OpClass.HEAVY:
             return None
         record = self.graph.tensors[tensor]
         first, second = (
@@ -237,7 +237,7 @@ class NodePricer:
     ) -> tuple[MemoryTerm, ...]:
         """Return the buffers of a softmax; a buffer of one form has size 0 in states of the other form."""
         terms = []
-        for form, mine in ((softmax.whole, ~again), (softmax.again, again)):
+        for form, mine in ((softmax.fused, ~again), (softmax.recomputed, again)):
             for tensor, start, stop, width in form.buffers:
                 record = self.graph.tensors[tensor]
                 size = np.rint(local[tensor] / record.itemsize * width)
@@ -359,14 +359,14 @@ class NodePricer:
         self.nodes.append(Node("op", op.id, states, held, time, memory, op.name or op.kind, inner))
 
 
-class PriceNotes:
+class RecordedCompute:
     """`Compute` proxy that records every priced call, for one state at a time."""
 
     def __init__(self, compute: Compute) -> None:
         self.compute = compute
         self.calls: list[tuple[str, tuple[tuple[str, Any], ...], tuple[float, ...]]] = []
 
-    def taken(self) -> list[tuple[str, tuple[tuple[str, Any], ...], tuple[float, ...]]]:
+    def pop_calls(self) -> list[tuple[str, tuple[tuple[str, Any], ...], tuple[float, ...]]]:
         """Return the recorded calls as (op, keywords, amounts), and clear the record."""
         calls, self.calls = self.calls, []
         return calls

@@ -119,7 +119,7 @@ class _Pricer(NodePricer):
         return Model(
             self.program, self.graph, self.structure, self.liveness, self.mesh, self.collectives, self.compute,
             self.residency, self.padding, tuple(self.nodes), tuple(self.reshards), cluster_node, op_node, copies, fixed,
-            self.taken_back,
+            self.credited_tensors,
         )  # fmt: skip
 
     def add_reshards(self, cluster_node: Sequence[int], op_node: dict[int, int]) -> dict[tuple[int, int], int]:
@@ -328,7 +328,9 @@ class _Pricer(NodePricer):
         costs: dict[Channel, Seconds] = {
             EXPOSED if what == EXPOSED[1] else (use.block, what): table for what, table in seconds.items()
         }
-        unpaid = self.unpaid(use.op, use.tensor, path.source, path.target, at_source) if use.op >= 0 else None
+        unpaid = (
+            self.uncharged_seconds(use.op, use.tensor, path.source, path.target, at_source) if use.op >= 0 else None
+        )
         if unpaid is not None:
             computing = (use.block, "compute")
             before = costs.get(computing)

@@ -40,7 +40,7 @@ class Residency:
 
     def __init__(self, graph: OpGraph, liveness: Liveness, chip: Chip) -> None:
         self.graph = graph
-        self.taken_over_own = liveness.computed
+        self.taken_over_own = liveness.fused_operand_ratios
         self.stored_over_own = {
             source: graph.tensors[tensor].bytes / graph.tensors[source].bytes
             for source, tensor in liveness.stores.items()
@@ -123,7 +123,7 @@ def _candidates(graph: OpGraph, liveness: Liveness) -> Iterator[tuple[int, int, 
         if tensor not in excluded and record.producer >= 0:
             yield record.elements * liveness.itemsize(graph, (tensor, start, stop)), tensor, start, stop
     for softmax in liveness.softmaxes:
-        for tensor, start, stop, width in softmax.whole.buffers:
+        for tensor, start, stop, width in softmax.fused.buffers:
             if tensor not in excluded:
                 yield graph.tensors[tensor].elements * width, tensor, start, stop
 
@@ -257,7 +257,7 @@ class Model:
     """Node of the copy of a tensor in a block, by (tensor, block)."""
     fixed_bytes: int
     """Bytes that no choice changes (scalars)."""
-    taken_back: frozenset[int]
+    credited_tensors: frozenset[int]
     """Tensors whose bytes softmaxes subtract from adjacent matmuls; cached, since every evaluation needs them."""
 
     @property

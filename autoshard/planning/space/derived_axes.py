@@ -118,7 +118,7 @@ def _of_call(rule: Rule, call: Opaque) -> set[int]:
     """Return the factors that split a call into many equal ones; tables of a mask may lack them."""
     minor = {f for dims in (*rule.operands, *rule.results) for dim in dims for f in dim[1:]}
     even = {f for f, kind in enumerate(rule.kinds) if kind is FactorKind.PARALLEL}
-    return even - minor - {factor for factor, _ in call.sloping}
+    return even - minor - {factor for factor, _ in call.triangular}
 
 
 def refine(mesh: Mesh, groups: Groups, axis: int, part: int) -> AxisParts:

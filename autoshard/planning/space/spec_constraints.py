@@ -69,7 +69,7 @@ def program_demands(graph: OpGraph, structure: Structure, mesh: Mesh) -> list[De
 def _demand(graph: OpGraph, constraint: Constraint, mesh: Mesh) -> Demand:
     """Return the demand of one constraint."""
     sharding, shape = constraint.sharding, graph.tensors[constraint.tensor].shape
-    uses = [*sharding.dims, sharding.whole, sharding.unreduced]
+    uses = [*sharding.dims, sharding.replicated, sharding.unreduced]
     for use in (use for dim in uses for use in dim):
         _check_axis(use, constraint.where, mesh)
     if sharding.unreduced:
@@ -81,7 +81,7 @@ def _demand(graph: OpGraph, constraint: Constraint, mesh: Mesh) -> Demand:
     if sharding.tiles:
         dims = tiled_axes(sharding.tiles, len(shape), mesh, constraint.where)
     dims = checked_dims(constraint.where, shape, dims, mesh)
-    never = axis_numbers(mesh, (use.name for use in sharding.whole))
+    never = axis_numbers(mesh, (use.name for use in sharding.replicated))
     return Demand(constraint.tensor, dims, sharding.open, never, constraint.where)
 
 

@@ -173,7 +173,7 @@ def _call(
 
     # A cache fills from its first part on, so that the first parts are full while the last are empty.
     uneven = {_PLACES: each * parts / seen} if parts > 1 and seen < each * parts else {}
-    return RuledFunction(fn, rule, (), CallWork(flops, read, steps=-(-read // _BLOCK_BYTES), uneven=uneven))
+    return RuledFunction(fn, rule, (), CallWork(flops, read, steps=-(-read // _BLOCK_BYTES), imbalance=uneven))
 
 
 def _on_shards(
