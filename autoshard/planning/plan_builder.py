@@ -29,12 +29,19 @@ from autoshard.cost import (
 from autoshard.errors import InfeasibleError, UserError
 from autoshard.planning.explain.write_plan import WhenAsked, Writer
 from autoshard.planning.forms.export_forms import Form, Rest, check_names, form_named
-from autoshard.planning.forms.within_form import held_plan, plan_within
-from autoshard.planning.mesh.mesh_attempt import MeshBest, Rival, Trials
+from autoshard.planning.forms.within_form import plan_within, without_pins
+from autoshard.planning.mesh.mesh_attempt import Incumbent, MeshAttempts, MeshBest
 from autoshard.planning.mesh.mesh_search import MeshSearch
 from autoshard.planning.mesh.mesh_searcher import MeshOutcome, Phases, Searcher
-from autoshard.planning.mesh.portfolio import PlanCandidate, contender, elsewhere, further, met, pick
-from autoshard.planning.price.analysed_program import Task, read_program, share
+from autoshard.planning.mesh.portfolio import (
+    PlanCandidate,
+    alternative_choices,
+    contender,
+    on_other_mesh,
+    pick,
+    visited_choices,
+)
+from autoshard.planning.price.analysed_program import Task, analyse_program, share
 from autoshard.planning.price.prediction import flag_gains, predict
 from autoshard.planning.price.reshard_paths import PathTables
 from autoshard.planning.record.plan_parts import MeshTried
@@ -42,7 +49,7 @@ from autoshard.planning.record.plan_record import Plan
 from autoshard.planning.record.spec import original_mesh
 from autoshard.planning.solve.infeasible import explain_infeasible
 from autoshard.planning.solve.problem_builder import Weights
-from autoshard.planning.solve.weight_search import Found, Infeasible
+from autoshard.planning.solve.weight_search import Infeasible, SearchResult
 from autoshard.planning.space.attention_exchange import check_exchange
 from autoshard.planning.space.derived_axes import STAGE, find_axis_parts
 from autoshard.planning.space.plan_options import Limits, Options
@@ -67,15 +74,15 @@ class PlanResult:
     """The plan, and up to the requested number of others that really differ, by predicted time."""
     weights: Weights
     """Time weights with the highest bound, used as a start for another recipe of the program."""
-    free_s: float = 0.0
+    unconstrained_bound_s: float = 0.0
     """Lower bound in seconds of all plans on every searched mesh, ignoring the memory limit."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Before:
+class EarlierRecipes:
     """Results of other recipes of a program, planned with the same options."""
 
-    rival: Rival | None
+    rival: Incumbent | None
     """Incumbent that a plan must beat, if the mesh is searched; None if there is none."""
     tables: PathTables
     stages: int = 0
@@ -133,7 +140,7 @@ def make_plan(
     save_problem: str | os.PathLike[str] | None = None,
     kept: bool = False,
     crew: Crew | None = None,
-    before: Before | None = None,
+    before: EarlierRecipes | None = None,
 ) -> PlanResult:
     """Choose a sharding for every tensor under the options; see `autoshard.plan` for their meaning.
 
@@ -159,7 +166,7 @@ def make_plan(
     phases.start("extract", "reading the program's ops and their sharding rules")
     program = lift_constraints(program) if options.ignore_constraints else program
     program = lowered_for(program, parsed.traits.platform)
-    reading = read_program(program, parsed.backend, kept)
+    reading = analyse_program(program, parsed.backend, kept)
     crew = crew or Crew()
     crew.progress = phases.progress
     share(crew, program, reading)
@@ -174,8 +181,8 @@ def make_plan(
         reason = explain_infeasible(best.model, found, limits, best.required)
         raise InfeasibleError(reason) from found
     phases.start("write", "writing the plan")
-    compared = searched.original if isinstance(searched.original.found, Found) else best
-    assert isinstance(compared.found, Found)
+    compared = searched.original if isinstance(searched.original.found, SearchResult) else best
+    assert isinstance(compared.found, SearchResult)
     completed = compared.found.baselines
     baseline_writer = Writer(program, reading.groups, limits.memory_bytes, limits.seed, list(completed), figures.said)
     gains = flag_gains(best.model, found.best.choices, figures.plain)
@@ -198,7 +205,7 @@ def make_plan(
         within = plan_within(form, best.model, reading.groups, found, best.required, limits, phases.progress)
         first = contender(best.model, found, within.best, "plan", f"the least predicted time for {form.name}")
         writer = dataclasses.replace(writer, said={**writer.said, **within.said})
-        plan = held_plan(writer.write(first, searched.tried), form, found.best.outcome.step_time_s)
+        plan = without_pins(writer.write(first, searched.tried), form, found.best.outcome.step_time_s)
     baseline_plans = WhenAsked(
         {
             name: functools.partial(baseline_writer.write, contender(compared.model, compared.found, c, name, ""))
@@ -210,16 +217,25 @@ def make_plan(
     candidates: tuple[PlanCandidate, ...] = (PlanCandidate(first.name, first.why, plan),)
     if options.candidates > 1:
         phases.start("candidates", "looking for other plans that differ")
-        others = further(best.model, found, best.required, limits.share(0.5))
+        others = alternative_choices(best.model, found, best.required, limits.share(0.5))
         for outcome in searched.outcomes:
-            if isinstance(outcome.found, Found):
-                others += met(outcome.model, outcome.found, outcome.required)
-        others += [elsewhere(other, search_on.price) for other in searched.elsewhere]
+            if isinstance(outcome.found, SearchResult):
+                others += visited_choices(outcome.model, outcome.found, outcome.required)
+        others += [on_other_mesh(other, search_on.price) for other in searched.elsewhere]
         candidates = pick(first, plan, others, options.candidates, writer.write)
     phases.stop()
     results = [outcome.found for outcome in searched.outcomes]
-    free_s = min((each.free_s if isinstance(each, Found) else 0.0 for each in results), default=0.0)
-    return PlanResult(plan, phases.wall, baseline_plans, candidates, found.weights, min(free_s, searched.free_s))
+    unconstrained_bound_s = min(
+        (each.unconstrained_bound_s if isinstance(each, SearchResult) else 0.0 for each in results), default=0.0
+    )
+    return PlanResult(
+        plan,
+        phases.wall,
+        baseline_plans,
+        candidates,
+        found.weights,
+        min(unconstrained_bound_s, searched.unconstrained_bound_s),
+    )
 
 
 def plan_by_stage(
@@ -309,7 +325,7 @@ def _limiting(name: str, candidates: int, program: Program) -> Form:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class _Searched:
+class MeshResults:
     """The results of the searches."""
 
     best: MeshOutcome
@@ -322,13 +338,13 @@ class _Searched:
     tried: tuple[MeshTried, ...]
     elsewhere: tuple[MeshBest, ...]
     """Best choices on other meshes, if the mesh was searched."""
-    free_s: float
+    unconstrained_bound_s: float
     """Lower bound in seconds of all plans on other meshes, ignoring the memory limit."""
 
 
 def _search(
-    search_on: Searcher, given: Mesh | None, time_limit: float, refine_axes: bool, before: Before | None
-) -> _Searched:
+    search_on: Searcher, given: Mesh | None, time_limit: float, refine_axes: bool, before: EarlierRecipes | None
+) -> MeshResults:
     """Search on the given mesh, else on the best one, and also with an axis cut in two if dims need that.
 
     - `given`: mesh of the user or of the program; None searches for one.
@@ -345,7 +361,7 @@ def _search(
     check_exchange(task.program, graph, given)
     if given is None:
         phases.start("meshes", f"looking for the mesh of {topology.num_devices} devices")
-        mesh_choice = MeshSearch(Trials(task, time_limit, rival is not None), phases.progress, rival).run(
+        mesh_choice = MeshSearch(MeshAttempts(task, time_limit, rival is not None), phases.progress, rival).run(
             topology, search_on.crew, meshes
         )
         chosen = mesh_choice.model.mesh
@@ -370,5 +386,7 @@ def _search(
         best = refined if refined.is_better_than(original) else original
         outcomes = (original, refined)
     if mesh_choice is None:
-        return _Searched(best, original, outcomes, (), (), math.inf)
-    return _Searched(best, original, outcomes, mesh_choice.tried, mesh_choice.others, mesh_choice.free_s)
+        return MeshResults(best, original, outcomes, (), (), math.inf)
+    return MeshResults(
+        best, original, outcomes, mesh_choice.tried, mesh_choice.others, mesh_choice.unconstrained_bound_s
+    )

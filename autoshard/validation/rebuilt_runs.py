@@ -16,7 +16,7 @@ from autoshard.errors import UserError
 from autoshard.graph import defer_weight_gradients
 from autoshard.planning.explain.write_plan import Writer
 from autoshard.planning.mesh.portfolio import Contender
-from autoshard.planning.price.analysed_program import Reading, build_model, read_program
+from autoshard.planning.price.analysed_program import AnalysedProgram, analyse_program, build_model
 from autoshard.planning.price.evaluate import evaluate
 from autoshard.planning.record.plan_record import Plan
 from autoshard.planning.solve.mesh_solve import Solved, Terms, solve_within
@@ -191,7 +191,7 @@ def _step(bare: PublishedRow, run: Run) -> PublishedRow:
 def unseen_seconds(model: Model, choices: NDArray[np.int64], run: Run | ServingRun, source: str) -> float:
     """Seconds of a run's step, priced with figures that were fitted without the runs of one source."""
     figures = with_flags(without_source(run.topology.chip.name, source), run.flags).calibration
-    reading = Reading(
+    reading = AnalysedProgram(
         model.graph, model.structure, model.liveness, find_groups(model.program, model.graph, model.structure)
     )
     staged = isinstance(run, Run) and run.pipeline is not None
@@ -275,7 +275,7 @@ def _stated(run: Run, attention: str) -> tuple[Program, Model, Groups, Solved]:
         gathered_on=abstract if run.keeps_gathered else None, whole_on=abstract if run.sums_late else None,
         pipeline=run.pipeline,
     )  # fmt: skip
-    reading = read_program(program, mesh.topology.backend)
+    reading = analyse_program(program, mesh.topology.backend)
     figures = with_flags(load_calibration(run.topology.chip), run.flags).calibration
     if run.topology.num_devices > 1 and _makes_late(run.topology.chip.name, figures):
         reading = dataclasses.replace(reading, liveness=defer_weight_gradients(reading.graph, reading.liveness))

@@ -131,7 +131,7 @@ def enumerated(stack: Stack) -> dict[tuple[Any, ...], float]:
     from autoshard.errors import UserError
     from autoshard.planning import read_asked
     from autoshard.planning.mesh.mesh_attempt import unusable
-    from autoshard.planning.price.analysed_program import Task, read_program
+    from autoshard.planning.price.analysed_program import Task, analyse_program
     from autoshard.planning.recipes.pipeline_recipes import is_sensible
     from autoshard.planning.solve.weight_search import Infeasible, search
     from autoshard.planning.space.derived_axes import LEAST_GAIN
@@ -149,7 +149,7 @@ def enumerated(stack: Stack) -> dict[tuple[Any, ...], float]:
             program = stack.program(**said)
         except UserError:
             continue
-        reading = read_program(program, topology.backend)
+        reading = analyse_program(program, topology.backend)
         task = Task(program, reading, read_asked(), limit, 0, figures)
         best, fewest = math.inf, 0
         for mesh in candidate_meshes(topology):

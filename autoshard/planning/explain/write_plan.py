@@ -19,7 +19,13 @@ from autoshard.planning.price.device_memory import tight_seconds
 from autoshard.planning.price.evaluate import Outcome, argument_bytes_on_host, tensor_spec
 from autoshard.planning.price.op_prices import planned_ops
 from autoshard.planning.price.prediction import predict
-from autoshard.planning.price.replicated_work import alike_lines, call_lines, find_unruled, shares_of, unruled_lines
+from autoshard.planning.price.replicated_work import (
+    call_lines,
+    find_unruled,
+    replicated_work_lines,
+    shares_of,
+    unruled_lines,
+)
 from autoshard.planning.price.step_timeline import make_timeline
 from autoshard.planning.record.plan_parts import MeshTried, Prediction, Unruled
 from autoshard.planning.record.plan_record import Plan
@@ -122,7 +128,7 @@ class Writer:
         """Return the warnings of a plan, each once."""
         program, graph, choices, outcome = self.program, model.graph, each.choices, each.outcome
         lines = [*program.notes, *_batch_warning(program, model.mesh), *unruled_lines(unruled)]
-        lines.extend(alike_lines(model, self.groups, choices, outcome.step_time_s))
+        lines.extend(replicated_work_lines(model, self.groups, choices, outcome.step_time_s))
         lines.extend(call_lines(model))
         for loop in graph.loops:
             if not loop.known:

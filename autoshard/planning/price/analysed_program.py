@@ -43,7 +43,7 @@ Evidence: docs/compiler_behaviour.md, "Late head gradients in pipelines".
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Reading:
+class AnalysedProgram:
     """Mesh-independent analysis of a program."""
 
     graph: OpGraph
@@ -52,7 +52,7 @@ class Reading:
     groups: Groups
 
 
-def read_program(program: Program, backend: str, kept: bool = False) -> Reading:
+def analyse_program(program: Program, backend: str, kept: bool = False) -> AnalysedProgram:
     """Read the ops, decisions, lifetimes and dim groups of a program.
 
     Lifetimes depend on `backend`, since its compiler decides which tensors reach memory. With `kept`, the op graph is
@@ -86,7 +86,7 @@ def read_program(program: Program, backend: str, kept: bool = False) -> Reading:
     )
     if traits.late_gradients:
         liveness = defer_weight_gradients(graph, liveness)
-    return Reading(graph, structure, liveness, find_groups(program, graph, structure))
+    return AnalysedProgram(graph, structure, liveness, find_groups(program, graph, structure))
 
 
 def as_planned(program: Program, plan: Plan) -> Program:
@@ -109,7 +109,7 @@ def batch_dims(program: Program) -> tuple[int, list[tuple[int, ...]], list[tuple
 
     The number is 0 if the program has no batch, or if an argument or a result merges the batch with another dim.
     """
-    reading = read_program(program, "cpu")
+    reading = analyse_program(program, "cpu")
     groups, graph = reading.groups, reading.graph
 
     def dims(tensor: int) -> tuple[int, ...]:
@@ -126,7 +126,7 @@ def batch_dims(program: Program) -> tuple[int, list[tuple[int, ...]], list[tuple
 
 def build_model(
     program: Program,
-    reading: Reading,
+    reading: AnalysedProgram,
     mesh: Mesh,
     memory_limit: int,
     calibration: Calibration | None = None,
@@ -151,7 +151,7 @@ def build_model(
     return price(program, graph, structure, liveness, where, memory_limit, calibration, tables)
 
 
-def price_again(plan: Plan, program: Program, reading: Reading) -> tuple[Model, NDArray[np.int64]]:
+def reprice(plan: Plan, program: Program, reading: AnalysedProgram) -> tuple[Model, NDArray[np.int64]]:
     """Return the model and the choices of a stored plan, priced with the calibration that the plan was made with.
 
     Raises `UserError` if the plan does not store its choices (an older or another version made it). Raises it also if
@@ -184,11 +184,11 @@ def price_again(plan: Plan, program: Program, reading: Reading) -> tuple[Model, 
 
 
 def plan_bills(program: Program, plans: Sequence[Plan]) -> list[Bill]:
-    """Return the bill of one step of each plan of a program. Raises `UserError` as `price_again` does."""
+    """Return the bill of one step of each plan of a program. Raises `UserError` as `reprice` does."""
     if not plans:
         return []
-    reading = read_program(program, Topology.parse(plans[0].topology).backend)
-    return [bill_of(*price_again(plan, program, reading)) for plan in plans]
+    reading = analyse_program(program, Topology.parse(plans[0].topology).backend)
+    return [bill_of(*reprice(plan, program, reading)) for plan in plans]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -196,7 +196,7 @@ class Task:
     """Inputs of a planning run that are the same for every mesh."""
 
     program: Program
-    reading: Reading
+    reading: AnalysedProgram
     asked: Asked
     memory_limit: int
     """Bytes of one device that no plan may exceed."""
@@ -217,7 +217,7 @@ class Task:
         return require(model, self.reading.groups, self.asked)
 
 
-def share(crew: Crew, program: Program, reading: Reading) -> None:
+def share(crew: Crew, program: Program, reading: AnalysedProgram) -> None:
     """Share with a crew of worker processes the objects that all prices refer to.
 
     The callables and arguments that run the program cannot be pickled, and planning does not need them.

@@ -122,7 +122,7 @@ class NodePricer:
             )
             if self.axis_parts is not None:
                 groups = self.group_sizes(cluster.id, range(len(cluster.sizes)))
-                states = states[self.axis_parts.apart(states, groups)]
+                states = states[self.axis_parts.allowed_states(states, groups)]
             if self.stage_axis is not None:
                 states = states[self.stage_axis.of_cluster(cluster.id, states)]
             local = {t: self.local_bytes(cluster.id, states, t) for t in cluster.tensors}
@@ -134,7 +134,7 @@ class NodePricer:
                     for buffer in buffers[cluster.id]
                 )
             else:
-                again = self.computes_again(softmax, states)
+                again = self.recomputes(softmax, states)
                 time = {(softmax.loop, "compute"): self.softmax_seconds(softmax, again, local)}
                 memory = self.softmax_memory(softmax, again, local)
             name = self.cluster_name(cluster.tensors)
@@ -191,7 +191,7 @@ class NodePricer:
                     time[(block, what)] = rate(sum(moved, np.zeros(states)))
         return time
 
-    def computes_again(self, softmax: Softmax, states: States) -> np.ndarray:
+    def recomputes(self, softmax: Softmax, states: States) -> np.ndarray:
         """Return a mask of the states in which kernels recompute the probabilities, [states].
 
         They do so if a dim has local size 1, or if the softmax's rows are split.
@@ -297,7 +297,7 @@ class NodePricer:
         """Return the padded bytes of a cluster's tensor on one device, [states]."""
         record = self.graph.tensors[tensor]
         factors = self.structure.dims_of[tensor]
-        key = (states.shape, states.tobytes(), factors, record.shape, record.itemsize, self.padding.lies(tensor))
+        key = (states.shape, states.tobytes(), factors, record.shape, record.itemsize, self.padding.tile_layout(tensor))
         if key not in self.local:  # equal tensors share one table
             dims = self.dims_states(cluster, states, tensor)
             size = local_elements(dims, record.shape, self.axes) * record.itemsize
@@ -331,7 +331,7 @@ class NodePricer:
         states = heavy_strategies(self.graph, op, self.axes, backend)
         states = states[by_hand(op, states, self.mesh.axes) & self.exchange.strategies(op.id, states)]
         if self.axis_parts is not None and op.rule is not None:
-            states = states[self.axis_parts.apart(states, self.factor_group_sizes(op))]
+            states = states[self.axis_parts.allowed_states(states, self.factor_group_sizes(op))]
         if self.stage_axis is not None:
             states = states[self.stage_axis.of_op(op, states)]
         trips = self.graph.trips(op.loop)

@@ -38,9 +38,9 @@ class Occurrence:
     """Tensor that holds the value in the forward pass."""
     loop: int
     """Loop of the forward pass that computes the value; -1 for none."""
-    again: tuple[int, ...]
+    recomputed: tuple[int, ...]
     """Tensors that the backward pass need not recompute if the value is saved; none for a layer's input."""
-    loop_again: int
+    recompute_loop: int
     """Loop of the backward pass that consumes the value; -1 for none."""
 
 

@@ -90,9 +90,9 @@ def reshard_time(model: Model, reshard: Reshard, choices: NDArray[np.int64]) -> 
         known = paths[id(path)] = _Known(path)
     timing = known.times.get((row, column))
     if timing is None:
-        ends = (path.held[row], path.kept[row], path.source[row], path.target[column])
+        ends = (path.source_dims[row], path.passed_dims[row], path.source[row], path.target[column])
         held, kept, source, target = (end[None, :] for end in ends)
-        one = dataclasses.replace(path, held=held, kept=kept, source=source, target=target)
+        one = dataclasses.replace(path, source_dims=held, passed_dims=kept, source=source, target=target)
         timing = known.times[row, column] = _reshard_time_of(one, model.collectives)
     return timing
 

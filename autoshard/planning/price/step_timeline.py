@@ -9,7 +9,7 @@ from collections import defaultdict
 import numpy as np
 from numpy.typing import NDArray
 
-from autoshard.planning.price.evaluate import cluster_names, held_buffers, reshard_cause
+from autoshard.planning.price.evaluate import cluster_names, live_buffers, reshard_cause
 from autoshard.planning.price.reshard_times import relayout_seconds, reshard_overlap, reshard_steps
 from autoshard.planning.record.plan_parts import HeldTensors, Span, Timeline
 from autoshard.planning.record.spec import pattern
@@ -137,7 +137,7 @@ class _Sampler:
     """Memory over the step: the live buffers at sampled moments."""
 
     def __init__(self, model: Model, choices: NDArray[np.int64]) -> None:
-        self.model, self.buffers = model, held_buffers(model, choices)
+        self.model, self.buffers = model, live_buffers(model, choices)
         both = [
             event
             for number, each in enumerate(self.buffers)

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from autoshard.errors import OutOfRangeError
 from autoshard.planning.solve.problem_builder import (
-    DEAREST,
+    MAX_COST,
     Allowed,
     Kept,
     Weights,
@@ -34,8 +34,8 @@ Work is limited, and not time, so that plans are reproducible.
 """
 
 
-LONG = DEAREST - 1024
-"""Cost in picoseconds from which on choices are out of range, since costs clipped to `DEAREST` may be among theirs."""
+OUT_OF_RANGE = MAX_COST - 1024
+"""Cost in picoseconds from which on choices are out of range, since costs clipped to `MAX_COST` may be among theirs."""
 TOO_LONG = (
     "the program takes too long or too much memory to be planned exactly: 11 days of one step and 4 EiB of one device "
     "can be; plan fewer iterations of its loops, since what they repeat is planned once, or smaller tensors"
@@ -214,7 +214,7 @@ def _solve_narrowed(model: Decisions, weights: Weights, enforced: int | None, te
         )
     except OutOfRangeError:
         raise OutOfRangeError(TOO_LONG) from None
-    if solution.status in (Status.OPTIMAL, Status.FEASIBLE) and solution.cost >= LONG:
+    if solution.status in (Status.OPTIMAL, Status.FEASIBLE) and solution.cost >= OUT_OF_RANGE:
         raise OutOfRangeError(TOO_LONG)
     if pruned is not None and not pruned.complete:
         bound = min(solution.lower_bound, max(0, int(pruned.bound)))

@@ -100,9 +100,9 @@ def heavy_seconds(
         traffic = local * ratio * record.itemsize
         if number < len(operands):
             size = size + residency.streamed(tensor, traffic)
-            fused = fused + residency.taken_besides(tensor, traffic)
+            fused = fused + residency.fused_operand_bytes(tensor, traffic)
         else:
-            size = size + residency.left(tensor, traffic)
+            size = size + residency.stored_bytes(tensor, traffic)
     if op.kind == "gather" and op.rule is not None:
         size = size + _burst_waste(graph, op, states, axes, compute)
     size = size + relaid_bytes(graph, op, states, axes, compute.topology.backend)

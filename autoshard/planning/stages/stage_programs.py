@@ -8,7 +8,7 @@ from typing import Any
 from autoshard.base.units import format_bytes
 from autoshard.cost import Schedule, Topology, make_schedule, parse_mesh
 from autoshard.errors import InfeasibleError, UserError
-from autoshard.planning.price.analysed_program import price_again, read_program
+from autoshard.planning.price.analysed_program import analyse_program, reprice
 from autoshard.planning.record.plan_parts import Timeline
 from autoshard.planning.record.plan_record import Plan
 from autoshard.planning.space.decision_model import Model
@@ -207,13 +207,13 @@ class StageSearch:
                     f"modules of {program.name} that one may begin with; use fewer stages."
                 )
         share = stages
-        reading = read_program(program, self.topology.backend)
+        reading = analyse_program(program, self.topology.backend)
         while schedules:
             try:
                 plan = self._sharded(program, stages, share)
             except InfeasibleError:  # if all stages together do not fit, no cut does
                 break
-            model, choices = price_again(plan, program, reading)
+            model, choices = reprice(plan, program, reading)
             prices = segment_prices(model, choices, segments.may_cut, AXIS, count)
             refused = []
             for schedule in schedules:

@@ -6,14 +6,14 @@ import pytest
 
 from autoshard.base.worker_process import Job
 from autoshard.cost import Mesh, Topology, candidate_meshes
-from autoshard.planning.mesh.mesh_attempt import MeshBest, Rival, Trial, Trials
+from autoshard.planning.mesh.mesh_attempt import Incumbent, MeshAttempt, MeshAttempts, MeshBest
 from autoshard.planning.mesh.mesh_search import InOrder
 
 
 MESHES = candidate_meshes(Topology.parse("v5p:4x4x8"))
 
 
-class Made(Trials):
+class Made(MeshAttempts):
     """Trials with made-up outcomes: everything in them depends on what the mesh is held against."""
 
     def __init__(self, seed: int) -> None:
@@ -24,21 +24,21 @@ class Made(Trials):
     def price_ahead(self, mesh: Mesh) -> None:
         self.calls += 1
 
-    def bound(self, mesh: Mesh, rival: Rival | None) -> Trial | None:
+    def bound(self, mesh: Mesh, rival: Incumbent | None) -> MeshAttempt | None:
         self.calls += 1
         step = self.steps[mesh]
         return None if step is not None and (rival is None or step < 1.5 * rival.step_s) else self.made(mesh, rival)
 
-    def trial(self, mesh: Mesh, rival: Rival | None, keep: bool, stop: object = None) -> Trial:
+    def attempt(self, mesh: Mesh, rival: Incumbent | None, keep: bool, stop: object = None) -> MeshAttempt:
         self.calls += 1
         return self.made(mesh, rival)
 
-    def made(self, mesh: Mesh, rival: Rival | None) -> Trial:
+    def made(self, mesh: Mesh, rival: Incumbent | None) -> MeshAttempt:
         step, weights = self.steps[mesh], {(0, "compute"): 1.0 if rival is None else rival.weights[0, "compute"] / 2}
         bound = 0.5 if rival is None else rival.step_s + sum(rival.weights.values())
         if step is None:
-            return Trial(mesh, bound_s=bound, weights=weights)
-        return Trial(mesh, bound_s=bound, best=best_of(mesh, step), weights=weights)
+            return MeshAttempt(mesh, bound_s=bound, weights=weights)
+        return MeshAttempt(mesh, bound_s=bound, best=best_of(mesh, step), weights=weights)
 
 
 def best_of(mesh: Mesh, step: float) -> MeshBest:
@@ -46,13 +46,13 @@ def best_of(mesh: Mesh, step: float) -> MeshBest:
     return MeshBest(mesh, None, outcome, 0.0, None, 0.0, 1)  # type: ignore[arg-type]
 
 
-def figures(trials: list[Trial]) -> list[tuple[object, ...]]:
+def figures(trials: list[MeshAttempt]) -> list[tuple[object, ...]]:
     return [(trial.mesh.axes, trial.step_s, trial.bound_s, trial.weights) for trial in trials]
 
 
 def run(made: Made, seats: int, ahead: bool, seed: int) -> list[tuple[object, ...]]:
     """Seats take and finish jobs at random; some are lost, outdated ones are stopped or not."""
-    taken: list[Trial] = []
+    taken: list[MeshAttempt] = []
     work, draw = InOrder(made, MESHES, taken.append, ahead), random.Random(seed)
     doing: dict[int, Job] = {}
     while True:

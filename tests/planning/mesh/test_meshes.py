@@ -13,11 +13,11 @@ from autoshard.base.workers import Crew
 from autoshard.cost import Topology, candidate_meshes, load_calibration
 from autoshard.errors import InfeasibleError, UserError
 from autoshard.planning import Options, Plan, PlanResult, make_plan, read_asked
-from autoshard.planning.mesh.mesh_attempt import Trials
+from autoshard.planning.mesh.mesh_attempt import MeshAttempts
 from autoshard.planning.mesh.mesh_search import MeshSearch
-from autoshard.planning.price.analysed_program import Task, read_program
+from autoshard.planning.price.analysed_program import Task, analyse_program
 from autoshard.planning.record.plan_files import plan_to_json
-from autoshard.planning.solve.weight_search import Climb
+from autoshard.planning.solve.weight_search import WeightSearch
 from autoshard.planning.space.derived_axes import LEAST_GAIN
 from autoshard.planning.space.user_constraints import Asked
 from autoshard.program import trace
@@ -196,9 +196,9 @@ def test_when_nothing_fits_the_nearest_mesh_is_explained() -> None:
 def test_a_limit_that_no_choice_can_keep_is_seen_before_anything_is_solved(monkeypatch: pytest.MonkeyPatch) -> None:
     program = made.program("mlp")
     topology = Topology.parse("cpu:8")
-    reading, figures = read_program(program, topology.backend), load_calibration(topology.chip)
-    trials = Trials(Task(program, reading, Asked(), 4000, 0, figures), 10.0)
-    monkeypatch.setattr(Climb, "run", lambda *_: pytest.fail("solved"))
+    reading, figures = analyse_program(program, topology.backend), load_calibration(topology.chip)
+    trials = MeshAttempts(Task(program, reading, Asked(), 4000, 0, figures), 10.0)
+    monkeypatch.setattr(WeightSearch, "run", lambda *_: pytest.fail("solved"))
     chosen = MeshSearch(trials, lambda line: None).run(topology, Crew())
     assert chosen.choices is None and all(tried.step_time_s is None for tried in chosen.tried)
     assert {t.verdict for t in chosen.tried} == {"chosen", "no plan on it fits"}
