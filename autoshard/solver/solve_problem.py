@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from autoshard.errors import OutOfRangeError, UserError
 from autoshard.solver.elimination import Elimination
-from autoshard.solver.exact_solves import Exact, solve_apart
+from autoshard.solver.exact_solves import Exact, solve_in_process
 from autoshard.solver.job_process import Clock
 from autoshard.solver.judge import evaluate
 from autoshard.solver.mip_rows import usage_profile
@@ -203,7 +203,7 @@ class _Solve:
                 times=times,
                 nodes=None if self.iterations is None else 5000,
             )
-            result = solve_apart(job, self.due)
+            result = solve_in_process(job, self.due)
             if result is None:
                 return False
             if result.choices is not None:

@@ -76,7 +76,7 @@ class Repeats:
         place = {reshard: number for number, reshard in enumerate(linked_reshards(self, weights))}
         directed = _directed(messages.ends)
         values = {key: value for key, value in zip(directed, messages.values, strict=True)}
-        kept = [messages.kept[c] for c in self.of.tolist()]
+        kept = [messages.alternatives[c] for c in self.of.tolist()]
         linked = linked_reshards(model, weights)
         ends = tuple((model.reshards[m].source, model.reshards[m].target) for m in linked)
         lifted = []
@@ -87,7 +87,7 @@ class Repeats:
                 lifted.append(np.zeros(len(kept[other])))
             else:
                 lifted.append(values[int(self.of[node]), place[reshard]] / counts[reshard])
-        return dataclasses.replace(messages, kept=tuple(kept), ends=ends, values=tuple(lifted))
+        return dataclasses.replace(messages, alternatives=tuple(kept), ends=ends, values=tuple(lifted))
 
 
 def _directed(ends: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:

@@ -13,7 +13,7 @@ from autoshard.errors import OutOfRangeError
 from autoshard.planning.solve.mesh_solve import OUT_OF_RANGE, Terms, solve_within
 from autoshard.planning.solve.problem_builder import MAX_COST, build_network, build_problem, kept_of
 from autoshard.planning.solve.time_weights import even_weights
-from autoshard.solver import FORBIDDEN, evaluate, narrow
+from autoshard.solver import FORBIDDEN, evaluate, prune
 from tests.planning import programs as made
 
 
@@ -40,7 +40,7 @@ def test_costs_stay_apart_from_what_is_forbidden(factor: float):
     network = build_network(slower(model, factor), weights, None, kept_of(model, None))
     for cost in network.costs:
         assert (cost < FORBIDDEN).all()
-    found = narrow(network)
+    found = prune(network)
     assert found.choices is None or found.bound <= evaluate(long, found.choices).cost
 
 
