@@ -49,7 +49,7 @@ class Work(Protocol):
     def finished(self) -> bool: ...
 
 
-class Crew:
+class WorkerCrew:
     """This process and `count` helper processes, which end with the `with` block.
 
     - `prepare`: `module:function` that a helper calls first.
@@ -183,7 +183,7 @@ class Crew:
         for helper in self._helpers:
             helper.end()
 
-    def __enter__(self) -> "Crew":
+    def __enter__(self) -> "WorkerCrew":
         return self
 
     def __exit__(self, *_: object) -> None:

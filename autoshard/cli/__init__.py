@@ -29,7 +29,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         _check_place()
         check_outputs(arguments)
         settle_files()
-        with _stdout_kept_for_the_answer() as answer:
+        with _redirected_stdout() as answer:
             return arguments.run(arguments, answer)
     except BrokenPipeError:
         # The reader closed the pipe early (`| head`). Without a new stdout, Python would report the error again at
@@ -89,7 +89,7 @@ def _say(line: str) -> None:
 
 
 @contextlib.contextmanager
-def _stdout_kept_for_the_answer() -> Iterator[TextIO]:
+def _redirected_stdout() -> Iterator[TextIO]:
     """Send the stdout of libraries and of the user's file to stderr; yield a stream on the true stdout.
 
     Raises `UserError` if the answer cannot be written.

@@ -103,8 +103,8 @@ def run_serve_plan(arguments: argparse.Namespace, answer: TextIO) -> int:
     need_no_accelerator()
     from autoshard.report import write_text
     from autoshard.serving import (
-        ServingAsked,
         ServingLimits,
+        ServingRequests,
         check_serving,
         jax_shardings,
         plan_serving,
@@ -114,7 +114,7 @@ def run_serve_plan(arguments: argparse.Namespace, answer: TextIO) -> int:
 
     if not arguments.program.startswith("hf:"):
         raise UserError(f"serving is planned for a configuration, hf:CONFIG; found {arguments.program!r}.")
-    serving = ServingAsked(arguments.input, arguments.output, arguments.weights, arguments.cache_dtype)
+    serving = ServingRequests(arguments.input, arguments.output, arguments.weights, arguments.cache_dtype)
     limits = ServingLimits(arguments.ttft, arguments.tpot, arguments.gap)
     plan = plan_serving(arguments.program, arguments.topology, serving, limits)
     checked = []

@@ -26,7 +26,7 @@ from autoshard.errors import UserError
 
 if TYPE_CHECKING:
     from autoshard.base.ray_pool import RayPool
-    from autoshard.base.workers import Crew
+    from autoshard.base.workers import WorkerCrew
     from autoshard.planning import Options, Plan, PlanResult
     from autoshard.program import Program
     from autoshard.report import ProgressLine
@@ -78,7 +78,7 @@ def _next_command(arguments: argparse.Namespace, plan: "Plan", written: Sequence
     return f"autoshard compile {arguments.program} --plan {written[0]}"
 
 
-def _planned(arguments: argparse.Namespace, progress: "ProgressLine", crew: "Crew") -> tuple["PlanResult", float]:
+def _planned(arguments: argparse.Namespace, progress: "ProgressLine", crew: "WorkerCrew") -> tuple["PlanResult", float]:
     """Return the plan and the seconds of tracing.
 
     The planner traces the program once for each recipe if options are `auto` or if the program declares choices of its
@@ -121,7 +121,7 @@ def _planned(arguments: argparse.Namespace, progress: "ProgressLine", crew: "Cre
 
 
 def _planned_by_stage(
-    arguments: argparse.Namespace, options: "Options", progress: "ProgressLine", crew: "Crew"
+    arguments: argparse.Namespace, options: "Options", progress: "ProgressLine", crew: "WorkerCrew"
 ) -> tuple["PlanResult", float]:
     """Return the plan of a pipeline whose stages are programs of their own, and the seconds of tracing."""
     from autoshard.planning import plan_by_stage
@@ -274,7 +274,7 @@ def run_explain(arguments: argparse.Namespace, answer: TextIO) -> int:
 
     plan = load_plan(arguments.plan)
     with show_progress(arguments) as progress:
-        source = _said_source(arguments, plan, progress)
+        source = program_source(arguments, plan, progress)
         stand_in_devices(source, plan.topology)
         program = reopen(plan, arguments.program, arguments.entry)
         progress(f"Pricing what else {arguments.name} could be")
@@ -286,7 +286,7 @@ def run_explain(arguments: argparse.Namespace, answer: TextIO) -> int:
     return 0
 
 
-def _said_source(arguments: argparse.Namespace, plan: "Plan", progress: "ProgressLine") -> str:
+def program_source(arguments: argparse.Namespace, plan: "Plan", progress: "ProgressLine") -> str:
     """Return the source of the plan's program, from the arguments or the plan; empty if neither names one.
 
     A Python file is announced before it runs.
@@ -311,7 +311,7 @@ def run_export(arguments: argparse.Namespace, answer: TextIO) -> int:
 
     plan = load_plan(arguments.plan)
     with show_progress(arguments) as progress:
-        source = _said_source(arguments, plan, progress)
+        source = program_source(arguments, plan, progress)
         progress(f"Exporting {arguments.plan}")
         stand_in_devices(source, plan.topology)
         if form_named(arguments.to).rest is Rest.PLAN:

@@ -127,12 +127,12 @@ def plan_options(arguments: argparse.Namespace) -> "Options":
     """Return the planning options. Raises `UserError`, before tracing, for options that no program satisfies."""
     from autoshard.planning import check_request, read_options
 
-    options = read_options(arguments.topology, said_options(arguments))
+    options = read_options(arguments.topology, flag_options(arguments))
     check_request(options)
     return options
 
 
-def said_options(arguments: argparse.Namespace) -> "PlanOptions":
+def flag_options(arguments: argparse.Namespace) -> "PlanOptions":
     """Return the planning options of the flags, as keyword arguments of `autoshard.plan`."""
     from autoshard.planning import parameter_specs, read_asked
 

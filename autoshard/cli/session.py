@@ -12,7 +12,7 @@ import time
 from typing import TYPE_CHECKING
 
 from autoshard.base.processes import check_addresses, collect_seldom, scratch_folders, temporary_folder
-from autoshard.base.workers import Crew, helpers_here
+from autoshard.base.workers import WorkerCrew, helpers_here
 from autoshard.errors import Terminated
 
 
@@ -138,10 +138,10 @@ def settle_worker() -> None:
     settle_imports()
 
 
-def start_helpers() -> Crew:
+def start_helpers() -> WorkerCrew:
     """Start one helper process for each further core; they import their modules while this process traces.
 
     Raises `UserError` if the address space is limited too much for XLA.
     """
     check_addresses()
-    return Crew(helpers_here(), "autoshard.planning.warm_planner:ready") if _own else Crew()
+    return WorkerCrew(helpers_here(), "autoshard.planning.warm_planner:ready") if _own else WorkerCrew()

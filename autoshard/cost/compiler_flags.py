@@ -94,7 +94,7 @@ class Flagged:
     notes: tuple[str, ...]
     """A sentence for each flag whose effect is not in the price, or that does nothing on the chip."""
 
-    def said(self, flags: Iterable[str]) -> dict[str, Any]:
+    def record(self, flags: Iterable[str]) -> dict[str, Any]:
         """Return the record of `flags` for a plan's provenance, with the changed figures and their sentences."""
         return {"flags": list(flags), "figures": dict(self.figures), "priced": list(self.priced)}
 

@@ -279,7 +279,7 @@ def remaining_calls(module: Any) -> list[str]:
     return [call_target(op) for op in calls if call_key(op)]
 
 
-ANYWHERE = frozenset(
+NO_DEVICE_TARGETS = frozenset(
     {TARGET, PLACEMENT, "Sharding", "LayoutConstraint", "SPMDFullToShardShape", "SPMDShardToFullShape"}
 )
 """Targets of calls that no device executes: they instruct the compiler, or are replaced before compilation."""

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from autoshard.base.processes import collecting_seldom
-from autoshard.base.workers import Crew
+from autoshard.base.workers import WorkerCrew
 from autoshard.cost import (
     AUTO,
     MESH_VARIABLE,
@@ -19,11 +19,11 @@ from autoshard.cost import (
     Mesh,
     Topology,
     chosen_flags,
+    fit_record,
     learned_fit,
     load_calibration,
     make_mesh,
     parse_mesh,
-    said_of_fit,
     with_flags,
 )
 from autoshard.errors import InfeasibleError, UserError
@@ -139,7 +139,7 @@ def make_plan(
     progress: Callable[[str], None] | None = None,
     save_problem: str | os.PathLike[str] | None = None,
     kept: bool = False,
-    crew: Crew | None = None,
+    crew: WorkerCrew | None = None,
     before: EarlierRecipes | None = None,
 ) -> PlanResult:
     """Choose a sharding for every tensor under the options; see `autoshard.plan` for their meaning.
@@ -167,7 +167,7 @@ def make_plan(
     program = lift_constraints(program) if options.ignore_constraints else program
     program = lowered_for(program, parsed.traits.platform)
     reading = analyse_program(program, parsed.backend, kept)
-    crew = crew or Crew()
+    crew = crew or WorkerCrew()
     crew.progress = phases.progress
     share(crew, program, reading)
     task = Task(program, reading, options.asked, limits.memory_bytes, limits.seed, figures.calibration)
@@ -244,7 +244,7 @@ def plan_by_stage(
     options: Options,
     *,
     progress: Callable[[str], None] | None = None,
-    crew: Crew | None = None,
+    crew: WorkerCrew | None = None,
 ) -> PlanResult:
     """Return the fastest cut of a torch module into a program for each stage, see `StageSearch`.
 
@@ -307,9 +307,9 @@ def priced_with(options: Options, topology: Topology) -> PricedWith:
         flagged = dataclasses.replace(flagged, calibration=learned.calibration, figures=figures, priced=priced)
     origins: dict[str, Any] = {}
     if learned is not None and learned.observations:
-        origins["learned"] = said_of_fit(learned)
+        origins["learned"] = fit_record(learned)
     if flags:
-        origins["xla_flags"] = flagged.said(flags) | ({"from": origin} if origin else {})
+        origins["xla_flags"] = flagged.record(flags) | ({"from": origin} if origin else {})
     return PricedWith(unflagged, flagged.calibration, origins, tuple(flagged.notes))
 
 

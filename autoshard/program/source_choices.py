@@ -87,7 +87,7 @@ def check_exchange_name(exchange: str) -> str:
     return exchange
 
 
-def sharding_notes(said: mlir.SaidCounts, lifted: bool = False) -> tuple[str, ...]:
+def sharding_notes(said: mlir.ConstraintCounts, lifted: bool = False) -> tuple[str, ...]:
     """Return notes on the shardings in the program that a plan respects or ignores; with `lifted`, that it removes."""
     notes: list[str] = []
     if said.constraints:
@@ -119,7 +119,7 @@ def lift_constraints(program: Program) -> Program:
     """
     with mlir.new_context() as context:
         module = mlir.parse_module(program.module, context)
-        counts = mlir.count_said(module)
+        counts = mlir.count_constraints(module)
         if not counts.constraints and not counts.arguments:
             return program
         old, new = sharding_notes(counts), sharding_notes(counts, lifted=True)

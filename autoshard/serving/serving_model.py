@@ -34,7 +34,7 @@ Longer chunks have earlier first tokens, and longer gaps.
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class ServingAsked:
+class ServingRequests:
     """The requests to serve, and the dtypes of the stored model."""
 
     input: int
@@ -58,7 +58,7 @@ class ServingLimits:
     gap_s: float = math.inf
     """The longest time between any two tokens of an answer."""
 
-    def keeps(self, point: "ServingPoint") -> bool:
+    def allows(self, point: "ServingPoint") -> bool:
         """Return True if a serving point is within all limits."""
         return point.first_s <= self.first_s and point.token_s <= self.token_s and point.gap_s <= self.gap_s
 
@@ -144,7 +144,7 @@ class ServingPoint:
 class _Engines:
     """Engines of one kind on all of a topology, and the cost of their steps."""
 
-    def __init__(self, decoder: Decoder, compute: Compute, asked: ServingAsked, engine: ServingEngine) -> None:
+    def __init__(self, decoder: Decoder, compute: Compute, asked: ServingRequests, engine: ServingEngine) -> None:
         self.decoder, self.compute, self.asked, self.engine = decoder, compute, asked, engine
         self.count = compute.topology.num_devices // engine.devices
         self.layout = Layout(self.count, engine.devices, engine.attention, engine.experts)
@@ -233,7 +233,7 @@ class _Engines:
             )  # fmt: skip
 
 
-def _apart(
+def _separate_engines(
     point: ServingPoint, own: _Engines, others: Sequence[_Engines], limits: ServingLimits
 ) -> ServingPoint | None:
     """Return the best point at which the engines of `point` only decode and others only compute prompts.
@@ -257,7 +257,7 @@ def _apart(
     # Ties prefer engines of the same kind.
     return max(
         options, default=None,
-        key=lambda each: (limits.keeps(each), each.tokens_per_s, each.prompts == each.engine, -each.first_s),
+        key=lambda each: (limits.allows(each), each.tokens_per_s, each.prompts == each.engine, -each.first_s),
     )  # fmt: skip
 
 
@@ -267,7 +267,7 @@ def _chosen(points: list[ServingPoint], limits: ServingLimits) -> ServingPoint:
     It has the least product of the time to a first token and the longest gap, among points with nearly the most
     throughput.
     """
-    allowed = [each for each in points if limits.keeps(each)] or points
+    allowed = [each for each in points if limits.allows(each)] or points
     most = max(each.tokens_per_s for each in allowed)
     good = [each for each in allowed if each.tokens_per_s >= _NEAR * most]
     return min(good, key=lambda each: each.first_s * each.gap_s)
@@ -276,7 +276,7 @@ def _chosen(points: list[ServingPoint], limits: ServingLimits) -> ServingPoint:
 def serving_point(
     decoder: Decoder,
     topology: Topology,
-    asked: ServingAsked,
+    asked: ServingRequests,
     engine: ServingEngine,
     batch: int,
     chunk: int | None = None,
@@ -295,7 +295,7 @@ def serving_point(
 
 
 def engine_steps(
-    decoder: Decoder, topology: Topology, asked: ServingAsked, engine: ServingEngine, batch: int
+    decoder: Decoder, topology: Topology, asked: ServingRequests, engine: ServingEngine, batch: int
 ) -> tuple[StepEstimate, StepEstimate]:
     """Return the estimates of a decoding step without prompts, and of a step with one prompt in each group.
 
@@ -310,7 +310,7 @@ def engine_steps(
 def serving_points(
     decoder: Decoder,
     topology: Topology,
-    asked: ServingAsked,
+    asked: ServingRequests,
     limits: ServingLimits | None = None,
     calibration: Calibration | None = None,
 ) -> Iterator[ServingPoint]:
@@ -326,7 +326,7 @@ def serving_points(
         for batch in engines.batches():
             point = _chosen([each for each in engines.points(batch, engines.chunks(batch)) if each.fits], limits)
             yield point
-            apart = _apart(point, engines, for_prompts, limits)
+            apart = _separate_engines(point, engines, for_prompts, limits)
             if apart is not None:
                 yield apart
 

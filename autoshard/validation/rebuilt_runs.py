@@ -246,7 +246,7 @@ def stated_plan(run: Run) -> tuple[Program, Plan]:
     if run.pipeline is not None:
         plan = dataclasses.replace(plan, provenance=plan.provenance | {"stage_axis": STAGE})
     if run.flags:
-        said = with_flags(load_calibration(run.topology.chip), run.flags).said(run.flags)
+        said = with_flags(load_calibration(run.topology.chip), run.flags).record(run.flags)
         plan = dataclasses.replace(plan, provenance=plan.provenance | {"xla_flags": said})
     return program, plan
 

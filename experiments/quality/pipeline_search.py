@@ -126,7 +126,7 @@ def chosen(stack: Stack) -> tuple[tuple[Any, ...], float]:
 
 def enumerated(stack: Stack) -> dict[tuple[Any, ...], float]:
     """The expected step of every pipeline that can be, and of none, on its best mesh."""
-    from autoshard.base.workers import Crew
+    from autoshard.base.workers import WorkerCrew
     from autoshard.cost import Topology, candidate_meshes, load_calibration
     from autoshard.errors import UserError
     from autoshard.planning import read_asked
@@ -157,7 +157,9 @@ def enumerated(stack: Stack) -> dict[tuple[Any, ...], float]:
                 continue
             model = task.priced(mesh)
             try:
-                solved = search(model, [], Limits(limit, 120.0, 0), print_nothing, task.required(model), None, Crew())
+                solved = search(
+                    model, [], Limits(limit, 120.0, 0), print_nothing, task.required(model), None, WorkerCrew()
+                )
             except Infeasible:
                 continue
             step = solved.best.expected_s

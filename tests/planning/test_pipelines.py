@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from autoshard.base.workers import Crew
+from autoshard.base.workers import WorkerCrew
 from autoshard.cost import Topology, candidate_meshes, load_calibration, make_mesh
 from autoshard.planning import plan_recipes, read_asked
 from autoshard.planning.price.analysed_program import AnalysedProgram, Task, analyse_program, reprice
@@ -67,7 +67,7 @@ def least_s(reading: AnalysedProgram, program: Program, mesh: object) -> float:
     own = task(program, 2)
     model = own.priced(mesh)  # type: ignore[arg-type]
     limits = Limits(TOPOLOGY.usable_bytes, 60.0, 0)
-    return search(model, [], limits, lambda line: None, own.required(model), None, Crew()).best.expected_s
+    return search(model, [], limits, lambda line: None, own.required(model), None, WorkerCrew()).best.expected_s
 
 
 @pytest.mark.parametrize(("schedule", "microbatches"), [("circular:2", 4)])

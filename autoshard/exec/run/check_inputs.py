@@ -131,8 +131,8 @@ def noise_floor(
     for number in range(ORDERS):
         order = random.permutation(size) if number else np.arange(size)[::-1]
         back = np.argsort(order)
-        reordered = run([_taken(leaf, order, dims) for leaf, dims in zip(leaves, argument_dims, strict=True)])
-        reordered = [_taken(value, back, dims) for value, dims in zip(reordered, result_dims, strict=True)]
+        reordered = run([_reordered(leaf, order, dims) for leaf, dims in zip(leaves, argument_dims, strict=True)])
+        reordered = [_reordered(value, back, dims) for value, dims in zip(reordered, result_dims, strict=True)]
         noise = [max(n, _distance(a, b)) for n, a, b in zip(noise, reordered, unplanned, strict=True)]
         for result, size_of, n in zip(program.results, map(_largest, unplanned), noise, strict=True):
             if result.argument is None and n > INDIFFERENT * size_of:
@@ -192,7 +192,7 @@ def _rounded(leaf: Any, unit: float, random: np.random.Generator) -> Any:
     return (array * (1 + unit * random.uniform(-1, 1, array.shape))).astype(array.dtype)
 
 
-def _taken(value: Any, order: Any, dims: Sequence[int]) -> Any:
+def _reordered(value: Any, order: Any, dims: Sequence[int]) -> Any:
     """Apply an order of elements along some dims of an array."""
     for dim in dims:
         value = np.take(np.asarray(value), order, axis=dim)

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from autoshard.base.units import format_seconds
 from autoshard.base.worker_process import Job
-from autoshard.base.workers import Crew
+from autoshard.base.workers import WorkerCrew
 from autoshard.cost import Mesh, Topology, candidate_meshes
 from autoshard.errors import InfeasibleError, UserError
 from autoshard.planning.mesh.mesh_attempt import Incumbent, MeshAttempt, MeshAttempts, MeshBest
@@ -69,7 +69,7 @@ class MeshSearch:
         self.nearest: MeshAttempt | None = None
         """Trial that exceeds the memory limit least, where nothing fits."""
 
-    def run(self, topology: Topology, crew: Crew, meshes: Sequence[Mesh] | None = None) -> Chosen:
+    def run(self, topology: Topology, crew: WorkerCrew, meshes: Sequence[Mesh] | None = None) -> Chosen:
         """Return the best of all candidate meshes, or of the given `meshes`.
 
         Raises `UserError` if the user's constraints can hold on no mesh. With a given rival, raises `PrunedByBound` if

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import numpy as np
 from numpy.typing import NDArray
 
-from autoshard.base.workers import Crew
+from autoshard.base.workers import WorkerCrew
 from autoshard.cost import Mesh, Topology
 from autoshard.planning.price.analysed_program import Task
 from autoshard.planning.solve.weight_search import Infeasible, SearchResult, search
@@ -58,7 +58,7 @@ class MeshOutcome:
 class Searcher:
     """Search on single meshes for the plans of one program."""
 
-    def __init__(self, task: Task, phases: Phases, crew: Crew, topology: Topology) -> None:
+    def __init__(self, task: Task, phases: Phases, crew: WorkerCrew, topology: Topology) -> None:
         self.task, self.phases, self.crew, self.topology = task, phases, crew, topology
 
     def mesh(self, mesh: Mesh, time_limit: float) -> MeshOutcome:

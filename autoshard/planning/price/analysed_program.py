@@ -6,8 +6,8 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from autoshard.base.workers import Crew
-from autoshard.cost import BACKENDS, Bill, Calibration, Mesh, Topology, make_mesh, said_calibration
+from autoshard.base.workers import WorkerCrew
+from autoshard.cost import BACKENDS, Bill, Calibration, Mesh, Topology, make_mesh, recorded_calibration
 from autoshard.errors import UserError
 from autoshard.graph import (
     Liveness,
@@ -158,7 +158,7 @@ def reprice(plan: Plan, program: Program, reading: AnalysedProgram) -> tuple[Mod
     the choices are not priced at the step time that the plan predicts.
     """
     mesh = make_mesh(Topology.parse(plan.topology), plan.mesh)
-    figures = said_calibration(
+    figures = recorded_calibration(
         mesh.topology.chip.name, plan.provenance.get("learned"), plan.provenance.get("xla_flags")
     )
     model = build_model(program, reading, mesh, plan.memory_limit_bytes, figures, staged=plan.origin.staged)
@@ -217,7 +217,7 @@ class Task:
         return require(model, self.reading.groups, self.asked)
 
 
-def share(crew: Crew, program: Program, reading: AnalysedProgram) -> None:
+def share(crew: WorkerCrew, program: Program, reading: AnalysedProgram) -> None:
     """Share with a crew of worker processes the objects that all prices refer to.
 
     The callables and arguments that run the program cannot be pickled, and planning does not need them.

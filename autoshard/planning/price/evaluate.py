@@ -155,7 +155,7 @@ def evaluate(model: Model, choices: NDArray[np.int64]) -> Outcome:
     collectives.sort(key=lambda c: (-c.seconds, c.kind, c.axes, c.cause))
     peak, when, memory = _memory(model, live_buffers(model, choices))
     solved = peak
-    if model.mesh.topology.traits.holds_in_flight or model.liveness.reserved:
+    if model.mesh.topology.traits.separate_collective_buffers or model.liveness.reserved:
         solved, _, _ = _memory(model, solved_buffers(model, choices))
     return Outcome(dict(channels), tuple(collectives), peak, when, memory, host_bytes(model, choices), solved)
 
@@ -251,7 +251,7 @@ def live_buffers(model: Model, choices: NDArray[np.int64]) -> list[LiveBuffer]:
     buffers = solved_buffers(model, choices)
     if model.liveness.reserved:
         buffers = reserve(model.graph, buffers, model.liveness.reserved)
-    if not model.mesh.topology.traits.holds_in_flight:
+    if not model.mesh.topology.traits.separate_collective_buffers:
         return buffers
     steps = [reshard_steps(model, reshard, choices) for reshard in model.reshards]
     return [*buffers, *(LiveBuffer(*each) for each in collective_buffers(model, choices, steps))]

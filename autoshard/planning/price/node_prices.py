@@ -386,10 +386,10 @@ class RecordedCompute:
         self.note("op", flops, size, used, dtype=dtype)
         return self.compute.op_seconds(flops, size, dtype, efficiency)
 
-    def again_seconds(self, flops: Any, dtype: str, efficiency: Any = None) -> NDArray[np.float64]:
+    def extra_pass_seconds(self, flops: Any, dtype: str, efficiency: Any = None) -> NDArray[np.float64]:
         used = 1.0 if efficiency is None else np.asarray(efficiency) / self.compute.calibration.matmul_efficiency
         self.note("again", flops, used, dtype=dtype)
-        return self.compute.again_seconds(flops, dtype, efficiency)
+        return self.compute.extra_pass_seconds(flops, dtype, efficiency)
 
     def attention_seconds(
         self, scores: Any, head: int, value_head: int, matmuls: int, dtype: str, size: Any

@@ -217,9 +217,9 @@ def relayouts(path: Path, collectives: Collectives, compiled: bool = False) -> R
     """
     pairs = (len(path.source), len(path.target))
     ops, size = np.zeros(pairs, dtype=np.int64), np.zeros(pairs)
-    if collectives.mesh.topology.traits.copies_shards:
+    if collectives.mesh.topology.traits.concatenates_shards:
         size = _copied(path, collectives.mesh.sizes)
-    elif collectives.mesh.topology.traits.relays_shards and len(path.factors) > 1:
+    elif collectives.mesh.topology.traits.fuses_relayouts and len(path.factors) > 1:
         ops = _compiled_fusions(path) if compiled else _moved_fusions(path)
     return Relayouts(ops, size)
 

@@ -18,7 +18,7 @@ import math
 import sys
 from collections.abc import Callable, Sequence
 
-from autoshard.base.workers import Crew
+from autoshard.base.workers import WorkerCrew
 from autoshard.cost import Mesh, Topology, candidate_meshes
 from autoshard.errors import UserError
 from autoshard.planning.mesh.mesh_attempt import Incumbent, MeshAttempts, unusable
@@ -112,7 +112,12 @@ class BoundingPipeline:
         return staged / (1 - other.bubble(layers))
 
     def bound_meshes(
-        self, meshes: Sequence[Mesh], beat_s: float, weights: Weights | None, ended: Callable[[], bool], crew: Crew
+        self,
+        meshes: Sequence[Mesh],
+        beat_s: float,
+        weights: Weights | None,
+        ended: Callable[[], bool],
+        crew: WorkerCrew,
     ) -> None:
         """Bound the meshes that have no bound yet, until `ended` returns True.
 
@@ -166,7 +171,7 @@ class PipelineMeshes:
         topology: Topology,
         make: Callable[..., Program],
         task: Callable[[Program, int], Task],
-        crew: Crew | None = None,
+        crew: WorkerCrew | None = None,
     ) -> None:
         """Create a search.
 
@@ -175,7 +180,7 @@ class PipelineMeshes:
         - `task`: gives the planning task of a program with this number of stages.
         - `crew`: workers that price meshes at once.
         """
-        self.topology, self.make, self.task, self.crew = topology, make, task, crew or Crew()
+        self.topology, self.make, self.task, self.crew = topology, make, task, crew or WorkerCrew()
         self.bounding: dict[Recipe, BoundingPipeline | None] = {}
         self.planned = 0
         """Pairs of alternatives of the pipelines that were worth planning."""

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from autoshard.base.worker_process import Stopped
-from autoshard.base.workers import Crew
+from autoshard.base.workers import WorkerCrew
 from autoshard.planning.price.device_memory import lower_memory_targets, tight_seconds
 from autoshard.planning.price.evaluate import Outcome, evaluate
 from autoshard.planning.solve.mesh_solve import Solved, Terms, first_bound, first_messages, solve_tied, solve_within
@@ -83,7 +83,7 @@ def search(
     progress: Callable[[str], None],
     required: Required | None = None,
     known: NDArray[np.int64] | None = None,
-    crew: Crew | None = None,
+    crew: WorkerCrew | None = None,
 ) -> SearchResult:
     """Search for the best plan within the memory limit that satisfies `required`.
 
@@ -96,7 +96,7 @@ def search(
     - `crew`: helper processes; default: none.
     """
     required = required or Required({}, {})
-    crew = crew or Crew()
+    crew = crew or WorkerCrew()
     start = crew.processor_seconds()
     weights: Weights = normalise(even_weights(model))
     repeats = find_repeats(model)
@@ -348,7 +348,7 @@ class Completing:
 
 
 def complete_all(
-    completing: Completing, baselines: Sequence[Baseline], until: float, crew: Crew
+    completing: Completing, baselines: Sequence[Baseline], until: float, crew: WorkerCrew
 ) -> dict[str, Candidate]:
     """Complete all baselines; return those that can be, by name.
 

@@ -136,7 +136,7 @@ def heavy_seconds(
         if not further:
             return once
         flops = 2.0 * m * n * k * batch * further
-        return once + compute.again_seconds(flops, dtype, compute.matmul_efficiency(m, n, k, batch))
+        return once + compute.extra_pass_seconds(flops, dtype, compute.matmul_efficiency(m, n, k, batch))
     size = size + fused
     factors = [max(1, n) for n in op.rule.sizes]  # a call may have empty results
     share = local_elements(states, factors, axes) / math.prod(factors)
@@ -161,7 +161,7 @@ def heavy_seconds(
     efficiency = _convolution_efficiency(graph, op, states, axes, compute) if op.kind == "convolution" else None
     busy = compute.op_seconds(op.flops * share, size, dtype, efficiency)
     if further:
-        busy = busy + compute.again_seconds(op.flops * share * further, dtype, efficiency)
+        busy = busy + compute.extra_pass_seconds(op.flops * share * further, dtype, efficiency)
     return busy + compute.step_seconds(steps) if op.steps else busy
 
 

@@ -128,7 +128,7 @@ def cut_memory(
     """Return the bytes of one device for each stage of a cut."""
     made = made or cut_timetable(costs, schedule, begins)
     runs = list(zip(begins, [*begins[1:], len(costs.forward_s)], strict=True))
-    saved_bytes = made.held([float(costs.kept_bytes[i, j]) for i, j in runs])
+    saved_bytes = made.peak_bytes([float(costs.kept_bytes[i, j]) for i, j in runs])
     stage_bytes = []
     for stage in range(schedule.stages):
         own = runs[stage :: schedule.stages]

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from autoshard.exec.devices.local_devices import _glibc, memory_kept
+from autoshard.exec.devices.local_devices import _glibc, retained_memory
 from autoshard.exec.run.planned_steps import run_in_turn
 
 
@@ -50,7 +50,7 @@ def pages_of_steps() -> tuple[list[float], dict[str, list[float]]]:
 
 def pages_after_failure() -> tuple[int, int]:
     """Fresh pages while memory is kept, and after the body has failed."""
-    with contextlib.suppress(ZeroDivisionError), memory_kept():
+    with contextlib.suppress(ZeroDivisionError), retained_memory():
         fresh_pages()
         kept = fresh_pages()
         raise ZeroDivisionError

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 import autoshard
-from autoshard.base.workers import Crew
+from autoshard.base.workers import WorkerCrew
 from autoshard.cost import Topology, candidate_meshes, load_calibration
 from autoshard.errors import InfeasibleError, UserError
 from autoshard.planning import Options, Plan, PlanResult, make_plan, read_asked
@@ -122,7 +122,7 @@ def test_equal_input_gives_equal_bytes() -> None:
 def test_helpers_do_not_change_the_plan(name: str, topology: str, helpers: int) -> None:
     options: dict[str, Any] = {"topology": topology, "mesh": "auto", "refine_axes": False, "time_limit": math.inf}
     lines: list[str] = []
-    with Crew(helpers, "autoshard.planning.warm_planner:ready") as crew:
+    with WorkerCrew(helpers, "autoshard.planning.warm_planner:ready") as crew:
         wait_for_helpers(crew)
         before = crew.jobs_helped
         helped = make_plan(made.program(name), Options(**options), crew=crew, progress=lines.append)
@@ -133,7 +133,7 @@ def test_helpers_do_not_change_the_plan(name: str, topology: str, helpers: int) 
 def test_a_helper_that_dies_does_not_change_the_plan() -> None:
     options: dict[str, Any] = {"topology": "v5e:4x4", "mesh": "auto", "refine_axes": False, "time_limit": math.inf}
     lines: list[str] = []
-    with Crew(1, "autoshard.planning.warm_planner:ready") as crew:
+    with WorkerCrew(1, "autoshard.planning.warm_planner:ready") as crew:
         wait_for_helpers(crew)
         (helper,) = set(crew.map(nap, [0.1] * 4, lambda seconds: (seconds,))) - {os.getpid()}
         os.kill(helper, signal.SIGSTOP)  # it takes a job, and is killed with it
@@ -199,7 +199,7 @@ def test_a_limit_that_no_choice_can_keep_is_seen_before_anything_is_solved(monke
     reading, figures = analyse_program(program, topology.backend), load_calibration(topology.chip)
     trials = MeshAttempts(Task(program, reading, Asked(), 4000, 0, figures), 10.0)
     monkeypatch.setattr(WeightSearch, "run", lambda *_: pytest.fail("solved"))
-    chosen = MeshSearch(trials, lambda line: None).run(topology, Crew())
+    chosen = MeshSearch(trials, lambda line: None).run(topology, WorkerCrew())
     assert chosen.choices is None and all(tried.step_time_s is None for tried in chosen.tried)
     assert {t.verdict for t in chosen.tried} == {"chosen", "no plan on it fits"}
 

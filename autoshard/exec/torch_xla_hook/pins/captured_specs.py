@@ -93,13 +93,13 @@ class Following:
         for each in queue:  # grows as it is walked
             yield each
             for op in () if each in self._fixed else self._flow.users.get(each, ()):
-                if (op in self._flow.views or self._flow.alike[op]) and (op, 0) not in seen:
+                if (op in self._flow.views or self._flow.elementwise_operands[op]) and (op, 0) not in seen:
                     seen.add((op, 0))
                     queue.append((op, 0))
 
     def _before(self, value: Value) -> tuple[Value | None, ...]:
         op = value[0]
-        return self._flow.operands[op] if op in self._flow.views else self._flow.alike[op]
+        return self._flow.operands[op] if op in self._flow.views else self._flow.elementwise_operands[op]
 
     def _same(self, value: Value, before: Value) -> bool:
         """Return True if a value has the split of the value `before` that it is computed from."""
@@ -118,7 +118,7 @@ def is_split_alike(flow: Flow, op: int, before: Spec, after: Spec) -> bool:
     - `before`, `after`: specs of the operand and of the result.
     """
     if op not in flow.views:
-        return splits(before, flow.kept.get(op)) == splits(after)
+        return splits(before, flow.unreduced_dims.get(op)) == splits(after)
     expected = {place: axes for axes, place in zip(before.dims, flow.views[op], strict=True) if axes}
     return expected == {dim: axes for dim, axes in enumerate(after.dims) if axes}
 

@@ -126,7 +126,7 @@ class _Choice:
                 if each in self.made:
                     inherited[value] = self._last(each)
                     break
-                for other in self.flow.alike[each[0]] if each[0] >= 0 else ():
+                for other in self.flow.elementwise_operands[each[0]] if each[0] >= 0 else ():
                     if other is not None and other not in seen:
                         seen.add(other)
                         queue.append(other)
@@ -158,8 +158,8 @@ class _Choice:
             if op not in ops or (op, 0) not in self.made:
                 continue
             dims = self.made[op, 0][0].dims
-            if op in self.flow.spread:
-                spread.add((Spec(tuple(dims[dim] for dim in self.flow.spread[op])),))
+            if op in self.flow.broadcast_dims:
+                spread.add((Spec(tuple(dims[dim] for dim in self.flow.broadcast_dims[op])),))
             elif op in self.flow.views and value[0] < 0 and own:
                 if not is_split_alike(self.flow, op, own[0], self.made[op, 0][0]):
                     sized = zip(self.flow.views[op], shape, strict=True)
