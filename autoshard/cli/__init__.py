@@ -9,7 +9,7 @@ from typing import TextIO
 
 from autoshard.cli.inputs import check_outputs
 from autoshard.cli.parser import parse
-from autoshard.cli.session import obey_signals, settle, settle_files
+from autoshard.cli.session import configure_files, configure_process, obey_signals
 from autoshard.errors import Terminated, UserError
 
 
@@ -20,7 +20,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     if argv is None:
         _hold_descriptors()
-        settle()
+        configure_process()
         obey_signals()
     argv = list(sys.argv[1:] if argv is None else argv)
     debug = "--debug" in argv
@@ -28,7 +28,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         arguments = parse(argv)
         _check_place()
         check_outputs(arguments)
-        settle_files()
+        configure_files()
         with _redirected_stdout() as answer:
             return arguments.run(arguments, answer)
     except BrokenPipeError:

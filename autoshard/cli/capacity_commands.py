@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 from autoshard.base.processes import cores
 from autoshard.cli.inputs import PROGRAM_OPTIONS, check_unread, need_no_accelerator, planning_flags, stand_in_devices
 from autoshard.cli.outputs import print_json, print_rich, show_progress
-from autoshard.cli.session import WORKER, connect, ray_of, settle_imports
+from autoshard.cli.session import WORKER, configure_imports, connect, ray_of
 from autoshard.errors import UserError
 
 
@@ -61,7 +61,7 @@ def run_estimate(arguments: argparse.Namespace, answer: TextIO) -> int:
         raise UserError(failed[0])
     if not estimates:  # the model is no decoder that formulas cover, so its program is traced
         with show_progress(arguments) as progress:
-            settle_imports()
+            configure_imports()
             for place in places:
                 progress(f"Tracing {arguments.program}, which is no decoder that can be counted")
                 options = {**options_given, "batch": options_given["batch"] or place.num_devices}
@@ -120,7 +120,7 @@ def run_serve_plan(arguments: argparse.Namespace, answer: TextIO) -> int:
     checked = []
     if arguments.check:
         with show_progress(arguments) as progress:
-            settle_imports()
+            configure_imports()
             checked = check_serving(plan, progress=progress)
     if arguments.jax is not None:
         write_text(arguments.jax, jax_shardings(plan))
@@ -142,7 +142,7 @@ def run_sweep(arguments: argparse.Namespace, answer: TextIO) -> int:
 
 def _swept(arguments: argparse.Namespace, answer: TextIO, pool: "RayPool | None") -> int:
     """Plan every topology, batch and remat variant, and print the rows. Raises `UserError` if no row has a plan."""
-    settle_imports()
+    configure_imports()
     from autoshard.base.worker_pool import HelperPool
     from autoshard.cost import Topology, load_chip
     from autoshard.planning import sweep

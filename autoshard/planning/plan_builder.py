@@ -184,7 +184,9 @@ def make_plan(
     compared = searched.original if isinstance(searched.original.found, SearchResult) else best
     assert isinstance(compared.found, SearchResult)
     completed = compared.found.baselines
-    baseline_writer = Writer(program, reading.groups, limits.memory_bytes, limits.seed, list(completed), figures.said)
+    baseline_writer = Writer(
+        program, reading.groups, limits.memory_bytes, limits.seed, list(completed), figures.provenance
+    )
     gains = flag_gains(best.model, found.best.choices, figures.plain)
     asked: dict[str, Any] = {}
     if options.asked:
@@ -193,7 +195,7 @@ def make_plan(
         asked["stage_axis"] = STAGE
     writer = dataclasses.replace(
         baseline_writer,
-        said={**figures.said, **({"flag_sets": gains} if gains else {}), **asked},
+        provenance={**figures.provenance, **({"flag_sets": gains} if gains else {}), **asked},
         baselines={name: predict(compared.model, c.outcome, limits.memory_bytes) for name, c in completed.items()},
         notes=figures.notes,
     )
@@ -204,7 +206,7 @@ def make_plan(
         phases.start("form", f"planning within what the {form.name} form can hold")
         within = plan_within(form, best.model, reading.groups, found, best.required, limits, phases.progress)
         first = contender(best.model, found, within.best, "plan", f"the least predicted time for {form.name}")
-        writer = dataclasses.replace(writer, said={**writer.said, **within.said})
+        writer = dataclasses.replace(writer, provenance={**writer.provenance, **within.provenance})
         plan = without_pins(writer.write(first, searched.tried), form, found.best.outcome.step_time_s)
     baseline_plans = WhenAsked(
         {
@@ -286,7 +288,7 @@ class PricedWith:
     plain: Calibration
     """Figures for steps without compiler flags."""
     calibration: Calibration
-    said: Mapping[str, Any]
+    provenance: Mapping[str, Any]
     """Entries of the provenance: learned figures, and compiler flags."""
     notes: tuple[str, ...]
     """Warnings about flags that are not in the price."""

@@ -270,7 +270,7 @@ class _Estimated:
         if decoder.latent is not None:  # all heads share it, as rows of one matmul
             rows, inner = decoder.heads / self.layout.heads, decoder.latent.key_rank
             both = (
-                self.compute.matmul_seconds(rows, asked.seq, inner + decoder.latent.turned, self.sequences),
+                self.compute.matmul_seconds(rows, asked.seq, inner + decoder.latent.rope_size, self.sequences),
                 self.compute.matmul_seconds(rows, inner, asked.seq, self.sequences),
             )
             seconds = max(seconds, layers * float(sum(both)))

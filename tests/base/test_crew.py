@@ -135,13 +135,13 @@ class Naps:
     def __init__(self, count: int) -> None:
         self.count, self.begun, self.done = count, 0, 0
 
-    def take(self, seat: int) -> Job | None:
+    def take(self, slot: int) -> Job | None:
         if self.begun == self.count:
             return None
         self.begun += 1
         return Job(self.begun, nap, (0.02,))
 
-    def put(self, job: Job, seat: int, value: Any) -> None:
+    def put(self, job: Job, slot: int, value: Any) -> None:
         self.done += 1
 
     def lose(self, job: Job) -> None:
@@ -170,19 +170,19 @@ def test_what_a_lost_helper_had_is_done_here(what: str, why: str) -> None:
 
 
 class Race:
-    """A long job in one seat that is outdated as soon as the other is done with its own."""
+    """A long job in one slot that is outdated as soon as the other is done with its own."""
 
     def __init__(self, long_seat: int) -> None:
         self.long_seat, self.begun, self.finished, self.lost = long_seat, set[int](), False, False
 
-    def take(self, seat: int) -> Job | None:
-        if seat in self.begun or (self.long_seat not in self.begun and seat != self.long_seat):
+    def take(self, slot: int) -> Job | None:
+        if slot in self.begun or (self.long_seat not in self.begun and slot != self.long_seat):
             return None
-        self.begun.add(seat)
-        return Job(seat, until_stopped, (), stoppable=True) if seat == self.long_seat else Job(seat, nap, (0.1,))
+        self.begun.add(slot)
+        return Job(slot, until_stopped, (), stoppable=True) if slot == self.long_seat else Job(slot, nap, (0.1,))
 
-    def put(self, job: Job, seat: int, value: Any) -> None:
-        assert seat != self.long_seat
+    def put(self, job: Job, slot: int, value: Any) -> None:
+        assert slot != self.long_seat
         self.begun.add(-1)
         self.finished = self.long_seat != HERE or self.lost
 
@@ -198,19 +198,19 @@ def until_stopped(stop: threading.Event) -> None:
     raise Stopped
 
 
-@pytest.mark.parametrize("seat", [0, 1], ids=["here", "at a helper"])
-def test_an_outdated_job_is_stopped(seat: int) -> None:
+@pytest.mark.parametrize("slot", [0, 1], ids=["here", "at a helper"])
+def test_an_outdated_job_is_stopped(slot: int) -> None:
     with WorkerCrew(1) as crew:
         wait_for_helpers(crew)
         began = time.monotonic()
-        crew.run(Race(seat))
+        crew.run(Race(slot))
         wait_for_helpers(crew)
         assert set(crew.map(nap, [0.1] * 6, lambda seconds: (seconds,))) > {os.getpid()}, "it is free again"
         assert time.monotonic() - began < PATIENCE_S
 
 
 def test_a_patient_crew_starts_its_helpers_when_there_is_much_to_do() -> None:
-    with WorkerCrew(1, patience=0.3) as crew:
+    with WorkerCrew(1, start_delay_s=0.3) as crew:
         assert not crew.alone
         crew.share("box", Box(1))
         assert set(crew.map(work, [0.02] * 2, lambda seconds: (seconds,))) == {os.getpid()}

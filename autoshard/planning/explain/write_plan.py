@@ -57,7 +57,7 @@ class Writer:
     seed: int
     compared: Sequence[str]
     """Names of the baselines that the solver completed."""
-    said: Mapping[str, Any]
+    provenance: Mapping[str, Any]
     """Further entries in the provenance of every plan."""
     baselines: Mapping[str, Prediction] = dataclasses.field(default_factory=dict)
     """Predictions of the baselines, stored in every plan."""
@@ -74,7 +74,7 @@ class Writer:
             for a, t in zip(program.arguments, graph.arguments, strict=True)
         }
         timeline = make_timeline(model, choices)
-        origin = {"weightings": each.weightings, "bound_s": each.bound_s, **self.said}
+        origin = {"weightings": each.weightings, "bound_s": each.bound_s, **self.provenance}
         fraction = fraction_for(model.mesh.topology, each.outcome.peak_bytes)
         origin |= {} if fraction is None else {"memory_fraction": fraction}
         return Plan(
@@ -142,7 +142,7 @@ class Writer:
         lines.extend(_memory_warning(model, outcome, self.memory_limit))
         lines.extend(_undonated(model, arguments, self.memory_limit))
         lines.extend(_relaid(model, arguments, self.memory_limit))
-        if not any(_REMAT_LIMIT in flag for flag in self.said.get("xla_flags", {}).get("flags", ())):
+        if not any(_REMAT_LIMIT in flag for flag in self.provenance.get("xla_flags", {}).get("flags", ())):
             lines.extend(_host_warning(model, choices, outcome))
         return tuple(dict.fromkeys(lines))
 

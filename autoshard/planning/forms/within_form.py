@@ -88,7 +88,7 @@ class BestWithin:
     """The best choice that a form can express."""
 
     best: Candidate
-    said: Mapping[str, Any]
+    provenance: Mapping[str, Any]
     """Entries for the provenance of the plan."""
 
 

@@ -286,23 +286,23 @@ class InOrder:
         """Keys that are bounded and still have to be solved."""
         self.begun: set[tuple[_Key, _Step]] = set()
         self.priced_at: dict[int, int] = {}
-        """Seat that has the prices of each mesh."""
+        """Slot that has the prices of each mesh."""
 
     @property
     def finished(self) -> bool:
         """True once all meshes are accepted."""
         return self.next == len(self.meshes)
 
-    def take(self, seat: int) -> Job | None:
-        """Return the next job for a seat; None if none is open."""
-        if seat == 0:
+    def take(self, slot: int) -> Job | None:
+        """Return the next job for a slot; None if none is open."""
+        if slot == 0:
             self._accept()
-        chosen = min(self._open(), key=lambda one: self._turn(*one, seat), default=None)
+        chosen = min(self._open(), key=lambda one: self._turn(*one, slot), default=None)
         if chosen is None:
             return None
         key, step = chosen
         self.begun.add((key, step))
-        self.priced_at[key.number] = seat
+        self.priced_at[key.number] = slot
         mesh, against = self.meshes[key.number], self._against(key)
         if step is _Step.PRICES:
             return Job((key, step), self.trials.price_ahead, (mesh,))
@@ -310,14 +310,14 @@ class InOrder:
             return Job((key, step), self.trials.bound, (mesh, against))
         return Job((key, step), self.trials.attempt, (mesh, against, step is _Step.GUESSED), stoppable=True)
 
-    def _turn(self, key: _Key, step: _Step, seat: int) -> tuple[bool, _Step, int]:
-        """Return the priority of a job in a seat; the least one is first."""
-        # A seat that has the prices of a mesh has half of its trial done. Prices start from the last mesh, since late
+    def _turn(self, key: _Key, step: _Step, slot: int) -> tuple[bool, _Step, int]:
+        """Return the priority of a job in a slot; the least one is first."""
+        # A slot that has the prices of a mesh has half of its trial done. Prices start from the last mesh, since late
         # meshes have most axes and take longest. Trials start from the first mesh.
-        elsewhere = self.priced_at.get(key.number, seat) != seat
+        elsewhere = self.priced_at.get(key.number, slot) != slot
         return elsewhere, step, -key.number if step is _Step.PRICES else key.number
 
-    def put(self, job: Job, seat: int, value: MeshAttempt | None) -> None:
+    def put(self, job: Job, slot: int, value: MeshAttempt | None) -> None:
         """Record the result of a job; `value` is None if the trial is not complete."""
         key, step = _of(job)
         if value is not None:

@@ -114,27 +114,27 @@ def search(
     weighing = Weighing(weights)
     for candidate in fitting:
         weighing.add_choice(candidate.outcome)
-    weight_search = WeightSearch(model, weighing, min(fitting, key=_rank, default=None), messages, repeats)
+    state = WeightSearch(model, weighing, min(fitting, key=_rank, default=None), messages, repeats)
     left = limits.seconds - (crew.processor_seconds() - start)
-    weight_search.run(dataclasses.replace(limits, seconds=left), progress, required)
-    if weight_search.best is None or weight_search.certified is None:
-        raise Infeasible(weight_search.certified, completed)
-    if weight_search.best.tight_s > GOOD_ENOUGH * weight_search.best.outcome.step_time_s:
+    state.run(dataclasses.replace(limits, seconds=left), progress, required)
+    if state.best is None or state.certified is None:
+        raise Infeasible(state.certified, completed)
+    if state.best.tight_s > GOOD_ENOUGH * state.best.outcome.step_time_s:
         progress("memory is nearly full: looking for plans that need less")
         for target in lower_memory_targets(model.mesh.topology):
             roomier = dataclasses.replace(limits.share(ROOMIER_SHARE), memory_bytes=target)
-            weight_search.search_within(roomier, required, fitting)
-    best = dataclasses.replace(weight_search.best, name="plan")
+            state.search_within(roomier, required, fitting)
+    best = dataclasses.replace(state.best, name="plan")
     return SearchResult(
         best=best,
-        problem=weight_search.certified.problem,
-        solution=weight_search.certified.solution,
+        problem=state.certified.problem,
+        solution=state.certified.solution,
         bound_s=weighing.bound_s,
         baselines=completed,
-        rounds=weight_search.rounds,
+        rounds=state.rounds,
         weights=weighing.weights,
-        fitting=tuple(weight_search.fitting),
-        unconstrained_bound_s=weight_search.unconstrained_bound_s,
+        fitting=tuple(state.fitting),
+        unconstrained_bound_s=state.unconstrained_bound_s,
     )
 
 
@@ -292,13 +292,9 @@ def within_memory(
     weighing = Weighing(weights)
     for each in fitting:
         weighing.add_choice(each.outcome)
-    weight_search = WeightSearch(model, weighing, min(fitting, key=_rank, default=None), repeats=repeats)
-    weight_search.run(limits, lambda line: None, required, beat_s, good_enough)
-    return (
-        None
-        if weight_search.best is None
-        else dataclasses.replace(weight_search.best, name=f"memory {share:.0%}", weights=None)
-    )
+    state = WeightSearch(model, weighing, min(fitting, key=_rank, default=None), repeats=repeats)
+    state.run(limits, lambda line: None, required, beat_s, good_enough)
+    return None if state.best is None else dataclasses.replace(state.best, name=f"memory {share:.0%}", weights=None)
 
 
 class Infeasible(Exception):

@@ -38,7 +38,7 @@ class Pinned:
 
     pattern: str
     dims: tuple[tuple[str, ...] | None, ...]
-    said: str
+    flag: str
     sizes: tuple[int | None, ...] | None = None
     """Sizes of the dims if the pin states them; None for a dim whose size is not stated."""
     more: bool = False
@@ -60,7 +60,7 @@ class Asked:
     @property
     def lines(self) -> list[str]:
         """Demands as options of the command line."""
-        lines = [pin.said for pin in self.pins]
+        lines = [pin.flag for pin in self.pins]
         lines += [f"--replicate {pattern}" for pattern in self.replicate]
         lines += [f"--forbid {pattern}={','.join(axes)}" for pattern, axes in self.forbid]
         return lines + [f"--axis-only {axis}={','.join(names)}" for axis, names in self.axis_only]
@@ -210,7 +210,7 @@ def require(model: Model, groups: Groups, asked: Asked) -> Required:
     """
     all_demands = _Requirements(model, groups)
     for pin in asked.pins:
-        for name, tensor in all_demands.matching(pin.pattern, pin.said):
+        for name, tensor in all_demands.matching(pin.pattern, pin.flag):
             all_demands.add(name, all_demands.pin(pin, name, tensor))
     for pattern in asked.replicate:
         option = f"--replicate {pattern}"
@@ -235,7 +235,7 @@ def require_lines(model: Model, groups: Groups, lines: Iterable[str]) -> Require
 def check_axes(asked: Asked, mesh: Mesh) -> None:
     """Refuse an axis that the mesh does not have, before there is a model. Raises `UserError` then."""
     for pin in asked.pins:
-        _known_axes([axis for axes in pin.dims for axis in axes or ()], pin.said, mesh)
+        _known_axes([axis for axes in pin.dims for axis in axes or ()], pin.flag, mesh)
     for pattern, axes in asked.forbid:
         _known_axes(axes, f"--forbid {pattern}={','.join(axes)}", mesh)
     for axis, names in asked.axis_only:
@@ -295,22 +295,22 @@ class _Requirements:
         if missing < 0 or missing > stacked:
             more = f" after the {stacked} of the stack of layers" if stacked else ""
             raise UserError(
-                f"{pin.said} has {len(pin.dims)} dims, but {name} of shape {list(shape)} has {len(shape) - stacked}"
+                f"{pin.flag} has {len(pin.dims)} dims, but {name} of shape {list(shape)} has {len(shape) - stacked}"
                 f"{more}: write an entry for each, None for a whole dim, ? for one that is left free, or ... for all "
                 "further dims, which are whole."
             )
         for size, own in zip(pin.sizes or (), shape[missing:], strict=False):
             if size not in (None, own):
                 raise UserError(
-                    f"{pin.said} is for a dim of {size}, but {name} of shape {list(shape)} has {own} there: write its "
+                    f"{pin.flag} is for a dim of {size}, but {name} of shape {list(shape)} has {own} there: write its "
                     "own sizes, or * for any."
                 )
         words = len(self.model.graph.tensors[tensor].shape) - len(shape)
         entries = ((),) * missing + pin.dims + ((),) * rest
-        dims = tuple(() if entry is None else self.axes(entry, pin.said) for entry in entries)
-        dims = checked_dims(f"{pin.said} ({name})", shape, dims, self.model.mesh)
+        dims = tuple(() if entry is None else self.axes(entry, pin.flag) for entry in entries)
+        dims = checked_dims(f"{pin.flag} ({name})", shape, dims, self.model.mesh)
         is_open = tuple(entry is None for entry in entries)
-        return Demand(tensor, (*dims, *((),) * words), (*is_open, *(False,) * words), (), pin.said)
+        return Demand(tensor, (*dims, *((),) * words), (*is_open, *(False,) * words), (), pin.flag)
 
     def stacked(self, name: str, tensor: int) -> int:
         """Return the number of leading dims that stack layers, which no axis splits."""

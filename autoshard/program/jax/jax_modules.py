@@ -6,7 +6,7 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from autoshard.program.jax.layer_stack import as_asked
+from autoshard.program.jax.layer_stack import with_active_pipeline
 from autoshard.program.program_record import Role
 
 
@@ -63,7 +63,7 @@ def functional(fn: Callable[..., Any], args: Sequence[Any]) -> Functional:
     In-place changes of NNX objects become a leading part of the result: `(states, result)`. Stacks of layers are
     computed by the pipeline that is active now, no matter when the function is traced.
     """
-    fn, arrays = as_asked(fn), arrays_of(args)
+    fn, arrays = with_active_pipeline(fn), arrays_of(args)
     fn, changed, roles = _without_nnx(fn, arrays)
     static: list[Any] = []
     if arrays.full is not None:

@@ -128,7 +128,7 @@ def trace(
             container=containers[owner[index]],
         )
         chosen.append(
-            role_rules.said(roles, names[index]) or known[index] or shown[index] or used.get(index) or guessed
+            role_rules.user_role(roles, names[index]) or known[index] or shown[index] or used.get(index) or guessed
         )
 
     arguments = tuple(

@@ -50,31 +50,31 @@ def figures(trials: list[MeshAttempt]) -> list[tuple[object, ...]]:
     return [(trial.mesh.axes, trial.step_s, trial.bound_s, trial.weights) for trial in trials]
 
 
-def run(made: Made, seats: int, ahead: bool, seed: int) -> list[tuple[object, ...]]:
+def run(made: Made, slots: int, ahead: bool, seed: int) -> list[tuple[object, ...]]:
     """Seats take and finish jobs at random; some are lost, outdated ones are stopped or not."""
     taken: list[MeshAttempt] = []
     work, draw = InOrder(made, MESHES, taken.append, ahead), random.Random(seed)
     doing: dict[int, Job] = {}
     while True:
-        seat = draw.randrange(seats)
-        job = doing.pop(seat, None)
+        slot = draw.randrange(slots)
+        job = doing.pop(slot, None)
         if job is None:
-            job = work.take(seat)
-            if job is None and seat == 0 and work.finished:
+            job = work.take(slot)
+            if job is None and slot == 0 and work.finished:
                 return figures(taken)
             if job is not None:
-                doing[seat] = job
-            assert doing or seat != 0, "this process would wait for ever"
-        elif (job.stoppable and work.outdated(job) and draw.random() < 0.5) or (seat and draw.random() < 0.05):
+                doing[slot] = job
+            assert doing or slot != 0, "this process would wait for ever"
+        elif (job.stoppable and work.outdated(job) and draw.random() < 0.5) or (slot and draw.random() < 0.05):
             work.lose(job)
         else:
-            work.put(job, seat, job.call(*job.arguments))
+            work.put(job, slot, job.call(*job.arguments))
 
 
 @pytest.mark.parametrize("seed", range(40))
 def test_whoever_is_first_the_same_is_taken(seed: int) -> None:
     alone = Made(seed)
-    expected = run(alone, seats=1, ahead=False, seed=0)
+    expected = run(alone, slots=1, ahead=False, seed=0)
     assert len(expected) == len(MESHES) == alone.calls, "one by one, no more than that is done"
-    for seats in (1, 2, 4):
-        assert run(Made(seed), seats, ahead=True, seed=seed) == expected
+    for slots in (1, 2, 4):
+        assert run(Made(seed), slots, ahead=True, seed=seed) == expected

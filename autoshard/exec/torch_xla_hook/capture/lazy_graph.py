@@ -9,7 +9,7 @@ from typing import Any
 from autoshard import mlir
 from autoshard.errors import UserError
 from autoshard.exec.torch_xla_hook.values.lazy_tensors import handles, xlac
-from autoshard.exec.torch_xla_hook.values.live_marks import LiveMesh, UserMarks, held_spec, is_split
+from autoshard.exec.torch_xla_hook.values.live_marks import LiveMesh, UserMarks, is_split, sharding_text
 from autoshard.program import Argument, Program, Result, Role
 
 
@@ -84,7 +84,7 @@ def capture(
         number: each.whole for number, each in enumerate(named) if each is not None and each.whole is not None
     }
     mlir.give_whole(module, full_shapes)
-    shardings = {number: held_spec(value) for number, value in enumerate(data) if value.dim() > 0}
+    shardings = {number: sharding_text(value) for number, value in enumerate(data) if value.dim() > 0}
     theirs = marks.data() if any(shardings.values()) else set()
     marked = {
         number

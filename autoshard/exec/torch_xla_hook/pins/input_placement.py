@@ -13,10 +13,10 @@ from autoshard.exec.torch_xla_hook.values.lazy_tensors import handles, hold, pen
 from autoshard.exec.torch_xla_hook.values.live_marks import (
     LiveMesh,
     annotated,
-    held_spec,
     is_split,
     mark,
     partition,
+    sharding_text,
     unmark,
 )
 from autoshard.planning import Plan, Spec, spec_text
@@ -197,7 +197,7 @@ def _still_held(taken: Capture) -> dict[int, Any]:
 
 def _split(value: Any, spec: Spec | None, mesh: LiveMesh, group: bool) -> Any:
     """Split device data by a spec; return the data unchanged if the spec is None."""
-    text = held_spec(value)
+    text = sharding_text(value)
     if spec is None or (text and mesh.read(text, value.dim()) == spec):  # one spec has several HLO strings
         return value
     if group:

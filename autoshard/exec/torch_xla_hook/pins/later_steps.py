@@ -8,17 +8,17 @@ from autoshard.cost import Compute, Topology
 from autoshard.exec.torch_xla_hook.capture.compiled_modules import train_lazily
 from autoshard.exec.torch_xla_hook.capture.first_step import Watch, optimizer_state
 from autoshard.exec.torch_xla_hook.capture.lazy_graph import Capture
-from autoshard.exec.torch_xla_hook.pins.pin_hooks import ModulePins, Now
+from autoshard.exec.torch_xla_hook.pins.pin_hooks import CurrentPlan, ModulePins
 from autoshard.exec.torch_xla_hook.pins.pinned_values import Pins
 from autoshard.exec.torch_xla_hook.planning.capture_planning import Decision
 from autoshard.exec.torch_xla_hook.values.lazy_tensors import on_xla, pending
-from autoshard.exec.torch_xla_hook.values.live_marks import LiveMesh, held_spec, is_split, mark
+from autoshard.exec.torch_xla_hook.values.live_marks import LiveMesh, is_split, mark, sharding_text
 from autoshard.exec.torch_xla_hook.values.module_hooks import CallHook, Guard
 from autoshard.planning import Plan, Spec
 from autoshard.program import Role
 
 
-class Applied:
+class LaterMarks:
     """Shardings that later steps apply. They are stored as ready-made objects, since every step applies them."""
 
     def __init__(self, guard: Guard) -> None:
@@ -39,7 +39,7 @@ class Applied:
         """A hash of each optimizer's state tensors when all of them were known; None before."""
         self._pinned: Any = WeakIdKeyDictionary()
         """The pins on the outputs of each module."""
-        self.now = Now()
+        self.now = CurrentPlan()
         self.pins: list[frozenset[tuple[str, tuple[int, ...]]]] = []
         """Sharding strings and shapes of the pinned values, by plan number."""
         self._guard = guard
@@ -69,7 +69,7 @@ class Applied:
             for tensor, spec in zip(taken.tensors, decision.specs, strict=True)
         )
 
-    def take(self, taken: Capture, decision: Decision, mesh: LiveMesh, pins: Pins, watch: Watch) -> None:
+    def apply_decision(self, taken: Capture, decision: Decision, mesh: LiveMesh, pins: Pins, watch: Watch) -> None:
         """Remember the specs of a script's tensors, and pin the modules' outputs from the next call on.
 
         - `taken`: the captured graph and its tensors.
@@ -151,7 +151,7 @@ class Applied:
     def mark_input(self, tensor: Any) -> None:
         """Split an input as planned, unless it is split already or needs a gradient."""
         planned = self.batch_spec(tensor)
-        if planned is not None and on_xla(tensor) and not tensor.requires_grad and not is_split(held_spec(tensor)):
+        if planned is not None and on_xla(tensor) and not tensor.requires_grad and not is_split(sharding_text(tensor)):
             spec, mesh = planned
             mark(tensor, mesh.sharding(spec))
 

@@ -66,7 +66,7 @@ class _Choice:
             for call, _, place in self.every
             if call in self.taken or (call.what == "result" and place in viewed)
         }
-        turning = self._turning()
+        turning = self._changing_axes()
         fully_pinned |= {op for op in turning if op in self.moved or self.inside[op] & self.flow.lookups}
         turning |= {call.op for call, _, place in self.every if call.what == "operand" and place in self.resplit}
         loose = self._loose(turning - fully_pinned)
@@ -187,7 +187,7 @@ class _Choice:
             if not (around[op] <= set().union(*map(self.planned.axes, values)) and following.reaches(value))
         }
 
-    def _turning(self) -> set[LazyOp | None]:
+    def _changing_axes(self) -> set[LazyOp | None]:
         """Return the mixing ops whose result is split over other axes than their operands.
 
         XLA derives such an op's spec from its neighbours, and they may bring in an axis that the op must not have. The
@@ -224,7 +224,7 @@ class _Choice:
 
     def _viewed(self) -> set[Value]:
         """Return values that an unobserved op passes on in other axes."""
-        observed = self._told()
+        observed = self._observed_ops()
         return {
             value
             for op, operands in enumerate(self.flow.operands)
@@ -245,7 +245,7 @@ class _Choice:
     def _resplit(self) -> set[Value]:
         """Return the results of views that change the split, and the unobserved single-operand ops on them."""
         views = {(op, 0) for op in self.flow.views for value in self.flow.operands[op] if self._splits_anew(op, value)}
-        observed = self._told()
+        observed = self._observed_ops()
         queue = list(views)
         for value in queue:  # grows as it is walked
             for op in self.flow.users.get(value, ()):
@@ -254,7 +254,7 @@ class _Choice:
                     queue.append((op, 0))
         return views
 
-    def _told(self) -> set[int]:
+    def _observed_ops(self) -> set[int]:
         """Return the numbers of all graph ops that an observed op of the script lowers to."""
         return set().union(*self.inside.values())
 
