@@ -67,7 +67,7 @@ class WorkerCrew:
         self._to_start, self._prepare = count, prepare
         self._due = processor_seconds() + start_delay_s
         self._ended = False
-        self._said: list[str] = []
+        self._lines: list[str] = []
         self.progress: Callable[[str], None] = lambda line: None
         """Callback that receives one line for every helper that is lost."""
         self.jobs_helped = 0
@@ -108,7 +108,7 @@ class WorkerCrew:
                 try:
                     each.data = pickled((each.name, each.sent), earlier)
                 except Exception as error:
-                    self._said.append(f"helper processes cannot be told of the {each.name} ({error})")
+                    self._lines.append(f"helper processes cannot be told of the {each.name} ({error})")
                     self._work_alone()
                     return
                 each.sent = None
@@ -124,8 +124,8 @@ class WorkerCrew:
         try:
             while (job := self._next_here(work)) is not None:
                 self._do(work, job)
-                while self._said:
-                    self.progress(self._said.pop())
+                while self._lines:
+                    self.progress(self._lines.pop())
                 if processor_seconds() > self._due:
                     self._start()
         finally:
@@ -199,7 +199,7 @@ class WorkerCrew:
             try:
                 helper = Helper(self._prepare)
             except OSError as error:
-                self._said.append(f"no helper process could be started ({error}); the work is done here")
+                self._lines.append(f"no helper process could be started ({error}); the work is done here")
                 break
             self._helpers.append(helper)
             thread = threading.Thread(target=self._serve, args=(helper, len(self._helpers)), daemon=True)
@@ -243,7 +243,7 @@ class WorkerCrew:
                     del self._running[slot]
                     work.lose(job)
                     if not self._ended:
-                        self._said.append(f"a helper process failed ({error}); its work is done here")
+                        self._lines.append(f"a helper process failed ({error}); its work is done here")
                     self._changed.notify_all()
                 helper.end()
                 return

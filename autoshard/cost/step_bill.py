@@ -67,9 +67,9 @@ def _again(compute: Compute, flops: Any, used: Any, *, dtype: str) -> NDArray[np
     return compute.extra_pass_seconds(flops, dtype, used * compute.calibration.matmul_efficiency)
 
 
-def _attention(compute: Compute, scores: Any, size: Any, **said: Any) -> NDArray[np.float64]:
+def _attention(compute: Compute, scores: Any, size: Any, **properties: Any) -> NDArray[np.float64]:
     """Price attention kernels by `Compute.attention_seconds`."""
-    return compute.attention_seconds(scores, **said, size_bytes=size)
+    return compute.attention_seconds(scores, **properties, size_bytes=size)
 
 
 def _sort(compute: Compute, elements: Any, size: Any, *, length: int, arrays: int) -> NDArray[np.float64]:
@@ -154,8 +154,8 @@ class Bill:
     def from_json(cls, value: Mapping[str, Any]) -> "Bill":
         """Parse the values of `to_json`. Raises: KeyError, TypeError or ValueError for any other values."""
         charges = [
-            Charge(op, _frozen(said), tuple(amounts), block, count, tuple(hides))
-            for op, said, amounts, block, count, hides in value["charges"]
+            Charge(op, _frozen(properties), tuple(amounts), block, count, tuple(hides))
+            for op, properties, amounts, block, count, hides in value["charges"]
         ]
         if unknown := {charge.op for charge in charges} - {*WORK, *KINDS}:
             raise ValueError(f"unknown work {sorted(unknown)}")
@@ -259,12 +259,12 @@ def _batches(charges: tuple[Charge, ...]) -> tuple[_Batch, ...]:
     for charge in charges:
         groups[charge.op, charge.properties, charge.block, charge.hides].append(charge)
     return tuple(
-        _Batch(op, dict(said), block, hides, tuple(np.array([c.amounts for c in group], dtype=np.float64).T),
+        _Batch(op, dict(properties), block, hides, tuple(np.array([c.amounts for c in group], dtype=np.float64).T),
                np.array([c.count for c in group], dtype=np.float64))
-        for (op, said, block, hides), group in groups.items()
+        for (op, properties, block, hides), group in groups.items()
     )  # fmt: skip
 
 
-def _frozen(said: Mapping[str, Any]) -> Properties:
+def _frozen(properties: Mapping[str, Any]) -> Properties:
     """Return the properties of a charge as it stores them: sorted, with lists as tuples."""
-    return tuple(sorted((key, tuple(value) if isinstance(value, list) else value) for key, value in said.items()))
+    return tuple(sorted((key, tuple(value) if isinstance(value, list) else value) for key, value in properties.items()))

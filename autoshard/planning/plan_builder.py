@@ -242,7 +242,7 @@ def make_plan(
 
 def plan_by_stage(
     make: Callable[..., Program],
-    said: Mapping[str, Any],
+    user_options: Mapping[str, Any],
     options: Options,
     *,
     progress: Callable[[str], None] | None = None,
@@ -251,7 +251,7 @@ def plan_by_stage(
     """Return the fastest cut of a torch module into a program for each stage, see `StageSearch`.
 
     - `make`: opens the program with further options.
-    - `said`: the user's options of the source.
+    - `user_options`: the user's options of the source.
     - `options`: options of planning.
     - `progress`, `crew`: as for `make_plan`.
 
@@ -268,7 +268,7 @@ def plan_by_stage(
             wall[phase] = wall.get(phase, 0.0) + seconds
         return results[-1].plan
 
-    plan = StageSearch(make, sharded, said, options, progress or (lambda _: None)).run()
+    plan = StageSearch(make, sharded, user_options, options, progress or (lambda _: None)).run()
     candidate = PlanCandidate("plan", "the fastest cut into stages", plan)
     return PlanResult(plan, wall, {}, (candidate,), results[-1].weights)
 

@@ -92,13 +92,13 @@ def _bests(points: tuple[ServingPoint, ...]) -> str:
     """Describe the least of each time that has a limit, and its point."""
     first, token, gap = (min(points, key=lambda each: getattr(each, name)) for name in ("first_s", "token_s", "gap_s"))
 
-    def said(point: ServingPoint) -> str:
+    def words(point: ServingPoint) -> str:
         groups = f", attention {point.engine.attention}" if point.engine.attention > 1 else ""
         return f"(tensor {point.engine.tensor}{groups}, batch {point.batch})"
 
     return (
-        f"a first token after {format_seconds(first.first_s)} {said(first)}, a further token each "
-        f"{format_seconds(token.token_s)} {said(token)}, or no gap above {format_seconds(gap.gap_s)} {said(gap)}"
+        f"a first token after {format_seconds(first.first_s)} {words(first)}, a further token each "
+        f"{format_seconds(token.token_s)} {words(token)}, or no gap above {format_seconds(gap.gap_s)} {words(gap)}"
     )
 
 

@@ -221,13 +221,13 @@ class _Maker:
             bytes_written=round(sum(tensors[t].bytes for t in op.results) * trips),
         )
 
-    def add(self, node: str, kind: str, loop: int, results: Iterable[int], **said: Any) -> None:
+    def add(self, node: str, kind: str, loop: int, results: Iterable[int], **overrides: Any) -> None:
         """Add a node.
 
         - `node`, `kind`: name of the node and its kind.
         - `loop`: innermost loop or branch that contains the node; -1 for none.
         - `results`: tensors that the node gives.
-        - `said`: attributes that replace the defaults.
+        - `overrides`: attributes that replace the defaults.
         """
         tensors = [self.graph.tensors[t] for t in results]
         block, branch = self.block(loop)
@@ -246,7 +246,7 @@ class _Maker:
             "flops": 0,
             "bytes_read": 0,
             "bytes_written": 0,
-        } | said
+        } | overrides
         if self.priced is not None:
             own = self.priced.prices.inside.get(int(node[2:]), ()) if attributes["op_class"] else ()
             attributes["specs"] = [spec_text(self.spec(tensor), tensor.shape) for tensor in tensors]

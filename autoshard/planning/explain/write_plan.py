@@ -34,7 +34,7 @@ from autoshard.planning.space.attention_exchange import exchange_words, exchange
 from autoshard.planning.space.baselines import left_out
 from autoshard.planning.space.decision_model import Model
 from autoshard.planning.space.dim_groups import Groups
-from autoshard.planning.space.spec_constraints import broken_demands, mesh_text, said_by_program
+from autoshard.planning.space.spec_constraints import broken_demands, mesh_text, program_constraint_lines
 from autoshard.planning.stages.pipeline_ticks import pipeline_of_ticks
 from autoshard.planning.xla.axis_assignments import States
 from autoshard.program import WEIGHTS, Program, Role
@@ -308,7 +308,7 @@ def _provenance(model: Model, seed: int, more: Mapping[str, Any]) -> dict[str, A
         | ({"lifted_constraints": str(lifted)} if (lifted := model.program.lifted) else {})
         | ({"tokens": tokens} if (tokens := model.program.tokens) else {})
         | ({"on_host": on_host} if (on_host := model.program.on_host) != "none" else {})
-        | ({"said_by_program": demands} if (demands := said_by_program(model.graph)) else {})
+        | ({"said_by_program": demands} if (demands := program_constraint_lines(model.graph)) else {})
     )
 
 

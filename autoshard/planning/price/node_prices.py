@@ -371,9 +371,9 @@ class RecordedCompute:
         calls, self.calls = self.calls, []
         return calls
 
-    def note(self, op: str, *amounts: Any, **said: Any) -> None:
+    def note(self, op: str, *amounts: Any, **properties: Any) -> None:
         numbers = tuple(float(np.asarray(amount).reshape(-1)[0]) for amount in amounts)
-        self.calls.append((op, tuple(sorted(said.items())), numbers))
+        self.calls.append((op, tuple(sorted(properties.items())), numbers))
 
     def dot_seconds(
         self, m: Any, n: Any, k: Any, batch: Any, dtype: str, size: Any, fused: Any = 0.0

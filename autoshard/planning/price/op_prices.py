@@ -298,7 +298,7 @@ def _places(model: Model, prices: OpPrices) -> list[PlannedOp]:
     for place in sorted({*prices.compute, *prices.host, *collectives}):
         sent, waited, wire = (sum(part) for part in zip(*collectives.get(place, [(0.0, 0.0, 0)]), strict=True))
         work, compute, host = prices.work.get(place, PlaceWork()), prices.compute.get(place, 0.0), prices.host
-        name, kind, line, times = _said(model, place)
+        name, kind, line, times = _place_words(model, place)
         parameter = parameters.get(place[1], "") if place[0] == "op" else ""
         seconds = (compute, host.get(place, 0.0), sent, waited)
         amounts = (work.flops, work.moved_bytes, int(wire))
@@ -319,7 +319,7 @@ def _parameters(model: Model) -> dict[int, str]:
     return parameters
 
 
-def _said(model: Model, place: Place) -> tuple[str, str, str, int]:
+def _place_words(model: Model, place: Place) -> tuple[str, str, str, int]:
     """Return the name, kind, source line and executions of a place."""
     what, number = place
     graph = model.graph

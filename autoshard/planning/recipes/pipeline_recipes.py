@@ -123,13 +123,13 @@ def with_skipped_meshes(row: RecipeTried, skipped_meshes: int, bound_s: float) -
     return dataclasses.replace(row, skipped_meshes=skipped_meshes, bound_s=bound_s)
 
 
-def is_sensible(said: Mapping[str, Any], counts: Sequence[int], stacks: Sequence[int] | None) -> bool:
+def is_sensible(user_options: Mapping[str, Any], counts: Sequence[int], stacks: Sequence[int] | None) -> bool:
     """Return True if stages, schedule and microbatches suit each other and the program's `stacks`, where these are
     known.
 
     `counts` are all numbers of microbatches that may be chosen; with one number there is no choice.
     """
-    stages, count, schedule = said["stages"], said["microbatches"], said["schedule"]
+    stages, count, schedule = user_options["stages"], user_options["microbatches"], user_options["schedule"]
     if stages == 1:
         return schedule is None and (len(counts) == 1 or count in MICROBATCHES)
     if schedule is None or len(counts) > 1 and (count % stages or count // stages not in MICROBATCHES):

@@ -186,7 +186,7 @@ def check_regions(graph: OpGraph, mesh: Mesh) -> None:
             )
 
 
-def said_by_program(graph: OpGraph) -> list[str]:
+def program_constraint_lines(graph: OpGraph) -> list[str]:
     """Return one line for each spec that the program fixes, in order and without duplicates."""
     lines = [f"{c.where}: {_spec(graph, c)}" for c in graph.constraints]
     lines += [f"{r.where}: by hand over {', '.join(r.axes)}" for r in graph.regions]

@@ -242,12 +242,12 @@ def check_axes(asked: Asked, mesh: Mesh) -> None:
         _known_axes([axis], f"--axis-only {axis}={','.join(names)}", mesh)
 
 
-def _known_axes(names: Iterable[str], said: str, mesh: Mesh) -> tuple[int, ...]:
+def _known_axes(names: Iterable[str], flag: str, mesh: Mesh) -> tuple[int, ...]:
     """Convert names of axes to numbers. Raises `UserError` for an axis that the mesh does not have."""
     for name in names:
         if name not in mesh.names:
             raise UserError(
-                f"{said} names the axis `{name}`, but the mesh has {mesh_text(mesh)}: use one of these, or another "
+                f"{flag} names the axis `{name}`, but the mesh has {mesh_text(mesh)}: use one of these, or another "
                 "--mesh."
             )
     return tuple(mesh.names.index(name) for name in names)
@@ -268,7 +268,7 @@ class _Requirements:
             self.tensors.setdefault(result.name, tensor)
         self.shapes = {value.name: value.shape for value in (*program.results, *program.arguments)}
 
-    def matching(self, pattern: str, said: str) -> list[tuple[str, int]]:
+    def matching(self, pattern: str, flag: str) -> list[tuple[str, int]]:
         """Return the names and tensors that a pattern matches.
 
         A part of a name does not match the optimizer state of a parameter if it matches the parameter.
@@ -279,12 +279,12 @@ class _Requirements:
             matches = [n for n in self.tensors if fnmatch.fnmatchcase(n, f"*.{pattern}")]
             matches = [n for n in matches if n not in self.state] or matches
         if not matches:
-            raise UserError(f"{said} matches no argument or result of the program; {near_names(pattern, self.tensors)}")
+            raise UserError(f"{flag} matches no argument or result of the program; {near_names(pattern, self.tensors)}")
         return [(name, self.tensors[name]) for name in matches]
 
-    def axes(self, names: Iterable[str], said: str) -> tuple[int, ...]:
+    def axes(self, names: Iterable[str], flag: str) -> tuple[int, ...]:
         """Convert names of axes to numbers."""
-        return _known_axes(names, said, self.model.mesh)
+        return _known_axes(names, flag, self.model.mesh)
 
     def pin(self, pin: Pinned, name: str, tensor: int) -> Demand:
         """Return the demand of a pin on one tensor. Raises `UserError` if the dims or their sizes do not match."""

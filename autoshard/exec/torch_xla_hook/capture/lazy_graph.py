@@ -185,13 +185,13 @@ def _fingerprint(module: Any, arguments: Sequence[Argument]) -> str:
     return digest.hexdigest()
 
 
-def own_sharding(taken: Capture, number: int | None, mesh: LiveMesh) -> Any:
+def own_sharding(capture: Capture, number: int | None, mesh: LiveMesh) -> Any:
     """Return the user's own sharding of an argument that the mesh cannot express; the argument's update is split so
     too.
 
     None if the user has not marked the argument, or if the mesh can express the mark.
     """
-    if number is None or number not in taken.users:
+    if number is None or number not in capture.users:
         return None
-    value, text = taken.inputs[number], taken.split[number]
+    value, text = capture.inputs[number], capture.split[number]
     return None if mesh.read(text, value.dim()) is not None else xlac()._get_xla_op_sharding(value)

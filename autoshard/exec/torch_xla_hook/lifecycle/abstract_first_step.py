@@ -221,10 +221,10 @@ class AbstractStep:
         own = frozenset((mesh.write(Spec(((),) * len(shape))), shape) for shape in shapes)
         return capture(self._roots, [], known, self.trains, self._title, mesh, marks, own)
 
-    def fixed(self, taken: Capture, mesh: LiveMesh) -> dict[int, Spec]:
+    def fixed(self, capture: Capture, mesh: LiveMesh) -> dict[int, Spec]:
         """Return the specs of arguments that the script has already marked."""
         specs = {}
-        for number, argument in enumerate(taken.program.arguments):
+        for number, argument in enumerate(capture.program.arguments):
             own = self.tensors.get(argument.name)
             text = sharding_text(plain(own)) if own is not None and on_xla(own) else ""
             spec = mesh.read(text, len(argument.shape)) if is_split(text) else None

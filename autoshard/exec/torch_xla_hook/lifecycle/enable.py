@@ -186,7 +186,7 @@ def _tell_of_scans() -> None:
     loop: Any = vars(scan)["_scan_impl_flat"]
 
     @functools.wraps(loop)
-    def told(fn: Any, init: Any, xs: Any, reverse: bool = False) -> tuple[list[Any], list[Any]]:
+    def observed_scan(fn: Any, init: Any, xs: Any, reverse: bool = False) -> tuple[list[Any], list[Any]]:
         """Run a scan as one op with flat operands and results."""
 
         def flat(*args: Any) -> Sequence[Any]:
@@ -196,4 +196,4 @@ def _tell_of_scans() -> None:
         made = tell_of_loop(flat, (*init, *xs))
         return list(made[: len(init)]), list(made[len(init) :])
 
-    vars(scan)["_scan_impl_flat"] = told
+    vars(scan)["_scan_impl_flat"] = observed_scan

@@ -26,7 +26,7 @@ from autoshard.exec.torch_xla_hook.pins.input_placement import (
 )
 from autoshard.exec.torch_xla_hook.pins.later_steps import LaterMarks
 from autoshard.exec.torch_xla_hook.pins.pinned_values import Pins
-from autoshard.exec.torch_xla_hook.planning.decision_cache import kept_decision, kept_mesh
+from autoshard.exec.torch_xla_hook.planning.decision_cache import cached_mesh, kept_decision
 from autoshard.exec.torch_xla_hook.planning.runtime_topology import live_mesh, mesh_here, topology_here
 from autoshard.exec.torch_xla_hook.values.lazy_tensors import (
     become,
@@ -358,7 +358,7 @@ class Session:
         """Return the mesh of these sizes; if they are None, search the best mesh for the captured graph."""
         if sizes is None:
             one_axis = live_mesh(topology, {"data": Topology.parse(topology).num_devices})
-            sizes = self.mesh = kept_mesh(read(one_axis), topology)
+            sizes = self.mesh = cached_mesh(read(one_axis), topology)
         return live_mesh(topology, sizes)
 
     def _plan_pending(
