@@ -154,7 +154,7 @@ def make_plan(
     spends time.
 
     Raises `UserError` for options that no plan can satisfy, `InfeasibleError` if no plan fits the memory limit, and
-    `Beaten` if none beats the given rival.
+    `PrunedByBound` if none beats the given rival.
     """
     form = None if options.form is None else _limiting(options.form, options.candidates, program)
     phases = Phases(progress)
@@ -354,7 +354,7 @@ def _search(
     - `refine_axes`: True if an axis may be cut.
     - `before`: results of other recipes.
 
-    Raises `Beaten` if the mesh is searched and no mesh beats the rival in `before`.
+    Raises `PrunedByBound` if the mesh is searched and no mesh beats the rival in `before`.
     """
     task, phases, topology = search_on.task, search_on.phases, search_on.topology
     rival, meshes = (None, None) if before is None else (before.rival, before.meshes)

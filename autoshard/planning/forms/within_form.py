@@ -23,7 +23,7 @@ from autoshard.planning.record.plan_record import Plan
 from autoshard.planning.record.spec import Spec
 from autoshard.planning.solve.mesh_solve import Terms, solve_within
 from autoshard.planning.solve.time_weights import even_weights, normalise
-from autoshard.planning.solve.weight_search import Candidate, SearchResult, judged
+from autoshard.planning.solve.weight_search import Candidate, SearchResult, evaluated_candidate
 from autoshard.planning.space.decision_model import Model
 from autoshard.planning.space.dim_groups import Groups, tensor_groups
 from autoshard.planning.space.named_layouts import Uses, stated
@@ -181,7 +181,7 @@ def _maxtext(
         outcome = evaluate(model, choices)
     except ValueError:
         return None
-    return judged(model, "maxtext", choices, outcome, memory_limit)
+    return evaluated_candidate(model, "maxtext", choices, outcome, memory_limit)
 
 
 def _best_maxtext(
@@ -225,7 +225,7 @@ def _best_names(
         made = None
         if not needs_pins(model, choices) and required.holds(choices):
             try:
-                made = judged(model, "haliax", choices, evaluate(model, choices), limits.memory_bytes)
+                made = evaluated_candidate(model, "haliax", choices, evaluate(model, choices), limits.memory_bytes)
             except ValueError:  # two alternatives exclude each other
                 made = None
         tried[mappings.key] = made
@@ -339,7 +339,7 @@ class _FormSearch:
             outcome = evaluate(self.model, choices)
         except ValueError:  # two alternatives exclude each other
             return None
-        return judged(self.model, self.form.name, choices, outcome, self.limits.memory_bytes)
+        return evaluated_candidate(self.model, self.form.name, choices, outcome, self.limits.memory_bytes)
 
     # Changes of the search
 

@@ -273,7 +273,7 @@ def solved_buffers(model: Model, choices: NDArray[np.int64]) -> list[LiveBuffer]
             continue
         record = model.graph.tensors[tensor]
         local = tensor_spec(model, choices, tensor).local_shape(record.shape, sizes)
-        size = model.padding.held(tensor, local, model.liveness.itemsize(model.graph, (tensor, start, stop)))
+        size = model.padding.shard_bytes(tensor, local, model.liveness.itemsize(model.graph, (tensor, start, stop)))
         buffers.append(LiveBuffer(start, stop, size, kinds[(start, stop, model.cluster_node[cluster])], tensor))
     for softmax in model.liveness.softmaxes:
         spec = tensor_spec(model, choices, softmax.scores)
@@ -281,7 +281,7 @@ def solved_buffers(model: Model, choices: NDArray[np.int64]) -> list[LiveBuffer]
         again = split or 1 in spec.local_shape(model.graph.tensors[softmax.scores].shape, sizes)
         for tensor, start, stop, width in (softmax.recomputed if again else softmax.fused).buffers:
             local = tensor_spec(model, choices, tensor).local_shape(model.graph.tensors[tensor].shape, sizes)
-            size = model.padding.held(tensor, local, width)
+            size = model.padding.shard_bytes(tensor, local, width)
             kind = kinds[(start, stop, model.cluster_node[softmax.cluster])]
             buffers.append(LiveBuffer(start, stop, size, kind, tensor))
     for (tensor, _), number in model.copy_nodes.items():
@@ -291,7 +291,7 @@ def solved_buffers(model: Model, choices: NDArray[np.int64]) -> list[LiveBuffer]
             continue
         record = model.graph.tensors[tensor]
         local = spec_of(model, node.states, row, len(record.shape)).local_shape(record.shape, sizes)
-        size = model.padding.held(tensor, local, record.itemsize)
+        size = model.padding.shard_bytes(tensor, local, record.itemsize)
         buffers.append(LiveBuffer(node.memory[0].start, node.memory[0].stop, size, "gathered", tensor))
     for op_id, number in model.op_node.items():
         op, node = model.graph.ops[op_id], model.nodes[number]

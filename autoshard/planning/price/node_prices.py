@@ -130,7 +130,9 @@ class NodePricer:
             if softmax is None:
                 time = self.cluster_seconds(traffic[cluster.id], local, len(states))
                 memory = tuple(
-                    MemoryTerm(self.memory_kind(cluster.id, *buffer), *buffer[1:], self.held(local[buffer[0]], *buffer))
+                    MemoryTerm(
+                        self.memory_kind(cluster.id, *buffer), *buffer[1:], self.buffer_bytes(local[buffer[0]], *buffer)
+                    )
                     for buffer in buffers[cluster.id]
                 )
             else:
@@ -304,7 +306,7 @@ class NodePricer:
             self.local[key] = size * self.padding.ratio(tensor, dims, self.axes)
         return self.local[key]
 
-    def held(self, local: Seconds, tensor: int, start: int, stop: int) -> np.ndarray:
+    def buffer_bytes(self, local: Seconds, tensor: int, start: int, stop: int) -> np.ndarray:
         """Return the bytes of a buffer from the bytes of its tensor in the program's dtype, [states]."""
         record = self.graph.tensors[tensor]
         width = self.liveness.itemsize(self.graph, (tensor, start, stop))

@@ -191,7 +191,7 @@ class _SavableValues:
                 spans[self.span(place)] += -size * away[:, number] if path == INPUT else size * kept[:, number]
                 if place.loop >= 0:  # the transfer of one trip overlaps with the next trip's compute
                     spans[self.span(place)] += self.local_bytes(place) * away[:, number]
-                    if path == INPUT and is_copied(self.model.graph.tensors[place.made].shape):
+                    if path == INPUT and is_copied(self.model.graph.tensors[place.value].shape):
                         span = self.model.graph.loops[place.loop].stop, self.span(place)[1]
                         spans[span] += size * (~away[:, number] & away.any(axis=1))
                 for tensor, start, stop in self.model.liveness.buffers:
@@ -212,16 +212,16 @@ class _SavableValues:
     def span(self, place: Occurrence) -> tuple[int, int]:
         """Return the first and the last op id between which a saved value is live."""
         graph = self.model.graph
-        first = graph.tensors[place.made].producer if place.loop < 0 else graph.loops[place.loop].start
+        first = graph.tensors[place.value].producer if place.loop < 0 else graph.loops[place.loop].start
         last = max((graph.tensors[t].producer for t in place.recomputed), default=len(graph.ops))
         return max(first, 0), last if place.recompute_loop < 0 else graph.loops[place.recompute_loop].stop
 
     def local_bytes(self, place: Occurrence, tensor: int | None = None) -> int:
         """Return the bytes on one device of one layer's value, or of `tensor`, which is recomputed for the value."""
-        model, tensor = self.model, place.made if tensor is None else tensor
+        model, tensor = self.model, place.value if tensor is None else tensor
         record = model.graph.tensors[tensor]
         local = tensor_spec(model, self.choices, tensor).local_shape(record.shape, dict(model.mesh.axes))
-        return model.padding.held(tensor, local, record.itemsize)
+        return model.padding.shard_bytes(tensor, local, record.itemsize)
 
 
 def _sets(inputs: Sequence[bool], can_offload: bool) -> tuple[Bools, Bools]:

@@ -34,7 +34,7 @@ class Occurrence:
     """One value of the layers of a loop, or of one layer outside loops."""
 
     path: str
-    made: int
+    value: int
     """Tensor that holds the value in the forward pass."""
     loop: int
     """Loop of the forward pass that computes the value; -1 for none."""

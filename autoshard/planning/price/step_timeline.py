@@ -182,9 +182,9 @@ class _Sampler:
                 index += 1
             times.append(min(clock, end))
         memory = {kind: tuple(states[moment][1].get(kind, 0) for moment in chosen) for kind in kinds}
-        return tuple(times), memory, self.held([states[moment][0] for moment in chosen])
+        return tuple(times), memory, self.live_tensors([states[moment][0] for moment in chosen])
 
-    def held(self, chosen: list[int]) -> tuple[HeldTensors, ...]:
+    def live_tensors(self, chosen: list[int]) -> tuple[HeldTensors, ...]:
         """Return the buffers that are live after the chosen events, grouped by name."""
         added: dict[int, int] = {}
         grouped: dict[tuple[str, str, int, int], list[int]] = defaultdict(lambda: [0, 0])

@@ -56,7 +56,7 @@ class Solved:
     """Messages to start the next weighting from, None without any."""
     of: NDArray[np.int64] | None = None
     """Node of `problem` that decides each node of the model, [model nodes]; None if each decides for itself."""
-    free: int = 0
+    unconstrained_bound: int = 0
     """Lower bound in picoseconds without a memory limit; 0 if it was not computed."""
 
     @property
@@ -168,7 +168,7 @@ def solve_tied(repeats: Repeats, weights: Weights, terms: Terms) -> Solved | Non
     if shared is None:
         return None
     part = dataclasses.replace(terms, hint=repeats.part(terms.hint), allowed=shared, enough=math.inf)
-    return dataclasses.replace(_solve(repeats, weights, part), of=repeats.of, free=0)
+    return dataclasses.replace(_solve(repeats, weights, part), of=repeats.of, unconstrained_bound=0)
 
 
 def _solve(model: Decisions, weights: Weights, terms: Terms) -> Solved:
@@ -180,9 +180,11 @@ def _solve(model: Decisions, weights: Weights, terms: Terms) -> Solved:
         free_bound = max(0, free.solution.lower_bound)
         useless = free.solution.lower_bound >= terms.enough
         if limit is None or useless or evaluate_problem(free.problem, free.solution.choices).feasible:
-            return dataclasses.replace(free, free=free_bound)
+            return dataclasses.replace(free, unconstrained_bound=free_bound)
         limited = dataclasses.replace(terms, messages=free.messages)
-        return dataclasses.replace(_solve_pruned(model, weights, limit, limited.left(began)), free=free_bound)
+        return dataclasses.replace(
+            _solve_pruned(model, weights, limit, limited.left(began)), unconstrained_bound=free_bound
+        )
     return _solve_pruned(model, weights, limit, terms.left(began))
 
 

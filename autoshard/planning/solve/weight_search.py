@@ -110,7 +110,7 @@ def search(
     if known is not None:
         outcome = evaluate(model, known)
         if outcome.peak_bytes <= limits.memory_bytes:
-            fitting.append(judged(model, "known", known, outcome, limits.memory_bytes))
+            fitting.append(evaluated_candidate(model, "known", known, outcome, limits.memory_bytes))
     weighing = Weighing(weights)
     for candidate in fitting:
         weighing.add_choice(candidate.outcome)
@@ -234,7 +234,7 @@ class WeightSearch:
             if stop is not None and stop.is_set():
                 raise Stopped
             self.messages = solved.messages
-            self.unconstrained_bound_s = max(self.unconstrained_bound_s, solved.free * 1e-12)
+            self.unconstrained_bound_s = max(self.unconstrained_bound_s, solved.unconstrained_bound * 1e-12)
             lower_s = solved.solution.lower_bound * 1e-12
             if room == limits.memory_bytes:  # a bound under less memory does not hold for the limit
                 if lower_s > weighing.bound_s or self.certified is None:
@@ -384,10 +384,12 @@ def make_candidate(model: Model, name: str, solved: Solved, memory_limit: int) -
             f"memory from specs is {outcome.solved_bytes} bytes but the solved problem says "
             f"{checked.peak_usage + model.fixed_bytes}: the plan cannot be trusted"
         )
-    return judged(model, name, choices, outcome, memory_limit)
+    return evaluated_candidate(model, name, choices, outcome, memory_limit)
 
 
-def judged(model: Model, name: str, choices: NDArray[np.int64], outcome: Outcome, memory_limit: int) -> Candidate:
+def evaluated_candidate(
+    model: Model, name: str, choices: NDArray[np.int64], outcome: Outcome, memory_limit: int
+) -> Candidate:
     """Return a choice with its true outcome as a candidate.
 
     - `outcome`: evaluation of the choices.

@@ -260,7 +260,7 @@ class _Requirements:
         self.model, self.groups = model, groups
         self.allowed: dict[int, NDArray[np.bool_]] = {}
         self.pinned: dict[str, str] = {}
-        self.made: dict[int, list[tuple[str, Demand]]] = {}
+        self.demands: dict[int, list[tuple[str, Demand]]] = {}
         program, graph = model.program, model.graph
         self.tensors = {a.name: t for a, t in zip(program.arguments, graph.arguments, strict=True)}
         self.state = {a.name for a in program.arguments if a.role is Role.OPTIMIZER_STATE}
@@ -341,12 +341,12 @@ class _Requirements:
         combined = mask & self.allowed.get(node, np.ones(len(states), dtype=bool))
         if not combined.any():
             other, earlier = next(
-                ((n, d) for n, d in self.made[node] if not (mask & allowed_states(structure, states, d)).any()),
-                self.made[node][0],
+                ((n, d) for n, d in self.demands[node] if not (mask & allowed_states(structure, states, d)).any()),
+                self.demands[node][0],
             )
             shared_spec = "" if other == name else f", since {name} and {other} share one spec"
             raise UserError(f"{demand.why} contradicts {earlier.why}{shared_spec}: leave one of them out.")
-        self.made.setdefault(node, []).append((name, demand))
+        self.demands.setdefault(node, []).append((name, demand))
         self.allowed[node] = combined
 
     def obstacle(self, cluster: int, demand: Demand) -> str:
@@ -381,7 +381,7 @@ class _Requirements:
             mask = np.isin(node.states[:, number], [WHOLE, *allowed_factors])
             mask &= self.allowed.get(position, mask)
             if not mask.any():
-                earlier = self.made.get(position)
+                earlier = self.demands.get(position)
                 why = f"contradicts {earlier[0][1].why}" if earlier else f"cannot hold for {node.name}"
                 raise UserError(f"{option} {why}: leave one of them out.")
             self.allowed[position] = mask

@@ -32,7 +32,7 @@ class Padding:
             self._known[key] = tile_padding(local, self._itemsize(tensor), outer, in_order)
         return self._known[key]
 
-    def held(self, tensor: int, local: Sequence[int], itemsize: int) -> int:
+    def shard_bytes(self, tensor: int, local: Sequence[int], itemsize: int) -> int:
         """Return the padded bytes of a tensor's shard.
 
         - `local`: dims of the shard.

@@ -142,7 +142,7 @@ class BlockRun:
         self.pending: list[Any] = []
         self.written: set[tuple[int, int]] = set()
         """Pairs (offset of a call, linked leaf) of the leaves that a layer writes to."""
-        self.beside: dict[int, Any] = {}
+        self.shared_values: dict[int, Any] = {}
         self.deciding: set[int] = set()
         """Offsets of layers whose code reads an attribute in which groups differ."""
 
@@ -262,7 +262,7 @@ class BlockRun:
         state = self.env.j2t_iso({**self.prepare(params), **buffers, **self.weights.fixed[offset]})
         mark_constant([value for name, value in state.items() if name not in params])
         call = self.calls[offset]
-        leaves = [self.beside.get(id(_element(leaf)), leaf) for leaf in call.leaves]
+        leaves = [self.shared_values.get(id(_element(leaf)), leaf) for leaf in call.leaves]
         layer = self.layers[index]
         with (
             own_forward(layer, self.forwards[index]),
@@ -500,18 +500,18 @@ class BlockRun:
         assert self.weights.pipeline is not None
         policy = jax_policy(self.policy, mapped=1)
 
-        def layer(now: Any, slices: Any, beside: Sequence[Any]) -> Any:
+        def layer(now: Any, slices: Any, shared_inputs: Sequence[Any]) -> Any:
             """Run one group of layers on the hidden state and the other inputs, and return the hidden state."""
 
-            def one(now: Any, slices: Any, beside: Sequence[Any]) -> Any:
-                self.beside = dict(zip(given, self.env.j2t_iso(list(beside)), strict=True))
+            def one(now: Any, slices: Any, shared_inputs: Sequence[Any]) -> Any:
+                self.shared_values = dict(zip(given, self.env.j2t_iso(list(shared_inputs)), strict=True))
                 try:
                     return body(now, slices)[0]
                 finally:
-                    self.beside = {}
+                    self.shared_values = {}
 
             run = one if policy is None else jax.checkpoint(one, policy=policy, prevent_cse=False)
-            after = run(now, slices, list(beside))
+            after = run(now, slices, list(shared_inputs))
             model_flops.record_count(counted)
             return after
 

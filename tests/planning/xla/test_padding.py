@@ -125,7 +125,7 @@ def test_states_that_a_recurrence_saves_are_padded(width: int, topology: str, ra
     assert saved
     elements = int(np.prod(shape)) * 4
     for tensor, start, stop in saved:
-        assert model.padding.held(tensor, shape, 4) == ratio * elements
+        assert model.padding.shard_bytes(tensor, shape, 4) == ratio * elements
         node = model.nodes[model.cluster_node[model.structure.cluster_of[tensor]]]
         assert any((m.start, m.stop, int(m.usage[0])) == (start, stop, ratio * elements) for m in node.memory)
     outcome = evaluate(model, np.zeros(len(model.nodes), dtype=np.int64))
@@ -167,7 +167,7 @@ def test_caches_of_narrow_heads_are_not_padded() -> None:
 
     model = whole(run, f32(4, 8, 2, 64), f32(3, 4, 8, 1024, 64))
     cache = model.graph.arguments[1]
-    assert model.padding.held(cache, (3, 4, 8, 1024, 64), 4) == 3 * 4 * 8 * 1024 * 64 * 4
+    assert model.padding.shard_bytes(cache, (3, 4, 8, 1024, 64), 4) == 3 * 4 * 8 * 1024 * 64 * 4
 
 
 @pytest.mark.parametrize(("dim", "read"), [(0, 0.5), (3, 1.0)])
