@@ -158,7 +158,7 @@ class _Engines:
         """Return the estimate of one step of all engines; `chunk` are tokens of prompts of each group."""
         return layout_estimate(self.decoder, self.compute, self._asked(kind, sequences, length, chunk), self.layout)
 
-    def held(self, sequences: int, chunk: int = 0) -> dict[str, float]:
+    def memory_bytes(self, sequences: int, chunk: int = 0) -> dict[str, float]:
         """Return the bytes of one device by kind, in a decoding step at the end of an answer."""
         step = self._asked("decode", sequences, self.asked.input + self.asked.output, chunk)
         return layout_bytes(self.decoder, self.compute, step, self.layout)
@@ -194,7 +194,7 @@ class _Engines:
             yield fits * self.engine.attention
 
     def _fits(self, batch: int) -> bool:
-        return sum(self.held(batch, self.chunks(batch)[0]).values()) <= self.limit_bytes
+        return sum(self.memory_bytes(batch, self.chunks(batch)[0]).values()) <= self.limit_bytes
 
     def chunks(self, batch: int) -> list[int]:
         """Return chunks as powers of two, from the least that absorbs a group's prompts to one with a whole prompt."""
@@ -225,7 +225,7 @@ class _Engines:
         for chunk in chunks:
             mixed = self.step("decode", batch, length, chunk)
             longer = mixed.step_time_s - decode.step_time_s
-            peak = sum(self.held(batch, chunk).values())
+            peak = sum(self.memory_bytes(batch, chunk).values())
             added = asked.input / (chunk * self.engine.attention) * longer
             yield ServingPoint(
                 self.engine, self.count, batch, chunk, math.ceil(asked.input / chunk) * mixed.step_time_s,
@@ -240,7 +240,7 @@ def _separate_engines(
 
     The numbers of both maximise throughput within the limits. None if there are too few devices.
     """
-    devices, peak = own.compute.topology.num_devices, sum(own.held(point.batch).values())
+    devices, peak = own.compute.topology.num_devices, sum(own.memory_bytes(point.batch).values())
     options = []
     for other in others:
         for count in range(1, devices // other.engine.devices):
@@ -303,7 +303,7 @@ def engine_steps(
     """
     engines = _Engines(decoder, Compute(topology), asked, engine)
     decode = engines.step("decode", batch, asked.input + asked.output // 2)
-    with_cache = dataclasses.replace(decode, bytes=engines.held(batch))
+    with_cache = dataclasses.replace(decode, bytes=engines.memory_bytes(batch))
     return with_cache, engines.step("prefill", engine.attention, asked.input)
 
 

@@ -10,7 +10,7 @@ import collections
 import dataclasses
 from collections.abc import Collection, Iterable, Mapping, Sequence
 
-from autoshard.exec.torch_xla_hook.pins.captured_specs import Following, Planned, is_split_alike
+from autoshard.exec.torch_xla_hook.pins.captured_specs import Following, PlannedSpecs, is_split_alike
 from autoshard.exec.torch_xla_hook.values.call_sites import LazyOp, Place
 from autoshard.mlir import Flow, Value
 from autoshard.planning import Plan, Spec
@@ -46,7 +46,7 @@ class _Choice:
 
     def __init__(self, pins: Pins, plan: Plan) -> None:
         self.flow = pins.flow
-        self.planned = Planned(plan)
+        self.planned = PlannedSpecs(plan)
         self.made = self.planned.made
         self.every = [(call, shape, place) for call, shape, place in pins.values if place is not None]
         self.given = [place for call, _, place in self.every if call.op is None]
@@ -152,7 +152,7 @@ class _Choice:
         The plan states such a spec, or it follows from the result of a broadcast of the value. For arguments it can
         also follow from the result of a view of them.
         """
-        own = self.planned.held(value)[-1:]
+        own = self.planned.specs_of(value)[-1:]
         spread, viewed = set(), set()
         for op in self.flow.users.get(value, ()):
             if op not in ops or (op, 0) not in self.made:
