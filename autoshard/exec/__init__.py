@@ -28,7 +28,7 @@ from autoshard.exec.hlo.schedule_estimate import Estimate as Estimate
 from autoshard.exec.hlo.schedule_estimate import decided as decided
 from autoshard.exec.hlo.schedule_estimate import estimate as estimate
 from autoshard.exec.hlo.schedule_estimate import pair_error as pair_error
-from autoshard.exec.learn.judges import Judgement as Judgement
+from autoshard.exec.learn.judges import Seen as Seen
 from autoshard.exec.learn.refinement import Judged as Judged
 from autoshard.exec.learn.refinement import Refinement as Refinement
 from autoshard.exec.learn.refinement import refine as refine

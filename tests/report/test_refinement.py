@@ -4,7 +4,7 @@ import pytest
 from rich.console import Console
 
 from autoshard.cost import load_calibration
-from autoshard.exec import Judgement, refine
+from autoshard.exec import Seen, refine
 from autoshard.exec.learn import refinement
 from autoshard.report import refinement_report
 from tests.exec.learn.refine_checks import MadeUpJudge
@@ -24,7 +24,7 @@ def test_the_table_the_ending_and_the_figures(monkeypatch: pytest.MonkeyPatch):
 
     def fails_on_one(program, plans, progress):
         for number, (name, seen) in enumerate(every(program, plans, progress)):
-            yield name, Judgement(failed="it exploded") if number == 1 else seen
+            yield name, Seen(failed="it exploded") if number == 1 else seen
 
     judge.judge = fails_on_one
     monkeypatch.setattr(refinement, "judge_of", lambda *_: judge)

@@ -58,11 +58,11 @@ def run(code: str) -> str:
 SOLVE = """
 from random_problems import make_problem
 from autoshard.solver import solve, solve_problem
-exact = solve_problem.solve_apart
+exact = solve_problem.solve_in_process
 def counted(job, due):
     print("exact")
     return exact(job, due)
-solve_problem.solve_apart = counted
+solve_problem.solve_in_process = counted
 answer = solve(make_problem(COSTS, EDGES, TERMS, LIMIT))
 print(answer.status.name, answer.cost)
 print([m for m in ("ortools",) if m in sys.modules and m not in BEFORE])

@@ -16,7 +16,7 @@ from autoshard.program import Program
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Judgement:
+class Seen:
     """Judgement of one plan; `failed` has the reason if there is none."""
 
     seconds: float | None = None
@@ -52,7 +52,7 @@ class Judging(Protocol):
 
     def judge(
         self, program: Program, plans: Mapping[str, Plan], progress: Callable[[str], None]
-    ) -> Iterator[tuple[str, Judgement]]: ...
+    ) -> Iterator[tuple[str, Seen]]: ...
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -67,21 +67,21 @@ class CompileJudge:
 
     def judge(
         self, program: Program, plans: Mapping[str, Plan], progress: Callable[[str], None]
-    ) -> Iterator[tuple[str, Judgement]]:
+    ) -> Iterator[tuple[str, Seen]]:
         """Yield the name and judgement of each plan as its compilation ends."""
         compiled = compile_plans(program, plans, self.time_limit, quick=True, executor=self.executor, progress=progress)
         for name, report in compiled:
             if isinstance(report, UserError):
-                yield name, Judgement(failed=str(report))
+                yield name, Seen(failed=str(report))
                 continue
             timed = report.estimate
             if timed is None:
-                yield name, Judgement(verdict=report.verdict.value, peak_bytes=report.peak_compiled)
+                yield name, Seen(verdict=report.verdict.value, peak_bytes=report.peak_compiled)
                 continue
             sent = timed.hidden_comm_s + timed.exposed_comm_s
             yield (
                 name,
-                Judgement(
+                Seen(
                     seconds=timed.step_time_s,
                     error=timed.error,
                     verdict=report.verdict.value,
@@ -103,7 +103,7 @@ class MeasureJudge:
 
     def judge(
         self, program: Program, plans: Mapping[str, Plan], progress: Callable[[str], None]
-    ) -> Iterator[tuple[str, Judgement]]:
+    ) -> Iterator[tuple[str, Seen]]:
         """Yield failures while plans compile, then the name and judgement of each plan after all steps."""
         import jax
 
@@ -119,9 +119,9 @@ class MeasureJudge:
                 ready[name].run()
             except jax.errors.JaxRuntimeError as error:
                 ready.pop(name, None)
-                yield name, Judgement(failed=str(failure(plan, error)))
+                yield name, Seen(failed=str(failure(plan, error)))
             except UserError as error:
-                yield name, Judgement(failed=str(error))
+                yield name, Seen(failed=str(error))
         if not ready:
             return
         progress(f"Running {self.steps} steps of each of {', '.join(ready)} in turn")
@@ -129,11 +129,11 @@ class MeasureJudge:
             times = run_in_turn(ready, rounds=self.steps, warmup=self.warmup)
         except jax.errors.JaxRuntimeError as error:
             for name in ready:
-                yield name, Judgement(failed=str(failure(plans[name], error)))
+                yield name, Seen(failed=str(failure(plans[name], error)))
             return
         for name, seconds in times.items():
             low, middle, high = quartiles(seconds)
-            yield name, Judgement(middle, (high - low) / 2 / middle, "ran")
+            yield name, Seen(middle, (high - low) / 2 / middle, "ran")
 
 
 def judge_of(

@@ -25,7 +25,7 @@ from autoshard.cost import (
     fit_observations,
 )
 from autoshard.errors import UserError
-from autoshard.exec.learn.judges import Judgement, Judging, judge_of
+from autoshard.exec.learn.judges import Judging, Seen, judge_of
 from autoshard.planning import (
     Options,
     Plan,
@@ -54,7 +54,7 @@ class Judged:
     why: str
     """Explanation of how the search found this plan."""
     plan: Plan
-    seen: Judgement
+    seen: Seen
     round: int
     kept: bool
     """True if the judgement was in the database already."""
@@ -161,15 +161,15 @@ class _Memory:
         """Fit the cost figures to observations."""
         return fit_observations(self.topology, observations, self.flags)
 
-    def judgements(self) -> dict[str, Judgement]:
+    def judgements(self) -> dict[str, Seen]:
         """Return this judge's earlier judgements of this program by plan digest; duplicates resolve to the least id."""
-        by_digest: dict[str, Judgement] = {}
+        by_digest: dict[str, Seen] = {}
         for each in sorted(self.all(), key=lambda o: o.id):
             if each.op == STEP and (each.judge, each.about.get("program")) == (self.judge, self.program):
-                by_digest.setdefault(each.about["plan"], Judgement(**each.seen))
+                by_digest.setdefault(each.about["plan"], Seen(**each.seen))
         return by_digest
 
-    def keep(self, plan: Plan, name: str, bill: Bill, seen: Judgement) -> None:
+    def keep(self, plan: Plan, name: str, bill: Bill, seen: Seen) -> None:
         """Store a judgement, also in the database if there is one."""
         about = {"program": self.program, "plan": plan_digest(plan), "name": f"{plan.program_name}: {name}"}
         observation = Observation(self.topology.name, self.compiler, self.judge, STEP, about, bill, seen.to_json())
@@ -187,7 +187,7 @@ class _Case:
     plan: Plan
     bill: Bill
     round: int
-    seen: Judgement | None = None
+    seen: Seen | None = None
     kept: bool = False
 
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping
 from autoshard.cost import Bill, Judge
 from autoshard.exec import refine
 from autoshard.exec.learn import refinement
-from autoshard.exec.learn.judges import Judgement
+from autoshard.exec.learn.judges import Seen
 from autoshard.planning import Plan, plan_bills
 from autoshard.program import Program
 from tests.planning.programs import program
@@ -25,11 +25,11 @@ class MadeUpJudge:
 
     def judge(
         self, program: Program, plans: Mapping[str, Plan], progress: Callable[[str], None]
-    ) -> Iterator[tuple[str, Judgement]]:
+    ) -> Iterator[tuple[str, Seen]]:
         for (name, _), bill in zip(plans.items(), plan_bills(program, list(plans.values())), strict=True):
             time.sleep(self.wait_s)
             self.asked.append(name)
-            yield name, Judgement(self.seconds(bill), 0.01, "ran")
+            yield name, Seen(self.seconds(bill), 0.01, "ran")
 
 
 def main() -> None:

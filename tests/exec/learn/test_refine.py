@@ -14,7 +14,7 @@ import pytest
 import autoshard
 from autoshard.cost import Bill, Database, Topology, compiler_version, load_calibration
 from autoshard.errors import UserError
-from autoshard.exec import Judgement, Verdict, refine, refinement_figures
+from autoshard.exec import Seen, Verdict, refine, refinement_figures
 from autoshard.exec.learn import judges, refinement
 from autoshard.exec.learn.judges import CompileJudge, MeasureJudge, judge_of
 from autoshard.planning import Options, make_plan, plan_bills, plan_digest
@@ -130,7 +130,7 @@ def test_a_plan_on_which_the_judge_fails_is_dropped_with_its_reason(judged_by, d
 
     def fails_on_ours(program, plans, progress):
         for name, seen in every(program, plans, progress):
-            yield name, Judgement(failed="it exploded") if name == "plan" else seen
+            yield name, Seen(failed="it exploded") if name == "plan" else seen
 
     judge.judge = fails_on_ours
     lines: list[str] = []
@@ -144,14 +144,14 @@ def test_a_plan_on_which_the_judge_fails_is_dropped_with_its_reason(judged_by, d
 
 def test_a_judge_that_fails_on_all_plans_is_an_error(judged_by):
     judge = judged_by(lambda bill: 1.0)
-    judge.judge = lambda program, plans, progress: ((name, Judgement(failed="no devices")) for name in plans)
+    judge.judge = lambda program, plans, progress: ((name, Seen(failed="no devices")) for name in plans)
     with pytest.raises(UserError, match="failed on every plan; plan: no devices"):
         refine(programs.program("mlp"), **CPU)
 
 
 def test_that_nothing_fits_is_an_error(judged_by):
     judge = judged_by(lambda bill: 1.0)
-    over = Judgement(verdict=Verdict.DOES_NOT_FIT.value, peak_bytes=2**40)
+    over = Seen(verdict=Verdict.DOES_NOT_FIT.value, peak_bytes=2**40)
     judge.judge = lambda program, plans, progress: ((name, over) for name in plans)
     with pytest.raises(UserError, match="none of the 2 plans that were judged fits.*--memory-limit"):
         refine(programs.program("mlp"), **CPU, plans=2, rounds=1)
@@ -210,8 +210,8 @@ def test_the_compiler_tells_whether_it_fits_and_what_is_hidden(monkeypatch: pyte
     monkeypatch.setattr("autoshard.exec.ahead.compile_plans.compile_plan", compile_plan)
     plans = {name: SimpleNamespace(topology="v5e:4x4", program_name=name) for name in "abc"}
     found = dict(CompileJudge().judge(programs.program("mlp"), plans, lambda line: None))
-    assert found["a"] == Judgement(2.0, 0.2, Verdict.FITS_WITH_REMAT.value, 7, 0.75, {"sums": 0.75}) and found["a"].fits
-    assert found["b"] == Judgement(None, 0.0, Verdict.DOES_NOT_FIT.value, 9) and not found["b"].fits
+    assert found["a"] == Seen(2.0, 0.2, Verdict.FITS_WITH_REMAT.value, 7, 0.75, {"sums": 0.75}) and found["a"].fits
+    assert found["b"] == Seen(None, 0.0, Verdict.DOES_NOT_FIT.value, 9) and not found["b"].fits
     assert found["c"].failed == "it takes too long" and not found["c"].fits
 
 
