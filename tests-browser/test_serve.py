@@ -6,9 +6,9 @@ import pytest
 from playwright.sync_api import Page
 
 from autoshard.serving import (
-    ServingAsked,
     ServingLimits,
     ServingPlan,
+    ServingRequests,
     plan_serving,
     serve_page,
     serving_figures,
@@ -16,7 +16,7 @@ from autoshard.serving import (
 )
 
 
-PLAN = plan_serving("hf:llama3-8b", "v6e:2x4", ServingAsked(1000, 500), ServingLimits(token_s=0.030))
+PLAN = plan_serving("hf:llama3-8b", "v6e:2x4", ServingRequests(1000, 500), ServingLimits(token_s=0.030))
 
 
 @pytest.fixture
@@ -102,7 +102,7 @@ def test_shorter_answers_are_nearly_as_planned_for_them(opened: Callable[..., Pa
     page.locator("#each").fill("")
     page.locator("#output").fill("250")
     page.get_by_role("button", name="Show all").click()
-    shorter = plan_serving("hf:llama3-8b", "v6e:2x4", ServingAsked(1000, 250))
+    shorter = plan_serving("hf:llama3-8b", "v6e:2x4", ServingRequests(1000, 250))
     exact = {(each.engine.tensor, each.batch): each for each in shorter.points if not each.prompt_engines}
     compared = 0
     for cells in (row.locator("td").all_inner_texts() for row in page.locator("#rows tbody tr").all()):
@@ -119,7 +119,7 @@ def test_shorter_answers_are_nearly_as_planned_for_them(opened: Callable[..., Pa
 
 
 def test_groups_and_experts_have_columns_where_there_are_any(opened: Callable[..., Page]):
-    plan = plan_serving("hf:mixtral-8x7b", "h100:8", ServingAsked(1000, 500))
+    plan = plan_serving("hf:mixtral-8x7b", "h100:8", ServingRequests(1000, 500))
     page = opened(plan=plan)
     assert page.locator("#rows th").all_inner_texts()[1:5] == ["tensor", "attention", "experts", "engines"]
     best = page.locator("#rows tr.best td").all_inner_texts()

@@ -397,7 +397,7 @@ LONG_SIGNATURES = {
     "autoshard.exec.learn.refinement: refine takes 9",
     "autoshard.exec.run.measurement: measure takes 10",
     "autoshard.exec.torch_xla_hook.values.device_kernels: native_batch_norm_backward takes 10",
-    "autoshard.graph.extraction.graph_builder: passing takes 11",
+    "autoshard.graph.extraction.graph_builder: append_pass_through takes 11",
     "autoshard.graph.extraction.program_constraints: _read_end takes 10",
     "autoshard.graph.memory.lifetimes: buffers_of takes 11",
     "autoshard.program.hf.hf_program: from_config takes 23",

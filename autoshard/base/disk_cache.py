@@ -17,7 +17,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from autoshard.base.files import BESIDE, is_ours, write_own
+from autoshard.base.files import TEMPORARY_PREFIX, is_ours, write_own
 
 
 VARIABLE = "AUTOSHARD_CACHE_DIR"
@@ -51,16 +51,16 @@ def user_directory(own: str, variable: str, usual: str) -> Path | None:
         return None
 
 
-def key_of(said: Any, packages: Sequence[str], sources: Sequence[str]) -> str:
+def key_of(inputs: Any, packages: Sequence[str], sources: Sequence[str]) -> str:
     """Return the cache key of a result: a hash of its inputs, package versions, source files and JAX settings.
 
-    - `said`: inputs of the computation, as JSON.
+    - `inputs`: inputs of the computation, as JSON.
     - `packages`: installed packages whose versions matter.
     - `sources`: glob patterns of this package's files that compute the result.
     """
     settings = {name: value for name, value in os.environ.items() if name.startswith("JAX_")}
     versions = {package: version(package) for package in packages}
-    everything = [said, versions, platform.python_version(), settings, _hash_of(sources)]
+    everything = [inputs, versions, platform.python_version(), settings, _hash_of(sources)]
     return hashlib.sha256(json.dumps(everything, sort_keys=True, default=str).encode()).hexdigest()
 
 
@@ -123,7 +123,7 @@ def _drop_oldest(folder: Path, kind: str) -> None:
     for path in _newest_first(folder.glob(f"*.{kind}"))[MOST:]:
         path.unlink(missing_ok=True)
     # Killed processes leave temporary files behind; no live process writes one for longer than `FORGOTTEN_S`.
-    for path in folder.glob(f"{BESIDE}*"):
+    for path in folder.glob(f"{TEMPORARY_PREFIX}*"):
         with contextlib.suppress(FileNotFoundError):
             if time.time() - path.stat().st_mtime > FORGOTTEN_S:
                 path.unlink()

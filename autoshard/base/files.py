@@ -15,7 +15,7 @@ from autoshard.base.json_text import parse_pieces
 
 PRIVATE = 0o600
 """Mode of a file that only its owner may read and write."""
-BESIDE = ".autoshard-"
+TEMPORARY_PREFIX = ".autoshard-"
 """Prefix of temporary files that are being written. A process that is killed leaves them behind."""
 _DESCRIPTORS = ("/dev/fd/", "/dev/std", "/proc/")
 """Prefixes of paths that stand for a file which is already open."""
@@ -47,7 +47,7 @@ def write_own(path: str | os.PathLike[str], content: bytes) -> None:
 def _put(target: Path, content: bytes, mode: int, before: os.stat_result | None) -> None:
     """Write a temporary file next to `target` and rename it over `target`, with the mode and owner of `before`."""
     # The mode is set by the creation itself: reading the umask would require setting it, which affects all threads.
-    temporary = target.with_name(f"{BESIDE}{os.urandom(6).hex()}")
+    temporary = target.with_name(f"{TEMPORARY_PREFIX}{os.urandom(6).hex()}")
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_BINARY", 0)
     handle = os.open(temporary, flags, mode if before is None else PRIVATE)
     try:

@@ -21,11 +21,11 @@ def njit(function: Callable[..., Any] | None = None, *, cache: bool = False, **o
             raise
         return numba.njit(**options)(function)
     if cache:
-        _forgive_older_versions(compiled._cache)
+        _flush_incompatible_cache(compiled._cache)
     return compiled
 
 
-def _forgive_older_versions(cache: Any) -> None:
+def _flush_incompatible_cache(cache: Any) -> None:
     """Discard the cache of an older version of the package, whose types had another name or module.
 
     numba unpickles such an index before it compares the source's time stamp, and fails with an AttributeError.

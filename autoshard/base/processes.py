@@ -68,7 +68,7 @@ def python_command(module: str, *arguments: str, watched: bool = True) -> list[s
     return [sys.executable, "-P", "-c", _START.format(packages=_PACKAGES, module=module, watch=watch), *arguments]
 
 
-def told_by(script: str, seconds: float) -> tuple[str, str, int] | None:
+def run_script(script: str, seconds: float) -> tuple[str, str, int] | None:
     """Run a script in a Python process; return its stdout, stderr and exit code, or None after `seconds`.
 
     The process imports nothing from the working directory.

@@ -58,7 +58,7 @@ class RayPool(concurrent.futures.Executor):
         self._lock, self._sending = threading.Lock(), threading.Lock()
         self._waiting: dict[int, concurrent.futures.Future[Any]] = {}
         self._number, self._ended, self._connected = 0, False, False
-        self._said: queue.SimpleQueue[tuple[Any, ...]] = queue.SimpleQueue()
+        self._messages: queue.SimpleQueue[tuple[Any, ...]] = queue.SimpleQueue()
         threading.Thread(target=self._listen, daemon=True).start()
 
     def connect(self) -> None:
@@ -70,7 +70,7 @@ class RayPool(concurrent.futures.Executor):
             # The driver reports each of these steps; the first report may take two timeouts of `ANSWER_S`.
             for step, seconds in (("reached", 2 * ANSWER_S), ("imported", START_S), ("joined", join)):
                 try:
-                    answer, *why = self._said.get(timeout=seconds)
+                    answer, *why = self._messages.get(timeout=seconds)
                 except queue.Empty:
                     answer, why = "refused", [f"no answer within {seconds:g} s"]
                 if answer != step:
@@ -160,8 +160,8 @@ class RayPool(concurrent.futures.Executor):
                             future = self._waiting.pop(number)
                         _settle(future, kind, answer)
                     case message:
-                        self._said.put(message)
-        self._said.put(("ended",))
+                        self._messages.put(message)
+        self._messages.put(("ended",))
         with self._lock:
             self._ended = True
             unresolved, self._waiting = self._waiting, {}

@@ -20,7 +20,7 @@ MOST_HELPERS = 3
 JOIN_S = 5.0
 """Seconds within which a helper's thread must notice that the helper has ended."""
 HERE = 0
-"""Seat of this process; helpers have the seats from 1 on."""
+"""Slot of this process; helpers have the slots from 1 on."""
 
 
 class Work(Protocol):
@@ -29,11 +29,11 @@ class Work(Protocol):
     The crew calls one method at a time, and calls `take` for `HERE` only from the main thread.
     """
 
-    def take(self, seat: int) -> Job | None:
-        """Return the next job for a seat; None if no job is ready."""
+    def take(self, slot: int) -> Job | None:
+        """Return the next job for a slot; None if no job is ready."""
         ...
 
-    def put(self, job: Job, seat: int, value: Any) -> None:
+    def put(self, job: Job, slot: int, value: Any) -> None:
         """Accept the result of a job."""
         ...
 
@@ -49,31 +49,31 @@ class Work(Protocol):
     def finished(self) -> bool: ...
 
 
-class Crew:
+class WorkerCrew:
     """This process and `count` helper processes, which end with the `with` block.
 
     - `prepare`: `module:function` that a helper calls first.
-    - `patience`: processor seconds that this process works before it starts the helpers; 0 starts them at once.
+    - `start_delay_s`: processor seconds that this process works before it starts the helpers; 0 starts them at once.
     """
 
-    def __init__(self, count: int = 0, prepare: str | None = None, patience: float = 0.0) -> None:
+    def __init__(self, count: int = 0, prepare: str | None = None, start_delay_s: float = 0.0) -> None:
         self._changed = threading.Condition()
         self._work: Work | None = None
         self._shared: dict[str, Shared] = {}
         self._helpers: list[Helper] = []
         self._threads: list[threading.Thread] = []
         self._running: dict[int, tuple[Work, Job, Callable[[], None]]] = {}
-        """Seat -> its work, its running job, and the function that stops the job."""
+        """Slot -> its work, its running job, and the function that stops the job."""
         self._to_start, self._prepare = count, prepare
-        self._due = processor_seconds() + patience
+        self._due = processor_seconds() + start_delay_s
         self._ended = False
-        self._said: list[str] = []
+        self._lines: list[str] = []
         self.progress: Callable[[str], None] = lambda line: None
         """Callback that receives one line for every helper that is lost."""
         self.jobs_helped = 0
         """Number of jobs that helpers have finished."""
         self._helped_s = 0.0
-        if patience <= 0:
+        if start_delay_s <= 0:
             self._start()
 
     @property
@@ -108,7 +108,7 @@ class Crew:
                 try:
                     each.data = pickled((each.name, each.sent), earlier)
                 except Exception as error:
-                    self._said.append(f"helper processes cannot be told of the {each.name} ({error})")
+                    self._lines.append(f"helper processes cannot be told of the {each.name} ({error})")
                     self._work_alone()
                     return
                 each.sent = None
@@ -124,8 +124,8 @@ class Crew:
         try:
             while (job := self._next_here(work)) is not None:
                 self._do(work, job)
-                while self._said:
-                    self.progress(self._said.pop())
+                while self._lines:
+                    self.progress(self._lines.pop())
                 if processor_seconds() > self._due:
                     self._start()
         finally:
@@ -183,7 +183,7 @@ class Crew:
         for helper in self._helpers:
             helper.end()
 
-    def __enter__(self) -> "Crew":
+    def __enter__(self) -> "WorkerCrew":
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -199,7 +199,7 @@ class Crew:
             try:
                 helper = Helper(self._prepare)
             except OSError as error:
-                self._said.append(f"no helper process could be started ({error}); the work is done here")
+                self._lines.append(f"no helper process could be started ({error}); the work is done here")
                 break
             self._helpers.append(helper)
             thread = threading.Thread(target=self._serve, args=(helper, len(self._helpers)), daemon=True)
@@ -217,44 +217,44 @@ class Crew:
                     return job
                 self._changed.wait()
 
-    def _next(self, seat: int) -> tuple[Work, Job, list["Shared"]] | None:
+    def _next(self, slot: int) -> tuple[Work, Job, list["Shared"]] | None:
         """Wait for the next job of a helper; return it with the objects shared by then, or None when the crew ends."""
         with self._changed:
             while not self._ended:
                 work = self._work
-                job = None if work is None else work.take(seat)
+                job = None if work is None else work.take(slot)
                 if work is not None and job is not None:
-                    helper = self._helpers[seat - 1]
+                    helper = self._helpers[slot - 1]
                     helper.number += 1
-                    self._running[seat] = work, job, helper.stop
+                    self._running[slot] = work, job, helper.stop
                     self._changed.notify_all()
                     return work, job, list(self._shared.values())
                 self._changed.wait()
         return None
 
-    def _serve(self, helper: "Helper", seat: int) -> None:
+    def _serve(self, helper: "Helper", slot: int) -> None:
         """Give one helper jobs until the crew ends or the helper fails."""
-        while (assignment := self._next(seat)) is not None:
+        while (assignment := self._next(slot)) is not None:
             work, job, shared = assignment
             try:
                 value, seconds = helper.call(job, shared)
             except Exception as error:
                 with self._changed:
-                    del self._running[seat]
+                    del self._running[slot]
                     work.lose(job)
                     if not self._ended:
-                        self._said.append(f"a helper process failed ({error}); its work is done here")
+                        self._lines.append(f"a helper process failed ({error}); its work is done here")
                     self._changed.notify_all()
                 helper.end()
                 return
             with self._changed:
-                del self._running[seat]
+                del self._running[slot]
                 self._helped_s += seconds
                 if isinstance(value, Stopped):
                     work.lose(job)
                 elif self._work is work:
                     self.jobs_helped += 1
-                    work.put(job, seat, value)
+                    work.put(job, slot, value)
                     self._stop_outdated()
                 self._changed.notify_all()
 
@@ -274,13 +274,13 @@ class _Listed:
         self.waiting = list(range(len(items)))
         self.values: dict[int, Any] = {}
 
-    def take(self, seat: int) -> Job | None:
+    def take(self, slot: int) -> Job | None:
         if not self.waiting:
             return None
         number = self.waiting.pop(0)
         return Job(number, self.call, self.arguments(self.items[number]))
 
-    def put(self, job: Job, seat: int, value: Any) -> None:
+    def put(self, job: Job, slot: int, value: Any) -> None:
         self.values[job.key] = value  # type: ignore[index]
 
     def lose(self, job: Job) -> None:

@@ -9,7 +9,7 @@ from typing import TextIO
 
 from autoshard.cli.inputs import check_outputs
 from autoshard.cli.parser import parse
-from autoshard.cli.session import obey_signals, settle, settle_files
+from autoshard.cli.session import configure_files, configure_process, obey_signals
 from autoshard.errors import Terminated, UserError
 
 
@@ -20,7 +20,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     if argv is None:
         _hold_descriptors()
-        settle()
+        configure_process()
         obey_signals()
     argv = list(sys.argv[1:] if argv is None else argv)
     debug = "--debug" in argv
@@ -28,8 +28,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         arguments = parse(argv)
         _check_place()
         check_outputs(arguments)
-        settle_files()
-        with _stdout_kept_for_the_answer() as answer:
+        configure_files()
+        with _redirected_stdout() as answer:
             return arguments.run(arguments, answer)
     except BrokenPipeError:
         # The reader closed the pipe early (`| head`). Without a new stdout, Python would report the error again at
@@ -89,7 +89,7 @@ def _say(line: str) -> None:
 
 
 @contextlib.contextmanager
-def _stdout_kept_for_the_answer() -> Iterator[TextIO]:
+def _redirected_stdout() -> Iterator[TextIO]:
     """Send the stdout of libraries and of the user's file to stderr; yield a stream on the true stdout.
 
     Raises `UserError` if the answer cannot be written.

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 from autoshard.base.processes import cores
 from autoshard.cli.inputs import PROGRAM_OPTIONS, check_unread, need_no_accelerator, planning_flags, stand_in_devices
 from autoshard.cli.outputs import print_json, print_rich, show_progress
-from autoshard.cli.session import WORKER, connect, ray_of, settle_imports
+from autoshard.cli.session import WORKER, configure_imports, connect, ray_of
 from autoshard.errors import UserError
 
 
@@ -61,7 +61,7 @@ def run_estimate(arguments: argparse.Namespace, answer: TextIO) -> int:
         raise UserError(failed[0])
     if not estimates:  # the model is no decoder that formulas cover, so its program is traced
         with show_progress(arguments) as progress:
-            settle_imports()
+            configure_imports()
             for place in places:
                 progress(f"Tracing {arguments.program}, which is no decoder that can be counted")
                 options = {**options_given, "batch": options_given["batch"] or place.num_devices}
@@ -103,8 +103,8 @@ def run_serve_plan(arguments: argparse.Namespace, answer: TextIO) -> int:
     need_no_accelerator()
     from autoshard.report import write_text
     from autoshard.serving import (
-        ServingAsked,
         ServingLimits,
+        ServingRequests,
         check_serving,
         jax_shardings,
         plan_serving,
@@ -114,13 +114,13 @@ def run_serve_plan(arguments: argparse.Namespace, answer: TextIO) -> int:
 
     if not arguments.program.startswith("hf:"):
         raise UserError(f"serving is planned for a configuration, hf:CONFIG; found {arguments.program!r}.")
-    serving = ServingAsked(arguments.input, arguments.output, arguments.weights, arguments.cache_dtype)
+    serving = ServingRequests(arguments.input, arguments.output, arguments.weights, arguments.cache_dtype)
     limits = ServingLimits(arguments.ttft, arguments.tpot, arguments.gap)
     plan = plan_serving(arguments.program, arguments.topology, serving, limits)
     checked = []
     if arguments.check:
         with show_progress(arguments) as progress:
-            settle_imports()
+            configure_imports()
             checked = check_serving(plan, progress=progress)
     if arguments.jax is not None:
         write_text(arguments.jax, jax_shardings(plan))
@@ -142,7 +142,7 @@ def run_sweep(arguments: argparse.Namespace, answer: TextIO) -> int:
 
 def _swept(arguments: argparse.Namespace, answer: TextIO, pool: "RayPool | None") -> int:
     """Plan every topology, batch and remat variant, and print the rows. Raises `UserError` if no row has a plan."""
-    settle_imports()
+    configure_imports()
     from autoshard.base.worker_pool import HelperPool
     from autoshard.cost import Topology, load_chip
     from autoshard.planning import sweep

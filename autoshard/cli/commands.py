@@ -161,7 +161,7 @@ def run_explain(arguments: argparse.Namespace, answer: TextIO) -> int:
 
     plan = load_plan(arguments.plan)
     with show_progress(arguments) as progress:
-        source = _said_source(arguments, plan, progress)
+        source = program_source(arguments, plan, progress)
         stand_in_devices(source, plan.topology)
         program = reopen(plan, arguments.program, arguments.entry)
         progress(f"Pricing what else {arguments.name} could be")
@@ -173,7 +173,7 @@ def run_explain(arguments: argparse.Namespace, answer: TextIO) -> int:
     return 0
 
 
-def _said_source(arguments: argparse.Namespace, plan: "Plan", progress: "ProgressLine") -> str:
+def program_source(arguments: argparse.Namespace, plan: "Plan", progress: "ProgressLine") -> str:
     """Return the source of the plan's program, from the arguments or the plan; empty if neither names one.
 
     A Python file is announced before it runs.
@@ -198,7 +198,7 @@ def run_export(arguments: argparse.Namespace, answer: TextIO) -> int:
 
     plan = load_plan(arguments.plan)
     with show_progress(arguments) as progress:
-        source = _said_source(arguments, plan, progress)
+        source = program_source(arguments, plan, progress)
         progress(f"Exporting {arguments.plan}")
         stand_in_devices(source, plan.topology)
         if form_named(arguments.to).rest is Rest.PLAN:

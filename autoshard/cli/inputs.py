@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from autoshard.base import files
 from autoshard.base.files import is_replaced
-from autoshard.cli.session import settle_imports
+from autoshard.cli.session import configure_imports
 from autoshard.errors import UserError
 
 
@@ -54,7 +54,7 @@ def open_program(
     from autoshard.planning.record.program_place import is_same_program
     from autoshard.program import lift_constraints, load_rules, open_source
 
-    settle_imports()
+    configure_imports()
     if topology is not None:
         stand_in_devices(arguments.program, topology)
 
@@ -127,12 +127,12 @@ def plan_options(arguments: argparse.Namespace) -> "Options":
     """Return the planning options. Raises `UserError`, before tracing, for options that no program satisfies."""
     from autoshard.planning import check_request, read_options
 
-    options = read_options(arguments.topology, said_options(arguments))
+    options = read_options(arguments.topology, flag_options(arguments))
     check_request(options)
     return options
 
 
-def said_options(arguments: argparse.Namespace) -> "PlanOptions":
+def flag_options(arguments: argparse.Namespace) -> "PlanOptions":
     """Return the planning options of the flags, as keyword arguments of `autoshard.plan`."""
     from autoshard.planning import parameter_specs, read_asked
 

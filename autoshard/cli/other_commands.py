@@ -3,7 +3,7 @@
 import argparse
 from typing import TYPE_CHECKING, TextIO
 
-from autoshard.cli.inputs import need_no_accelerator, open_program, plan_options, said_options, start_devices
+from autoshard.cli.inputs import flag_options, need_no_accelerator, open_program, plan_options, start_devices
 from autoshard.cli.outputs import print_json, print_rich, show_progress
 from autoshard.cli.session import connect, ray_of
 from autoshard.errors import UserError
@@ -98,7 +98,7 @@ def _refine(arguments: argparse.Namespace, answer: TextIO, pool: "RayPool | None
     from autoshard.planning import save_plan
     from autoshard.report import refinement_report
 
-    options = said_options(arguments)
+    options = flag_options(arguments)
     plan_options(arguments)  # raises for impossible options before tracing
     judging = {name: getattr(arguments, name) for name in ("judge", "plans", "rounds", "steps", "compile_limit")}
     with show_progress(arguments) as progress:

@@ -13,7 +13,7 @@ from autoshard.errors import UserError
 
 
 if TYPE_CHECKING:
-    from autoshard.base.workers import Crew
+    from autoshard.base.workers import WorkerCrew
     from autoshard.planning import Options, Plan, PlanResult
     from autoshard.program import Program
     from autoshard.report import ProgressLine
@@ -61,7 +61,7 @@ def _next_command(arguments: argparse.Namespace, plan: "Plan", written: Sequence
     return f"autoshard compile {arguments.program} --plan {written[0]}"
 
 
-def _planned(arguments: argparse.Namespace, progress: "ProgressLine", crew: "Crew") -> tuple["PlanResult", float]:
+def _planned(arguments: argparse.Namespace, progress: "ProgressLine", crew: "WorkerCrew") -> tuple["PlanResult", float]:
     """Return the plan and the seconds of tracing.
 
     The planner traces the program once for each recipe if options are `auto` or if the program declares choices of its
@@ -104,7 +104,7 @@ def _planned(arguments: argparse.Namespace, progress: "ProgressLine", crew: "Cre
 
 
 def _planned_by_stage(
-    arguments: argparse.Namespace, options: "Options", progress: "ProgressLine", crew: "Crew"
+    arguments: argparse.Namespace, options: "Options", progress: "ProgressLine", crew: "WorkerCrew"
 ) -> tuple["PlanResult", float]:
     """Return the plan of a pipeline whose stages are programs of their own, and the seconds of tracing."""
     from autoshard.planning import plan_by_stage

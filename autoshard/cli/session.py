@@ -12,7 +12,7 @@ import time
 from typing import TYPE_CHECKING
 
 from autoshard.base.processes import check_addresses, collect_seldom, scratch_folders, temporary_folder
-from autoshard.base.workers import Crew, helpers_here
+from autoshard.base.workers import WorkerCrew, helpers_here
 from autoshard.errors import Terminated
 
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from autoshard.report import ProgressLine
 
 
-WORKER = "autoshard.cli.session:settle_worker"
+WORKER = "autoshard.cli.session:configure_worker"
 """Function that every process which plans for a command calls first."""
 
 
@@ -68,7 +68,7 @@ _own = False
 """True if this process runs one command and nothing else."""
 
 
-def settle() -> None:
+def configure_process() -> None:
     """Mark this process as the command's own: collect garbage seldom, and never at exit."""
     global _own
     _own = True
@@ -113,10 +113,10 @@ def _end_in_time(signals: int) -> None:
     os._exit(128 + number)
 
 
-def settle_files() -> None:
+def configure_files() -> None:
     """Set the folder of libraries' temporary files to one that is deleted with this process, even if a signal ends it.
 
-    It is separate from `settle`, since `tempfile` takes long to import.
+    It is separate from `configure_process`, since `tempfile` takes long to import.
     """
     if _own and (folder := temporary_folder()) is not None:
         import tempfile
@@ -124,7 +124,7 @@ def settle_files() -> None:
         tempfile.tempdir = str(folder)
 
 
-def settle_imports() -> None:
+def configure_imports() -> None:
     """Import only the modules that the command needs, if this process is its own. It is separate, since it is slow."""
     if _own:
         from autoshard.program import import_lean
@@ -132,16 +132,16 @@ def settle_imports() -> None:
         import_lean()
 
 
-def settle_worker() -> None:
-    """Apply `settle` and `settle_imports` to a process that a command starts."""
-    settle()
-    settle_imports()
+def configure_worker() -> None:
+    """Apply `configure_process` and `configure_imports` to a process that a command starts."""
+    configure_process()
+    configure_imports()
 
 
-def start_helpers() -> Crew:
+def start_helpers() -> WorkerCrew:
     """Start one helper process for each further core; they import their modules while this process traces.
 
     Raises `UserError` if the address space is limited too much for XLA.
     """
     check_addresses()
-    return Crew(helpers_here(), "autoshard.planning.warm_planner:ready") if _own else Crew()
+    return WorkerCrew(helpers_here(), "autoshard.planning.warm_planner:ready") if _own else WorkerCrew()

@@ -43,11 +43,11 @@ from autoshard.cost.fitted_figures import Fit as Fit
 from autoshard.cost.fitted_figures import Fitted as Fitted
 from autoshard.cost.fitted_figures import fit as fit
 from autoshard.cost.fitted_figures import fit_observations as fit_observations
+from autoshard.cost.fitted_figures import fit_record as fit_record
 from autoshard.cost.fitted_figures import hidden_share as hidden_share
 from autoshard.cost.fitted_figures import learned_fit as learned_fit
+from autoshard.cost.fitted_figures import recorded_calibration as recorded_calibration
 from autoshard.cost.fitted_figures import robust_fit as robust_fit
-from autoshard.cost.fitted_figures import said_calibration as said_calibration
-from autoshard.cost.fitted_figures import said_of_fit as said_of_fit
 from autoshard.cost.gpu_measurements import FIRST_POWER as FIRST_POWER
 from autoshard.cost.gpu_measurements import FRACTION as FRACTION
 from autoshard.cost.gpu_measurements import fraction_for as fraction_for

@@ -75,9 +75,9 @@ class Backend:
     """True if arrays lie in tiles of registers, which pad narrow arrays."""
     fuses_into_matmuls: bool
     """True if elementwise ops around a matmul, and a softmax between two matmuls, are fused into the matmul's loop."""
-    relays_shards: bool
+    fuses_relayouts: bool
     """True if a separate fusion lays out the shards of inner dims before or after a collective."""
-    copies_shards: bool
+    concatenates_shards: bool
     """True if a gather joins whole shards, so that shards of an inner dim are copied before and after it."""
     narrows_stacks: bool
     """True if a stack of layers is cast once, before the loop that casts its slices; both stacks then stay live."""
@@ -89,7 +89,7 @@ class Backend:
     """True if matmuls of float32 at the default precision read operands that were rounded to bfloat16 before."""
     late_gradients: bool
     """True if weight gradients that only the optimizer reads are computed after the loops that precede it."""
-    holds_in_flight: bool
+    separate_collective_buffers: bool
     """True if results of collectives and operands of sums have memory of their own, and small collectives combine."""
     compiles_ahead: bool
     """True if programs compile with no device of that kind present (libtpu)."""
@@ -118,9 +118,9 @@ BACKENDS = {
             torus=True, shares_machine=False, overlaps=True, in_turn=False,
             sums_in_two_phases=True, sum_dtype="", scatters=Scatters.BY_GROUP, stages=True, joins_sums=True,
             one_ring=False, packs_blocks=False, caches=False, burst_bytes=512, sorting=Sorting.BITONIC,
-            tiled=True, fuses_into_matmuls=True, relays_shards=True, copies_shards=False,
+            tiled=True, fuses_into_matmuls=True, fuses_relayouts=True, concatenates_shards=False,
             narrows_stacks=True, gpu_kernels=False,
-            launches=True, rounds_operands=True, late_gradients=False, holds_in_flight=False,
+            launches=True, rounds_operands=True, late_gradients=False, separate_collective_buffers=False,
             compiles_ahead=True, described=False, judge="compile",
             serves_by_mesh=True, attention="splash",
         ),
@@ -129,9 +129,9 @@ BACKENDS = {
             torus=False, shares_machine=False, overlaps=True, in_turn=False,
             sums_in_two_phases=True, sum_dtype="", scatters=Scatters.ALWAYS, stages=False, joins_sums=False,
             one_ring=True, packs_blocks=False, caches=False, burst_bytes=64, sorting=Sorting.RADIX,
-            tiled=False, fuses_into_matmuls=False, relays_shards=False, copies_shards=False,
+            tiled=False, fuses_into_matmuls=False, fuses_relayouts=False, concatenates_shards=False,
             narrows_stacks=False, gpu_kernels=True,
-            launches=True, rounds_operands=False, late_gradients=True, holds_in_flight=True,
+            launches=True, rounds_operands=False, late_gradients=True, separate_collective_buffers=True,
             compiles_ahead=False, described=True, judge="compile",
             serves_by_mesh=False, attention="cudnn",
         ),
@@ -140,9 +140,9 @@ BACKENDS = {
             torus=False, shares_machine=True, overlaps=False, in_turn=True,
             sums_in_two_phases=False, sum_dtype="f32", scatters=Scatters.NEVER, stages=False, joins_sums=False,
             one_ring=False, packs_blocks=True, caches=True, burst_bytes=64, sorting=Sorting.COMPARISON,
-            tiled=False, fuses_into_matmuls=False, relays_shards=False, copies_shards=True,
+            tiled=False, fuses_into_matmuls=False, fuses_relayouts=False, concatenates_shards=True,
             narrows_stacks=True, gpu_kernels=False,
-            launches=False, rounds_operands=False, late_gradients=False, holds_in_flight=False,
+            launches=False, rounds_operands=False, late_gradients=False, separate_collective_buffers=False,
             compiles_ahead=False, described=False, judge="measure",
             serves_by_mesh=False, attention="plain",
         ),

@@ -94,7 +94,7 @@ class Flagged:
     notes: tuple[str, ...]
     """A sentence for each flag whose effect is not in the price, or that does nothing on the chip."""
 
-    def said(self, flags: Iterable[str]) -> dict[str, Any]:
+    def record(self, flags: Iterable[str]) -> dict[str, Any]:
         """Return the record of `flags` for a plan's provenance, with the changed figures and their sentences."""
         return {"flags": list(flags), "figures": dict(self.figures), "priced": list(self.priced)}
 
@@ -197,43 +197,45 @@ def with_flags(calibration: Calibration, flags: Iterable[str]) -> Flagged:
     return Flagged(changed, figures, tuple(priced), (*notes, *_unpriced(values, chip)))
 
 
-def _effects(said: Mapping[str, str], chip: Chip, calibration: Calibration) -> dict[str, tuple[float, str]]:
+def _effects(settings: Mapping[str, str], chip: Chip, calibration: Calibration) -> dict[str, tuple[float, str]]:
     """Return each figure that the flags set: its value, and the reason as a sentence.
 
     Reasons that begin with `no` lower the figure, all others raise it.
     """
     rules: dict[str, tuple[float, str]] = {}
     sparse = chip.sparse_core_collectives == BY_FLAG
-    asynchronous = _is_on(said, _ASYNC_GATHERS, True)
+    asynchronous = _is_on(settings, _ASYNC_GATHERS, True)
     if (
         chip.sparse_core_collectives != NONE
         and asynchronous
-        and _is_on(said, SPARSE_GATHERS, not sparse)
-        and _is_on(said, _KEPT_GATHERS)
+        and _is_on(settings, SPARSE_GATHERS, not sparse)
+        and _is_on(settings, _KEPT_GATHERS)
     ):
         rules["gather_max_group"] = (_NO_LIMIT, f"gathers stay gathers in any group (--{_KEPT_GATHERS})")
-    if sparse and asynchronous and _is_on(said, SPARSE_GATHERS):
+    if sparse and asynchronous and _is_on(settings, SPARSE_GATHERS):
         rules["gather_overlap"] = (SPARSE_GATHER_SHARE, f"gathers run on SparseCores (--{SPARSE_GATHERS})")
-    elif asynchronous and _is_on(said, FUSED_GATHERS) and _is_on(said, _FUSION, True):
+    elif asynchronous and _is_on(settings, FUSED_GATHERS) and _is_on(settings, _FUSION, True):
         share = load_calibration(chip if chip.fused_gathers == BY_DEFAULT else FUSED_AS).gather_overlap
         rules["gather_overlap"] = (share, f"gathers are fused with compute (--{FUSED_GATHERS})")
     elif not asynchronous:
         rules["gather_overlap"] = (0.0, f"no gather is asynchronous (--{_ASYNC_GATHERS})")
-    elif chip.fused_gathers == BY_DEFAULT and not (_is_on(said, FUSED_GATHERS, True) and _is_on(said, _FUSION, True)):
+    elif chip.fused_gathers == BY_DEFAULT and not (
+        _is_on(settings, FUSED_GATHERS, True) and _is_on(settings, _FUSION, True)
+    ):
         rules["gather_overlap"] = (0.0, f"no gather is fused with compute (--{FUSED_GATHERS})")
-    if sparse and _is_on(said, SPARSE_SUMS) and _is_on(said, SPARSE_SCATTERS):
+    if sparse and _is_on(settings, SPARSE_SUMS) and _is_on(settings, SPARSE_SCATTERS):
         why = f"sums, and gathers that become sums, run on SparseCores (--{SPARSE_SUMS}, --{SPARSE_SCATTERS})"
         rules["reduction_overlap"] = (SPARSE_SUM_SHARE, why)
-    state = _number(said, CLOCK, HIGHEST_STATE)
+    state = _number(settings, CLOCK, HIGHEST_STATE)
     if not 0 <= state <= HIGHEST_STATE:
-        raise UserError(f"the XLA flag --{CLOCK} is {said[CLOCK]}, expected a number from 0 to {HIGHEST_STATE}.")
+        raise UserError(f"the XLA flag --{CLOCK} is {settings[CLOCK]}, expected a number from 0 to {HIGHEST_STATE}.")
     if state < HIGHEST_STATE:
         clock = 1.0 - STATE_STEP * (HIGHEST_STATE - state)
         for figure in ("matmul_efficiency", "vector_flops_per_s"):
             rules[figure] = (clock * getattr(calibration, figure), f"no higher clock than that of --{CLOCK}={state:g}")
         for figure in ("op_overhead_s", "grid_step_s"):
             rules[figure] = (getattr(calibration, figure) / clock, f"at the clock of --{CLOCK}={state:g}")
-    if _number(said, WINDOWED, 0.0) >= NEVER_MIB:
+    if _number(settings, WINDOWED, 0.0) >= NEVER_MIB:
         rules["pipelined_overlap"] = (0.0, f"no matmul is pipelined with its collectives (--{WINDOWED})")
     return rules
 
@@ -243,32 +245,34 @@ def _shown(value: float) -> str:
     return "without limit" if value >= _NO_LIMIT else f"{value:g}"
 
 
-def _unpriced(said: Mapping[str, str], chip: Chip) -> list[str]:
+def _unpriced(settings: Mapping[str, str], chip: Chip) -> list[str]:
     """Return a sentence for each effect of the flags that the price does not include."""
     notes = []
-    wanted = [f"--{name}" for name in (SPARSE_GATHERS, SPARSE_SUMS, SPARSE_SCATTERS) if _is_on(said, name)]
+    wanted = [f"--{name}" for name in (SPARSE_GATHERS, SPARSE_SUMS, SPARSE_SCATTERS) if _is_on(settings, name)]
     sparse = chip.sparse_core_collectives
     if sparse == NONE and wanted:
         notes.append(f"{chip.name} has no SparseCores for collectives: {', '.join(wanted)} changes no price.")
-    elif sparse == BY_DEFAULT and (off := [f"--{n}" for n in said if n.startswith(_SPARSE) and not _is_on(said, n)]):
+    elif sparse == BY_DEFAULT and (
+        off := [f"--{n}" for n in settings if n.startswith(_SPARSE) and not _is_on(settings, n)]
+    ):
         notes.append(
             f"{chip.name} runs collectives on SparseCores by default; what {', '.join(off)} takes away has no price."
         )
     elif sparse != BY_DEFAULT and len({f"--{SPARSE_SUMS}", f"--{SPARSE_SCATTERS}"} & set(wanted)) == 1:
         one = next(flag for flag in wanted if flag != f"--{SPARSE_GATHERS}")
         notes.append(f"{one} alone changes no price: sums are priced as hidden if both kinds run on SparseCores.")
-    if chip.fused_gathers == NONE and _is_on(said, FUSED_GATHERS):
+    if chip.fused_gathers == NONE and _is_on(settings, FUSED_GATHERS):
         notes.append(f"libtpu 0.0.51 refuses --{FUSED_GATHERS} on {chip.name}; it is priced as on {FUSED_AS}.")
     counted = {FUSED_GATHERS, SPARSE_GATHERS, SPARSE_SUMS, SPARSE_SCATTERS, WINDOWED, CLOCK} | _HELPERS
-    other = [f"--{name}" for name in said if name not in counted]
+    other = [f"--{name}" for name in settings if name not in counted]
     if other:
         notes.append(f"not in the price, whatever it does: {', '.join(other)}.")
     return notes
 
 
-def _is_on(said: Mapping[str, str], name: str, otherwise: bool = False) -> bool:
+def _is_on(settings: Mapping[str, str], name: str, otherwise: bool = False) -> bool:
     """Return True if a flag is on; `otherwise` if it is absent. Raises: UserError for a value that is no boolean."""
-    value = said.get(name)
+    value = settings.get(name)
     if value is None:
         return otherwise
     if value.lower() not in (*_ON, *_OFF):
@@ -276,9 +280,9 @@ def _is_on(said: Mapping[str, str], name: str, otherwise: bool = False) -> bool:
     return value.lower() in _ON
 
 
-def _number(said: Mapping[str, str], name: str, otherwise: float) -> float:
+def _number(settings: Mapping[str, str], name: str, otherwise: float) -> float:
     """Return a flag's number; `otherwise` if it is absent. Raises: UserError for a value that is no number."""
     try:
-        return float(said.get(name, otherwise))
+        return float(settings.get(name, otherwise))
     except ValueError:
-        raise UserError(f"the XLA flag --{name} is {said[name]!r}, expected a number.") from None
+        raise UserError(f"the XLA flag --{name} is {settings[name]!r}, expected a number.") from None

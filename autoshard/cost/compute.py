@@ -102,7 +102,7 @@ class Compute:
             return np.maximum(busy, moved) + self.calibration.op_overhead_s
         rereads = (m * k * n_blocks + k * n * m_blocks + m * n) / elements
         moved = self.memory_seconds(size * rereads + np.asarray(fused_bytes))
-        overlapped = _beside(busy, moved) + np.minimum(busy, moved) / (batch * m_blocks * n_blocks * k_blocks)
+        overlapped = smooth_max(busy, moved) + np.minimum(busy, moved) / (batch * m_blocks * n_blocks * k_blocks)
         return overlapped + self.calibration.op_overhead_s
 
     def attention_seconds(
@@ -124,7 +124,7 @@ class Compute:
         rate = self.topology.peak_flops(dtype) * self.calibration.matmul_efficiency
         busy = 2.0 * scores * padded * matmuls / rate
         vector = self.vector_seconds(scores * (matmuls * self.calibration.attention_ops))
-        return np.maximum(_beside(busy, vector), self.memory_seconds(size_bytes)) + self.calibration.op_overhead_s
+        return np.maximum(smooth_max(busy, vector), self.memory_seconds(size_bytes)) + self.calibration.op_overhead_s
 
     def step_seconds(self, steps: ArrayLike) -> NDArray[np.float64]:
         """Return the overhead of a kernel's grid steps: scalar code, waits for blocks, sums in memory."""
@@ -207,7 +207,9 @@ class Compute:
             rate *= self.topology.host_cores / self.topology.num_devices
         return np.asarray(flops, dtype=np.float64) / rate
 
-    def again_seconds(self, flops: ArrayLike, dtype: str, efficiency: ArrayLike | None = None) -> NDArray[np.float64]:
+    def extra_pass_seconds(
+        self, flops: ArrayLike, dtype: str, efficiency: ArrayLike | None = None
+    ) -> NDArray[np.float64]:
         """Return the time of further passes of the matrix unit over operands that it has loaded (higher precisions)."""
         share = self.calibration.matmul_efficiency if efficiency is None else np.asarray(efficiency, dtype=np.float64)
         return np.asarray(flops, dtype=np.float64) / (self.topology.peak_flops(dtype) * share)
@@ -227,7 +229,7 @@ class Compute:
         return np.where((flops > 0) | (size > 0), busy + self.calibration.op_overhead_s, 0.0)
 
 
-def _beside(a: NDArray[np.float64], b: NDArray[np.float64]) -> NDArray[np.float64]:
+def smooth_max(a: NDArray[np.float64], b: NDArray[np.float64]) -> NDArray[np.float64]:
     """Return the seconds of two engines that work at once; see `_SHARPNESS`."""
     longer, shorter = np.maximum(a, b), np.minimum(a, b)
     share = np.divide(shorter, longer, out=np.zeros_like(shorter), where=longer > 0)

@@ -335,7 +335,7 @@ def fit_observations(topology: Topology, observations: Sequence[Observation], fl
     return _fits[key]
 
 
-def said_of_fit(found: Fit) -> dict[str, Any]:
+def fit_record(found: Fit) -> dict[str, Any]:
     """Return the fitted figures as a plan records them, so that it can be priced again without the database."""
     return {
         "hash": found.hash,
@@ -344,13 +344,13 @@ def said_of_fit(found: Fit) -> dict[str, Any]:
     }
 
 
-def said_calibration(
+def recorded_calibration(
     chip: str, learned: Mapping[str, Any] | None, flags: Mapping[str, Any] | None = None
 ) -> Calibration:
     """Return the calibration of a plan that records learned figures and changes by compiler flags.
 
-    - `learned`: the record of `said_of_fit`, or None.
-    - `flags`: the record of `Flagged.said`, or None.
+    - `learned`: the record of `fit_record`, or None.
+    - `flags`: the record of `Flagged.record`, or None.
     """
     base = load_calibration(chip)
     for record in (learned, flags):

@@ -44,7 +44,7 @@ CREATE TABLE IF NOT EXISTS observations (
 ) WITHOUT ROWID
 """
 _log = logging.getLogger("autoshard")
-_said: set[tuple[str, str]] = set()
+_reported: set[tuple[str, str]] = set()
 T = TypeVar("T")
 
 
@@ -192,8 +192,8 @@ class Database:
 
     def _say(self, what: str, line: str) -> None:
         """Warn once for each file and process."""
-        if (what, str(self.path)) not in _said:
-            _said.add((what, str(self.path)))
+        if (what, str(self.path)) not in _reported:
+            _reported.add((what, str(self.path)))
             _log.warning("autoshard: the database %s %s", self.path, line)
 
 

@@ -36,7 +36,7 @@ class Schedule:
     microbatches: int
     rounds: int = 1
     """Chunks of layers in each stage, hence the rounds of a microbatch through the stages."""
-    together: bool = False
+    in_ticks: bool = False
     """True if all stages begin each piece of work at the same time, in ticks, as one SPMD program does. This always
     holds for `circular`, and for `gpipe` in one program.
     """
@@ -63,7 +63,7 @@ class Schedule:
         bubble.
         """
         work = self.microbatches * self.rounds
-        if self.together:
+        if self.in_ticks:
             return self.ticks
         if self.name == "gpipe":
             return work
@@ -103,7 +103,7 @@ def make_schedule(text: str, stages: int, microbatches: int) -> Schedule:
             f"{'gpipe' if name == 'circular' else '1f1b'}, or {stages * max(1, round(microbatches / stages))} "
             "microbatches."
         )
-    return Schedule(name, stages, microbatches, rounds, together=name == "circular")
+    return Schedule(name, stages, microbatches, rounds, in_ticks=name == "circular")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -142,15 +142,15 @@ class Timetable:
     @property
     def in_flight(self) -> tuple[int, ...]:
         """The most microbatches whose values each stage stores at once, counted once for each chunk, [stages]."""
-        return tuple(round(most) for most in self.held([1.0] * self.schedule.chunks))
+        return tuple(round(most) for most in self.peak_bytes([1.0] * self.schedule.chunks))
 
-    def held(self, sizes: Sequence[float]) -> tuple[float, ...]:
+    def peak_bytes(self, sizes: Sequence[float]) -> tuple[float, ...]:
         """Return the most bytes that each stage stores for the backward pass; `sizes[c]` is a microbatch's in chunk c.
 
         The values are live from the begin of the forward work to the end of the backward work.
         """
         schedule = self.schedule
-        if schedule.together and any(work.backward for work in self.rows[0]):
+        if schedule.in_ticks and any(work.backward for work in self.rows[0]):
             # The buffers of a tick have the same size in every tick, for every chunk.
             return tuple(
                 schedule.ticks * max(sizes[stage :: schedule.stages], default=0.0) for stage in range(schedule.stages)
@@ -168,7 +168,7 @@ def timetable(
     """Compute the time of every piece of work of a schedule.
 
     Hand-overs run while both stages compute other work, if they have any. Stages that work in ticks
-    (`Schedule.together`) compute nothing during hand-overs. They may pause between the passes for work after all
+    (`Schedule.in_ticks`) compute nothing during hand-overs. They may pause between the passes for work after all
     stages, such as a loss.
 
     - `forward_s`: seconds of one microbatch through a chunk, one figure or one for each of `stages * rounds` chunks in
@@ -181,7 +181,7 @@ def timetable(
     forward = _each(forward_s, schedule.chunks, "forward")
     backward = None if backward_s is None else _each(backward_s, schedule.chunks, "backward")
     hand_overs = _each(hand_over_s, schedule.chunks - 1, "hand-over")
-    if not schedule.together:
+    if not schedule.in_ticks:
         rows = _as_it_comes(schedule, forward, backward, hand_overs)
         return Timetable(schedule, rows, max(row[-1].end_s for row in rows))
     rows = _in_ticks(schedule, forward, backward, hand_overs, pause_s)

@@ -21,7 +21,7 @@ from autoshard.cost.device_mesh import Mesh, make_mesh
 from autoshard.cost.topology import Topology
 
 
-Said = tuple[tuple[str, Any], ...]
+Properties = tuple[tuple[str, Any], ...]
 
 WHOLLY = "wholly"
 """Entry of `Charge.hides`: the whole collective overlaps with compute, for any figures."""
@@ -35,7 +35,7 @@ class Charge:
 
     op: str
     """A name in `WORK`, or a kind of collective."""
-    said: Said
+    properties: Properties
     """Properties that the price depends on and that are no amounts: dtype, head sizes, mesh axes."""
     amounts: tuple[float, ...]
     """Amounts of one execution on one device, in the order that its price in `WORK` expects; bytes of a collective."""
@@ -63,13 +63,13 @@ def _op(compute: Compute, flops: Any, size: Any, used: Any, *, dtype: str) -> ND
 
 
 def _again(compute: Compute, flops: Any, used: Any, *, dtype: str) -> NDArray[np.float64]:
-    """Price further passes of the matrix unit by `Compute.again_seconds`."""
-    return compute.again_seconds(flops, dtype, used * compute.calibration.matmul_efficiency)
+    """Price further passes of the matrix unit by `Compute.extra_pass_seconds`."""
+    return compute.extra_pass_seconds(flops, dtype, used * compute.calibration.matmul_efficiency)
 
 
-def _attention(compute: Compute, scores: Any, size: Any, **said: Any) -> NDArray[np.float64]:
+def _attention(compute: Compute, scores: Any, size: Any, **properties: Any) -> NDArray[np.float64]:
     """Price attention kernels by `Compute.attention_seconds`."""
-    return compute.attention_seconds(scores, **said, size_bytes=size)
+    return compute.attention_seconds(scores, **properties, size_bytes=size)
 
 
 def _sort(compute: Compute, elements: Any, size: Any, *, length: int, arrays: int) -> NDArray[np.float64]:
@@ -124,11 +124,11 @@ class Bill:
         sent: dict[str, list[float]] = collections.defaultdict(lambda: [0.0, 0.0])
         for batch in _batches(self.charges):
             if batch.op in WORK:
-                seconds = WORK[batch.op](compute, *batch.amounts, **batch.said) @ batch.counts
+                seconds = WORK[batch.op](compute, *batch.amounts, **batch.properties) @ batch.counts
                 lanes[batch.block, "host" if batch.op == "host" else "compute"] += float(seconds)
                 spent[batch.op] += float(seconds)
                 continue
-            axes = tuple(batch.said["axes"])
+            axes = tuple(batch.properties["axes"])
             full, least = (prices.time(batch.op, axes, size) for size in (batch.amounts[0], 0.0))  # type: ignore[arg-type]
             seconds = float(full @ batch.counts)
             hidden = float(hidden_seconds(hiding_shares(calibration, batch.hides), full, least) @ batch.counts)
@@ -147,15 +147,15 @@ class Bill:
 
     def to_json(self) -> dict[str, Any]:
         """Return the bill as JSON values; `from_json` reads them."""
-        rows = [[c.op, dict(c.said), list(c.amounts), c.block, c.count, list(c.hides)] for c in self.charges]
+        rows = [[c.op, dict(c.properties), list(c.amounts), c.block, c.count, list(c.hides)] for c in self.charges]
         return {"topology": self.topology, "mesh": dict(self.mesh), "charges": rows}
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> "Bill":
         """Parse the values of `to_json`. Raises: KeyError, TypeError or ValueError for any other values."""
         charges = [
-            Charge(op, _frozen(said), tuple(amounts), block, count, tuple(hides))
-            for op, said, amounts, block, count, hides in value["charges"]
+            Charge(op, _frozen(properties), tuple(amounts), block, count, tuple(hides))
+            for op, properties, amounts, block, count, hides in value["charges"]
         ]
         if unknown := {charge.op for charge in charges} - {*WORK, *KINDS}:
             raise ValueError(f"unknown work {sorted(unknown)}")
@@ -238,7 +238,7 @@ class _Batch:
     """Charges that are priced in one call."""
 
     op: str
-    said: dict[str, Any]
+    properties: dict[str, Any]
     block: int
     hides: tuple[str, ...]
     amounts: tuple[NDArray[np.float64], ...]
@@ -257,14 +257,14 @@ def _batches(charges: tuple[Charge, ...]) -> tuple[_Batch, ...]:
     """Group charges that differ only in amounts and counts."""
     groups: dict[tuple[Any, ...], list[Charge]] = collections.defaultdict(list)
     for charge in charges:
-        groups[charge.op, charge.said, charge.block, charge.hides].append(charge)
+        groups[charge.op, charge.properties, charge.block, charge.hides].append(charge)
     return tuple(
-        _Batch(op, dict(said), block, hides, tuple(np.array([c.amounts for c in group], dtype=np.float64).T),
+        _Batch(op, dict(properties), block, hides, tuple(np.array([c.amounts for c in group], dtype=np.float64).T),
                np.array([c.count for c in group], dtype=np.float64))
-        for (op, said, block, hides), group in groups.items()
+        for (op, properties, block, hides), group in groups.items()
     )  # fmt: skip
 
 
-def _frozen(said: Mapping[str, Any]) -> Said:
+def _frozen(properties: Mapping[str, Any]) -> Properties:
     """Return the properties of a charge as it stores them: sorted, with lists as tuples."""
-    return tuple(sorted((key, tuple(value) if isinstance(value, list) else value) for key, value in said.items()))
+    return tuple(sorted((key, tuple(value) if isinstance(value, list) else value) for key, value in properties.items()))

@@ -2,8 +2,8 @@
 
 from autoshard.degrees.degree_choice import DegreeChoice as DegreeChoice
 from autoshard.degrees.degree_choice import choose_degrees as choose_degrees
+from autoshard.degrees.degree_choice import format_degrees as format_degrees
 from autoshard.degrees.degree_choice import gpu_decoder as gpu_decoder
-from autoshard.degrees.degree_choice import said_degrees as said_degrees
 from autoshard.degrees.degree_tables import DEGREE_FORMS as DEGREE_FORMS
 from autoshard.degrees.degree_tables import degree_figures as degree_figures
 from autoshard.degrees.degree_tables import degree_report as degree_report

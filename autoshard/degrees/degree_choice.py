@@ -109,7 +109,7 @@ def choose_degrees(
         least = min(choices, key=lambda each: each.step.peak_bytes)
         raise UserError(
             f"nothing fits {place.name}: the least that a plan needs is {least.step.peak_bytes / 2**30:.1f} GiB a GPU "
-            f"of {least.limit_bytes / 2**30:.1f} ({said_degrees(least.run)}); use more GPUs or shorter sequences."
+            f"of {least.limit_bytes / 2**30:.1f} ({format_degrees(least.run)}); use more GPUs or shorter sequences."
         )
     choices.sort(key=lambda each: (not each.fits, each.step.seconds))
     fitting = [each for each in choices if each.fits]
@@ -117,7 +117,7 @@ def choose_degrees(
     return (recommended, *(each for each in choices if each is not recommended))
 
 
-def said_degrees(run: GpuRun) -> str:
+def format_degrees(run: GpuRun) -> str:
     """Return a plan in a few words."""
     words = [f"dp{run.dp}", f"tp{run.tp}", f"pp{run.pp}", f"ZeRO-{run.zero}", f"micro {run.micro_batch}"]
     return " ".join(words + (["recompute"] if run.recompute == "full" else []))

@@ -9,7 +9,7 @@ from rich.table import Table
 from rich.text import Text
 
 from autoshard.base.units import GIB
-from autoshard.degrees.degree_choice import DegreeChoice, said_degrees
+from autoshard.degrees.degree_choice import DegreeChoice, format_degrees
 from autoshard.degrees.node_waits import INDISTINCT
 
 
@@ -52,7 +52,7 @@ def degree_report(choices: Sequence[DegreeChoice]) -> RenderableType:
     for each in fitting[:_SHOWN]:
         parts = each.step.parts
         table.add_row(
-            said_degrees(each.run),
+            format_degrees(each.run),
             f"{each.step.seconds:.4g} s",
             f"{100 * each.mfu:.1f} %",
             f"{each.step.peak_bytes / GIB:.1f}",
@@ -68,7 +68,9 @@ def degree_report(choices: Sequence[DegreeChoice]) -> RenderableType:
         "first waits least often for messages between nodes, which were far slower than priced in one sweep on H100"
     )
     text += (
-        "." if best is fastest else f"; the fastest is {said_degrees(fastest.run)}, which waits {fastest.waits} times."
+        "."
+        if best is fastest
+        else f"; the fastest is {format_degrees(fastest.run)}, which waits {fastest.waits} times."
     )
     limit = f"A GPU holds {best.limit_bytes / GIB:.1f} GiB of tensors. "
     return Group(table, Text(), Text(limit + text, style="dim"))
@@ -83,7 +85,7 @@ def torchtitan_toml(choice: DegreeChoice) -> str:
         f"pipeline_parallel_microbatch_size = {run.micro_batch}",
     ]
     lines = [
-        f"# {said_degrees(run)}: {choice.step.seconds:.4g} s a step predicted on {run.topology.name}",
+        f"# {format_degrees(run)}: {choice.step.seconds:.4g} s a step predicted on {run.topology.name}",
         "[training]",
         f"local_batch_size = {local}",
         f"global_batch_size = {run.batch}",

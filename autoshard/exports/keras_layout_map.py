@@ -3,7 +3,7 @@
 import re
 
 from autoshard.exports.export_text import head, order_text, table, unpinned
-from autoshard.planning import Plan, Spec, form_named, held_specs, inputs_axis
+from autoshard.planning import Plan, Spec, expressible_specs, form_named, inputs_axis
 
 
 _KERAS = '''
@@ -56,7 +56,7 @@ def check(model):
 def keras_text(plan: Plan, sentence: str) -> str:
     """Return the plan's code for Keras."""
     form = form_named("keras")
-    layouts = held_specs(form, plan.arguments, plan.shapes, plan.roles, plan.mesh)
+    layouts = expressible_specs(form, plan.arguments, plan.shapes, plan.roles, plan.mesh)
     names = [
         name
         for name in plan.arguments

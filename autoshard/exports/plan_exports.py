@@ -38,8 +38,8 @@ from autoshard.planning import (
     axis_words,
     by_name,
     check_names,
+    expressible_specs,
     form_named,
-    held_specs,
     hlo_sharding,
     maxtext_uses,
     price_form,
@@ -110,7 +110,7 @@ def _refuse_nothing(plan: Plan, form: Form, program: Program | None) -> None:
         return
     specs: dict[str, Spec | None] = {}
     if form.rest is not Rest.NAMES:
-        specs.update(held_specs(form, plan.arguments, plan.shapes, plan.roles, plan.mesh))
+        specs.update(expressible_specs(form, plan.arguments, plan.shapes, plan.roles, plan.mesh))
     elif program is not None:
         specs.update(by_name(plan, program)[1])
     if form.state:

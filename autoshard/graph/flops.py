@@ -63,7 +63,7 @@ class KnownCall:
     """Steps of the kernel's grid that compute something."""
     traffic: int = 0
     """Bytes that the call reads and writes; 0 means each operand and result once."""
-    sloping: tuple[tuple[int, int], ...] = ()
+    triangular: tuple[tuple[int, int], ...] = ()
     """The (factor, blocks) pairs along which the work rises evenly from almost zero."""
 
 
@@ -85,12 +85,12 @@ def known_call(target: str, attributes: str, operands: Sequence[Tensor], results
     along = FactorKind.REDUCTION if backward and not ring else FactorKind.PARALLEL
     kinds = (*(FactorKind.PARALLEL,) * 3, along, *(FactorKind.NEED_REPLICATION,) * 3)
     rule = _rule(query[:lead], sizes, kinds, (ins, outs))
-    share, steps = _told(attributes, "seen_share", 1.0), _told(attributes, "grid_steps", 0.0)
+    share, steps = _attribute_number(attributes, "seen_share", 1.0), _attribute_number(attributes, "grid_steps", 0.0)
     whole = math.prod(query[:lead])
     flops = MATMULS[kind] * (sizes[5] + sizes[6]) * whole * math.prod(sizes[:5]) * share
-    sloping = int(_told(attributes, "sloping_blocks", 0.0))
+    sloping = int(_attribute_number(attributes, "sloping_blocks", 0.0))
     slope = ((lead + _SEQUENCE, sloping),) if sloping else ()
-    return KnownCall(kind, rule, int(flops), int(steps) * whole * math.prod(sizes[:3]), sloping=slope)
+    return KnownCall(kind, rule, int(flops), int(steps) * whole * math.prod(sizes[:3]), triangular=slope)
 
 
 def _rule(
@@ -109,7 +109,7 @@ def _rule(
     return Rule((*lead, *sizes), (*(FactorKind.PARALLEL,) * len(lead), *kinds), *mappings)
 
 
-def _told(attributes: str, name: str, without: float) -> float:
+def _attribute_number(attributes: str, name: str, without: float) -> float:
     """Return the number after `name =` in the text of the attributes, or the default `without`."""
     match = re.search(rf"\b{name}\s*=\s*([0-9.eE+-]+)", attributes)
     return float(match[1]) if match else without
@@ -129,7 +129,7 @@ def _grouped(kind: str, attributes: str, operands: Sequence[Tensor], results: Se
     lead = shape[: len(shape) - len(rows)]
     whole, summed = FactorKind.NEED_REPLICATION, FactorKind.REDUCTION
     if kind == GROUPED:
-        turned = _told(attributes, "turned", 0.0) > 0
+        turned = _attribute_number(attributes, "turned", 0.0) > 0
         matrix = (_GROUP, _WIDE, _DEEP) if turned else (_GROUP, _DEEP, _WIDE)
         sizes = (*shape[-4:], results[0].shape[-1])
         kinds = (FactorKind.PARALLEL, FactorKind.PARALLEL, whole, summed, FactorKind.PARALLEL)
@@ -139,8 +139,8 @@ def _grouped(kind: str, attributes: str, operands: Sequence[Tensor], results: Se
         kinds = (summed, FactorKind.PARALLEL, whole, FactorKind.PARALLEL, FactorKind.PARALLEL)
         sides = (rows, made), ((_GROUP, _DEEP, _WIDE),)
     rule, whole = _rule(lead, sizes, kinds, sides), math.prod(lead)
-    flops = 2.0 * whole * math.prod(sizes) * _told(attributes, "computed", 1.0)
-    steps, traffic = (whole * _told(attributes, name, 0.0) for name in ("steps", "traffic"))
+    flops = 2.0 * whole * math.prod(sizes) * _attribute_number(attributes, "computed", 1.0)
+    steps, traffic = (whole * _attribute_number(attributes, name, 0.0) for name in ("steps", "traffic"))
     return KnownCall(kind, rule, int(flops), int(steps), int(traffic))
 
 

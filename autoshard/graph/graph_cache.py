@@ -21,7 +21,7 @@ _PACKAGES = ("jax", "jaxlib")
 _SOURCES = ("graph/**/*.py", "mlir/*.py", "base/call_rules.py", "base/disk_cache.py")
 
 
-def kept_graph(module: bytes) -> OpGraph:
+def cached_graph(module: bytes) -> OpGraph:
     """Return `read_graph(module)`, from the disk cache if it is there.
 
     If the user registered call rules, the cache is bypassed, since the module does not contain these rules.

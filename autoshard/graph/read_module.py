@@ -9,7 +9,7 @@ import re
 from typing import Any
 
 from autoshard import mlir
-from autoshard.graph.extraction.graph_builder import UseReading
+from autoshard.graph.extraction.graph_builder import GraphBuilder
 from autoshard.graph.extraction.loops import BRANCHING, read_branches, read_while
 from autoshard.graph.extraction.mlir_attributes import (
     gathering_rule,
@@ -58,7 +58,7 @@ def read_graph(module: bytes) -> OpGraph:
         return reader.graph()
 
 
-class _ModuleReader(UseReading):
+class _ModuleReader(GraphBuilder):
     """Graph builder that walks the blocks of a module."""
 
     def read_main(self, block: Any, shardings: dict[int, str]) -> None:
@@ -164,7 +164,7 @@ class _ModuleReader(UseReading):
                 self.manual, opaque=opaque, halos=halos, grouped=grouped, offsets=moved, passes=passes,
                 line="" if op_class is OpClass.FREE else mlir.code_line(op),
                 strided=strided_dims(kind, self.cuts.get(op_id, ())), steps=steps,
-                sloping=known.sloping if known is not None else opaque.sloping if opaque is not None else (),
+                triangular=known.triangular if known is not None else opaque.triangular if opaque is not None else (),
             )
         )  # fmt: skip
 

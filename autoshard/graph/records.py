@@ -104,13 +104,13 @@ class Opaque:
     """Dtype in which most of the call's FLOPs multiply; empty if unknown."""
     head: int = 0
     """Head dim over which one of jax's attention kernels multiplies; 0 for any other call."""
-    sloping: tuple[tuple[int, int], ...] = ()
+    triangular: tuple[tuple[int, int], ...] = ()
     """The (factor, blocks) pairs along which work rises evenly from almost zero, so that shards differ in work."""
     steps: int = 0
     """Steps of a Pallas kernel's grid, without the steps that a mask skips."""
-    uneven: tuple[tuple[int, float], ...] = ()
+    imbalance: tuple[tuple[int, float], ...] = ()
     """The (factor, times) pairs: if the factor is split, the busiest shard has `times` the mean work."""
-    sent: float = 1.0
+    sent_share: float = 1.0
     """Share of the rows that are real and so sent, for a call that exchanges rows between devices."""
 
 
@@ -120,7 +120,7 @@ class Op:
 
     id: int
     number: int
-    """Position in the inlined module (`number_ops`); -1 for an op that the compiler inserts (`rounded`)."""
+    """Position in the inlined module (`number_ops`); -1 for an op that the compiler inserts (`round_operands`)."""
     kind: str
     """Name of the op without its dialect: `dot_general`, `reduce`, ..."""
     op_class: OpClass
@@ -139,7 +139,7 @@ class Op:
     """Mesh axes that an enclosing `shard_map` splits by hand; here these axes may split `fixed` factors only."""
     fixed: tuple[tuple[int, tuple[str, ...]], ...] = ()
     """The (factor, axes) pairs at an end of a `shard_map` region: exactly these axes split the factor."""
-    seats: tuple[tuple[int, int], ...] = ()
+    operand_uses: tuple[tuple[int, int], ...] = ()
     """Every use of the single operand of an op that joins several: (op number in the module, operand position)."""
     shift: int = 0
     """Number of places by which a `rotate` shifts; 0 for other ops."""
@@ -160,7 +160,7 @@ class Op:
     """Dims in which a slice steps by more than one, or in which a pad inserts places between elements."""
     steps: int = 0
     """Steps of a kernel's grid, without the steps that a mask skips."""
-    sloping: tuple[tuple[int, int], ...] = ()
+    triangular: tuple[tuple[int, int], ...] = ()
     """The (factor, blocks) pairs along which a call's work rises evenly from almost zero, so that shards differ in
     work.
     """
@@ -227,7 +227,7 @@ class Sharding:
     """Axes that split each dim, major first."""
     open: tuple[bool, ...]
     """One flag for each dim: True if more axes may split it."""
-    whole: tuple[AxisUse, ...] = ()
+    replicated: tuple[AxisUse, ...] = ()
     """Axes over which the tensor is explicitly replicated."""
     unreduced: tuple[AxisUse, ...] = ()
     """Axes over which partial sums of the value are not yet reduced."""
@@ -239,7 +239,7 @@ class Sharding:
     @property
     def is_free(self) -> bool:
         """True if the sharding constrains nothing."""
-        return not self.tiles and all(self.open) and not any(self.dims) and not self.whole and not self.unreduced
+        return not self.tiles and all(self.open) and not any(self.dims) and not self.replicated and not self.unreduced
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -307,7 +307,7 @@ class Fusion:
     """Tensors read from memory; a slice of a stored stack stands for the slice's bytes, not the stack's."""
     moved: tuple[int, ...]
     """Values whose bytes are written: `writes`, or the slice that is put into a stack in place."""
-    beside: bool = False
+    is_fused_sibling: bool = False
     """True if the kernel of an earlier fusion also does this fusion's work, so that no kernel is launched for it."""
 
 
@@ -320,7 +320,7 @@ _OPERANDS, _PRODUCER = (
 )
 
 
-def renumbered(op: Op, number: int, operands: tuple[int, ...]) -> Op:
+def with_id(op: Op, number: int, operands: tuple[int, ...]) -> Op:
     """Return the op with another id and other operands; `dataclasses.replace` would cost seconds on large graphs."""
     if op.id == number and op.operands == operands:
         return op
@@ -329,7 +329,7 @@ def renumbered(op: Op, number: int, operands: tuple[int, ...]) -> Op:
     return Op(number, *fields)
 
 
-def made_by(tensor: Tensor, producer: int) -> Tensor:
+def with_producer(tensor: Tensor, producer: int) -> Tensor:
     """Return the tensor with another producer."""
     if tensor.producer == producer:
         return tensor

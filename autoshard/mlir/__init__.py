@@ -77,7 +77,7 @@ from autoshard.mlir.op_windows import has_groups as has_groups
 from autoshard.mlir.op_windows import precision_passes as precision_passes
 from autoshard.mlir.op_windows import shifted_dims as shifted_dims
 from autoshard.mlir.op_windows import windowed_dims as windowed_dims
-from autoshard.mlir.opaque_calls import ANYWHERE as ANYWHERE
+from autoshard.mlir.opaque_calls import NO_DEVICE_TARGETS as NO_DEVICE_TARGETS
 from autoshard.mlir.opaque_calls import CallWork as CallWork
 from autoshard.mlir.opaque_calls import backend_config as backend_config
 from autoshard.mlir.opaque_calls import call_key as call_key
@@ -98,9 +98,9 @@ from autoshard.mlir.propagation import explicit_reshards as explicit_reshards
 from autoshard.mlir.propagation import explicit_sums as explicit_sums
 from autoshard.mlir.propagation import propagated_specs as propagated_specs
 from autoshard.mlir.propagation import run_propagation as run_propagation
-from autoshard.mlir.sharding_constraints import SaidCounts as SaidCounts
+from autoshard.mlir.sharding_constraints import ConstraintCounts as ConstraintCounts
 from autoshard.mlir.sharding_constraints import constrain_custom_calls as constrain_custom_calls
-from autoshard.mlir.sharding_constraints import count_said as count_said
+from autoshard.mlir.sharding_constraints import count_constraints as count_constraints
 from autoshard.mlir.sharding_constraints import custom_call_pins as custom_call_pins
 from autoshard.mlir.sharding_constraints import drop_constraints as drop_constraints
 from autoshard.mlir.sharding_constraints import is_idle as is_idle

@@ -278,7 +278,7 @@ class Flow:
 
     operands: Sequence[tuple[Value | None, ...]]
     """Operands of each op; None for arguments of a region. Ops without results, which end a region, have none."""
-    alike: Sequence[tuple[Value | None, ...]]
+    elementwise_operands: Sequence[tuple[Value | None, ...]]
     """Operands of elementwise ops; empty for all other ops."""
     products: frozenset[int]
     """Numbers of the ops that contract dims."""
@@ -289,9 +289,9 @@ class Flow:
 
     None for a dim that is not the outermost part of a dim of the result.
     """
-    kept: Mapping[int, tuple[int, ...]]
+    unreduced_dims: Mapping[int, tuple[int, ...]]
     """Dims of the first operand that a reduction does not reduce."""
-    spread: Mapping[int, tuple[int, ...]]
+    broadcast_dims: Mapping[int, tuple[int, ...]]
     """Dims of the result that an operand of a broadcast becomes."""
 
     @functools.cached_property
@@ -319,7 +319,7 @@ class Flow:
         """Yield the values that become `made` through elementwise ops within `ops`, nearest first."""
         queue, seen = [made], {made}
         for value in queue:
-            before = self.alike[value[0]] if value[0] in ops else ()
+            before = self.elementwise_operands[value[0]] if value[0] in ops else ()
             for other in before:
                 if other is not None and other not in seen and other[0] in ops:
                     seen.add(other)

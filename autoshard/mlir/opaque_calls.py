@@ -25,13 +25,13 @@ class CallWork:
     """Bytes that the call reads from and writes to main memory."""
     dtype: str = ""
     """The dtype in which most of the FLOPs multiply."""
-    sloping: Mapping[int, int] = dataclasses.field(default_factory=dict)
+    triangular: Mapping[int, int] = dataclasses.field(default_factory=dict)
     """Number of blocks of a factor along which the work grows evenly from almost none, by factor of the call's rule."""
     steps: int = 0
     """Steps of a kernel's grid that compute something."""
-    uneven: Mapping[int, float] = dataclasses.field(default_factory=dict)
+    imbalance: Mapping[int, float] = dataclasses.field(default_factory=dict)
     """Work of the busiest shard over the mean work, by the factor of the call's rule that is split."""
-    sent: float = 1.0
+    sent_share: float = 1.0
     """Share of the rows that are real, and therefore sent, in a call that exchanges rows."""
 
 
@@ -70,11 +70,11 @@ def emit_call(
         result_layouts=None,
     )
     work = work or CallWork()
-    sloping = ",".join(f"{factor}:{blocks}" for factor, blocks in work.sloping.items())
+    sloping = ",".join(f"{factor}:{blocks}" for factor, blocks in work.triangular.items())
     texts = {"flops": str(work.flops), "traffic": str(work.traffic), "dtype": work.dtype, "sloping": sloping}
     texts["steps"] = str(work.steps or "")
-    texts["uneven"] = ",".join(f"{factor}:{times}" for factor, times in work.uneven.items())
-    texts["sent"] = str(work.sent) if work.sent < 1 else ""
+    texts["uneven"] = ",".join(f"{factor}:{times}" for factor, times in work.imbalance.items())
+    texts["sent"] = str(work.sent_share) if work.sent_share < 1 else ""
     for key, text in texts.items():
         if text:
             call.operation.attributes[f"autoshard.{key}"] = ir.StringAttr.get(text)
@@ -279,7 +279,7 @@ def remaining_calls(module: Any) -> list[str]:
     return [call_target(op) for op in calls if call_key(op)]
 
 
-ANYWHERE = frozenset(
+NO_DEVICE_TARGETS = frozenset(
     {TARGET, PLACEMENT, "Sharding", "LayoutConstraint", "SPMDFullToShardShape", "SPMDShardToFullShape"}
 )
 """Targets of calls that no device executes: they instruct the compiler, or are replaced before compilation."""

@@ -50,7 +50,7 @@ def drop_constraints(module: Any) -> Any:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class SaidCounts:
+class ConstraintCounts:
     """Counts of the shardings that a module states itself."""
 
     constraints: int
@@ -63,14 +63,14 @@ class SaidCounts:
     """Constraints and arguments on a mesh of one device, which the other counts exclude; without JAX's own."""
 
 
-def count_said(module: Any) -> SaidCounts:
+def count_constraints(module: Any) -> ConstraintCounts:
     """Count the shardings that a module states."""
     meshes = mesh_texts(module)
     ops = collect(module.operation, {*_NAMES, _CALL, _REGION})
     texts = [_text(op) for op in ops if _constrains(op)]
     arguments = list(argument_shardings(module).values())
     idle = [text for text in (*texts, *arguments) if is_idle(text, meshes)]
-    return SaidCounts(
+    return ConstraintCounts(
         sum(not is_idle(text, meshes) for text in texts),
         sum(not is_idle(text, meshes) for text in arguments),
         sum(op.name == _REGION for op in ops),

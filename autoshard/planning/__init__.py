@@ -23,8 +23,8 @@ from autoshard.planning.forms.export_forms import Form as Form
 from autoshard.planning.forms.export_forms import Rest as Rest
 from autoshard.planning.forms.export_forms import check_names as check_names
 from autoshard.planning.forms.export_forms import dims_by_axis as dims_by_axis
+from autoshard.planning.forms.export_forms import expressible_specs as expressible_specs
 from autoshard.planning.forms.export_forms import form_named as form_named
-from autoshard.planning.forms.export_forms import held_specs as held_specs
 from autoshard.planning.forms.export_forms import in_mesh_order as in_mesh_order
 from autoshard.planning.forms.export_forms import inputs_axis as inputs_axis
 from autoshard.planning.forms.export_forms import layer_spec as layer_spec

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from autoshard.base.processes import collecting_seldom
-from autoshard.base.workers import Crew
+from autoshard.base.workers import WorkerCrew
 from autoshard.cost import (
     AUTO,
     MESH_VARIABLE,
@@ -19,22 +19,29 @@ from autoshard.cost import (
     Mesh,
     Topology,
     chosen_flags,
+    fit_record,
     learned_fit,
     load_calibration,
     make_mesh,
     parse_mesh,
-    said_of_fit,
     with_flags,
 )
 from autoshard.errors import InfeasibleError, UserError
 from autoshard.planning.explain.write_plan import WhenAsked, Writer
 from autoshard.planning.forms.export_forms import Form, Rest, check_names, form_named
-from autoshard.planning.forms.within_form import held_plan, plan_within
-from autoshard.planning.mesh.mesh_attempt import MeshBest, Rival, Trials
+from autoshard.planning.forms.within_form import plan_within, without_pins
+from autoshard.planning.mesh.mesh_attempt import Incumbent, MeshAttempts, MeshBest
 from autoshard.planning.mesh.mesh_search import MeshSearch
 from autoshard.planning.mesh.mesh_searcher import MeshOutcome, Phases, Searcher
-from autoshard.planning.mesh.portfolio import PlanCandidate, contender, elsewhere, further, met, pick
-from autoshard.planning.price.analysed_program import Task, read_program, share
+from autoshard.planning.mesh.portfolio import (
+    PlanCandidate,
+    alternative_choices,
+    contender,
+    on_other_mesh,
+    pick,
+    visited_choices,
+)
+from autoshard.planning.price.analysed_program import Task, analyse_program, share
 from autoshard.planning.price.prediction import flag_gains, predict
 from autoshard.planning.price.reshard_paths import PathTables
 from autoshard.planning.record.plan_parts import MeshTried
@@ -42,7 +49,7 @@ from autoshard.planning.record.plan_record import Plan
 from autoshard.planning.record.spec import original_mesh
 from autoshard.planning.solve.infeasible import explain_infeasible
 from autoshard.planning.solve.problem_builder import Weights
-from autoshard.planning.solve.weight_search import Found, Infeasible
+from autoshard.planning.solve.weight_search import Infeasible, SearchResult
 from autoshard.planning.space.attention_exchange import check_exchange
 from autoshard.planning.space.derived_axes import STAGE, find_axis_parts
 from autoshard.planning.space.plan_options import Limits, Options
@@ -67,15 +74,15 @@ class PlanResult:
     """The plan, and up to the requested number of others that really differ, by predicted time."""
     weights: Weights
     """Time weights with the highest bound, used as a start for another recipe of the program."""
-    free_s: float = 0.0
+    unconstrained_bound_s: float = 0.0
     """Lower bound in seconds of all plans on every searched mesh, ignoring the memory limit."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Before:
+class EarlierRecipes:
     """Results of other recipes of a program, planned with the same options."""
 
-    rival: Rival | None
+    rival: Incumbent | None
     """Incumbent that a plan must beat, if the mesh is searched; None if there is none."""
     tables: PathTables
     stages: int = 0
@@ -132,8 +139,8 @@ def make_plan(
     progress: Callable[[str], None] | None = None,
     save_problem: str | os.PathLike[str] | None = None,
     kept: bool = False,
-    crew: Crew | None = None,
-    before: Before | None = None,
+    crew: WorkerCrew | None = None,
+    before: EarlierRecipes | None = None,
 ) -> PlanResult:
     """Choose a sharding for every tensor under the options; see `autoshard.plan` for their meaning.
 
@@ -147,7 +154,7 @@ def make_plan(
     spends time.
 
     Raises `UserError` for options that no plan can satisfy, `InfeasibleError` if no plan fits the memory limit, and
-    `Beaten` if none beats the given rival.
+    `PrunedByBound` if none beats the given rival.
     """
     form = None if options.form is None else _limiting(options.form, options.candidates, program)
     phases = Phases(progress)
@@ -159,8 +166,8 @@ def make_plan(
     phases.start("extract", "reading the program's ops and their sharding rules")
     program = lift_constraints(program) if options.ignore_constraints else program
     program = lowered_for(program, parsed.traits.platform)
-    reading = read_program(program, parsed.backend, kept)
-    crew = crew or Crew()
+    reading = analyse_program(program, parsed.backend, kept)
+    crew = crew or WorkerCrew()
     crew.progress = phases.progress
     share(crew, program, reading)
     task = Task(program, reading, options.asked, limits.memory_bytes, limits.seed, figures.calibration)
@@ -174,10 +181,12 @@ def make_plan(
         reason = explain_infeasible(best.model, found, limits, best.required)
         raise InfeasibleError(reason) from found
     phases.start("write", "writing the plan")
-    compared = searched.original if isinstance(searched.original.found, Found) else best
-    assert isinstance(compared.found, Found)
+    compared = searched.original if isinstance(searched.original.found, SearchResult) else best
+    assert isinstance(compared.found, SearchResult)
     completed = compared.found.baselines
-    baseline_writer = Writer(program, reading.groups, limits.memory_bytes, limits.seed, list(completed), figures.said)
+    baseline_writer = Writer(
+        program, reading.groups, limits.memory_bytes, limits.seed, list(completed), figures.provenance
+    )
     gains = flag_gains(best.model, found.best.choices, figures.plain)
     asked: dict[str, Any] = {}
     if options.asked:
@@ -186,7 +195,7 @@ def make_plan(
         asked["stage_axis"] = STAGE
     writer = dataclasses.replace(
         baseline_writer,
-        said={**figures.said, **({"flag_sets": gains} if gains else {}), **asked},
+        provenance={**figures.provenance, **({"flag_sets": gains} if gains else {}), **asked},
         baselines={name: predict(compared.model, c.outcome, limits.memory_bytes) for name, c in completed.items()},
         notes=figures.notes,
     )
@@ -197,8 +206,8 @@ def make_plan(
         phases.start("form", f"planning within what the {form.name} form can hold")
         within = plan_within(form, best.model, reading.groups, found, best.required, limits, phases.progress)
         first = contender(best.model, found, within.best, "plan", f"the least predicted time for {form.name}")
-        writer = dataclasses.replace(writer, said={**writer.said, **within.said})
-        plan = held_plan(writer.write(first, searched.tried), form, found.best.outcome.step_time_s)
+        writer = dataclasses.replace(writer, provenance={**writer.provenance, **within.provenance})
+        plan = without_pins(writer.write(first, searched.tried), form, found.best.outcome.step_time_s)
     baseline_plans = WhenAsked(
         {
             name: functools.partial(baseline_writer.write, contender(compared.model, compared.found, c, name, ""))
@@ -210,30 +219,39 @@ def make_plan(
     candidates: tuple[PlanCandidate, ...] = (PlanCandidate(first.name, first.why, plan),)
     if options.candidates > 1:
         phases.start("candidates", "looking for other plans that differ")
-        others = further(best.model, found, best.required, limits.share(0.5))
+        others = alternative_choices(best.model, found, best.required, limits.share(0.5))
         for outcome in searched.outcomes:
-            if isinstance(outcome.found, Found):
-                others += met(outcome.model, outcome.found, outcome.required)
-        others += [elsewhere(other, search_on.price) for other in searched.elsewhere]
+            if isinstance(outcome.found, SearchResult):
+                others += visited_choices(outcome.model, outcome.found, outcome.required)
+        others += [on_other_mesh(other, search_on.price) for other in searched.elsewhere]
         candidates = pick(first, plan, others, options.candidates, writer.write)
     phases.stop()
     results = [outcome.found for outcome in searched.outcomes]
-    free_s = min((each.free_s if isinstance(each, Found) else 0.0 for each in results), default=0.0)
-    return PlanResult(plan, phases.wall, baseline_plans, candidates, found.weights, min(free_s, searched.free_s))
+    unconstrained_bound_s = min(
+        (each.unconstrained_bound_s if isinstance(each, SearchResult) else 0.0 for each in results), default=0.0
+    )
+    return PlanResult(
+        plan,
+        phases.wall,
+        baseline_plans,
+        candidates,
+        found.weights,
+        min(unconstrained_bound_s, searched.unconstrained_bound_s),
+    )
 
 
 def plan_by_stage(
     make: Callable[..., Program],
-    said: Mapping[str, Any],
+    user_options: Mapping[str, Any],
     options: Options,
     *,
     progress: Callable[[str], None] | None = None,
-    crew: Crew | None = None,
+    crew: WorkerCrew | None = None,
 ) -> PlanResult:
     """Return the fastest cut of a torch module into a program for each stage, see `StageSearch`.
 
     - `make`: opens the program with further options.
-    - `said`: the user's options of the source.
+    - `user_options`: the user's options of the source.
     - `options`: options of planning.
     - `progress`, `crew`: as for `make_plan`.
 
@@ -250,7 +268,7 @@ def plan_by_stage(
             wall[phase] = wall.get(phase, 0.0) + seconds
         return results[-1].plan
 
-    plan = StageSearch(make, sharded, said, options, progress or (lambda _: None)).run()
+    plan = StageSearch(make, sharded, user_options, options, progress or (lambda _: None)).run()
     candidate = PlanCandidate("plan", "the fastest cut into stages", plan)
     return PlanResult(plan, wall, {}, (candidate,), results[-1].weights)
 
@@ -270,7 +288,7 @@ class PricedWith:
     plain: Calibration
     """Figures for steps without compiler flags."""
     calibration: Calibration
-    said: Mapping[str, Any]
+    provenance: Mapping[str, Any]
     """Entries of the provenance: learned figures, and compiler flags."""
     notes: tuple[str, ...]
     """Warnings about flags that are not in the price."""
@@ -291,9 +309,9 @@ def priced_with(options: Options, topology: Topology) -> PricedWith:
         flagged = dataclasses.replace(flagged, calibration=learned.calibration, figures=figures, priced=priced)
     origins: dict[str, Any] = {}
     if learned is not None and learned.observations:
-        origins["learned"] = said_of_fit(learned)
+        origins["learned"] = fit_record(learned)
     if flags:
-        origins["xla_flags"] = flagged.said(flags) | ({"from": origin} if origin else {})
+        origins["xla_flags"] = flagged.record(flags) | ({"from": origin} if origin else {})
     return PricedWith(unflagged, flagged.calibration, origins, tuple(flagged.notes))
 
 
@@ -309,7 +327,7 @@ def _limiting(name: str, candidates: int, program: Program) -> Form:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class _Searched:
+class MeshResults:
     """The results of the searches."""
 
     best: MeshOutcome
@@ -322,13 +340,13 @@ class _Searched:
     tried: tuple[MeshTried, ...]
     elsewhere: tuple[MeshBest, ...]
     """Best choices on other meshes, if the mesh was searched."""
-    free_s: float
+    unconstrained_bound_s: float
     """Lower bound in seconds of all plans on other meshes, ignoring the memory limit."""
 
 
 def _search(
-    search_on: Searcher, given: Mesh | None, time_limit: float, refine_axes: bool, before: Before | None
-) -> _Searched:
+    search_on: Searcher, given: Mesh | None, time_limit: float, refine_axes: bool, before: EarlierRecipes | None
+) -> MeshResults:
     """Search on the given mesh, else on the best one, and also with an axis cut in two if dims need that.
 
     - `given`: mesh of the user or of the program; None searches for one.
@@ -336,7 +354,7 @@ def _search(
     - `refine_axes`: True if an axis may be cut.
     - `before`: results of other recipes.
 
-    Raises `Beaten` if the mesh is searched and no mesh beats the rival in `before`.
+    Raises `PrunedByBound` if the mesh is searched and no mesh beats the rival in `before`.
     """
     task, phases, topology = search_on.task, search_on.phases, search_on.topology
     rival, meshes = (None, None) if before is None else (before.rival, before.meshes)
@@ -345,7 +363,7 @@ def _search(
     check_exchange(task.program, graph, given)
     if given is None:
         phases.start("meshes", f"looking for the mesh of {topology.num_devices} devices")
-        mesh_choice = MeshSearch(Trials(task, time_limit, rival is not None), phases.progress, rival).run(
+        mesh_choice = MeshSearch(MeshAttempts(task, time_limit, rival is not None), phases.progress, rival).run(
             topology, search_on.crew, meshes
         )
         chosen = mesh_choice.model.mesh
@@ -370,5 +388,7 @@ def _search(
         best = refined if refined.is_better_than(original) else original
         outcomes = (original, refined)
     if mesh_choice is None:
-        return _Searched(best, original, outcomes, (), (), math.inf)
-    return _Searched(best, original, outcomes, mesh_choice.tried, mesh_choice.others, mesh_choice.free_s)
+        return MeshResults(best, original, outcomes, (), (), math.inf)
+    return MeshResults(
+        best, original, outcomes, mesh_choice.tried, mesh_choice.others, mesh_choice.unconstrained_bound_s
+    )

@@ -79,7 +79,7 @@ def plan(
     Raises `UserError` for bad input, such as a pin that cannot hold, and `InfeasibleError` if no plan fits the memory
     limit.
     """
-    from autoshard.base.workers import Crew, helpers_here
+    from autoshard.base.workers import WorkerCrew, helpers_here
     from autoshard.planning.plan_builder import check_request, make_plan, plan_by_stage
     from autoshard.planning.recipes.recipe_search import plan_recipes, plan_remat
     from autoshard.planning.space.plan_options import read_options, settled_options, source_choices
@@ -89,7 +89,7 @@ def plan(
     read = read_options(topology, options)
     check_request(read)
     given = dict(program_options or {})
-    with Crew(helpers_here(), "autoshard.planning.warm_planner:ready", PATIENCE_S) as crew:
+    with WorkerCrew(helpers_here(), "autoshard.planning.warm_planner:ready", PATIENCE_S) as crew:
         running = {"progress": progress, "crew": crew}
         if isinstance(program, str) and is_by_stage(given, read.form):
             settled = settled_options(given, topology)

@@ -25,11 +25,11 @@ from autoshard.program.jax.keras_model import from_keras as from_keras
 from autoshard.program.jax.keras_model import keras_batch as keras_batch
 from autoshard.program.jax.keras_model import keras_step as keras_step
 from autoshard.program.jax.layer_stack import Pipeline as Pipeline
-from autoshard.program.jax.layer_stack import as_asked as as_asked
 from autoshard.program.jax.layer_stack import check_schedule as check_schedule
 from autoshard.program.jax.layer_stack import pipelined as pipelined
 from autoshard.program.jax.layer_stack import read_pipeline as read_pipeline
 from autoshard.program.jax.layer_stack import stack as stack
+from autoshard.program.jax.layer_stack import with_active_pipeline as with_active_pipeline
 from autoshard.program.jax.mla import LatentDims as LatentDims
 from autoshard.program.jax.trace import trace as trace
 from autoshard.program.kernels.flash_attention import KernelBlocks as KernelBlocks

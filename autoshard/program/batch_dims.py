@@ -24,7 +24,7 @@ _CALLS = ("scan", "while", "cond", "pallas_call")
 _EVERYWHERE = frozenset({-1})
 
 
-def place_of(eqn: Any, places: Sequence[ExampleDim | None], dim: int, result: int) -> ExampleDim | None:
+def example_position(eqn: Any, places: Sequence[ExampleDim | None], dim: int, result: int) -> ExampleDim | None:
     """Return the position of examples in a result of `eqn`, or None if examples may be mixed.
 
     `places` are the positions in the operands. `dim` is the dim of the result that grows with the batch.
@@ -44,7 +44,7 @@ def place_of(eqn: Any, places: Sequence[ExampleDim | None], dim: int, result: in
     return place if place is not None and place.dim == dim else None
 
 
-def together(places: Sequence[ExampleDim | None]) -> ExampleDim | None:
+def common_position(places: Sequence[ExampleDim | None]) -> ExampleDim | None:
     """Return the common position of examples in operands of one shape; None if there is none."""
     given = [place for place in places if place is not None]
     own = [place for place in given if not place.alike] or given
@@ -52,10 +52,10 @@ def together(places: Sequence[ExampleDim | None]) -> ExampleDim | None:
     return own[0] if agree else None
 
 
-def summed(*places: ExampleDim | None) -> bool:
+def sums_over_examples(*places: ExampleDim | None) -> bool:
     """Return True if a sum over the dims of examples, or of products along these dims, is a sum over examples."""
     plain = [dataclasses.replace(place, dim=0) for place in places if place is not None and not place.numbers]
-    return len(plain) == len(places) and together(plain) is not None
+    return len(plain) == len(places) and common_position(plain) is not None
 
 
 def _numbers(eqn: Any, places: Sequence[ExampleDim | None], dim: int) -> ExampleDim | None:
@@ -74,7 +74,7 @@ def _numbers(eqn: Any, places: Sequence[ExampleDim | None], dim: int) -> Example
             elif place is not None and place.numbers:
                 return None
             start += width
-        bare = together([place and dataclasses.replace(place, numbers=frozenset()) for place in places])
+        bare = common_position([place and dataclasses.replace(place, numbers=frozenset()) for place in places])
         return bare and dataclasses.replace(bare, numbers=frozenset(columns))
     if any(place.numbers != _EVERYWHERE for place in plain if place.numbers):
         return None
@@ -103,7 +103,7 @@ def _literal(operand: Any) -> Any:
 def _elementwise(eqn: Any, places: Sequence[ExampleDim | None]) -> ExampleDim | None:
     """Return the position for an elementwise op, whose operands have the rank of its result or are scalars."""
     rank = len(eqn.outvars[0].aval.shape)
-    return together(places) if all(len(operand.aval.shape) in (0, rank) for operand in eqn.invars) else None
+    return common_position(places) if all(len(operand.aval.shape) in (0, rank) for operand in eqn.invars) else None
 
 
 def _reshaped(eqn: Any, places: Sequence[ExampleDim | None]) -> ExampleDim | None:
@@ -136,7 +136,7 @@ def _transposed(eqn: Any, places: Sequence[ExampleDim | None]) -> ExampleDim | N
 
 def _reduced(eqn: Any, places: Sequence[ExampleDim | None]) -> ExampleDim | None:
     """Return the position after a reduction; None if it reduces the dim of the examples."""
-    place, axes = together(places), eqn.params["axes"]
+    place, axes = common_position(places), eqn.params["axes"]
     if place is None or place.dim in axes:
         return None
     return dataclasses.replace(place, dim=place.dim - sum(axis < place.dim for axis in axes))
@@ -146,7 +146,7 @@ def _along(*names: str) -> Any:
     """Return the rule of ops that move or accumulate along the dims given by the parameters `names`."""
 
     def rule(eqn: Any, places: Sequence[ExampleDim | None]) -> ExampleDim | None:
-        place = together(places)
+        place = common_position(places)
         along = [eqn.params[name] for name in names if name in eqn.params]
         dims = {dim for each in along for dim in (each if isinstance(each, (tuple, list)) else (each,))}
         return None if place is None or not along or place.dim in dims else place
@@ -159,20 +159,20 @@ def _sliced(eqn: Any, places: Sequence[ExampleDim | None]) -> ExampleDim | None:
     count = 2 if eqn.primitive.name == "dynamic_update_slice" else 1
     if any(place is not None for place in places[count:]):
         return None
-    place = together(places[:count])
+    place = common_position(places[:count])
     unsliced = place is not None and len({v.aval.shape[place.dim] for v in (*eqn.invars[:count], *eqn.outvars)}) == 1
     return place if unsliced else None
 
 
 def _matrices(eqn: Any, places: Sequence[ExampleDim | None]) -> ExampleDim | None:
     """Return the position for ops on the last dims (FFTs, decompositions); None if examples lie along one of these."""
-    place, own = together(places), len(eqn.params.get("fft_lengths", (0, 0)))
+    place, own = common_position(places), len(eqn.params.get("fft_lengths", (0, 0)))
     return place if place is not None and place.dim < len(eqn.outvars[0].aval.shape) - own else None
 
 
 def _joined(eqn: Any, places: Sequence[ExampleDim | None]) -> ExampleDim | None:
     """Return the position after a concatenation, which may be along the dim of the examples."""
-    place = together(places)
+    place = common_position(places)
     if place is None or place.dim != eqn.params["dimension"]:
         return place
     if place.outer != 1 or any(each is None for each in places):
@@ -188,7 +188,7 @@ def _padded(eqn: Any, places: Sequence[ExampleDim | None]) -> ExampleDim | None:
 
 def _windowed(eqn: Any, places: Sequence[ExampleDim | None]) -> ExampleDim | None:
     """Return the position after a windowed reduction; None if a window covers several examples."""
-    place = together(places)
+    place = common_position(places)
     return place if place is not None and eqn.params["window_dimensions"][place.dim] == 1 else None
 
 
@@ -205,7 +205,7 @@ def _multiplied(eqn: Any, places: Sequence[ExampleDim | None]) -> ExampleDim | N
             dim = shared.index(place.dim) if place.dim in shared else free + others.index(place.dim)
             results.append(dataclasses.replace(place, dim=dim))
         free += len(others)
-    return together(results)
+    return common_position(results)
 
 
 def _convolved(eqn: Any, places: Sequence[ExampleDim | None]) -> ExampleDim | None:
@@ -250,7 +250,7 @@ def _gathered(eqn: Any, places: Sequence[ExampleDim | None]) -> ExampleDim | Non
     shape, dim = eqn.invars[0].aval.shape, place.dim
     batching = (numbers.operand_batching_dims, numbers.start_indices_batching_dims)
     if indices is not None and _own_row(place, dim, indices, numbers.start_index_map, batching):
-        own = together([dataclasses.replace(each, dim=rows[indices.dim]) for each in _bare(place, indices)])
+        own = common_position([dataclasses.replace(each, dim=rows[indices.dim]) for each in _bare(place, indices)])
         return own if eqn.outvars[0].aval.shape[rows[indices.dim]] == shape[dim] else None
     if indices is not None or eqn.params["slice_sizes"][dim] != shape[dim]:
         return None
@@ -268,12 +268,12 @@ def _scattered(eqn: Any, places: Sequence[ExampleDim | None]) -> ExampleDim | No
     given = () if updates is None else (dataclasses.replace(updates, dim=place.dim),)
     if indices is None:
         inner = place.dim not in (*numbers.inserted_window_dims, *numbers.operand_batching_dims)
-        return together([place, *given]) if inner else None
+        return common_position([place, *given]) if inner else None
     rows = {eqn.invars[0].aval.shape[place.dim], eqn.invars[1].aval.shape[indices.dim]}
     unmarked = dataclasses.replace(place, alike=False)
     if len(rows) > 1 or not _own_row(unmarked, place.dim, indices, numbers.scatter_dims_to_operand_dims, batching):
         return None
-    return together([*_bare(place, dataclasses.replace(indices, dim=place.dim)), *given])
+    return common_position([*_bare(place, dataclasses.replace(indices, dim=place.dim)), *given])
 
 
 def _bare(*places: ExampleDim) -> list[ExampleDim]:

@@ -158,8 +158,8 @@ def _latent_experts(fields: Mapping[str, Any]) -> DecoderDims:
     """Return the dims of a DeepSeek-V3 configuration, with latent attention and experts."""
     latent = LatentDims(
         key_rank=fields["kv_lora_rank"],
-        plain=fields["qk_nope_head_dim"],
-        turned=fields["qk_rope_head_dim"],
+        nope_size=fields["qk_nope_head_dim"],
+        rope_size=fields["qk_rope_head_dim"],
         value=fields["v_head_dim"],
         query_rank=fields.get("q_lora_rank") or 0,
     )

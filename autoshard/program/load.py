@@ -71,7 +71,7 @@ def read_choices(text: str, entry: str = "program") -> Choices:
     file = Path(text)
     if file.suffix != ".py" or not file.is_file() or "choices" not in file.read_text(errors="replace"):
         return {}
-    with _beside(file):
+    with _import_folder(file):
         module = _run(file)
         function = getattr(module, entry, None)
         listed = getattr(module, "choices", None)
@@ -164,7 +164,7 @@ def load_rules(path: str | Path) -> None:
             f"--rules {path}: there is no such file; give a Python file that calls autoshard.register_rule."
         )
     before = registrations()
-    with _beside(file):
+    with _import_folder(file):
         _run(file)
     if registrations() == before:
         raise UserError(
@@ -173,7 +173,7 @@ def load_rules(path: str | Path) -> None:
 
 
 @contextlib.contextmanager
-def _beside(file: Path) -> Iterator[None]:
+def _import_folder(file: Path) -> Iterator[None]:
     """Let a file import modules of its own folder while inside."""
     folder = str(file.resolve().parent)
     sys.path.insert(0, folder)
@@ -211,7 +211,7 @@ def load_program(
     given = {**(options or {})}
     host = _host_of(given)
     pipeline = read_pipeline(given.get("stages"), given.get("microbatches"), given.get("schedule"))
-    with _beside(file), pipelined(pipeline) as stacks:
+    with _import_folder(file), pipelined(pipeline) as stacks:
         module = _run(file)
         offered = _called(_offered(module, file, entry), file, entry, recipe or {})
         pair = _module_and_inputs(offered, module, file)

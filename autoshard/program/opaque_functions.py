@@ -38,13 +38,13 @@ class OpaqueCall:
     on_shards: OnShards
 
 
-Found = dict[str, OpaqueCall]
+OpaqueCalls = dict[str, OpaqueCall]
 """Calls by their key in the module (`mlir.call_key`)."""
 
 
-def lower_traced(traced: Any, found: Found | None = None, platforms: tuple[str, ...] | None = None) -> Any:
+def lower_traced(traced: Any, found: OpaqueCalls | None = None, platforms: tuple[str, ...] | None = None) -> Any:
     """Lower `traced` with opaque functions as custom calls; the calls are added to `found`."""
-    calls: Found = {} if found is None else found
+    calls: OpaqueCalls = {} if found is None else found
     parameters = _private("jax._src.interpreters.mlir").LoweringParameters(override_lowering_rules=_overrides(calls))
     return traced.lower(lowering_platforms=platforms, _private_parameters=parameters)
 
@@ -82,7 +82,7 @@ def _private(name: str) -> Any:
     return importlib.import_module(name)
 
 
-def _overrides(found: Found) -> tuple[tuple[Any, Any], ...]:
+def _overrides(found: OpaqueCalls) -> tuple[tuple[Any, Any], ...]:
     """Return the lowering rules for opaque functions; a module that is not imported is not used by the program."""
     rules = []
     partitioning = sys.modules.get("jax._src.custom_partitioning")
@@ -92,13 +92,13 @@ def _overrides(found: Found) -> tuple[tuple[Any, Any], ...]:
     if pallas is not None:
         rules.append((pallas.pallas_call_p, functools.partial(_kernel, found, pallas)))
     dispatch = _private("jax._src.dispatch")
-    rules.append((dispatch.device_put_p, functools.partial(_placed, _private("jax._src.interpreters.mlir"))))
+    rules.append((dispatch.device_put_p, functools.partial(_lower_device_put, _private("jax._src.interpreters.mlir"))))
     lax = _private("jax._src.lax.lax")
     rules.append((lax.ragged_dot_general_p, functools.partial(_ragged, found, lax)))
     return tuple(rules)
 
 
-def _placed(lowering: Any, ctx: Any, *values: Any, devices: Any, **params: Any) -> Any:
+def _lower_device_put(lowering: Any, ctx: Any, *values: Any, devices: Any, **params: Any) -> Any:
     """Lower transfers between memories as for TPUs and GPUs; JAX drops them in lowerings for a CPU."""
     core = _private("jax._src.core")
     out = []
@@ -109,21 +109,21 @@ def _placed(lowering: Any, ctx: Any, *values: Any, devices: Any, **params: Any) 
     return out
 
 
-def _ruled(found: Found, partitioning: Any, ctx: Any, *values: Any, **params: Any) -> Any:
+def _ruled(found: OpaqueCalls, partitioning: Any, ctx: Any, *values: Any, **params: Any) -> Any:
     """Lower a `custom_partitioning` with a sharding rule as one call; without a rule as JAX does."""
     if params["sharding_rule"] is None:
         return partitioning._custom_partitioning_lowering_rule(ctx, *values, **params)
     return _emit_ruled(found, values, params)
 
 
-def _kernel(found: Found, pallas: Any, ctx: Any, *values: Any, **params: Any) -> Any:
+def _kernel(found: OpaqueCalls, pallas: Any, ctx: Any, *values: Any, **params: Any) -> Any:
     """Lower a Pallas kernel as one call."""
     if ctx.tokens_in.effects():  # ordered host callbacks, as TPU interpret mode emits: no opaque call
         return pallas._pallas_call_lowering(ctx, *values, **params)
     return _emit_kernel(found, ctx, values, params)
 
 
-def _ragged(found: Found, lax: Any, ctx: Any, *values: Any, **params: Any) -> Any:
+def _ragged(found: OpaqueCalls, lax: Any, ctx: Any, *values: Any, **params: Any) -> Any:
     """Lower a ragged matmul as one call, or by its plain implementation if its form is not supported."""
     operands, results = _shapes(ctx.avals_in), _shapes(ctx.avals_out)
     dot = RaggedDot.of(operands, params)
@@ -152,7 +152,7 @@ def _digest(*parts: Any) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-def _emit_ruled(found: Found, values: Sequence[Any], params: dict[str, Any]) -> list[Any]:
+def _emit_ruled(found: OpaqueCalls, values: Sequence[Any], params: dict[str, Any]) -> list[Any]:
     """Emit the call of a function with a sharding rule, and add the call to `found`."""
     import jax
     from jax.sharding import NamedSharding
@@ -165,7 +165,7 @@ def _emit_ruled(found: Found, values: Sequence[Any], params: dict[str, Any]) -> 
         return _emit_exchanging(found, values, ring, work, (operands, results))
     if isinstance(partition, RaggedCalls):
         rows = partition.of(operands)
-        work = mlir.CallWork(dtype=rows.dtype, uneven=rows.uneven, sent=rows.sent)
+        work = mlir.CallWork(dtype=rows.dtype, imbalance=rows.uneven, sent_share=rows.sent)
         return _emit_exchanging(found, values, rows, work, (operands, results))
     work, notation = mlir.CallWork(), params["sharding_rule"]
     if isinstance(partition, Partition):
@@ -213,7 +213,7 @@ def _specs(shardings: Any, values: Sequence[Any]) -> list[Any]:
 
 
 def _emit_exchanging(
-    found: Found,
+    found: OpaqueCalls,
     values: Sequence[Any],
     call: RingCall | RaggedCall,
     work: mlir.CallWork,
@@ -249,7 +249,7 @@ def _mlir_rule(rule: Any, static: Sequence[Any], operands: Sequence[Any], result
     return notation.sdy_sharding_rule_to_mlir(rule, operand_types, result_types)
 
 
-def _emit_kernel(found: Found, ctx: Any, values: Sequence[Any], params: dict[str, Any]) -> list[Any]:
+def _emit_kernel(found: OpaqueCalls, ctx: Any, values: Sequence[Any], params: dict[str, Any]) -> list[Any]:
     """Emit the call of a Pallas kernel, and add the call to `found`."""
     operands, results = _shapes(ctx.avals_in), _shapes(ctx.avals_out)
     kernel = PallasCall.of(operands, results, params)
@@ -257,5 +257,5 @@ def _emit_kernel(found: Found, ctx: Any, values: Sequence[Any], params: dict[str
     found[f"{kernel.name}#{digest}"] = OpaqueCall(kernel.name, operands, kernel.on_shards)
     rule = mlir.rule_attribute(*kernel.rule)
     shapes = [(r.shape, r.dtype) for r in results]
-    work = mlir.CallWork(kernel.flops, kernel.traffic, kernel.dtype, kernel.sloping, kernel.steps)
+    work = mlir.CallWork(kernel.flops, kernel.traffic, kernel.dtype, kernel.triangular, kernel.steps)
     return mlir.emit_call(values, shapes, kernel.name, digest, rule, work)

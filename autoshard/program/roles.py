@@ -38,7 +38,7 @@ _WEIGHT = re.compile(r"(^|\.)(key|kv|carry)\.(kernel|bias|weight|embedding)(\.va
 """Names of weights in modules that are called like a cache (`kv.kernel`)."""
 
 
-def said(roles: Roles | None, name: str) -> Role | None:
+def user_role(roles: Roles | None, name: str) -> Role | None:
     """Return the role that the user gives to `name`: that of the longest matching prefix, or the callable's result.
 
     Raises `UserError` for a role that does not exist.
@@ -58,9 +58,9 @@ def said(roles: Roles | None, name: str) -> Role | None:
 def check_used(roles: Roles | None, names: Sequence[str]) -> None:
     """Raise `UserError` for a prefix that matches no argument, since it is nearly always a typing mistake."""
     if not isinstance(roles, Mapping):
-        return  # `said` checks a callable
+        return  # `user_role` checks a callable
     for prefix in roles:
-        if not any(said({prefix: roles[prefix]}, name) for name in names):
+        if not any(user_role({prefix: roles[prefix]}, name) for name in names):
             shown = ", ".join(f"`{n}`" for n in names[:8]) + (", ..." if len(names) > 8 else "")
             raise UserError(f"roles: no argument is called `{prefix}` or starts with it; the arguments are {shown}.")
 

@@ -32,11 +32,11 @@ def choices(**values: Sequence[Any]) -> Callable[[_Function], _Function]:
     not take, and for values of other types.
     """
 
-    def said(function: _Function) -> _Function:
+    def decorate(function: _Function) -> _Function:
         setattr(function, _ATTRIBUTE, checked_choices(values, function, f"`{function.__name__}`"))
         return function
 
-    return said
+    return decorate
 
 
 def choices_of(function: Any) -> Choices:
@@ -87,24 +87,24 @@ def check_exchange_name(exchange: str) -> str:
     return exchange
 
 
-def sharding_notes(said: mlir.SaidCounts, lifted: bool = False) -> tuple[str, ...]:
+def sharding_notes(counts: mlir.ConstraintCounts, lifted: bool = False) -> tuple[str, ...]:
     """Return notes on the shardings in the program that a plan respects or ignores; with `lifted`, that it removes."""
     notes: list[str] = []
-    if said.constraints:
-        one = said.constraints == 1
-        noun = "1 sharding constraint; it is" if one else f"{said.constraints} sharding constraints; they are"
+    if counts.constraints:
+        one = counts.constraints == 1
+        noun = "1 sharding constraint; it is" if one else f"{counts.constraints} sharding constraints; they are"
         notes.append(f"The program itself holds {noun} {'lifted, as you asked' if lifted else 'respected'}.")
-    if said.regions:
-        noun = "1 region" if said.regions == 1 else f"{said.regions} regions"
-        verb = "it is" if said.regions == 1 else "they are"
+    if counts.regions:
+        noun = "1 region" if counts.regions == 1 else f"{counts.regions} regions"
+        verb = "it is" if counts.regions == 1 else "they are"
         notes.append(f"The program itself holds {noun} sharded by hand (shard_map); {verb} respected.")
-    if said.arguments:
+    if counts.arguments:
         verb = "this is lifted, as you asked" if lifted else "this is respected"
-        split = "1 argument is" if said.arguments == 1 else f"{said.arguments} arguments are"
+        split = "1 argument is" if counts.arguments == 1 else f"{counts.arguments} arguments are"
         notes.append(f"The program itself says how {split} split; {verb}.")
-    if said.idle:
-        one = said.idle == 1
-        noun, verb = ("1 sharding", "it is") if one else (f"{said.idle} shardings", "they are")
+    if counts.idle:
+        one = counts.idle == 1
+        noun, verb = ("1 sharding", "it is") if one else (f"{counts.idle} shardings", "they are")
         notes.append(
             f"The program holds {noun} on a mesh of one device, which says nothing of how to split: {verb} left out. "
             "Trace it under a mesh of the size that you plan for (an AbstractMesh will do) to keep what it says."
@@ -119,7 +119,7 @@ def lift_constraints(program: Program) -> Program:
     """
     with mlir.new_context() as context:
         module = mlir.parse_module(program.module, context)
-        counts = mlir.count_said(module)
+        counts = mlir.count_constraints(module)
         if not counts.constraints and not counts.arguments:
             return program
         old, new = sharding_notes(counts), sharding_notes(counts, lifted=True)

@@ -22,10 +22,10 @@ from autoshard.serving.serving_layouts import serving_specs as serving_specs
 from autoshard.serving.serving_model import LEAST_CHUNK as LEAST_CHUNK
 from autoshard.serving.serving_model import MEMORY_SHARE as MEMORY_SHARE
 from autoshard.serving.serving_model import STORED_BYTES as STORED_BYTES
-from autoshard.serving.serving_model import ServingAsked as ServingAsked
 from autoshard.serving.serving_model import ServingEngine as ServingEngine
 from autoshard.serving.serving_model import ServingLimits as ServingLimits
 from autoshard.serving.serving_model import ServingPoint as ServingPoint
+from autoshard.serving.serving_model import ServingRequests as ServingRequests
 from autoshard.serving.serving_model import engine_kinds as engine_kinds
 from autoshard.serving.serving_model import engine_steps as engine_steps
 from autoshard.serving.serving_model import serving_point as serving_point

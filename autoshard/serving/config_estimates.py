@@ -9,7 +9,7 @@ import numpy as np
 
 from autoshard.cost import Topology, larger_topologies, load_calibration
 from autoshard.errors import UserError
-from autoshard.planning.price.analysed_program import least_seconds, read_program
+from autoshard.planning.price.analysed_program import analyse_program, least_seconds
 from autoshard.program import WEIGHTS, Program, Role, config_dims, read_config
 from autoshard.serving.decoder_counts import Decoder
 from autoshard.serving.decoder_estimate import StepAsked, StepEstimate, estimate_step
@@ -152,7 +152,7 @@ def _itemsize(dtype: str, flag: str) -> int:
 
 def least_estimate(program: Program, topology: Topology) -> ModelEstimate:
     """Return the least that any plan of a traced program needs: arguments split over all devices, and arithmetic."""
-    reading = read_program(program, topology.backend, kept=True)
+    reading = analyse_program(program, topology.backend, kept=True)
     seconds = least_seconds(reading.graph, topology, load_calibration(topology.chip))
     sizes = dict.fromkeys(_KINDS.values(), 0.0)
     count = 0

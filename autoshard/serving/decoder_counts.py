@@ -22,7 +22,7 @@ class Decoder(DecoderDims):
             own, heads = self.latent, self.heads
             query_inputs = own.query_rank or self.width
             query = (self.width * own.query_rank if own.query_rank else 0) + query_inputs * heads * own.head_size
-            keys = self.width * (own.key_rank + own.turned) + own.key_rank * heads * (own.plain + own.value)
+            keys = self.width * (own.key_rank + own.rope_size) + own.key_rank * heads * (own.nope_size + own.value)
             return query + keys + heads * own.value * self.width
         return self.width * self.head_size * (2 * self.heads + 2 * self.kv_heads)
 
@@ -83,7 +83,7 @@ class Decoder(DecoderDims):
         instead.
         """
         if self.latent is not None:
-            return tokens * self.layers * (self.latent.key_rank + self.latent.turned) * itemsize
+            return tokens * self.layers * (self.latent.key_rank + self.latent.rope_size) * itemsize
         return 2.0 * tokens * self.layers * self.kv_heads * self.head_size * itemsize
 
     def activation_widths(self) -> dict[str, int]:

@@ -159,7 +159,7 @@ def layout_estimate(decoder: Decoder, compute: Compute, asked: StepAsked, layout
 
 def layout_bytes(decoder: Decoder, compute: Compute, asked: StepAsked, layout: Layout) -> dict[str, float]:
     """Return the bytes of one device by kind on one layout, as `StepEstimate.bytes`."""
-    return _Estimated(decoder, compute, asked, layout).held()
+    return _Estimated(decoder, compute, asked, layout).memory_bytes()
 
 
 class _Estimated:
@@ -203,7 +203,7 @@ class _Estimated:
         topology = self.compute.topology
         peak = topology.peak_flops("bf16") * topology.num_devices
         return StepEstimate(
-            {"data": self.data, "model": self.model}, self.asked, step, compute, exposed, self.held(),
+            {"data": self.data, "model": self.model}, self.asked, step, compute, exposed, self.memory_bytes(),
             topology.usable_bytes, flops / peak / step,
         )  # fmt: skip
 
@@ -270,7 +270,7 @@ class _Estimated:
         if decoder.latent is not None:  # all heads share it, as rows of one matmul
             rows, inner = decoder.heads / self.layout.heads, decoder.latent.key_rank
             both = (
-                self.compute.matmul_seconds(rows, asked.seq, inner + decoder.latent.turned, self.sequences),
+                self.compute.matmul_seconds(rows, asked.seq, inner + decoder.latent.rope_size, self.sequences),
                 self.compute.matmul_seconds(rows, inner, asked.seq, self.sequences),
             )
             seconds = max(seconds, layers * float(sum(both)))
@@ -376,7 +376,7 @@ class _Estimated:
         # Parameter and moments are read and written. The gradient is read, in four bytes.
         return share * (2 * (asked.param_bytes + 2 * asked.state_bytes) + 4)
 
-    def held(self) -> dict[str, float]:
+    def memory_bytes(self) -> dict[str, float]:
         """Return the bytes of one device by kind."""
         decoder, asked, model = self.decoder, self.asked, self.model
         parts = model * (self.data if asked.training else 1)

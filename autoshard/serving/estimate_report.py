@@ -72,7 +72,7 @@ def estimates_report(
     else:
         note = "The least that any plan needs: arguments split over all devices, arithmetic alone. No plan."
     table = _by_kind(found) if len(places) == 1 else _by_topology(found)
-    sentences = [*failed, *(_said_of(chip, place, first.counted) for chip, place in (fewest or {}).items())]
+    sentences = [*failed, *(_fit_sentence(chip, place, first.counted) for chip, place in (fewest or {}).items())]
     notes = [Text(f"- {sentence}", style="yellow") for sentence in sentences]
     return Group(Text(title, style="bold"), Text(note, style="dim"), Text(), table, *notes)
 
@@ -128,7 +128,7 @@ def _by_topology(found: Sequence[ModelEstimate]) -> Table:
     return table
 
 
-def _said_of(chip: str, place: Topology | None, counted: bool) -> str:
+def _fit_sentence(chip: str, place: Topology | None, counted: bool) -> str:
     """Return a sentence on the fewest devices of a chip on which the model fits."""
     if place is None:
         return f"It fits on no number of {chip} devices that was tried; give a smaller batch, or another chip."

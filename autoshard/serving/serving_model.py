@@ -34,7 +34,7 @@ Longer chunks have earlier first tokens, and longer gaps.
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class ServingAsked:
+class ServingRequests:
     """The requests to serve, and the dtypes of the stored model."""
 
     input: int
@@ -58,7 +58,7 @@ class ServingLimits:
     gap_s: float = math.inf
     """The longest time between any two tokens of an answer."""
 
-    def keeps(self, point: "ServingPoint") -> bool:
+    def allows(self, point: "ServingPoint") -> bool:
         """Return True if a serving point is within all limits."""
         return point.first_s <= self.first_s and point.token_s <= self.token_s and point.gap_s <= self.gap_s
 
@@ -144,7 +144,7 @@ class ServingPoint:
 class _Engines:
     """Engines of one kind on all of a topology, and the cost of their steps."""
 
-    def __init__(self, decoder: Decoder, compute: Compute, asked: ServingAsked, engine: ServingEngine) -> None:
+    def __init__(self, decoder: Decoder, compute: Compute, asked: ServingRequests, engine: ServingEngine) -> None:
         self.decoder, self.compute, self.asked, self.engine = decoder, compute, asked, engine
         self.count = compute.topology.num_devices // engine.devices
         self.layout = Layout(self.count, engine.devices, engine.attention, engine.experts)
@@ -158,7 +158,7 @@ class _Engines:
         """Return the estimate of one step of all engines; `chunk` are tokens of prompts of each group."""
         return layout_estimate(self.decoder, self.compute, self._asked(kind, sequences, length, chunk), self.layout)
 
-    def held(self, sequences: int, chunk: int = 0) -> dict[str, float]:
+    def memory_bytes(self, sequences: int, chunk: int = 0) -> dict[str, float]:
         """Return the bytes of one device by kind, in a decoding step at the end of an answer."""
         step = self._asked("decode", sequences, self.asked.input + self.asked.output, chunk)
         return layout_bytes(self.decoder, self.compute, step, self.layout)
@@ -194,7 +194,7 @@ class _Engines:
             yield fits * self.engine.attention
 
     def _fits(self, batch: int) -> bool:
-        return sum(self.held(batch, self.chunks(batch)[0]).values()) <= self.limit_bytes
+        return sum(self.memory_bytes(batch, self.chunks(batch)[0]).values()) <= self.limit_bytes
 
     def chunks(self, batch: int) -> list[int]:
         """Return chunks as powers of two, from the least that absorbs a group's prompts to one with a whole prompt."""
@@ -225,7 +225,7 @@ class _Engines:
         for chunk in chunks:
             mixed = self.step("decode", batch, length, chunk)
             longer = mixed.step_time_s - decode.step_time_s
-            peak = sum(self.held(batch, chunk).values())
+            peak = sum(self.memory_bytes(batch, chunk).values())
             added = asked.input / (chunk * self.engine.attention) * longer
             yield ServingPoint(
                 self.engine, self.count, batch, chunk, math.ceil(asked.input / chunk) * mixed.step_time_s,
@@ -233,14 +233,14 @@ class _Engines:
             )  # fmt: skip
 
 
-def _apart(
+def _separate_engines(
     point: ServingPoint, own: _Engines, others: Sequence[_Engines], limits: ServingLimits
 ) -> ServingPoint | None:
     """Return the best point at which the engines of `point` only decode and others only compute prompts.
 
     The numbers of both maximise throughput within the limits. None if there are too few devices.
     """
-    devices, peak = own.compute.topology.num_devices, sum(own.held(point.batch).values())
+    devices, peak = own.compute.topology.num_devices, sum(own.memory_bytes(point.batch).values())
     options = []
     for other in others:
         for count in range(1, devices // other.engine.devices):
@@ -257,7 +257,7 @@ def _apart(
     # Ties prefer engines of the same kind.
     return max(
         options, default=None,
-        key=lambda each: (limits.keeps(each), each.tokens_per_s, each.prompts == each.engine, -each.first_s),
+        key=lambda each: (limits.allows(each), each.tokens_per_s, each.prompts == each.engine, -each.first_s),
     )  # fmt: skip
 
 
@@ -267,7 +267,7 @@ def _chosen(points: list[ServingPoint], limits: ServingLimits) -> ServingPoint:
     It has the least product of the time to a first token and the longest gap, among points with nearly the most
     throughput.
     """
-    allowed = [each for each in points if limits.keeps(each)] or points
+    allowed = [each for each in points if limits.allows(each)] or points
     most = max(each.tokens_per_s for each in allowed)
     good = [each for each in allowed if each.tokens_per_s >= _NEAR * most]
     return min(good, key=lambda each: each.first_s * each.gap_s)
@@ -276,7 +276,7 @@ def _chosen(points: list[ServingPoint], limits: ServingLimits) -> ServingPoint:
 def serving_point(
     decoder: Decoder,
     topology: Topology,
-    asked: ServingAsked,
+    asked: ServingRequests,
     engine: ServingEngine,
     batch: int,
     chunk: int | None = None,
@@ -295,7 +295,7 @@ def serving_point(
 
 
 def engine_steps(
-    decoder: Decoder, topology: Topology, asked: ServingAsked, engine: ServingEngine, batch: int
+    decoder: Decoder, topology: Topology, asked: ServingRequests, engine: ServingEngine, batch: int
 ) -> tuple[StepEstimate, StepEstimate]:
     """Return the estimates of a decoding step without prompts, and of a step with one prompt in each group.
 
@@ -303,14 +303,14 @@ def engine_steps(
     """
     engines = _Engines(decoder, Compute(topology), asked, engine)
     decode = engines.step("decode", batch, asked.input + asked.output // 2)
-    with_cache = dataclasses.replace(decode, bytes=engines.held(batch))
+    with_cache = dataclasses.replace(decode, bytes=engines.memory_bytes(batch))
     return with_cache, engines.step("prefill", engine.attention, asked.input)
 
 
 def serving_points(
     decoder: Decoder,
     topology: Topology,
-    asked: ServingAsked,
+    asked: ServingRequests,
     limits: ServingLimits | None = None,
     calibration: Calibration | None = None,
 ) -> Iterator[ServingPoint]:
@@ -326,7 +326,7 @@ def serving_points(
         for batch in engines.batches():
             point = _chosen([each for each in engines.points(batch, engines.chunks(batch)) if each.fits], limits)
             yield point
-            apart = _apart(point, engines, for_prompts, limits)
+            apart = _separate_engines(point, engines, for_prompts, limits)
             if apart is not None:
                 yield apart
 

@@ -12,9 +12,9 @@ from autoshard.serving.decoder_counts import Decoder
 from autoshard.serving.serving_model import (
     MEMORY_SHARE,
     STORED_BYTES,
-    ServingAsked,
     ServingLimits,
     ServingPoint,
+    ServingRequests,
     serving_points,
 )
 
@@ -26,7 +26,7 @@ class ServingPlan:
     config: str
     decoder: Decoder
     topology: str
-    asked: ServingAsked
+    asked: ServingRequests
     limits: ServingLimits
     points: tuple[ServingPoint, ...]
     best: ServingPoint
@@ -35,7 +35,9 @@ class ServingPlan:
     """Points that no other beats in both tokens per second and time of a token, the quickest first."""
 
 
-def plan_serving(config: str, topology: str, asked: ServingAsked, limits: ServingLimits | None = None) -> ServingPlan:
+def plan_serving(
+    config: str, topology: str, asked: ServingRequests, limits: ServingLimits | None = None
+) -> ServingPlan:
     """Return the serving points for `hf:CONFIG`, with the best one within the latency limits.
 
     Raises `UserError` for a model that is no decoder of known form, and for one that fits in no way. Limits that no
@@ -61,7 +63,7 @@ def plan_serving(config: str, topology: str, asked: ServingAsked, limits: Servin
             f"{room / 2**30:.1f} GiB (5 % stay free) when all hold one copy; "
             f"{_ways_out(decoder, place, asked, limits)}."
         )
-    allowed = [each for each in points if limits.keeps(each)]
+    allowed = [each for each in points if limits.allows(each)]
     if not allowed:
         raise UserError(
             f"no way to serve {config} on {place.name} keeps the limits; the best there is has {_bests(points)}."
@@ -70,10 +72,10 @@ def plan_serving(config: str, topology: str, asked: ServingAsked, limits: Servin
     return ServingPlan(config, decoder, place.name, asked, limits, points, best, _frontier(points))
 
 
-def _ways_out(decoder: Decoder, place: Topology, asked: ServingAsked, limits: ServingLimits) -> str:
+def _ways_out(decoder: Decoder, place: Topology, asked: ServingRequests, limits: ServingLimits) -> str:
     """Name the fewest devices of the same chip that serve the decoder, and narrower weights if these fit."""
 
-    def serves(where: Topology, given: ServingAsked) -> bool:
+    def serves(where: Topology, given: ServingRequests) -> bool:
         return next(iter(serving_points(decoder, where, given, limits)), None) is not None
 
     narrow = dataclasses.replace(asked, weights="fp8")
@@ -90,13 +92,13 @@ def _bests(points: tuple[ServingPoint, ...]) -> str:
     """Describe the least of each time that has a limit, and its point."""
     first, token, gap = (min(points, key=lambda each: getattr(each, name)) for name in ("first_s", "token_s", "gap_s"))
 
-    def said(point: ServingPoint) -> str:
+    def words(point: ServingPoint) -> str:
         groups = f", attention {point.engine.attention}" if point.engine.attention > 1 else ""
         return f"(tensor {point.engine.tensor}{groups}, batch {point.batch})"
 
     return (
-        f"a first token after {format_seconds(first.first_s)} {said(first)}, a further token each "
-        f"{format_seconds(token.token_s)} {said(token)}, or no gap above {format_seconds(gap.gap_s)} {said(gap)}"
+        f"a first token after {format_seconds(first.first_s)} {words(first)}, a further token each "
+        f"{format_seconds(token.token_s)} {words(token)}, or no gap above {format_seconds(gap.gap_s)} {words(gap)}"
     )
 
 

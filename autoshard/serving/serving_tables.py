@@ -155,14 +155,14 @@ def _cells(point: ServingPoint) -> dict[str, str]:
     }
 
 
-def _note(plan: ServingPlan, said: list[str]) -> str:
+def _note(plan: ServingPlan, columns: list[str]) -> str:
     """Return the legend of the table, without the columns that are omitted."""
     best, gap = plan.best, format_seconds(plan.best.gap_s)
     text = f"* most tokens within the limits, with no more than {gap} between two. first: until a first token, where "
     text += "nobody else waits; each: a further one, on the mean; chunk: tokens of prompts in a step; GiB of a device. "
-    if "attn" in said:
+    if "attn" in columns:
         text += "attn: groups of `tensor` devices, each with its sequences (data-parallel attention). "
-    if "experts" in said:
+    if "experts" in columns:
         text += "experts: parts of whole experts. "
     if any(point.prompt_engines for point in (*plan.frontier, best)):
         text += "2+6: two engines for prompts, six to decode; 2x4+6: two of another kind, of 4 devices. "

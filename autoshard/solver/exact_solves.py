@@ -10,7 +10,7 @@ import math
 import os
 import time
 
-from autoshard.solver.job_process import Apart, Clock, Due, processor_seconds, serve
+from autoshard.solver.job_process import Clock, Due, JobProcess, processor_seconds, serve
 from autoshard.solver.mip_rows import MipResult, solve_mip
 from autoshard.solver.residual_graph import Graph
 
@@ -33,11 +33,11 @@ _HANDED: tuple[Clock, ...] = (time.monotonic, processor_seconds)
 """Clocks that work in another process too."""
 _HURRY_S = 1.0
 """Seconds within which the current answer should arrive once it is requested."""
-_idle: list[tuple[int, Apart]] = []
+_idle: list[tuple[int, JobProcess]] = []
 """(id of the process that started it, idle child process) pairs; rarely more than one."""
 
 
-def solve_apart(job: Exact, due: Due) -> MipResult | None:
+def solve_in_process(job: Exact, due: Due) -> MipResult | None:
     """Run `solve_mip` in a child process and wait for its result until `due`.
 
     At `due` the current result is requested; return None if there is none yet.
@@ -55,10 +55,10 @@ def solve_apart(job: Exact, due: Due) -> MipResult | None:
         sent = dataclasses.replace(sent, deadline=job.deadline - job.clock())
     process, fit = _take(), False
     try:
-        process.give([sent])
+        process.send([sent])
         while not process.done():
             # A clock that the child process cannot use is checked here.
-            if (due() or (own and job.clock() > job.deadline)) and not process.hurry(_HURRY_S):
+            if (due() or (own and job.clock() > job.deadline)) and not process.request_current_answer(_HURRY_S):
                 return None
             process.wait(0.1)
         result: MipResult = process.answer()
@@ -71,14 +71,14 @@ def solve_apart(job: Exact, due: Due) -> MipResult | None:
             process.end()
 
 
-def _take() -> Apart:
+def _take() -> JobProcess:
     """Return an idle child process, or start a new one."""
     try:
         owner, process = _idle.pop()
     except IndexError:
-        return Apart(__name__)
+        return JobProcess(__name__)
     # After a fork, a child process still belongs to the process that started it.
-    return process if owner == os.getpid() else Apart(__name__)
+    return process if owner == os.getpid() else JobProcess(__name__)
 
 
 @atexit.register

@@ -72,7 +72,7 @@ _HURRY = "hurry"
 """Message that asks for the current answer, sent instead of a job."""
 
 
-class Apart:
+class JobProcess:
     """A child process that runs a module's `main`, which calls `serve`, and the thread that waits for its answer."""
 
     def __init__(self, module: str):
@@ -81,7 +81,7 @@ class Apart:
         self._thread: threading.Thread | None = None
         self._speaking = threading.Lock()
 
-    def give(self, messages: Iterable[object]) -> None:
+    def send(self, messages: Iterable[object]) -> None:
         """Send messages, the last of which gets an answer; the process must be idle."""
         self._outcome = None
 
@@ -105,7 +105,7 @@ class Apart:
         self._thread = threading.Thread(target=work, daemon=True)
         self._thread.start()
 
-    def hurry(self, seconds: float) -> bool:
+    def request_current_answer(self, seconds: float) -> bool:
         """Ask for the current answer and wait up to `seconds`; return True if it arrived."""
         pipe = self._process.stdin
         assert pipe is not None

@@ -1,4 +1,4 @@
-"""A compact form of a problem (`Network`), and the part of it that remains after pruning by a bound (`Narrowed`).
+"""A compact form of a problem (`Network`), and the part of it that remains after pruning by a bound (`Pruned`).
 
 Edges of a `Network` share tables among alternatives and among one another. It is therefore small even when the
 `Problem`'s tables [alternatives x alternatives] would be large.
@@ -56,7 +56,7 @@ class Network:
 class Messages:
     """State of message passing before any alternative was pruned by its cost."""
 
-    kept: tuple[Ints, ...]
+    alternatives: tuple[Ints, ...]
     """For each node the alternatives that the messages cover."""
     ends: tuple[tuple[int, int], ...]
     """Both end nodes of every link."""
@@ -67,10 +67,10 @@ class Messages:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Narrowed:
+class Pruned:
     """The part of a network that remains after pruning."""
 
-    kept: tuple[Ints, ...]
+    alternatives: tuple[Ints, ...]
     """For each node the remaining alternatives, ascending."""
     bound: float
     """Lower bound on the cost of all choices of the whole network."""

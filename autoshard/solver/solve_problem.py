@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from autoshard.errors import OutOfRangeError, UserError
 from autoshard.solver.elimination import Elimination
-from autoshard.solver.exact_solves import Exact, solve_apart
+from autoshard.solver.exact_solves import Exact, solve_in_process
 from autoshard.solver.job_process import Clock
 from autoshard.solver.judge import evaluate
 from autoshard.solver.mip_rows import usage_profile
@@ -116,7 +116,7 @@ class _Solve:
         self.threads = threads
         self.iterations = iterations
         self.progress = progress
-        self.told = (lambda: False) if stop is None else stop.is_set
+        self.stop_requested = (lambda: False) if stop is None else stop.is_set
         self.enough = enough
         self.best: Ints | None = None
         self.cost: int | None = None
@@ -154,7 +154,7 @@ class _Solve:
 
     def stopped(self) -> bool:
         """Return True if the caller stopped the solve, or if all remaining choices are of no use by the bound."""
-        return self.told() or self.bound >= self.enough
+        return self.stop_requested() or self.bound >= self.enough
 
     def due(self) -> bool:
         """Return True if the solve was stopped or its time is up."""
@@ -203,7 +203,7 @@ class _Solve:
                 times=times,
                 nodes=None if self.iterations is None else 5000,
             )
-            result = solve_apart(job, self.due)
+            result = solve_in_process(job, self.due)
             if result is None:
                 return False
             if result.choices is not None:
@@ -248,15 +248,15 @@ class _Solve:
         judged = evaluate(self.problem, choices)
         if judged.feasible and (self.cost is None or judged.cost < self.cost):
             self.best, self.cost = np.array(choices, dtype=np.int64), judged.cost
-            self.tell()
+            self.report_progress()
 
     def raise_bound(self, bound: int) -> None:
         """Raise the lower bound if `bound` is higher."""
         if bound > self.bound:
             self.bound = bound
-            self.tell()
+            self.report_progress()
 
-    def tell(self) -> None:
+    def report_progress(self) -> None:
         """Report incumbent and bound to the caller."""
         if self.progress is not None:
             self.progress(Progress(time.monotonic() - self.began, self.cost, self.bound))

@@ -10,9 +10,9 @@ from autoshard.solver.flat_graph import flatten
 from autoshard.solver.network import Link, Network
 from autoshard.solver.problem import Problem
 from autoshard.solver.residual_graph import build
-from autoshard.solver.search.local_search import Climber
+from autoshard.solver.search.local_search import LocalSearch
 from autoshard.solver.search.message_passing import Dual
-from autoshard.solver.search.pruning import narrow
+from autoshard.solver.search.pruning import prune
 
 
 def warm() -> None:
@@ -35,11 +35,11 @@ def warm() -> None:
     dual.slack()
     table = np.array([[0.0, 1.0], [2.0, 0.0]])
     link = Link(0, 1, np.arange(2), np.arange(2), table, 1.0)
-    narrow(Network([np.ones(2), np.ones(2)], [link], [], None), None, None, np.inf)
+    prune(Network([np.ones(2), np.ones(2)], [link], [], None), None, None, np.inf)
     costs = np.zeros((2, 2), dtype=np.int64)
     dominators(costs[0], [costs[0]], [costs])
     fold_between(costs, costs)
-    climber = Climber(flat, 0)
+    climber = LocalSearch(flat, 0)
     climber.start(chosen)
     climber.run(dual.prices, 1)
 

@@ -13,10 +13,10 @@ from numpy.typing import NDArray
 
 from autoshard.cost import Calibration, Compute, chip_names, load_calibration, load_chip, make_mesh, with_flags
 from autoshard.errors import UserError
-from autoshard.graph import made_late
+from autoshard.graph import defer_weight_gradients
 from autoshard.planning.explain.write_plan import Writer
 from autoshard.planning.mesh.portfolio import Contender
-from autoshard.planning.price.analysed_program import Reading, build_model, read_program
+from autoshard.planning.price.analysed_program import AnalysedProgram, analyse_program, build_model
 from autoshard.planning.price.evaluate import evaluate
 from autoshard.planning.record.plan_record import Plan
 from autoshard.planning.solve.mesh_solve import Solved, Terms, solve_within
@@ -202,7 +202,7 @@ def _step(bare: PublishedRow, run: Run) -> PublishedRow:
 def unseen_seconds(model: Model, choices: NDArray[np.int64], run: Run | ServingRun, source: str) -> float:
     """Return the seconds of a run's step, priced with figures that were fitted without the runs of one source."""
     figures = with_flags(without_source(run.topology.chip.name, source), run.flags).calibration
-    reading = Reading(
+    reading = AnalysedProgram(
         model.graph, model.structure, model.liveness, find_groups(model.program, model.graph, model.structure)
     )
     staged = isinstance(run, Run) and run.pipeline is not None
@@ -261,13 +261,13 @@ def stated_plan(run: Run) -> tuple[Program, Plan]:
     if run.pipeline is not None:
         plan = dataclasses.replace(plan, provenance=plan.provenance | {"stage_axis": STAGE})
     if run.flags:
-        flags = with_flags(load_calibration(run.topology.chip), run.flags).said(run.flags)
+        flags = with_flags(load_calibration(run.topology.chip), run.flags).record(run.flags)
         plan = dataclasses.replace(plan, provenance=plan.provenance | {"xla_flags": flags})
     return program, plan
 
 
 def _makes_late(chip: str, figures: Calibration) -> bool:
-    """Return True if the chip's compiler defers the head's weight gradient until after the backward pass (`made_late`).
+    """Return True if the chip's compiler defers the head's weight gradient until after the backward pass.
 
     Observed for tpu7x with any flags, and for v5p with synchronous gradient sums. Other cases were observed not to, or
     were not examined. Evidence: docs/compiler_behaviour.md, "Deferred gradient of the head".
@@ -296,10 +296,10 @@ def _stated(run: Run, attention: str) -> tuple[Program, Model, Groups, Solved]:
         gathered_on=abstract if run.keeps_gathered else None, whole_on=abstract if run.sums_late else None,
         pipeline=run.pipeline,
     )  # fmt: skip
-    reading = read_program(program, mesh.topology.backend)
+    reading = analyse_program(program, mesh.topology.backend)
     figures = with_flags(load_calibration(run.topology.chip), run.flags).calibration
     if run.topology.num_devices > 1 and _makes_late(run.topology.chip.name, figures):
-        reading = dataclasses.replace(reading, liveness=made_late(reading.graph, reading.liveness))
+        reading = dataclasses.replace(reading, liveness=defer_weight_gradients(reading.graph, reading.liveness))
     staged = run.pipeline is not None
     model = build_model(program, reading, mesh, run.topology.usable_bytes, figures, staged=staged)
     axes = {name: [k] for k, name in enumerate(sizes)}

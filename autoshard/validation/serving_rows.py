@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from autoshard.cost import Topology, load_calibration, make_mesh
-from autoshard.planning.price.analysed_program import build_model, read_program
+from autoshard.planning.price.analysed_program import analyse_program, build_model
 from autoshard.planning.solve.mesh_solve import Terms, solve_within
 from autoshard.planning.solve.time_weights import even_weights, normalise
 from autoshard.planning.space.baselines import Baseline
@@ -135,7 +135,7 @@ def rebuild_serving(run: ServingRun) -> tuple[Model, NDArray[np.int64]]:
     sizes = _mesh_sizes(run)
     mesh = make_mesh(run.topology, {name: size for name, size in sizes.items() if size > 1})
     program = _program(run)
-    reading = read_program(program, mesh.topology.backend)
+    reading = analyse_program(program, mesh.topology.backend)
     model = build_model(program, reading, mesh, run.topology.usable_bytes, load_calibration(run.topology.chip))
     axes = {name: [k] for k, name in enumerate(mesh.names)}
     wanted = _laid_out(run, model, reading.groups, axes.get("x", []), axes.get("yz", []))

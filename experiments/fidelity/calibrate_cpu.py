@@ -34,7 +34,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 from autoshard.cost import Calibration, Collectives, Compute, Topology, load_calibration, make_mesh  # noqa: E402
 from autoshard.cost.collectives import _COPIES  # noqa: E402
 from autoshard.exec import ensure_devices  # noqa: E402
-from autoshard.exec.devices.local_devices import memory_kept  # noqa: E402
+from autoshard.exec.devices.local_devices import retained_memory  # noqa: E402
 from experiments.lib.quiet_machine import held  # noqa: E402
 
 
@@ -290,7 +290,7 @@ def main() -> None:
     ensure_devices(DEVICES)
     topology = Topology.parse(f"cpu:{DEVICES}")
     ready = benches()
-    with held(arguments.hold), memory_kept():
+    with held(arguments.hold), retained_memory():
         seconds = measured(ready)
     figures, copies, edge = fit(seconds, topology)
     print(report(seconds, dataclasses.replace(load_calibration("cpu"), **figures), topology))

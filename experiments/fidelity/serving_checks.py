@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 
 from autoshard.planning import Plan
-from autoshard.serving import CheckedStep, ServingAsked, ServingLimits, check_serving, plan_serving
+from autoshard.serving import CheckedStep, ServingLimits, ServingRequests, check_serving, plan_serving
 
 
 TABLE = Path(__file__).parents[1] / "results" / "serving_checks.md"
@@ -40,7 +40,7 @@ def main() -> int:
     lines, times, sizes = [], [], []
     for model, topology, limit in ROWS:
         limits = ServingLimits(token_s=limit)
-        plan = plan_serving(f"hf:{model}", topology, ServingAsked(1000, 1000), limits)
+        plan = plan_serving(f"hf:{model}", topology, ServingRequests(1000, 1000), limits)
         engine = plan.best.engine
         kind = f"tensor {engine.tensor}"
         kind += f", attention {engine.attention}" if engine.attention > 1 else ""

@@ -12,7 +12,7 @@ from collections import defaultdict
 from pathlib import Path
 
 from autoshard.cost import Topology
-from autoshard.serving import Decoder, ServingAsked, ServingEngine, ServingPoint, serving_point
+from autoshard.serving import Decoder, ServingEngine, ServingPoint, ServingRequests, serving_point
 
 
 ROOT = Path(__file__).parents[2]
@@ -49,7 +49,7 @@ def point(row: dict) -> ServingPoint | None:
     quantised = row.get("gemm_quant_mode")
     if quantised == "nvfp4":
         return None
-    asked = ServingAsked(row["isl"], row["osl"], "fp8" if quantised else "bf16")
+    asked = ServingRequests(row["isl"], row["osl"], "fp8" if quantised else "bf16")
     topology = Topology.parse(f"{CHIPS[row['system']]}:{row['tp_size']}")
     return serving_point(MODELS[row["model_path"]], topology, asked, ServingEngine(row["tp_size"]), row["batch_size"])
 
@@ -128,7 +128,7 @@ def largest_is_best(rows: list[dict]) -> float:
 def tpu_lines(data: dict) -> list[str]:
     lines = []
     for row in data["serving_trillium"]["rows"]:
-        place, asked = Topology.parse("v6e:2x4"), ServingAsked(1000, 1000)
+        place, asked = Topology.parse("v6e:2x4"), ServingRequests(1000, 1000)
         point = serving_point(LLAMA_70B, place, asked, ServingEngine(8), row["concurrency"], CHUNK - row["concurrency"])
         ours = 1e3 * point.token_s
         theirs = row["mean_tpot_ms"]

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from autoshard.cost import Calibration, Compute, load_calibration, robust_fit, with_flags
-from autoshard.planning.price.analysed_program import Reading, build_model
+from autoshard.planning.price.analysed_program import AnalysedProgram, build_model
 from autoshard.planning.price.evaluate import evaluate
 from autoshard.planning.space.decision_model import Model
 from autoshard.planning.space.dim_groups import find_groups
@@ -87,7 +87,7 @@ class Case:
         m = self.model
         assert m is not None and self.choices is not None
         figures = with_flags(calibration, self.flags).calibration
-        reading = Reading(m.graph, m.structure, m.liveness, find_groups(m.program, m.graph, m.structure))
+        reading = AnalysedProgram(m.graph, m.structure, m.liveness, find_groups(m.program, m.graph, m.structure))
         priced = build_model(m.program, reading, m.mesh, m.mesh.topology.usable_bytes, figures, staged=self.staged)
         return evaluate(priced, self.choices).step_time_s
 

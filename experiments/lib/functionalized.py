@@ -35,12 +35,12 @@ def step_of(kind: str, rung: int) -> tuple[Any, dict[str, Any]]:
     import torch
 
     from autoshard.program.hf.hf_eager import _loss, hf_eager
-    from autoshard.program.hf.hf_model import acting, build_model
+    from autoshard.program.hf.hf_model import build_model, runnable_part
     from autoshard.program.hf.task_inputs import tasks_of
     from autoshard.program.torch.torch_module import evaluation_mode
 
     fields = json.loads(json.dumps(tiny(kind, rung, _decodes(class_of(kind))), default=str))
-    meta, _ = acting(build_model(kind, fields, "float32"))
+    meta, _ = runnable_part(build_model(kind, fields, "float32"))
     if (count := sum(each.numel() for each in meta.parameters())) > MOST:
         raise MemoryError(f"{count} parameters")
     sizes: dict[str, Any] = {"batch": 2, "image": None, "train": True, "dtype": "float32"}

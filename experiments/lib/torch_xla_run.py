@@ -78,10 +78,10 @@ def planned(model: Any, optimizer: Any, executed: list[Path]) -> dict[str, Any]:
         return {}
 
     from autoshard.exec import plan_mesh, read_collectives, wire_by_axis
-    from autoshard.exec.torch_xla_hook import held_spec, is_split
+    from autoshard.exec.torch_xla_hook import is_split, sharding_text
 
     def split(tensor: Any) -> bool:
-        return is_split(held_spec(tensor))
+        return is_split(sharding_text(tensor))
 
     states = [t for s in optimizer.state.values() for t in s.values() if isinstance(t, torch.Tensor) and t.dim()]
     plan = hook.session().plans[-1]

@@ -188,7 +188,7 @@ class Own:
             (pin_hooks.CallPins, ("_constrain",)),
             (hook_session.Session, ("on_call", "on_sync", "on_read", "whole")),
             (input_placement.PlannedInputs, ("xla_spec", "can_apply")),
-            (later_steps.Applied, ("mark_input", "mark_batch")),
+            (later_steps.LaterMarks, ("mark_input", "mark_batch")),
         ):
             for name in names:
                 setattr(owner, name, self._timed(getattr(owner, name)))
@@ -284,11 +284,11 @@ def parameters() -> dict[str, Any]:
     import torch
 
     import autoshard.torch_xla
-    from autoshard.exec.torch_xla_hook import held_spec, is_split
+    from autoshard.exec.torch_xla_hook import is_split, sharding_text
     from autoshard.exec.torch_xla_hook.values.lazy_tensors import live_on_xla
 
     there = [each for each in live_on_xla() if isinstance(each, torch.nn.Parameter)]
-    split = [each for each in there if is_split(held_spec(each))]
+    split = [each for each in there if is_split(sharding_text(each))]
     session = autoshard.torch_xla.session()
     plans = [] if session is None else session.plans
     return {

@@ -128,12 +128,12 @@ def chosen(stack: Stack) -> tuple[tuple[Any, ...], float]:
 
 def enumerated(stack: Stack) -> dict[tuple[Any, ...], float]:
     """Return the expected step of every possible pipeline, and without one, on its best mesh."""
-    from autoshard.base.workers import Crew
+    from autoshard.base.workers import WorkerCrew
     from autoshard.cost import Topology, candidate_meshes, load_calibration
     from autoshard.errors import UserError
     from autoshard.planning import read_asked
     from autoshard.planning.mesh.mesh_attempt import unusable
-    from autoshard.planning.price.analysed_program import Task, read_program
+    from autoshard.planning.price.analysed_program import Task, analyse_program
     from autoshard.planning.recipes.pipeline_recipes import is_sensible
     from autoshard.planning.solve.weight_search import Infeasible, search
     from autoshard.planning.space.derived_axes import LEAST_GAIN
@@ -151,7 +151,7 @@ def enumerated(stack: Stack) -> dict[tuple[Any, ...], float]:
             program = stack.program(**values_by_name)
         except UserError:
             continue
-        reading = read_program(program, topology.backend)
+        reading = analyse_program(program, topology.backend)
         task = Task(program, reading, read_asked(), limit, 0, figures)
         best, fewest = math.inf, 0
         for mesh in candidate_meshes(topology):
@@ -159,7 +159,9 @@ def enumerated(stack: Stack) -> dict[tuple[Any, ...], float]:
                 continue
             model = task.priced(mesh)
             try:
-                solved = search(model, [], Limits(limit, 120.0, 0), print_nothing, task.required(model), None, Crew())
+                solved = search(
+                    model, [], Limits(limit, 120.0, 0), print_nothing, task.required(model), None, WorkerCrew()
+                )
             except Infeasible:
                 continue
             step = solved.best.expected_s

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from autoshard.base.worker_process import Job, Stopped
-from autoshard.base.workers import HERE, Crew, helpers_here
+from autoshard.base.workers import HERE, WorkerCrew, helpers_here
 
 
 PATIENCE_S = 60.0
@@ -46,7 +46,7 @@ def nap(seconds: float) -> int:
     return os.getpid()
 
 
-def wait_for_helpers(crew: Crew) -> None:
+def wait_for_helpers(crew: WorkerCrew) -> None:
     """Wait until a helper has finished a job, which shows that it has started."""
     until = time.monotonic() + PATIENCE_S
     while not crew.jobs_helped:
@@ -55,7 +55,7 @@ def wait_for_helpers(crew: Crew) -> None:
 
 
 def test_helpers_take_part_and_answers_come_in_order() -> None:
-    with Crew(2) as crew:
+    with WorkerCrew(2) as crew:
         wait_for_helpers(crew)
         done = crew.map(nap, [0.1] * 8, lambda seconds: (seconds,))
         assert len(done) == 8 and os.getpid() in done and len(set(done)) > 1
@@ -65,11 +65,11 @@ def test_helpers_take_part_and_answers_come_in_order() -> None:
 def test_nothing_is_left_of_a_crew_that_has_ended() -> None:
     """Join all threads: a thread that is alive when Python exits may abort the process."""
     before = threading.active_count()
-    with Crew(2) as crew:
+    with WorkerCrew(2) as crew:
         wait_for_helpers(crew)
         assert threading.active_count() == before + 2
     assert threading.active_count() == before
-    with pytest.raises(KeyboardInterrupt), Crew(2) as crew:  # in the middle of a job
+    with pytest.raises(KeyboardInterrupt), WorkerCrew(2) as crew:  # in the middle of a job
         wait_for_helpers(crew)
         crew.map(interrupted, [os.getpid()] * 3, lambda parent: (parent,))
     assert threading.active_count() == before
@@ -83,12 +83,12 @@ def interrupted(parent: int) -> None:
 
 
 def test_alone_everything_is_done_here() -> None:
-    crew = Crew()
+    crew = WorkerCrew()
     assert crew.alone and set(crew.map(nap, [0.0] * 3, lambda seconds: (seconds,))) == {os.getpid()}
 
 
 def test_what_is_shared_stands_for_itself_on_both_sides() -> None:
-    with Crew(1) as crew:
+    with WorkerCrew(1) as crew:
         wait_for_helpers(crew)
         for content in (5, 50):  # the second replaces the first
             box = Box(content)
@@ -105,7 +105,7 @@ def slow_add(box: Box, number: int) -> tuple[Box, int, int]:
 
 
 def test_a_copy_may_be_sent_of_what_cannot_be() -> None:
-    with Crew(1) as crew:
+    with WorkerCrew(1) as crew:
         wait_for_helpers(crew)
         box, sent = Box(1), Box(2)
         box.add = lambda number: (box, 1 + number, os.getpid())  # type: ignore[method-assign]
@@ -119,7 +119,7 @@ def test_a_copy_may_be_sent_of_what_cannot_be() -> None:
 
 def test_what_cannot_be_pickled_leaves_this_process_alone() -> None:
     said: list[str] = []
-    with Crew(1) as crew:
+    with WorkerCrew(1) as crew:
         crew.progress = said.append
         wait_for_helpers(crew)
         crew.share("secret", threading.Lock())
@@ -135,13 +135,13 @@ class Naps:
     def __init__(self, count: int) -> None:
         self.count, self.begun, self.done = count, 0, 0
 
-    def take(self, seat: int) -> Job | None:
+    def take(self, slot: int) -> Job | None:
         if self.begun == self.count:
             return None
         self.begun += 1
         return Job(self.begun, nap, (0.02,))
 
-    def put(self, job: Job, seat: int, value: Any) -> None:
+    def put(self, job: Job, slot: int, value: Any) -> None:
         self.done += 1
 
     def lose(self, job: Job) -> None:
@@ -160,7 +160,7 @@ class Naps:
 )
 def test_what_a_lost_helper_had_is_done_here(what: str, why: str) -> None:
     said: list[str] = []
-    with Crew(1) as crew:
+    with WorkerCrew(1) as crew:
         crew.progress = said.append
         wait_for_helpers(crew)
         box = Box(9)
@@ -170,19 +170,19 @@ def test_what_a_lost_helper_had_is_done_here(what: str, why: str) -> None:
 
 
 class Race:
-    """A long job in one seat that is outdated as soon as the other seat has finished its own job."""
+    """A long job in one slot that is outdated as soon as the other slot has finished its own job."""
 
     def __init__(self, long_seat: int) -> None:
         self.long_seat, self.begun, self.finished, self.lost = long_seat, set[int](), False, False
 
-    def take(self, seat: int) -> Job | None:
-        if seat in self.begun or (self.long_seat not in self.begun and seat != self.long_seat):
+    def take(self, slot: int) -> Job | None:
+        if slot in self.begun or (self.long_seat not in self.begun and slot != self.long_seat):
             return None
-        self.begun.add(seat)
-        return Job(seat, until_stopped, (), stoppable=True) if seat == self.long_seat else Job(seat, nap, (0.1,))
+        self.begun.add(slot)
+        return Job(slot, until_stopped, (), stoppable=True) if slot == self.long_seat else Job(slot, nap, (0.1,))
 
-    def put(self, job: Job, seat: int, value: Any) -> None:
-        assert seat != self.long_seat
+    def put(self, job: Job, slot: int, value: Any) -> None:
+        assert slot != self.long_seat
         self.begun.add(-1)
         self.finished = self.long_seat != HERE or self.lost
 
@@ -198,19 +198,19 @@ def until_stopped(stop: threading.Event) -> None:
     raise Stopped
 
 
-@pytest.mark.parametrize("seat", [0, 1], ids=["here", "at a helper"])
-def test_an_outdated_job_is_stopped(seat: int) -> None:
-    with Crew(1) as crew:
+@pytest.mark.parametrize("slot", [0, 1], ids=["here", "at a helper"])
+def test_an_outdated_job_is_stopped(slot: int) -> None:
+    with WorkerCrew(1) as crew:
         wait_for_helpers(crew)
         began = time.monotonic()
-        crew.run(Race(seat))
+        crew.run(Race(slot))
         wait_for_helpers(crew)
         assert set(crew.map(nap, [0.1] * 6, lambda seconds: (seconds,))) > {os.getpid()}, "it is free again"
         assert time.monotonic() - began < PATIENCE_S
 
 
 def test_a_patient_crew_starts_its_helpers_when_there_is_much_to_do() -> None:
-    with Crew(1, patience=0.3) as crew:
+    with WorkerCrew(1, start_delay_s=0.3) as crew:
         assert not crew.alone
         crew.share("box", Box(1))
         assert set(crew.map(work, [0.02] * 2, lambda seconds: (seconds,))) == {os.getpid()}
@@ -221,7 +221,7 @@ def test_a_patient_crew_starts_its_helpers_when_there_is_much_to_do() -> None:
 
 
 def test_processor_seconds_of_helpers_count() -> None:
-    with Crew(1) as crew:
+    with WorkerCrew(1) as crew:
         wait_for_helpers(crew)
         began, here = crew.processor_seconds(), time.process_time()
         pids = crew.map(work, [0.2] * 4, lambda seconds: (seconds,))
@@ -250,11 +250,11 @@ SCRIPT = """
     import os, signal, sys, time
     sys.path.insert(0, {tests!r})
     signal.signal(signal.SIGINT, signal.default_int_handler)  # what runs in a shell's background ignores it
-    from autoshard.base.workers import Crew
+    from autoshard.base.workers import WorkerCrew
     from tests.base.test_crew import nap, wait_for_helpers
 
     print("script", flush=True)
-    with Crew(1) as crew:
+    with WorkerCrew(1) as crew:
         wait_for_helpers(crew)
         (helper,) = set(crew.map(nap, [0.1] * 4, lambda seconds: (seconds,))) - {{os.getpid()}}
         print(helper, flush=True)

@@ -13,7 +13,7 @@ import pytest
 
 import autoshard
 from autoshard.base.processes import collecting_seldom, python_command, scratch_folder, scratch_folders
-from autoshard.base.workers import Crew
+from autoshard.base.workers import WorkerCrew
 
 
 TRAP = "import pathlib; pathlib.Path(__file__).with_name('executed').touch(); raise SystemExit('not this one')\n"
@@ -55,7 +55,7 @@ def test_children_have_this_package_and_what_the_environment_adds(tmp_path: Path
 
 def test_helpers_of_a_crew_start_beside_such_files(trap: Path):
     said: list[str] = []
-    with Crew(1) as crew:
+    with WorkerCrew(1) as crew:
         crew.progress = said.append
         assert len(set(crew.map(_nap, range(8), lambda number: (0.2,)))) == 2
     assert not said and not list(trap.rglob("executed"))

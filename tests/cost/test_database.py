@@ -23,7 +23,7 @@ ONE, OTHER = observation(bill(matmul=3, traffic=1e6), 0.1, "one"), observation(b
 
 @pytest.fixture(autouse=True)
 def nothing_said(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(module, "_said", set())
+    monkeypatch.setattr(module, "_reported", set())
 
 
 def kept(database: Database) -> list[Observation]:

@@ -12,11 +12,11 @@ from autoshard.cost import (
     Topology,
     compiler_version,
     fit,
+    fit_record,
     hidden_shares,
     learned_fit,
     load_calibration,
-    said_calibration,
-    said_of_fit,
+    recorded_calibration,
 )
 from tests.cost.observed import bill, observation
 
@@ -128,8 +128,8 @@ def test_what_the_database_has_seen_is_learned(tmp_path, monkeypatch: pytest.Mon
     fitted = learned_fit(topology)
     assert fitted.calibration.memory_efficiency == pytest.approx(0.45, rel=0.15) and fitted.observations == len(seen)
     assert learned_fit(Topology.parse("cpu:4")).calibration == CPU, "another topology"
-    assert said_calibration("cpu", said_of_fit(fitted)) == fitted.calibration
-    assert said_calibration("cpu", None) == CPU
+    assert recorded_calibration("cpu", fit_record(fitted)) == fitted.calibration
+    assert recorded_calibration("cpu", None) == CPU
 
 
 def test_the_users_own_figures_win(tmp_path, monkeypatch: pytest.MonkeyPatch):

@@ -17,10 +17,10 @@ SHAPES = [(stages, count) for stages in (1, 2, 3, 4) for count in (1, 2, 3, 4, 8
 def schedules() -> list[Schedule]:
     """List all schedules of few stages and microbatches."""
     rows = [Schedule(name, *shape) for name in ("gpipe", "1f1b") for shape in SHAPES]
-    rows += [Schedule("gpipe", *shape, together=True) for shape in SHAPES]
+    rows += [Schedule("gpipe", *shape, in_ticks=True) for shape in SHAPES]
     shapes = [(stages, count, rounds) for stages, count in SHAPES if count % stages == 0 for rounds in (2, 3)]
     rows += [Schedule("interleaved", *shape) for shape in shapes]
-    return rows + [Schedule("circular", *shape, together=True) for shape in shapes]
+    return rows + [Schedule("circular", *shape, in_ticks=True) for shape in shapes]
 
 
 @pytest.mark.parametrize(("forward", "backward"), [(1, 1), (1, 2), (2, 1)])
@@ -36,7 +36,7 @@ def test_equal_chunks_take_what_the_papers_say(forward: int, backward: int) -> N
         assert made.in_flight == tuple(schedule.in_flight(stage) for stage in range(stages)), schedule
         if schedule.name == "1f1b":
             assert made.in_flight == tuple(min(stages - stage, count) for stage in range(stages))
-        if schedule.name == "gpipe" and not schedule.together:
+        if schedule.name == "gpipe" and not schedule.in_ticks:
             assert made.in_flight == (count,) * stages
 
 
@@ -84,7 +84,7 @@ def _needs(work: StageWork, chunks: int) -> list[tuple[tuple[bool, int, int], st
 def test_unequal_chunks_begin_as_soon_as_they_can() -> None:
     dice = random.Random(0)
     for schedule in schedules():
-        if schedule.together:
+        if schedule.in_ticks:
             continue
         forward, backward = ([dice.randint(1, 5) for _ in range(schedule.chunks)] for _ in range(2))
         hand = [dice.randint(0, 3) for _ in range(schedule.chunks - 1)]
@@ -141,7 +141,7 @@ def test_ticks_of_one_program_last_as_long_as_the_longest_stage() -> None:
     busy = 4 * (1 + 3 + 2 + 4), 4 * (2 + 4 + 3 + 5)
     assert made.busy_s == pytest.approx(busy)
     assert made.bubble == pytest.approx(1 - sum(busy) / (2 * made.step_time_s))
-    assert made.held([1, 2, 3, 4]) == (9 * 3, 9 * 4)
+    assert made.peak_bytes([1, 2, 3, 4]) == (9 * 3, 9 * 4)
 
 
 def test_a_forward_pass_alone_holds_one_microbatch() -> None:
@@ -152,7 +152,7 @@ def test_a_forward_pass_alone_holds_one_microbatch() -> None:
 
 def test_values_of_different_sizes_are_held() -> None:
     made = timetable(Schedule("1f1b", 3, 6), 1, 2)
-    assert made.held([10.0, 20.0, 30.0]) == (30.0, 40.0, 30.0)
+    assert made.peak_bytes([10.0, 20.0, 30.0]) == (30.0, 40.0, 30.0)
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from autoshard.planning.space.dim_groups import factor_states
 from autoshard.planning.space.op_strategies import heavy_strategies, result_states
 from autoshard.planning.xla.axis_assignments import WHOLE
 from autoshard.program import Program, trace
-from autoshard.program.kernels.cached_keys import Held
+from autoshard.program.kernels.cached_keys import CachedKeys
 from autoshard.program.kernels.decode_attention import cached_attention
 
 
@@ -25,7 +25,7 @@ B, K, P = 0, 1, 5
 
 
 def step(query: Any, keys: Any, values: Any, position: Any) -> Any:
-    return cached_attention(query, Held(keys, values, 1, LENGTH // 4), position=position)
+    return cached_attention(query, CachedKeys(keys, values, 1, LENGTH // 4), position=position)
 
 
 @functools.cache
@@ -51,7 +51,7 @@ def test_its_price_is_that_of_the_places_that_are_read() -> None:
     assert op.opaque.traffic == BATCH * HEADS * LENGTH // 4 * 2 * DIM * 4
     assert op.flops == 4 * BATCH * HEADS * GROUP * LENGTH // 4 * DIM
     assert op.steps == op.opaque.traffic // (4 << 20)
-    assert op.opaque.uneven == ((P, 4.0),), "the first quarter has all that is read"
+    assert op.opaque.imbalance == ((P, 4.0),), "the first quarter has all that is read"
 
 
 @pytest.mark.parametrize("state", [(B, K, P), (WHOLE, P, P)])

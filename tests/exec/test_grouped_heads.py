@@ -65,7 +65,7 @@ def test_heads_are_split_by_those_of_keys_and_then_within_their_groups() -> None
         # The gradients of keys and values are sums over the query heads that share them, and over the queries.
         inner = FactorKind.REDUCTION if "_dkv_" in op.opaque.target else FactorKind.PARALLEL
         assert op.rule.kinds[:4] == (FactorKind.PARALLEL, FactorKind.PARALLEL, inner, inner)
-        assert op.opaque.sloping == ((Q, SEQ // 128),)
+        assert op.opaque.triangular == ((Q, SEQ // 128),)
         assert op.opaque.dtype == "float32" and op.opaque.head == DIM, "not the mask's table of int8"
         strategies = heavy_strategies(read_graph(grouped().module), op, [2, 2, 2], "cpu")
         states = {tuple(state) for state in strategies.tolist()}

@@ -17,7 +17,7 @@ from autoshard.exec.apply import jax_application
 from autoshard.exec.apply.jax_application import check_host_memory
 from autoshard.graph import analyse, read_graph
 from autoshard.planning import Options, make_plan
-from autoshard.planning.price.analysed_program import build_model, read_program
+from autoshard.planning.price.analysed_program import analyse_program, build_model
 from autoshard.planning.space.decision_model import HOST
 from autoshard.program import Program, trace
 
@@ -193,7 +193,7 @@ def test_offloading_frees_the_memory_of_the_saved_stack() -> None:
 
 def test_traffic_to_the_host_is_that_of_the_saved_values_once_each_way() -> None:
     model = build_model(
-        p := program(True), read_program(p, "tpu"), make_mesh(Topology.parse("v5e:2x2"), {"data": 4}), 1 << 40
+        p := program(True), analyse_program(p, "tpu"), make_mesh(Topology.parse("v5e:2x2"), {"data": 4}), 1 << 40
     )
     blocks: dict[int, float] = {}
     for node in model.nodes:

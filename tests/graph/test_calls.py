@@ -28,7 +28,7 @@ def test_factors_of_attention() -> None:
         # Gradients of keys and values are sums over parts of the queries.
         along = FactorKind.REDUCTION if op.kind == "attention_backward" else FactorKind.PARALLEL
         assert op.rule.kinds == (*(FactorKind.PARALLEL,) * 3, along, *(FactorKind.NEED_REPLICATION,) * 3)
-        assert op.sloping == ((3, 1),), "one block of queries"
+        assert op.triangular == ((3, 1),), "one block of queries"
         assert len(op.rule.operands) == len(op.operands) and len(op.rule.results) == len(op.results)
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from autoshard.cost import Compute, Topology
 from autoshard.graph import read_graph
-from autoshard.graph.memory.stack_layouts import interleaved_passes
+from autoshard.graph.memory.stack_layouts import tile_row_copies
 from autoshard.program import trace
 
 
@@ -32,7 +32,7 @@ def copies(layers: int, axis: int, update: Any, shape: Sequence[int] = (WIDTH, I
 
     stack = jax.ShapeDtypeStruct(stacked, jnp.float32)
     graph = read_graph(trace(step, (stack, stack, jax.ShapeDtypeStruct((8, WIDTH), jnp.float32))).module)
-    passes = interleaved_passes(graph)
+    passes = tile_row_copies(graph)
     assert all(each.by_rows and each.count == 1 and each.block == -1 for each in passes)
     return [graph.tensors[each.tensor].shape for each in passes]
 

@@ -9,7 +9,7 @@ import pytest
 from jax import lax
 
 from autoshard.base.disk_cache import MOST
-from autoshard.graph import OpGraph, graph_cache, kept_graph, read_graph
+from autoshard.graph import OpGraph, cached_graph, graph_cache, read_graph
 from autoshard.graph.graph_cache import from_json, to_json
 from autoshard.program import Program, flash_attention, trace
 from tests.graph.programs import convolutions, decoder, decoding, f32, mlp, views
@@ -48,11 +48,11 @@ def test_the_second_time_nothing_is_read(folder: Path, monkeypatch: pytest.Monke
     module, other = mlp().module, views().module
     reads = []
     monkeypatch.setattr(graph_cache, "read_graph", lambda module: reads.append(1) or read_graph(module))
-    first, second = kept_graph(module), kept_graph(module)
+    first, second = cached_graph(module), cached_graph(module)
     assert first == second == read_graph(module) and len(reads) == 1
-    assert kept_graph(other) != first and len(reads) == 2
+    assert cached_graph(other) != first and len(reads) == 2
     monkeypatch.setattr(graph_cache, "registrations", lambda: 1)
-    assert kept_graph(module) == first and len(reads) == 3, "a registered rule is not in the module"
+    assert cached_graph(module) == first and len(reads) == 3, "a registered rule is not in the module"
     assert len(list(folder.iterdir())) == 2
 
 
@@ -61,7 +61,7 @@ def test_a_damaged_entry_is_read_anew_and_replaced(folder: Path, damage: str, mo
     from autoshard.base.disk_cache import write_entry
 
     module = mlp().module
-    expected = kept_graph(module)
+    expected = cached_graph(module)
     (path,) = folder.iterdir()
     good = path.read_bytes()
     if damage == "forged":  # the right hash over a body that is not a graph
@@ -69,14 +69,14 @@ def test_a_damaged_entry_is_read_anew_and_replaced(folder: Path, damage: str, mo
     else:
         middle = len(good) // 2
         path.write_bytes(good[:-1] if damage == "short" else good[:middle] + b"~" + good[middle + 1 :])
-    assert kept_graph(module) == expected
+    assert cached_graph(module) == expected
     assert path.read_bytes() == good
 
 
 def test_a_directory_that_cannot_be_used_costs_one_warning(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
     folder.write_text("in the way")
     module = mlp().module
-    assert kept_graph(module) == kept_graph(module) == read_graph(module)
+    assert cached_graph(module) == cached_graph(module) == read_graph(module)
     assert len(caplog.records) == 1 and "cannot be used as a cache" in caplog.text
 
 
@@ -85,7 +85,7 @@ def test_only_so_many_are_kept(folder: Path) -> None:
     for number in range(MOST + 3):
         (folder / f"{number}.graph").write_bytes(b"old")
     (folder / "1.program").write_bytes(b"of another kind")
-    kept_graph(mlp().module)
+    cached_graph(mlp().module)
     assert len(list(folder.glob("*.graph"))) == MOST and len(list(folder.glob("*.program"))) == 1
 
 

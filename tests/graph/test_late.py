@@ -3,7 +3,7 @@
 import jax
 import jax.numpy as jnp
 
-from autoshard.graph import analyse, made_late, read_graph
+from autoshard.graph import analyse, defer_weight_gradients, read_graph
 from autoshard.program import trace
 
 
@@ -24,7 +24,7 @@ def test_gradients_of_logits_are_held_through_the_backward_pass() -> None:
     program = trace(step, (params, shape((64, WIDTH), "float32")), name="head", donate_argnums=(0,))
     graph = read_graph(program.module)
     before = analyse(graph, (), {})
-    after = made_late(graph, before)
+    after = defer_weight_gradients(graph, before)
     backward = max(graph.loops, key=lambda loop: loop.start)
 
     def stops(liveness) -> dict[int, int]:
@@ -54,4 +54,4 @@ def test_what_a_loop_makes_of_a_carry_is_not_late() -> None:
     graph = read_graph(trace(run, (shape((64, WIDTH), "float32"), stacks), name="loops").module)
     assert len(graph.loops) == 2
     before = analyse(graph, (), {})
-    assert made_late(graph, before).buffers == tuple(sorted(before.buffers))
+    assert defer_weight_gradients(graph, before).buffers == tuple(sorted(before.buffers))

@@ -66,7 +66,7 @@ def _decoding_layers(carried: bool, donated: bool = True) -> tuple[OpGraph, Live
 
 
 def copies(graph: OpGraph, liveness: Liveness, shape: tuple[int, ...]) -> list[tuple[int, int]]:
-    found = [each for each in liveness.passes if graph.tensors[each.tensor].shape == shape]
+    found = [each for each in liveness.extra_traffic if graph.tensors[each.tensor].shape == shape]
     assert all(each.count == 2 for each in found), "read and written"
     return [(each.tensor, each.block) for each in found]
 
@@ -232,7 +232,7 @@ def test_a_cache_that_is_written_twice_is_one_buffer_for_us_and_for_the_compiler
     graph = graph_of(fn, *shapes)
     (cache, _), (after,) = graph.arguments, graph.results
     liveness = analyse(graph, updates={cache: after})
-    assert liveness.passes == ()
+    assert liveness.extra_traffic == ()
     first = next(op for op in graph.ops if op.kind == "dynamic_update_slice")
     assert lifetimes(liveness)[cache] == (0, first.id)
     size = graph.tensors[cache].bytes

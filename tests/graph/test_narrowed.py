@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import pytest
 from jax import lax
 
-from autoshard.graph import OpGraph, analyse, rounded, source_of
+from autoshard.graph import OpGraph, analyse, round_operands, source_of
 from tests.graph.programs import bf16, f32, graph_of, ops
 
 
@@ -17,7 +17,7 @@ def taken(graph: OpGraph, kind: str = "dot_general") -> list[list[str]]:
 
 
 def test_what_matmuls_take_is_rounded_once_and_what_they_make_is_not() -> None:
-    graph = rounded(graph_of(lambda a, b, c: (a @ b, a @ c), f32(8, 4), f32(4, 8), f32(4, 16)))
+    graph = round_operands(graph_of(lambda a, b, c: (a @ b, a @ c), f32(8, 4), f32(4, 8), f32(4, 16)))
     inserted = [op for op in graph.ops if op.number < 0]
     assert taken(graph) == [["bfloat16"] * 2] * 2
     assert len(inserted) == 3 and {op.operands[0] for op in inserted} == set(graph.arguments)
@@ -39,13 +39,13 @@ def test_what_matmuls_take_is_rounded_once_and_what_they_make_is_not() -> None:
     ],
 )
 def test_a_matmul_that_asks_for_more_keeps_its_operands(precision: Any, narrow: bool) -> None:
-    graph = rounded(graph_of(lambda a, b: jnp.dot(a, b, precision=precision), f32(8, 4), f32(4, 8)))
+    graph = round_operands(graph_of(lambda a, b: jnp.dot(a, b, precision=precision), f32(8, 4), f32(4, 8)))
     assert taken(graph) == [["bfloat16" if narrow else "float32"] * 2]
 
 
 def test_a_program_in_bfloat16_is_left_as_it_is() -> None:
     graph = graph_of(lambda a, b: a @ b, bf16(8, 4), bf16(4, 8))
-    assert rounded(graph) is graph
+    assert round_operands(graph) is graph
 
 
 def test_loops_keep_their_ops_and_weights_are_rounded_before_them() -> None:
@@ -57,7 +57,7 @@ def test_loops_keep_their_ops_and_weights_are_rounded_before_them() -> None:
         return lax.scan(body, x[0], x)
 
     before = graph_of(fn, f32(8, 8), f32(5, 4, 8))
-    graph = rounded(before)
+    graph = round_operands(before)
     (loop,) = graph.loops
     inside = [op.id for op in graph.ops if op.loop == loop.id]
     assert inside == list(range(loop.start, loop.stop))
@@ -72,7 +72,7 @@ def test_what_only_moves_rows_to_matmuls_moves_them_rounded() -> None:
         found = jnp.concatenate([table[rows], table[rows + 1]], axis=1)
         return found @ w, table[rows] * 2
 
-    graph = rounded(graph_of(fn, f32(32, 8), jax.ShapeDtypeStruct((4,), jnp.int32), f32(16, 8)))
+    graph = round_operands(graph_of(fn, f32(32, 8), jax.ShapeDtypeStruct((4,), jnp.int32), f32(16, 8)))
     assert [kinds[0] for kinds in taken(graph, "gather")].count("bfloat16") == 2
     assert [kinds[0] for kinds in taken(graph, "gather")].count("float32") == 1
     assert taken(graph, "concatenate") == [["bfloat16"] * 2]
@@ -87,7 +87,7 @@ def test_a_gradient_is_stored_as_its_matmuls_take_it_and_summed_beside() -> None
         return jnp.sum(x * x)
 
     params = [(f32(64, 64), f32(64))] * 3
-    graph = rounded(graph_of(jax.grad(loss), params, f32(512, 64)))
+    graph = round_operands(graph_of(jax.grad(loss), params, f32(512, 64)))
     liveness = analyse(graph, fused_matmuls=True)
     kept = [graph.tensors[t] for t in liveness.stores.values()]
     assert {t.dtype for t in kept if graph.ops[t.producer].number < 0} == {"bfloat16"}

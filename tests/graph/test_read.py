@@ -298,7 +298,7 @@ def test_regions_by_hand_are_read_through() -> None:
 def test_shardings_are_read_from_their_text(text: str, dims: list, open_: tuple, whole: list) -> None:
     (sharding,) = parse_shardings(text, {"mesh": (("a", 2), ("b", 2), ("c", 2))})
     assert [[use.name for use in dim] for dim in sharding.dims] == dims
-    assert sharding.open == open_ and [use.name for use in sharding.whole] == whole
+    assert sharding.open == open_ and [use.name for use in sharding.replicated] == whole
     two = parse_shardings(f"#sdy.sharding_per_value<[{text[13:]}, {text[13:]}]>", {})
     assert [one.dims for one in two] == [sharding.dims] * 2
 

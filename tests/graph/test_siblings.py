@@ -17,7 +17,7 @@ def adam(p: Any, m: Any, v: Any, g: Any) -> Any:
 
 def light(fusions: tuple[Fusion, ...]) -> tuple[int, int]:
     """Return the number of kernels and the number of values that fusions read."""
-    return sum(not f.beside for f in fusions), sum(len(f.reads) for f in fusions)
+    return sum(not f.is_fused_sibling for f in fusions), sum(len(f.reads) for f in fusions)
 
 
 @pytest.mark.parametrize("tpu", [False, True])
@@ -34,4 +34,4 @@ def test_sizes_that_differ_and_what_waits_for_others_stay_apart() -> None:
 
     graph = graph_of(fn, f32(8, 8), f32(8, 8), f32(8, 8))
     fusions = analyse(graph, fused_matmuls=True).fusions
-    assert all(not f.beside for f in fusions)
+    assert all(not f.is_fused_sibling for f in fusions)

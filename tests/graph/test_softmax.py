@@ -46,7 +46,7 @@ def bytes_per_score(graph: OpGraph, softmax: Softmax, form: SoftmaxForm) -> floa
 
 
 @pytest.mark.parametrize(
-    ("fn", "row", "whole", "again"),
+    ("fn", "row", "fused", "recomputed"),
     [
         # Bytes in the compiled programs: with local scores [4, 8, 1024, 1024], and with [1, 16, 1024, 1024].
         (attention, 1024, 8, 6),
@@ -56,33 +56,33 @@ def bytes_per_score(graph: OpGraph, softmax: Softmax, form: SoftmaxForm) -> floa
         (gradient(attention), 4096, 12 + 30, 6 + 18),
     ],
 )
-def test_traffic_is_what_was_compiled(fn: Callable[..., Any], row: int, whole: float, again: float) -> None:
+def test_traffic_is_what_was_compiled(fn: Callable[..., Any], row: int, fused: float, recomputed: float) -> None:
     graph, softmaxes = softmaxes_of(fn, row)
     assert all(softmax.rows == (3,) for softmax in softmaxes)
-    assert sum(bytes_per_score(graph, softmax, softmax.whole) for softmax in softmaxes) == whole
-    assert sum(bytes_per_score(graph, softmax, softmax.again) for softmax in softmaxes) == again
+    assert sum(bytes_per_score(graph, softmax, softmax.fused) for softmax in softmaxes) == fused
+    assert sum(bytes_per_score(graph, softmax, softmax.recomputed) for softmax in softmaxes) == recomputed
 
 
 def test_computed_again_only_scores_and_their_gradient_are_held() -> None:
     graph, softmaxes = softmaxes_of(gradient(attention), 1024)
     backward = softmaxes[-1]
     products = {op.results[0] for op in graph.ops if op.op_class is OpClass.HEAVY}
-    assert len(backward.again.buffers) == 2
-    assert {tensor for tensor, *_ in backward.again.buffers} <= products
-    assert {width for *_, width in backward.again.buffers} == {2}
+    assert len(backward.recomputed.buffers) == 2
+    assert {tensor for tensor, *_ in backward.recomputed.buffers} <= products
+    assert {width for *_, width in backward.recomputed.buffers} == {2}
 
 
 @pytest.mark.parametrize("row", [2048, 4096])
 def test_in_one_kernel_the_exponentials_are_held_and_long_rows_of_scores_beside_them(row: int) -> None:
     graph, (softmax,) = softmaxes_of(attention, row)
-    wide = [(tensor, width) for tensor, *_, width in softmax.whole.buffers]
+    wide = [(tensor, width) for tensor, *_, width in softmax.fused.buffers]
     (exponential,) = (op.results[0] for op in graph.ops if op.kind == "exponential")
     assert wide == [(exponential, 4)] if row == 2048 else wide == [(softmax.scores, 4), (exponential, 4)]
 
 
 def test_scores_that_the_gradient_takes_are_stored_in_rows_of_any_length() -> None:
     _, softmaxes = softmaxes_of(gradient(capped), 1024)
-    assert softmaxes[-1].scores in {tensor for tensor, *_ in softmaxes[-1].whole.buffers}
+    assert softmaxes[-1].scores in {tensor for tensor, *_ in softmaxes[-1].fused.buffers}
 
 
 def test_neither_sigmoids_nor_saved_probabilities_are_one() -> None:

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import pytest
 
 import autoshard
-from autoshard.graph import analyse, read_graph, rounded
+from autoshard.graph import analyse, read_graph, round_operands
 from autoshard.program import trace
 
 
@@ -58,7 +58,7 @@ def test_a_saved_stack_that_only_matmuls_take_is_rounded(norm: bool, width: int 
         return jax.lax.scan(jax.checkpoint(layer), x, stack)[0].mean()
 
     given = (jax.ShapeDtypeStruct((LAYERS, WIDTH, WIDTH), "float32"), jax.ShapeDtypeStruct((64, WIDTH), "float32"))
-    graph = rounded(read_graph(trace(jax.grad(loss), given, name="stack").module))
+    graph = round_operands(read_graph(trace(jax.grad(loss), given, name="stack").module))
     liveness = analyse(graph, (), {}, fused_matmuls=True)
     carried = {
         c.body for loop in graph.loops for c in loop.carries if graph.tensors[c.body].shape == (LAYERS, 64, WIDTH)
@@ -80,7 +80,7 @@ def test_saved_states_of_a_recurrence_stay_wide() -> None:
         return jax.lax.scan(step, jnp.zeros((16, WIDTH, WIDTH)), (r, k))[1].mean()
 
     given = jax.ShapeDtypeStruct((LAYERS, 16, WIDTH), "float32")
-    graph = rounded(read_graph(trace(jax.grad(loss), (given, given), name="states").module))
+    graph = round_operands(read_graph(trace(jax.grad(loss), (given, given), name="states").module))
     shape = (LAYERS, 16, WIDTH, WIDTH)
     carried = {c.body for loop in graph.loops for c in loop.carries if graph.tensors[c.body].shape == shape}
     assert carried and not [b for b in analyse(graph, (), {}, fused_matmuls=True).widths if b[0] in carried]

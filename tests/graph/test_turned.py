@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import pytest
 
 from autoshard.graph import OpGraph, analyse, read_graph
-from autoshard.graph.memory.stack_layouts import Passes, turned_passes
+from autoshard.graph.memory.stack_layouts import ExtraTraffic, transposed_stack_copies
 from autoshard.program import trace
 
 
@@ -47,7 +47,7 @@ def adam(w: Any, m: Any, v: Any, g: Any) -> Any:
 
 
 def counted(graph: OpGraph) -> list[int]:
-    passes = turned_passes(graph)
+    passes = transposed_stack_copies(graph)
     assert {graph.tensors[each.tensor].shape for each in passes} <= {(LAYERS, WIDTH, INNER)}
     assert all(each.block == -1 for each in passes)
     return [each.count for each in passes]
@@ -70,24 +70,24 @@ def test_a_rate_for_each_layer_is_a_value_that_a_stack_meets(layers: int) -> Non
 
     shapes = (layers, WIDTH, INNER), (layers,), (TOKENS, WIDTH)
     graph = read_graph(trace(step, [jax.ShapeDtypeStruct(s, jnp.float32) for s in shapes]).module)
-    assert [each.count for each in turned_passes(graph)] == [1, 2]
+    assert [each.count for each in transposed_stack_copies(graph)] == [1, 2]
 
 
 def test_weights_that_lie_as_their_gradient_is_multiplied_cost_nothing():
-    assert turned_passes(graph_of(adam, transposed=True)) == ()
+    assert transposed_stack_copies(graph_of(adam, transposed=True)) == ()
 
 
 def test_gradients_outside_of_loops_are_part_of_the_update():
-    assert turned_passes(graph_of(adam, scanned=False)) == ()
+    assert transposed_stack_copies(graph_of(adam, scanned=False)) == ()
 
 
 def test_what_nothing_meets_is_not_copied():
-    assert turned_passes(graph_of(lambda w, m, v, g: (g * 2.0, m, v))) == ()
+    assert transposed_stack_copies(graph_of(lambda w, m, v, g: (g * 2.0, m, v))) == ()
 
 
 @pytest.mark.parametrize("tiled", [True, False])
 def test_only_compilers_that_fuse_matmuls_lay_stacks_out_so(tiled: bool):
     graph = graph_of(descent)
-    passes = analyse(graph, fused_matmuls=tiled).passes
-    stack = graph.tensors[next(each.tensor for each in turned_passes(graph))]
-    assert (Passes(stack.id, -1, 1) in passes) == tiled
+    passes = analyse(graph, fused_matmuls=tiled).extra_traffic
+    stack = graph.tensors[next(each.tensor for each in transposed_stack_copies(graph))]
+    assert (ExtraTraffic(stack.id, -1, 1) in passes) == tiled

@@ -291,7 +291,7 @@ def test_what_a_sum_keeps_and_what_is_only_a_view():
     flow = mlir.flow(module)
     kinds = [op.name for op in mlir.number_ops(module)]
     assert flow.views == {kinds.index("stablehlo.reshape"): (0, None, 2)}
-    assert flow.kept == {kinds.index("stablehlo.reduce"): (0,)}
+    assert flow.unreduced_dims == {kinds.index("stablehlo.reduce"): (0,)}
 
 
 def test_where_views_put_dims_and_what_is_spread_is_found_again():
@@ -304,7 +304,7 @@ def test_where_views_put_dims_and_what_is_spread_is_found_again():
         }""")
     flow = mlir.flow(module)
     assert flow.views == {0: (1, None, 2), 1: (1, 2, 0)}
-    assert flow.spread == {2: (2,)}
+    assert flow.broadcast_dims == {2: (2,)}
 
 
 def test_results_are_cut_with_what_only_they_need():

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from autoshard.cost import Topology, make_mesh
 from autoshard.planning import Options
 from autoshard.planning.plan_builder import PlanResult, make_plan
-from autoshard.planning.price.analysed_program import build_model, read_program
+from autoshard.planning.price.analysed_program import analyse_program, build_model
 from autoshard.planning.space.decision_model import Model
 from autoshard.planning.space.dim_groups import Groups, find_groups
 from autoshard.program import Program, trace
@@ -141,7 +141,7 @@ def model_of(source: Program, topology: str, mesh: str, limit: int | None = None
     parsed = Topology.parse(topology)
     sizes = {name: int(size) for name, _, size in (part.partition("=") for part in mesh.split(","))}
     return build_model(
-        source, read_program(source, parsed.backend), make_mesh(parsed, sizes), limit or parsed.usable_bytes
+        source, analyse_program(source, parsed.backend), make_mesh(parsed, sizes), limit or parsed.usable_bytes
     )
 
 

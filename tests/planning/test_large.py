@@ -13,7 +13,7 @@ import numpy as np
 
 import autoshard
 from autoshard.cost import Topology, load_calibration, make_mesh
-from autoshard.planning.price.analysed_program import build_model, read_program
+from autoshard.planning.price.analysed_program import analyse_program, build_model
 from autoshard.planning.price.evaluate import evaluate
 from autoshard.program import Program, trace
 
@@ -73,7 +73,7 @@ def test_work_grows_with_a_program_and_not_with_its_square() -> None:
 
     for depth in (FEW, MANY):
         program = count("trace", lambda depth=depth: step_of(depth))
-        reading = count("read", lambda program=program: read_program(program, "tpu"))
+        reading = count("read", lambda program=program: analyse_program(program, "tpu"))
         model = count("price", lambda p=program, r=reading: build_model(p, r, mesh, limit, figures))
         count("evaluate", lambda model=model: evaluate(model, np.zeros(len(model.nodes), dtype=np.int64)))
     for phase, (few, many) in counted.items():

@@ -94,7 +94,7 @@ def test_a_roll_is_one_op(fn: Any, shift: int) -> None:
     (op,) = ops(graph, "rotate")
     assert op.operands == graph.arguments and op.shift == shift
     assert op.rule is not None and op.rule.kinds == (FactorKind.PERMUTATION, FactorKind.PARALLEL)
-    assert len(op.seats) == 2 and not any(o.operands for o in graph.ops if o.kind in ("slice", "pad"))
+    assert len(op.operand_uses) == 2 and not any(o.operands for o in graph.ops if o.kind in ("slice", "pad"))
 
 
 @pytest.mark.parametrize(

@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 
-from autoshard.base.workers import Crew
+from autoshard.base.workers import WorkerCrew
 from autoshard.cost import Topology, candidate_meshes, load_calibration, make_mesh
 from autoshard.planning import plan_recipes, read_asked
-from autoshard.planning.price.analysed_program import Reading, Task, price_again, read_program
-from autoshard.planning.recipes.pipeline_meshes import Kin, PipelineMeshes, StagedMeshes
+from autoshard.planning.price.analysed_program import AnalysedProgram, Task, analyse_program, reprice
+from autoshard.planning.recipes.pipeline_meshes import BoundingPipeline, PipelineMeshes, StagedMeshes
 from autoshard.planning.recipes.pipeline_recipes import pipeline_words
 from autoshard.planning.recipes.recipe import Recipe, RecipeOutcome, RecipeTried
 from autoshard.planning.solve.problem_builder import floors, least_compute
@@ -28,7 +28,7 @@ FIGURES = load_calibration(TOPOLOGY.chip)
 
 
 def task(program: Program, stages: int) -> Task:
-    return Task(program, read_program(program, "tpu"), read_asked(), TOPOLOGY.usable_bytes, 0, FIGURES, None, stages)
+    return Task(program, analyse_program(program, "tpu"), read_asked(), TOPOLOGY.usable_bytes, 0, FIGURES, None, stages)
 
 
 def test_meshes_of_a_pipeline_have_an_axis_of_stages() -> None:
@@ -41,7 +41,7 @@ def test_meshes_of_a_pipeline_have_an_axis_of_stages() -> None:
 
 
 def test_only_stages_split_over_their_axis_where_there_are_any() -> None:
-    reading = read_program(STACK.program(2, "gpipe", 2), "tpu")
+    reading = analyse_program(STACK.program(2, "gpipe", 2), "tpu")
     mesh = make_mesh(TOPOLOGY, {"stage": 2, "data": 4})
     axis = stage_axis(reading, mesh)
     assert axis is not None and axis.axis == 0
@@ -62,12 +62,12 @@ def test_only_stages_split_over_their_axis_where_there_are_any() -> None:
     assert stage_axis(reading, make_mesh(TOPOLOGY, {"data": 2, "model": 4})) is None
 
 
-def least_s(reading: Reading, program: Program, mesh: object) -> float:
+def least_s(reading: AnalysedProgram, program: Program, mesh: object) -> float:
     """Return the seconds of the best step on a mesh with an axis of stages."""
     own = task(program, 2)
     model = own.priced(mesh)  # type: ignore[arg-type]
     limits = Limits(TOPOLOGY.usable_bytes, 60.0, 0)
-    return search(model, [], limits, lambda line: None, own.required(model), None, Crew()).best.expected_s
+    return search(model, [], limits, lambda line: None, own.required(model), None, WorkerCrew()).best.expected_s
 
 
 @pytest.mark.parametrize(("schedule", "microbatches"), [("circular:2", 4)])
@@ -77,7 +77,7 @@ def test_no_pipeline_takes_less_than_the_bound_from_larger_microbatches(schedule
     everything = looking.of(recipe, (2, 4), lambda program: math.inf, None)
     assert everything is not None and set(everything.meshes) == set(with_stages(candidate_meshes(TOPOLOGY), 2))
     program = STACK.program(2, schedule, microbatches)
-    reading = read_program(program, "tpu")
+    reading = analyse_program(program, "tpu")
     best = min(least_s(reading, program, mesh) for mesh in everything.meshes)
     assert 0 < everything.bound_s <= best
     nothing = PipelineMeshes(TOPOLOGY, STACK.program, task).of(recipe, (2, 4), lambda program: 0.3 * best, {})
@@ -98,14 +98,14 @@ def test_after_enough_work_no_more_pipelines_are_looked_at(monkeypatch: pytest.M
         return found
 
     whole = of(PipelineMeshes(TOPOLOGY, make, task), 4)
-    assert not whole.unlooked and made == [2], "known by the one with fewest microbatches"
+    assert not whole.skipped_meshes and made == [2], "known by the one with fewest microbatches"
     monkeypatch.setattr("autoshard.planning.recipes.pipeline_meshes.MOST_PAIRS", 1)
     looking = PipelineMeshes(TOPOLOGY, make, task)
     part, later = of(looking, 2), of(looking, 4)
-    assert part.unlooked and later.unlooked and made == [2, 2], "nothing more is made"
+    assert part.skipped_meshes and later.skipped_meshes and made == [2, 2], "nothing more is made"
     assert part.bound_s <= whole.bound_s and later.bound_s <= whole.bound_s
     row = later.row(Recipe((("stages", 2), ("schedule", "gpipe"), ("microbatches", 4))), 0.0, 1)
-    assert row.outcome is RecipeOutcome.UNLOOKED and row.bound_s == later.bound_s
+    assert row.outcome is RecipeOutcome.SKIPPED and row.bound_s == later.bound_s
     best = RecipeTried(
         Recipe((("stages", 1), ("schedule", None), ("microbatches", 1))), RecipeOutcome.PLANNED, "", 1.0, 1
     )
@@ -115,7 +115,7 @@ def test_after_enough_work_no_more_pipelines_are_looked_at(monkeypatch: pytest.M
 
 def test_arithmetic_alone_is_less_than_all_ops_together() -> None:
     program = STACK.program(2, "gpipe", 4)
-    reading = read_program(program, "tpu")
+    reading = analyse_program(program, "tpu")
     for mesh in with_stages(candidate_meshes(TOPOLOGY), 2):
         least = least_compute(program, reading, mesh, FIGURES)
         assert 0 < least <= floors(program, reading, mesh, TOPOLOGY.usable_bytes, FIGURES, staged=True).seconds
@@ -139,13 +139,13 @@ def test_what_is_chosen_is_the_best_of_all(stack: Any, stages: int) -> None:
     # A plan whose axis of stages is used by nothing else is priced again as it was built.
     assert ("stage_axis" in made.plan.provenance) == (stages > 1)
     program = stack.program(**recipe.arguments)
-    model, choices = price_again(made.plan, program, read_program(program, "tpu"))
+    model, choices = reprice(made.plan, program, analyse_program(program, "tpu"))
     assert len(choices) == len(model.nodes)
 
 
 def test_a_bound_is_stretched_by_the_bubble_of_those_that_it_is_for() -> None:
     layers = SimpleNamespace(program=SimpleNamespace(stacks=(126,)))
-    kin = Kin(layers, Pipeline(4, 4), {})  # type: ignore[arg-type]
-    assert kin.stretch(Pipeline(4, 16)) == pytest.approx(19 / 16)
+    bounding = BoundingPipeline(layers, Pipeline(4, 4), {})  # type: ignore[arg-type]
+    assert bounding.stretch(Pipeline(4, 16)) == pytest.approx(19 / 16)
     # Two of 126 layers stand outside of four stages, and six if each stage has three chunks.
-    assert kin.stretch(Pipeline(4, 16, "circular:3")) == pytest.approx(120 / 124 * 51 / 48)
+    assert bounding.stretch(Pipeline(4, 16, "circular:3")) == pytest.approx(120 / 124 * 51 / 48)

@@ -15,7 +15,7 @@ import autoshard
 from autoshard.cost import Topology, load_calibration
 from autoshard.errors import InfeasibleError, UserError
 from autoshard.planning import Options, PlanResult, make_plan, plan_recipes, read_asked, settled_options, source_choices
-from autoshard.planning.price.analysed_program import least_seconds, read_program
+from autoshard.planning.price.analysed_program import analyse_program, least_seconds
 from autoshard.planning.recipes.recipe import Recipe, needs_no_less
 from autoshard.program import DecoderDims, Program, decoder_program, open_source, read_choices, trace
 from tests.graph.programs import f32
@@ -104,7 +104,7 @@ def test_no_plan_is_priced_below_the_bound_of_its_arithmetic() -> None:
         program = made.program(kind)
         for topology in ("v5e:2x4", "cpu:8", "h100:8"):
             parsed = Topology.parse(topology)
-            graph = read_program(program, parsed.backend).graph
+            graph = analyse_program(program, parsed.backend).graph
             bound = least_seconds(graph, parsed, load_calibration(parsed.chip))
             assert 0 < bound
             plan = make_plan(program, Options(topology=topology, mesh={"data": 2, "model": 4}, time_limit=20)).plan

@@ -11,9 +11,9 @@ from autoshard.cost import Topology, larger_topologies
 from autoshard.errors import UserError
 from autoshard.serving import (
     Decoder,
-    ServingAsked,
     ServingEngine,
     ServingLimits,
+    ServingRequests,
     config_decoder,
     engine_kinds,
     engine_steps,
@@ -26,7 +26,7 @@ from autoshard.serving import (
 
 
 V6E = Topology.parse("v6e:2x4")
-ASKED = ServingAsked(1000, 500)
+ASKED = ServingRequests(1000, 500)
 LLAMA = config_decoder("hf:llama3-8b")
 assert LLAMA is not None
 DECODERS = ("hf:llama3-8b", "hf:mixtral-8x7b")
@@ -46,14 +46,14 @@ def test_a_step_of_decoding_reads_weights_and_cache():
 def test_bytes_of_weights_and_of_keys_and_values_are_halved():
     point = serving_point(LLAMA, V6E, ASKED, ServingEngine(8), 16)
     layers = LLAMA.params - 2 * LLAMA.vocabulary * LLAMA.width  # the embedding and the head stay
-    half = serving_point(LLAMA, V6E, ServingAsked(1000, 500, "int8"), ServingEngine(8), 16)
+    half = serving_point(LLAMA, V6E, ServingRequests(1000, 500, "int8"), ServingEngine(8), 16)
     assert point.peak_bytes - half.peak_bytes == pytest.approx(layers / 8)
     assert half.decode_s < point.decode_s and half.prompt_s < point.prompt_s
-    small = serving_point(LLAMA, V6E, ServingAsked(1000, 500, cache="fp8"), ServingEngine(8), 16)
+    small = serving_point(LLAMA, V6E, ServingRequests(1000, 500, cache="fp8"), ServingEngine(8), 16)
     assert point.peak_bytes - small.peak_bytes == pytest.approx(LLAMA.kv_bytes(16 * 1500) / 8 / 2)
     assert small.decode_s < point.decode_s
     # The v6e multiplies int8 twice as fast as fp8, which it converts to bf16.
-    stored = [ServingAsked(1000, 500, each) for each in ("int8", "fp8")]
+    stored = [ServingRequests(1000, 500, each) for each in ("int8", "fp8")]
     whole, float8 = (serving_point(LLAMA, V6E, each, ServingEngine(1), 16, 512) for each in stored)
     assert whole.prompt_s < 0.9 * float8.prompt_s and whole.peak_bytes == float8.peak_bytes
 
@@ -217,7 +217,7 @@ def test_groups_are_offered_where_heads_run_out_and_for_experts():
 @pytest.mark.parametrize("decoder", [MIXTURE, LATENT])
 def test_groups_have_a_part_of_the_cache_and_all_of_attention(decoder: Decoder):
     place = Topology.parse("v6e:8x8")
-    asked = ServingAsked(8000, 1000, "fp8")
+    asked = ServingRequests(8000, 1000, "fp8")
     one = serving_point(decoder, place, asked, ServingEngine(64 if decoder is LATENT else 32, 1), 64, 1024)
     four = serving_point(decoder, place, asked, ServingEngine(one.engine.tensor // 4, 4), 64, 256)
     attention = decoder.layers * decoder.attention_params
@@ -230,7 +230,7 @@ def test_groups_have_a_part_of_the_cache_and_all_of_attention(decoder: Decoder):
 
 
 def test_chunks_trade_first_tokens_for_gaps():
-    asked = ServingAsked(4000, 1000)
+    asked = ServingRequests(4000, 1000)
     short, long = (serving_point(LLAMA, V6E, asked, ServingEngine(8), 16, chunk) for chunk in (128, 4096))
     assert short.gap_s < long.gap_s and short.first_s > long.first_s
     assert short.decode_s == long.decode_s < short.gap_s
@@ -243,7 +243,7 @@ def test_chunks_trade_first_tokens_for_gaps():
 
 
 def test_commands_of_groups_and_experts():
-    asked = ServingAsked(1000, 1000, "fp8", "fp8")
+    asked = ServingRequests(1000, 1000, "fp8", "fp8")
     plan = plan_serving("hf:deepseek-v3", "v6e:8x8", asked)
     point = next(each for each in plan.points if each.engine == ServingEngine(4, 16, 64) and each.batch == 256)
     (text,) = vllm_commands(plan, point)
@@ -253,7 +253,7 @@ def test_commands_of_groups_and_experts():
     added = json.loads(text.split("--additional-config ")[1].strip("'"))
     assert added["sharding"]["sharding_strategy"] == {"enable_dp_attention": True, "attn_dp_size": 16}
     assert added["quantization"] == "fp8_default.yaml"
-    gpus = plan_serving("hf:mixtral-8x7b", "h100:8", ServingAsked(1000, 1000))
+    gpus = plan_serving("hf:mixtral-8x7b", "h100:8", ServingRequests(1000, 1000))
     point = next(each for each in gpus.points if each.engine == ServingEngine(1, 4, 4) and each.engines == 2)
     (text,) = vllm_commands(gpus, point)
     assert "--tensor-parallel-size 1 --data-parallel-size 4 --enable-expert-parallel" in text
@@ -268,12 +268,12 @@ def test_commands_of_groups_and_experts():
 @pytest.mark.parametrize(
     ("topology", "asked", "note"),
     [
-        ("h100:8", ServingAsked(1000, 100, "int8"), "a checkpoint with weights of int8"),
-        ("v6e:2x4", ServingAsked(1000, 100, cache="int8"), "no keys and values of int8 on TPUs"),
-        ("v6e:2x4", ServingAsked(1000, 100, "int8", "fp8"), ""),
+        ("h100:8", ServingRequests(1000, 100, "int8"), "a checkpoint with weights of int8"),
+        ("v6e:2x4", ServingRequests(1000, 100, cache="int8"), "no keys and values of int8 on TPUs"),
+        ("v6e:2x4", ServingRequests(1000, 100, "int8", "fp8"), ""),
     ],
 )
-def test_what_commands_cannot_say_is_said(topology: str, asked: ServingAsked, note: str):
+def test_what_commands_cannot_say_is_said(topology: str, asked: ServingRequests, note: str):
     plan = plan_serving("hf:llama3-8b", topology, asked)
     assert note in " ".join(serving_figures(plan)["notes"]) and bool(serving_figures(plan)["notes"]) == bool(note)
 

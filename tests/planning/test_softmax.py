@@ -10,7 +10,7 @@ import pytest
 
 from autoshard.cost import Topology, make_mesh
 from autoshard.planning import Options, make_plan
-from autoshard.planning.price.analysed_program import build_model, read_program
+from autoshard.planning.price.analysed_program import analyse_program, build_model
 from autoshard.planning.price.evaluate import evaluate, spec_of
 from autoshard.planning.price.op_prices import price_ops
 from autoshard.planning.space.decision_model import Model
@@ -36,7 +36,7 @@ def model(topology: str) -> Model:
     parsed = Topology.parse(topology)
     given = program()
     return build_model(
-        given, read_program(given, parsed.backend), make_mesh(parsed, {"data": 4, "model": 4}), parsed.usable_bytes
+        given, analyse_program(given, parsed.backend), make_mesh(parsed, {"data": 4, "model": 4}), parsed.usable_bytes
     )
 
 
@@ -93,7 +93,7 @@ def test_a_plan_leaves_a_dim_of_one_where_all_else_is_equal() -> None:
 
 @pytest.mark.parametrize("backend", ["cpu", "gpu"])
 def test_other_backends_have_none(backend: str) -> None:
-    assert read_program(program(), backend).liveness.softmaxes == ()
+    assert analyse_program(program(), backend).liveness.softmaxes == ()
 
 
 def test_a_matmul_gets_nothing_back_that_it_never_paid_for():
@@ -120,7 +120,7 @@ def test_what_is_taken_back_is_taken_off_the_matmuls_that_paid():
     given = trace(attend, [jax.ShapeDtypeStruct((8, 512, 16, 128), jnp.bfloat16)] * 3)
     parsed = Topology.parse("v5e:4x4")
     mesh = make_mesh(parsed, {"data": 4, "model": 4})
-    built = build_model(given, read_program(given, parsed.backend), mesh, parsed.usable_bytes)
+    built = build_model(given, analyse_program(given, parsed.backend), mesh, parsed.usable_bytes)
     (softmax,) = built.liveness.softmaxes
     at = built.cluster_node[softmax.cluster]
     time = built.nodes[at].time[softmax.loop, "compute"]

@@ -227,7 +227,7 @@ def test_a_worker_that_has_learned_something_else_makes_no_row(source: str, monk
     def learn() -> None:
         fit = SimpleNamespace(observations=3)
         monkeypatch.setattr("autoshard.planning.capacity.sweep_task.learned_fit", lambda *_: fit)
-        monkeypatch.setattr("autoshard.planning.capacity.sweep_task.said_of_fit", lambda fit: "three of them")
+        monkeypatch.setattr("autoshard.planning.capacity.sweep_task.fit_record", lambda fit: "three of them")
 
     with pytest.raises(UserError, match="^what was learned is not on .* what it was where the sweep began"):
         autoshard.sweep(source, topologies=["cpu:2"], executor=Elsewhere(learn))

@@ -12,7 +12,7 @@ import pytest
 from autoshard.errors import UserError
 from autoshard.program import Program, open_source
 from autoshard.program.kernels import decode_attention, splash_attention
-from autoshard.program.kernels.cached_keys import Held
+from autoshard.program.kernels.cached_keys import CachedKeys
 from autoshard.program.kernels.decode_attention import _Blocks, cached_attention, cached_refusal, no_gain
 from autoshard.program.kernels.dot_attention import attend
 
@@ -33,12 +33,12 @@ CONFIG = {
 }
 
 
-def cache(layers: int, batch: int, heads: int, length: int, filled: int, size: int = 128) -> Held:
+def cache(layers: int, batch: int, heads: int, length: int, filled: int, size: int = 128) -> CachedKeys:
     random = np.random.default_rng(0)
     keys, values = (
         jnp.asarray(random.standard_normal((layers, batch, heads, length, size)).astype(np.float32)) for _ in range(2)
     )
-    return Held(keys, values, layers - 1, filled)
+    return CachedKeys(keys, values, layers - 1, filled)
 
 
 @pytest.mark.parametrize(
@@ -70,7 +70,7 @@ def test_blocks_that_hold_nothing_are_not_read() -> None:
     """Fill empty blocks with NaN: they may contain anything and must not be read."""
     held = cache(1, 1, 1, 8192, filled=200)
     assert _Blocks.of(1, 1, 8192, 1024).positions == 4096
-    empty = Held(*(each.at[..., 4096:, :].set(np.nan) for each in (held.keys, held.values)), 0, 200)
+    empty = CachedKeys(*(each.at[..., 4096:, :].set(np.nan) for each in (held.keys, held.values)), 0, 200)
     query = jnp.ones((1, 1, 2, 128))
     found = cached_attention(query, empty, position=199)
     assert bool(jnp.isfinite(found).all())

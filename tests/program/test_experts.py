@@ -10,7 +10,7 @@ import pytest
 from autoshard.cost import Topology, make_mesh
 from autoshard.errors import UserError
 from autoshard.planning import source_choices
-from autoshard.planning.price.analysed_program import build_model, read_program
+from autoshard.planning.price.analysed_program import analyse_program, build_model
 from autoshard.program import from_torch, open_source, parse_experts, trace
 from autoshard.program.kernels.ragged_dots import grouped_matmul
 from autoshard.program.moe.experts import LOSSLESS, capacity, mix
@@ -105,7 +105,7 @@ def test_the_busiest_device_takes_longer_where_groups_are_split() -> None:
         given = tuple(jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in zip(shapes, dtypes, strict=True))
         program = trace(lambda *args, busiest=busiest: grouped_matmul(*args, 8192, busiest), given, name="grouped")
         model = build_model(
-            program, read_program(program, "tpu"), make_mesh(topology, {"data": 2, "model": 2}), 1 << 40
+            program, analyse_program(program, "tpu"), make_mesh(topology, {"data": 2, "model": 2}), 1 << 40
         )
         (node,) = (n for n in model.nodes if n.kind == "op" and model.graph.ops[n.ref].opaque is not None)
         times.append(next(iter(node.time.values())))

@@ -76,7 +76,7 @@ def test_what_is_written_into_known_values_is_known(monkeypatch):
 
 
 def test_of_parts_that_take_turns_the_first_is_planned():
-    from autoshard.program.hf.hf_model import acting
+    from autoshard.program.hf.hf_model import runnable_part
 
     class Part(nn.Module):
         from_pretrained = None
@@ -93,11 +93,11 @@ def test_of_parts_that_take_turns_the_first_is_planned():
             self.norm, self.first, self.second = nn.LayerNorm(2), Part(), Second()
 
     whole = Whole()
-    part, said = acting(whole)
+    part, said = runnable_part(whole)
     assert part is whole.first
     assert "`Part`. `architectures` may name another: Second." in said[0]
-    assert acting(part) == (part, ())
-    assert acting(nn.Module())[1] == ()
+    assert runnable_part(part) == (part, ())
+    assert runnable_part(nn.Module())[1] == ()
 
 
 @pytest.mark.full

@@ -15,7 +15,7 @@ from autoshard.program.jax.mla import latent_heads, latent_shapes
 from autoshard.serving import Decoder
 
 
-LATENT = LatentDims(key_rank=24, plain=16, turned=8, value=12)
+LATENT = LatentDims(key_rank=24, nope_size=16, rope_size=8, value=12)
 DIMS = Decoder(3, 64, 160, 4, 4, LATENT.head_size, 128, latent=LATENT)
 
 
@@ -48,11 +48,11 @@ def test_heads_are_those_of_each_head_by_itself(query_rank: int) -> None:
         source, queries = x, weights["attn.q_proj.weight"]
     for head in range(DIMS.heads):
         made = latent @ weights["attn.kv_up.weight"][:, head]
-        np.testing.assert_allclose(key[:, head, :, : own.plain], made[..., : own.plain], rtol=2e-4, atol=2e-4)
-        np.testing.assert_allclose(key[:, head, :, own.plain :], shared, rtol=2e-4, atol=2e-4)
-        np.testing.assert_allclose(value[:, head], made[..., own.plain :], rtol=2e-4, atol=2e-4)
+        np.testing.assert_allclose(key[:, head, :, : own.nope_size], made[..., : own.nope_size], rtol=2e-4, atol=2e-4)
+        np.testing.assert_allclose(key[:, head, :, own.nope_size :], shared, rtol=2e-4, atol=2e-4)
+        np.testing.assert_allclose(value[:, head], made[..., own.nope_size :], rtol=2e-4, atol=2e-4)
         asked = source @ queries[:, head]
-        expected = np.concatenate([asked[..., : own.plain], turned(asked[..., own.plain :])], axis=-1)
+        expected = np.concatenate([asked[..., : own.nope_size], turned(asked[..., own.nope_size :])], axis=-1)
         np.testing.assert_allclose(query[:, head], expected, rtol=2e-4, atol=2e-4)
 
 
@@ -69,11 +69,11 @@ def test_a_step_has_the_parameters_and_flops_of_the_closed_form(query_rank: int,
 
 def test_a_plain_step_trains() -> None:
     """Run a step: its loss is finite, and its gradients reach the weights that produce keys."""
-    from autoshard.program.jax.decoder import _How, _loss
+    from autoshard.program.jax.decoder import _LayerOptions, _loss
     from autoshard.program.jax.decoder_dims import parameters_of
     from autoshard.program.moe.decoder_experts import Routing
 
-    how = _How(None, (), "plain", "auto", False, None, Routing("capacity"), "float32", 0, True, None)
+    how = _LayerOptions(None, (), "plain", "auto", False, None, Routing("capacity"), "float32", 0, True, None)
     keys = iter(jax.random.split(jax.random.key(0), 40))
     params = {
         name: 0.1 * jax.random.normal(next(keys), s.shape, s.dtype)

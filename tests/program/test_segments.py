@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from autoshard import UserError
-from autoshard.planning.price.analysed_program import read_program
+from autoshard.planning.price.analysed_program import analyse_program
 from autoshard.program import NotDividedError, from_torch, in_segments, segment_of
 from autoshard.program.torch_ops.module_segments import asked_segments
 from tests.program.torch_modules import Chain, meta
@@ -39,7 +39,7 @@ def test_ops_and_their_gradients_are_of_one_segment() -> None:
         program = from_torch(Chain(2), (meta(4, 8), meta(4, 8)), train=True)
     places = {
         (segment_of(op.name), "transpose(" in op.name)
-        for op in read_program(program, "cpu").graph.ops
+        for op in analyse_program(program, "cpu").graph.ops
         if op.kind == "dot_general"
     }  # fmt: skip
     assert places == {(1, False), (3, False), (1, True), (3, True)}
@@ -61,5 +61,5 @@ def test_microbatches_divide_the_batch() -> None:
 
 def test_without_asking_nothing_is_in_segments() -> None:
     program = from_torch(Chain(2), (meta(4, 8), meta(4, 8)))
-    assert all(segment_of(op.name) is None for op in read_program(program, "cpu").graph.ops)
+    assert all(segment_of(op.name) is None for op in analyse_program(program, "cpu").graph.ops)
     assert any("layers.*" in a.name for a in program.arguments), "layers are scanned"

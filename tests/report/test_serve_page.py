@@ -8,7 +8,7 @@ import pytest
 
 from autoshard import cli
 from autoshard.errors import UserError
-from autoshard.serving import ServingAsked, ServingLimits, plan_serving, read_serving, serve_page, serving_figures
+from autoshard.serving import ServingLimits, ServingRequests, plan_serving, read_serving, serve_page, serving_figures
 from tests.report.test_html import Page
 
 
@@ -17,11 +17,11 @@ LIMITS = ServingLimits(token_s=0.03)
 
 @pytest.fixture(scope="module")
 def figures() -> dict[str, Any]:
-    return serving_figures(plan_serving("hf:llama3-8b", "v6e:2x4", ServingAsked(1000, 500), LIMITS))
+    return serving_figures(plan_serving("hf:llama3-8b", "v6e:2x4", ServingRequests(1000, 500), LIMITS))
 
 
 def test_the_figures_have_every_way_with_its_commands(figures: dict[str, Any]):
-    plan = plan_serving("hf:llama3-8b", "v6e:2x4", ServingAsked(1000, 500), LIMITS)
+    plan = plan_serving("hf:llama3-8b", "v6e:2x4", ServingRequests(1000, 500), LIMITS)
     assert len(figures["points"]) == len(plan.points) > len(figures["frontier"])
     assert (figures["chip"], figures["chips"]) == ("v6e", 8)
     assert figures["first_limit_s"] is None and figures["token_limit_s"] == 0.03
@@ -38,7 +38,7 @@ def test_the_page_holds_them_and_needs_nothing(figures: dict[str, Any]):
 
 
 def test_what_commands_cannot_say_is_on_the_page():
-    made = serving_figures(plan_serving("hf:llama3-8b", "v6e:2x4", ServingAsked(1000, 500, cache="int8")))
+    made = serving_figures(plan_serving("hf:llama3-8b", "v6e:2x4", ServingRequests(1000, 500, cache="int8")))
     assert "vLLM has no keys and values of int8 on TPUs" in serve_page(made, {})
 
 

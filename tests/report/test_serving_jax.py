@@ -13,10 +13,10 @@ import pytest
 from autoshard import cli
 from autoshard.program import Program, open_source
 from autoshard.serving import (
-    ServingAsked,
     ServingEngine,
     ServingLimits,
     ServingPlan,
+    ServingRequests,
     check_serving,
     jax_shardings,
     plan_serving,
@@ -33,7 +33,7 @@ def planned(
     name: str, engine: ServingEngine, engines: int, prompt_engines: int = 0, prompts: ServingEngine | None = None
 ) -> ServingPlan:
     """Return a made-up way to serve on 8 chips. For tiny models, independent copies would be best."""
-    plan = plan_serving(f"hf:{name}", "v5e:2x4", ServingAsked(16, 16))
+    plan = plan_serving(f"hf:{name}", "v5e:2x4", ServingRequests(16, 16))
     prompts = engine if prompt_engines and prompts is None else prompts
     point = dataclasses.replace(
         plan.best, engine=engine, engines=engines, prompt_engines=prompt_engines, prompts=prompts
@@ -149,7 +149,7 @@ def test_engines_for_prompts_may_split_otherwise():
 
 
 def test_dtypes_are_said_and_what_does_not_divide_is_whole():
-    plan = plan_serving("hf:gpt2-xl", "v5e:2x4", ServingAsked(100, 100, "int8", "fp8"))
+    plan = plan_serving("hf:gpt2-xl", "v5e:2x4", ServingRequests(100, 100, "int8", "fp8"))
     point = dataclasses.replace(plan.best, engine=ServingEngine(5), engines=1)
     text = jax_shardings(plan, point)
     assert "WEIGHT_DTYPE = jnp.int8" in text and "CACHE_DTYPE = jnp.float8_e4m3fn" in text
@@ -178,7 +178,7 @@ def test_the_command_writes_the_file_and_checks_it_with_plans(tmp_path: Path, ca
 @pytest.mark.full
 def test_plans_of_its_steps_are_near_the_closed_form():
     limits = ServingLimits(token_s=0.01)
-    plan = plan_serving("hf:llama3-8b", "v6e:2x4", ServingAsked(1000, 1000), limits)
+    plan = plan_serving("hf:llama3-8b", "v6e:2x4", ServingRequests(1000, 1000), limits)
     for step in check_serving(plan):
         assert step.laid_out is not None and step.free is not None and not step.failed
         planned = step.laid_out.prediction

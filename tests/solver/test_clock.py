@@ -17,7 +17,7 @@ from autoshard.solver.flat_graph import flatten
 from autoshard.solver.job_process import OnThread
 from autoshard.solver.reductions import reduce
 from autoshard.solver.residual_graph import build
-from autoshard.solver.search.local_search import Climber
+from autoshard.solver.search.local_search import LocalSearch
 
 
 COUNT = 30
@@ -108,7 +108,7 @@ def test_what_was_reduced_until_then_is_the_same_problem() -> None:
 def test_a_climb_ends_when_it_is_due() -> None:
     graph = build(hard_problem())
     _, flat = flatten(graph)
-    climber = Climber(flat, 0)
+    climber = LocalSearch(flat, 0)
     climber.start(LEAST)
     asked = itertools.count(1)
     climber.run_until(lambda: next(asked) >= 3, np.zeros(len(flat.capacity)))

@@ -15,7 +15,7 @@ from test_clock import LEAST, hard_problem
 
 from autoshard.solver import Problem, Status, evaluate, processor_seconds, solve
 from autoshard.solver import exact_solves as module
-from autoshard.solver.exact_solves import Exact, solve_apart
+from autoshard.solver.exact_solves import Exact, solve_in_process
 from autoshard.solver.mip_rows import solve_mip
 from autoshard.solver.residual_graph import Graph, build
 
@@ -58,11 +58,11 @@ def run(code: str) -> str:
 SOLVE = """
 from random_problems import make_problem
 from autoshard.solver import solve, solve_problem
-exact = solve_problem.solve_apart
+exact = solve_problem.solve_in_process
 def counted(job, due):
     print("exact")
     return exact(job, due)
-solve_problem.solve_apart = counted
+solve_problem.solve_in_process = counted
 answer = solve(make_problem(COSTS, EDGES, TERMS, LIMIT))
 print(answer.status.name, answer.cost)
 print([m for m in ("ortools",) if m in sys.modules and m not in BEFORE])
@@ -91,9 +91,9 @@ def test_ortools_can_be_imported_after_a_solve():
 
 def test_a_process_is_kept_for_the_next_solve(none_waits):
     graph = build(small_problem())
-    first = solve_apart(job(graph), never)
+    first = solve_in_process(job(graph), never)
     (_, kept), = module._idle  # fmt: skip
-    again = solve_apart(job(graph), never)
+    again = solve_in_process(job(graph), never)
     assert [process for _, process in module._idle] == [kept]
     assert first is not None and first == again and first.finished
     assert first.choices is not None and evaluate(small_problem(), graph.restore(first.choices)).feasible
@@ -101,11 +101,11 @@ def test_a_process_is_kept_for_the_next_solve(none_waits):
 
 def test_a_process_of_another_is_left_alone(none_waits):
     graph = build(small_problem())
-    first = solve_apart(job(graph), never)
+    first = solve_in_process(job(graph), never)
     (_, theirs), = module._idle  # fmt: skip
     module._idle[:] = [(os.getpid() + 1, theirs)]
     try:
-        assert solve_apart(job(graph), never) == first
+        assert solve_in_process(job(graph), never) == first
         assert all(process is not theirs for _, process in module._idle)
         assert theirs._process.poll() is None
     finally:
@@ -115,23 +115,23 @@ def test_a_process_of_another_is_left_alone(none_waits):
 def test_a_process_that_does_not_stop_is_ended(none_waits, monkeypatch):
     monkeypatch.setattr(module, "_HURRY_S", 0.0)
     looks = itertools.count()
-    assert solve_apart(job(build(hard_problem())), lambda: next(looks) > 3) is None
+    assert solve_in_process(job(build(hard_problem())), lambda: next(looks) > 3) is None
     assert not module._idle
 
 
 def test_a_process_that_is_asked_answers_and_is_ended(none_waits, monkeypatch):
     monkeypatch.setattr(module, "_HURRY_S", 60.0)
     looks = itertools.count()
-    cut = solve_apart(job(build(hard_problem())), lambda: next(looks) > 3)
+    cut = solve_in_process(job(build(hard_problem())), lambda: next(looks) > 3)
     assert cut is not None and not cut.finished and cut.stopped
     assert not module._idle
-    whole = solve_apart(job(build(small_problem())), never)
+    whole = solve_in_process(job(build(small_problem())), never)
     assert whole is not None and whole.finished
     assert len(module._idle) == 1
 
 
 def test_a_process_whose_limit_comes_is_kept(none_waits):
-    cut = solve_apart(job(build(hard_problem()), deadline=time.monotonic() + 3.0), never)
+    cut = solve_in_process(job(build(hard_problem()), deadline=time.monotonic() + 3.0), never)
     assert cut is not None and not cut.finished and not cut.stopped
     assert len(module._idle) == 1
 
@@ -139,7 +139,7 @@ def test_a_process_whose_limit_comes_is_kept(none_waits):
 def test_a_clock_that_only_this_process_knows_ends_a_solve(none_waits, monkeypatch):
     monkeypatch.setattr(module, "_HURRY_S", 60.0)
     ticks = itertools.count()
-    cut = solve_apart(job(build(hard_problem()), clock=lambda: float(next(ticks)), deadline=3.0), never)
+    cut = solve_in_process(job(build(hard_problem()), clock=lambda: float(next(ticks)), deadline=3.0), never)
     assert cut is not None and not cut.finished
 
 
@@ -149,7 +149,7 @@ def test_what_was_found_until_then_is_kept(none_waits, monkeypatch, clock):
     problem = hard_problem(24)
     graph = build(problem)
     began, seconds = clock(), 3.0 if clock is processor_seconds else 6.0
-    cut = solve_apart(job(graph, clock=clock, deadline=began + seconds), never)
+    cut = solve_in_process(job(graph, clock=clock, deadline=began + seconds), never)
     assert cut is not None and not cut.finished and cut.choices is not None
     judged = evaluate(problem, graph.restore(cut.choices))
     assert judged.feasible
@@ -163,7 +163,7 @@ def test_what_went_wrong_there_is_raised_here(none_waits):
     with pytest.raises(ValueError) as here:
         solve_mip(graph, deadline=1e9, clock=time.monotonic, seed=0, cutoff=None, times=[10**6])
     with pytest.raises(ValueError) as there:
-        solve_apart(dataclasses.replace(job(graph), times=[10**6]), never)
+        solve_in_process(dataclasses.replace(job(graph), times=[10**6]), never)
     assert str(there.value) == str(here.value)
 
 
@@ -174,13 +174,13 @@ def test_a_process_that_dies_is_said_so(none_waits):
     process._process.kill()
     process._process.wait()
     with pytest.raises(RuntimeError, match="ended unexpectedly"):
-        solve_apart(job(build(problem)), never)
+        solve_in_process(job(build(problem)), never)
     assert solve(problem).status is Status.OPTIMAL
 
 
 def test_work_there_counts_once(none_waits):
     began = processor_seconds()
-    solve_apart(job(build(small_problem())), never)
+    solve_in_process(job(build(small_problem())), never)
     worked = processor_seconds() - began
     assert worked > 0.05  # at least it has imported scipy
     module._end()

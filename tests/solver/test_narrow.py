@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from random_problems import brute_force, make_problem, problems
 
-from autoshard.solver import FORBIDDEN, Link, Network, Problem, Term, evaluate, narrow
+from autoshard.solver import FORBIDDEN, Link, Network, Problem, Term, evaluate, prune
 from autoshard.solver.search import pruning as module
 
 
@@ -60,18 +60,18 @@ def restricted(problem: Problem, kept: tuple[np.ndarray, ...]) -> Problem:
 @settings(max_examples=150, deadline=None)
 @given(problems(most_nodes=5))
 def test_the_optimum_is_kept(problem: Problem) -> None:
-    narrowed = narrow(network(problem))
+    narrowed = prune(network(problem))
     best = brute_force(problem)
     assert narrowed.complete
-    assert all(len(mine) for mine in narrowed.kept)
+    assert all(len(mine) for mine in narrowed.alternatives)
     if best is None:
         assert narrowed.choices is None
         return
     assert narrowed.bound <= best + 1e-6 * abs(best) + 1e-3
-    assert brute_force(restricted(problem, narrowed.kept)) == best
+    assert brute_force(restricted(problem, narrowed.alternatives)) == best
     if narrowed.choices is not None:
         assert evaluate(problem, narrowed.choices).feasible
-        assert all(choice in mine for choice, mine in zip(narrowed.choices, narrowed.kept, strict=True))
+        assert all(choice in mine for choice, mine in zip(narrowed.choices, narrowed.alternatives, strict=True))
 
 
 def test_most_of_a_chain_goes() -> None:
@@ -80,9 +80,9 @@ def test_most_of_a_chain_goes() -> None:
     costs = random.integers(0, 10**6, (count, wide)).tolist()
     edges = [(n, n + 1, random.integers(0, 10**6, wide * wide).tolist()) for n in range(count - 1)]
     problem = make_problem(costs, edges)
-    narrowed = narrow(network(problem))
+    narrowed = prune(network(problem))
     assert narrowed.complete and narrowed.choices is not None
-    assert sum(map(len, narrowed.kept)) < 0.2 * count * wide
+    assert sum(map(len, narrowed.alternatives)) < 0.2 * count * wide
     assert evaluate(problem, narrowed.choices).cost <= narrowed.bound * (1 + 1e-6)
 
 
@@ -93,10 +93,10 @@ def test_messages_of_like_costs_are_a_bound_to_begin_with(monkeypatch: pytest.Mo
     pairs = [(a, b) for a in range(count) for b in (a + 1, a + 3, a + 8) if b < count]
     problem = make_problem(costs, [(a, b, random.integers(0, 1000, wide * wide).tolist()) for a, b in pairs])
     whole = network(problem)
-    first = narrow(whole)
+    first = prune(whole)
     assert first.messages is not None and first.choices is not None
     monkeypatch.setattr(module, "_SWEEPS", 1)
-    anew, again = (narrow(whole, start=start, enough=0.0) for start in (None, first.messages))
+    anew, again = (prune(whole, start=start, enough=0.0) for start in (None, first.messages))
     assert 1.01 * anew.bound < first.bound <= again.bound <= evaluate(problem, first.choices).cost
 
 

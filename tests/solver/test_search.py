@@ -15,7 +15,7 @@ from autoshard.solver.mip_rows import usage_profile
 from autoshard.solver.reductions import reduce
 from autoshard.solver.residual_graph import InfeasibleGraph, OverLimit, build, table_entries
 from autoshard.solver.search.block_kernels import minimise, plan
-from autoshard.solver.search.local_search import Climber
+from autoshard.solver.search.local_search import LocalSearch
 from autoshard.solver.search.message_kernels import price_memory
 from autoshard.solver.search.message_passing import Dual
 from autoshard.solver.search.search_kernels import _block_cost, _grow, _residual
@@ -100,7 +100,7 @@ def test_the_climber_keeps_its_books():
     reduce(graph)
     names, flat = flatten(graph)
     dual = Dual(flat)
-    climber = Climber(flat, 0)
+    climber = LocalSearch(flat, 0)
     climber.penalty = 10.0
     climber.start(dual.ascend(5, 1e6, 1.0))
     climber.run(dual.prices, 20)
@@ -115,7 +115,7 @@ def test_the_climber_keeps_its_books():
 
 def test_the_cheapest_of_all_starts_is_kept():
     _, flat = flatten(build(make_problem([[10, 20, 15]], [])))
-    climber = Climber(flat, 0)
+    climber = LocalSearch(flat, 0)
     for choice in (0, 1, 2):
         climber.start(np.array([choice]))
         assert climber.cost == 0 and climber.best.tolist() == [0]
@@ -131,7 +131,7 @@ def test_what_is_worth_most_gets_the_memory_that_there_is(seed):
     problem = make_problem(costs, edges, terms, 150)
     graph = build(problem)
     names, flat = flatten(graph)
-    climber = Climber(flat, 0)
+    climber = LocalSearch(flat, 0)
     climber.penalty = 100.0
     climber.start(np.ones(len(names), dtype=np.int64))
     climber.run(np.zeros(len(flat.capacity)), 10)
@@ -171,7 +171,7 @@ def test_a_block_is_minimised_exactly_whatever_members_keep_their_choice():
         graph = build(hard_problem(40, seed, hops=(1, 2, 3, 5, 11)))
         names, flat = flatten(graph)
         count = len(names)
-        climber = Climber(flat, seed)
+        climber = LocalSearch(flat, seed)
         climber.start(np.random.default_rng(seed).integers(0, np.diff(flat.node_at)))
         work = climber._work
         for inside in range(3, 43, 2):
@@ -196,7 +196,7 @@ def test_a_block_is_minimised_exactly_whatever_members_keep_their_choice():
 def test_the_members_of_a_block_are_different_marked_and_in_their_places(broken):
     graph = build(hard_problem(40, 0))
     _, flat = flatten(graph)
-    climber = Climber(flat, 0)
+    climber = LocalSearch(flat, 0)
     climber.start(np.zeros(40, dtype=np.int64))
     work, sizes = climber._work, set()
     for turn in range(1, 200):

@@ -4,7 +4,7 @@ least is first.
 
 import pytest
 
-from autoshard.degrees import DegreeChoice, choose_degrees, gpu_decoder, said_degrees
+from autoshard.degrees import DegreeChoice, choose_degrees, format_degrees, gpu_decoder
 from autoshard.errors import UserError
 
 
@@ -72,4 +72,4 @@ def test_bad_input(program: str, topology: str, framework: str, batch: int, mess
 
 def test_words(choices: tuple[DegreeChoice, ...]) -> None:
     run = choices[0].run
-    assert said_degrees(run).startswith(f"dp{run.dp} tp{run.tp} pp{run.pp} ZeRO-{run.zero} micro {run.micro_batch}")
+    assert format_degrees(run).startswith(f"dp{run.dp} tp{run.tp} pp{run.pp} ZeRO-{run.zero} micro {run.micro_batch}")

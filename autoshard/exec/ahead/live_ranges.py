@@ -73,7 +73,7 @@ def memory_at_peak(compiled: Compiled, plan: Plan) -> dict[str, int]:
             kind = _DONATED if is_donated else _kind(lines[name], array, shapes, carried)
             buffers.append(_Buffer(start, stop, size, kind, carried and not is_donated))
     moments: dict[int, dict[str, int]] = collections.defaultdict(lambda: collections.defaultdict(int))
-    for buffer in _handed_on(buffers):
+    for buffer in _merge_reused_buffers(buffers):
         if buffer.kind != _DONATED:
             moments[buffer.start][buffer.kind] += buffer.size
             moments[buffer.stop + 1][buffer.kind] -= buffer.size
@@ -191,7 +191,7 @@ def _held(array: _Type, where: re.Pattern[str] | None = None) -> int:
     if isinstance(array, list) or (where is not None and not where.search(array[2])):
         return 0
     minor, tile = tiling(array[2])
-    return Shape(array[0], tuple(_dims(array)), 0, minor, tile).held
+    return Shape(array[0], tuple(_dims(array)), 0, minor, tile).padded_bytes
 
 
 def _dims(array: _Array) -> list[int]:
@@ -223,7 +223,7 @@ def _kind(line: str, array: _Array, shapes: set[tuple[int, ...]], carried: bool)
     return "gradients" if like and 'op_name="' in line and "transpose(" in line else "temporaries"
 
 
-def _handed_on(found: Sequence[_Buffer]) -> list[_Buffer]:
+def _merge_reused_buffers(found: Sequence[_Buffer]) -> list[_Buffer]:
     """Merge each buffer with the one that takes over its memory, so that no moment counts both.
 
     A loop's carried value, or the result of an in-place update, begins at the moment when its operand's buffer ends.

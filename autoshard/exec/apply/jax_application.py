@@ -330,7 +330,7 @@ def lower_planned(
             raise UserError(other_program(plan))
         own_targets = mlir.call_targets(ir)
         mlir.replace_body(ir, donor)
-        check_targets(application, mlir.call_targets(ir) - own_targets - mlir.ANYWHERE)
+        check_targets(application, mlir.call_targets(ir) - own_targets - mlir.NO_DEVICE_TARGETS)
         mlir.use_mesh(ir, mlir.ensure_mesh(ir, "mesh", plan.mesh))
     ops = mlir.number_ops(ir)
     if own_specs and mlir.remaining_calls(ir):
@@ -340,7 +340,7 @@ def lower_planned(
     _insert_choices(application, ir, lowered)
     place_calls(plan, ir, ops, bodies)
     mlir.drop_gspmd(ir)
-    _KEPT_ALIVE[lowered] = lowerings
+    _LIVE_LOWERINGS[lowered] = lowerings
     return lowered
 
 
@@ -413,7 +413,7 @@ def check_host_memory(device: Any) -> None:
         )
 
 
-_KEPT_ALIVE: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
+_LIVE_LOWERINGS: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
 """Lowering -> the lowerings of its calls, since host callbacks live only as long as the lowering that made them."""
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from autoshard.errors import UserError
 from autoshard.planning import Plan, Spec, spec_text
-from autoshard.program import as_asked, pipelined, read_pipeline
+from autoshard.program import pipelined, read_pipeline, with_active_pipeline
 
 
 def other_program(plan: Plan) -> str:
@@ -94,4 +94,4 @@ def in_recipe(plan: Plan, fn: Callable[..., Any]) -> Callable[..., Any]:
     if pipeline is None:
         return fn
     with pipelined(pipeline):
-        return as_asked(fn)
+        return with_active_pipeline(fn)

@@ -192,7 +192,7 @@ _USUAL = {_TRIM_THRESHOLD: 64 << 20, _TOP_PAD: 0, _MMAP_THRESHOLD: 32 << 20, _MM
 
 
 @contextlib.contextmanager
-def memory_kept() -> Iterator[None]:
+def retained_memory() -> Iterator[None]:
     """Make glibc retain freed memory within the `with` block, so that no step pays for fresh pages.
 
     XLA allocates the temporaries of a step on CPU in one piece for each device and frees them afterwards. Large freed

@@ -59,7 +59,7 @@ class Shape:
         return -(-math.prod(self.dims) * self._bits // 8)
 
     @property
-    def held(self) -> int:
+    def padded_bytes(self) -> int:
         """Bytes in memory, with dims padded to whole tiles; reads and writes move the padding as well."""
         sizes = list(self.dims)
         for dim, tile in zip(self.minor, self.tile, strict=False):
@@ -92,9 +92,9 @@ class Instruction:
         return sum(shape.bytes for shape in self.shapes)
 
     @property
-    def held(self) -> int:
+    def padded_bytes(self) -> int:
         """Bytes of the result in memory, padded to tiles."""
-        return sum(shape.held for shape in self.shapes)
+        return sum(shape.padded_bytes for shape in self.shapes)
 
     def attribute(self, key: str) -> str | None:
         """Return the raw value of `key=...` with balanced brackets; None without that key."""

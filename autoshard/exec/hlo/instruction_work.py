@@ -134,15 +134,15 @@ class Reader:
             if source is None:
                 continue
             if inside is not None:
-                size = self._read(inside, number, sum(s.held for s in source.shapes))
+                size = self._read(inside, number, sum(s.padded_bytes for s in source.shapes))
             elif op.opcode in ("dynamic-slice", "slice", "gather") and number == 0:
-                size = op.held
+                size = op.padded_bytes
             elif op.opcode in ("dynamic-update-slice", "scatter") and number == 0:
                 size = 0
             elif op.opcode == "broadcast":
                 size = 0
             else:
-                size = sum(s.held for s in source.shapes)
+                size = sum(s.padded_bytes for s in source.shapes)
             if source.shapes:
                 count(source.shapes[0], size)
         if inside is not None:
@@ -150,10 +150,10 @@ class Reader:
                 count(shape, size)
         elif op.opcode in ("dynamic-update-slice", "scatter"):
             update = owner.by_name.get(op.operands[_UPDATE[op.opcode]])
-            count(op.shapes[0], update.held if update is not None else op.held)
+            count(op.shapes[0], update.padded_bytes if update is not None else op.padded_bytes)
         else:
             for shape in op.shapes:
-                count(shape, shape.held)
+                count(shape, shape.padded_bytes)
         return moved[0], moved[1]
 
     def _read(self, computation: Computation, number: int, whole: int) -> int:
@@ -169,7 +169,7 @@ class Reader:
         for user in computation.users.get(name, ()):
             first = bool(user.operands) and user.operands[0] == name
             if user.opcode in ("dynamic-slice", "slice", "gather") and first:
-                total += user.held
+                total += user.padded_bytes
             elif user.opcode in ("dynamic-update-slice", "scatter") and first:
                 total += 0
             elif user.opcode in ("bitcast", "reshape") and depth < 20:
@@ -194,9 +194,9 @@ class Reader:
         root = computation.root
         roots = [computation.by_name.get(name) for name in root.operands] if root.opcode == "tuple" else [root]
         if len(roots) != len(shapes):
-            return [shape.held for shape in shapes]
+            return [shape.padded_bytes for shape in shapes]
         return [
-            min(shape.held, self._update(computation, source)) if source is not None else shape.held
+            min(shape.padded_bytes, self._update(computation, source)) if source is not None else shape.padded_bytes
             for shape, source in zip(shapes, roots, strict=True)
         ]
 
@@ -208,14 +208,14 @@ class Reader:
             updated, update = (computation.by_name.get(op.operands[n]) for n in (0, _UPDATE[op.opcode]))
             # A value that the fusion computes is written whole, and its updates again.
             if updated is not None and update is not None:
-                return self._update(computation, updated) + update.held
+                return self._update(computation, updated) + update.padded_bytes
         if op.opcode == "parameter":
             return 0  # returned unchanged
         if op.opcode == "fusion":
             inner = self.module.computations.get(_called(op))
             if inner is not None and inner.root.opcode != "tuple":
                 return self._update(inner, inner.root)
-        return op.held
+        return op.padded_bytes
 
 
 def _hands_on(computation: Computation, number: int) -> bool:

@@ -40,7 +40,7 @@ class Clock:
         self.compute = 0.0
         self.copies = 0.0
         self.flops = 0.0
-        self.again = 0.0
+        self.remat_flops = 0.0
         """FLOPs that the compiler's own rematerialisation added."""
         self.unknown_trips = 0
         self.by_kind: dict[str, float] = collections.defaultdict(float)
@@ -124,7 +124,7 @@ class Clock:
         self.compute += other.compute * times
         self.copies += other.copies * times
         self.flops += other.flops * times
-        self.again += other.again * times
+        self.remat_flops += other.remat_flops * times
         self.unknown_trips += other.unknown_trips
         for kind, seconds in other.by_kind.items():
             self.by_kind[kind] += seconds * times

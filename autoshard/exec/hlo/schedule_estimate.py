@@ -122,7 +122,7 @@ def estimate(
         hidden_comm_s=max(0.0, clock.communication - clock.exposed),
         copy_s=clock.copies,
         flops=clock.flops,
-        remat_flops=clock.again,
+        remat_flops=clock.remat_flops,
         by_kind=dict(sorted(clock.by_kind.items())),
         traffic=dict(sorted(clock.traffic.items())),
         unknown_trips=clock.unknown_trips,
@@ -224,13 +224,13 @@ class _Simulator:
                     self.begin(clock, collective, key)
             elif any(shape.space == HOST_SPACE for shape in op.shapes):
                 # A transfer to or from the host has its other end in main memory.
-                size = sum(shape.held for shape in op.shapes if shape.space == 0)
+                size = sum(shape.padded_bytes for shape in op.shapes if shape.space == 0)
                 clock.transfer(float(self.compute.host_seconds(size)), ("host",), _title(op), key, "copy")
             elif op.opcode in ("copy-start", "slice-start", "dynamic-slice-start"):
                 self.copy(clock, op)
             else:
                 # Asynchronous compute (the sparse core's gathers) is memory bound and overlaps with everything else.
-                size = sum(shape.held for shape in op.shapes if shape.space == 0)
+                size = sum(shape.padded_bytes for shape in op.shapes if shape.space == 0)
                 clock.transfer(float(self.compute.memory_seconds(size)), (), _title(op), key, "copy")
             return
         if collectives:
@@ -241,13 +241,13 @@ class _Simulator:
 
     def copy(self, clock: Clock, op: Instruction) -> None:
         """Start an asynchronous copy between memories."""
-        seconds = float(self.compute.memory_seconds(op.shapes[0].held))
+        seconds = float(self.compute.memory_seconds(op.shapes[0].padded_bytes))
         clock.transfer(seconds, ("copies",), _title(op), op.name, "copy")
 
     def roofline(self, clock: Clock, op: Instruction, work: InstructionWork) -> None:
         """Move the clock by the longest of matrix, memory and vector time, plus the fixed overhead."""
         clock.flops += work.flops
-        clock.again += work.flops if ".remat" in op.name else 0.0
+        clock.remat_flops += work.flops if ".remat" in op.name else 0.0
         if work.kernel is not None:
             clock.work(self.kernel(work.kernel), "kernel", _title(op))
             return

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from autoshard import mlir
-from autoshard.graph import OpClass, kept_graph
+from autoshard.graph import OpClass, cached_graph
 from autoshard.planning import batch_dims
 from autoshard.program import WEIGHTS, Program, Role
 
@@ -131,8 +131,8 @@ def noise_floor(
     for number in range(ORDERS):
         order = random.permutation(size) if number else np.arange(size)[::-1]
         back = np.argsort(order)
-        reordered = run([_taken(leaf, order, dims) for leaf, dims in zip(leaves, argument_dims, strict=True)])
-        reordered = [_taken(value, back, dims) for value, dims in zip(reordered, result_dims, strict=True)]
+        reordered = run([_reordered(leaf, order, dims) for leaf, dims in zip(leaves, argument_dims, strict=True)])
+        reordered = [_reordered(value, back, dims) for value, dims in zip(reordered, result_dims, strict=True)]
         noise = [max(n, _distance(a, b)) for n, a, b in zip(noise, reordered, unplanned, strict=True)]
         for result, size_of, n in zip(program.results, map(_largest, unplanned), noise, strict=True):
             if result.argument is None and n > INDIFFERENT * size_of:
@@ -144,7 +144,7 @@ def noise_floor(
 
 def narrow_rounding(program: Program) -> float:
     """Return half a unit in the last place of the narrowest floats that the program multiplies, or 0."""
-    graph = kept_graph(program.module)
+    graph = cached_graph(program.module)
     heavy = (t for op in graph.ops if op.op_class is OpClass.HEAVY for t in op.operands)
     return max((ROUNDING.get(graph.tensors[t].dtype, 0.0) for t in heavy), default=0.0)
 
@@ -192,7 +192,7 @@ def _rounded(leaf: Any, unit: float, random: np.random.Generator) -> Any:
     return (array * (1 + unit * random.uniform(-1, 1, array.shape))).astype(array.dtype)
 
 
-def _taken(value: Any, order: Any, dims: Sequence[int]) -> Any:
+def _reordered(value: Any, order: Any, dims: Sequence[int]) -> Any:
     """Apply an order of elements along some dims of an array."""
     for dim in dims:
         value = np.take(np.asarray(value), order, axis=dim)

@@ -9,7 +9,7 @@ from typing import Any
 from autoshard.errors import UserError
 from autoshard.exec.apply.jax_application import Application, compile_lowered
 from autoshard.exec.apply.plan_agreement import check_arguments, other_program
-from autoshard.exec.devices.local_devices import ensure_devices, memory_kept
+from autoshard.exec.devices.local_devices import ensure_devices, retained_memory
 from autoshard.exec.devices.profiles import profiled
 from autoshard.exec.hlo.compiled_collectives import (
     CompiledCollective,
@@ -21,7 +21,7 @@ from autoshard.exec.hlo.compiled_collectives import (
 from autoshard.exec.hlo.hlo_text import module_name
 from autoshard.exec.run.check_inputs import UNDEFINED, drops_nan, edge_arguments, noise_floor, rounding_floor
 from autoshard.exec.run.eager_check import EagerCheck, check_eager, eager_figures
-from autoshard.exec.run.planned_steps import PlannedStep, failure, first_arguments, host_copy, place_anew
+from autoshard.exec.run.planned_steps import PlannedStep, failure, first_arguments, host_copy, place_copy
 from autoshard.exec.run.profiled_collectives import CollectiveTimes, time_collectives
 from autoshard.exec.run.result_check import Check, compare
 from autoshard.planning import Plan, Spec, as_planned
@@ -120,7 +120,7 @@ def measure(
         text = planned.compiled.as_text()
         collectives = read_collectives(text, plan_mesh(plan))
         times_of = None
-        with memory_kept():
+        with retained_memory():
             for step in range(warmup + steps):
                 elapsed, results = planned.run()
                 if step == 0 and one_device is not None:
@@ -277,7 +277,7 @@ def _unplanned_step(program: Program, plan: Plan) -> _Step:
 
         def step(args: tuple[Any, ...]) -> Any:
             leaves, tree = jax.tree.flatten(args)
-            return compiled(*tree.unflatten(place_anew(leaf, s) for leaf, s in zip(leaves, shardings, strict=True)))
+            return compiled(*tree.unflatten(place_copy(leaf, s) for leaf, s in zip(leaves, shardings, strict=True)))
     else:
         jitted, one = jax.jit(lambda *a: program.fn(*a)), jax.local_devices()[0]
 

@@ -9,7 +9,7 @@ from typing import Any
 from autoshard.cost import FRACTION, Topology, fraction_for
 from autoshard.errors import UserError
 from autoshard.exec.apply.jax_application import Application, compile_lowered
-from autoshard.exec.devices.local_devices import check_granted, memory_kept, place
+from autoshard.exec.devices.local_devices import check_granted, place, retained_memory
 from autoshard.planning import Plan
 from autoshard.program import Program
 
@@ -39,7 +39,7 @@ class PlannedStep:
     def place(self) -> None:
         """Put the first step's arguments on the devices."""
         self._current = [
-            place_anew(leaf, sharding) for leaf, sharding in zip(self._first, self._shardings, strict=True)
+            place_copy(leaf, sharding) for leaf, sharding in zip(self._first, self._shardings, strict=True)
         ]
 
     def run(self) -> tuple[float, list[Any]]:
@@ -62,7 +62,7 @@ class PlannedStep:
         import jax
 
         self._current = []  # the arguments of two steps may exceed device memory
-        placed = [place_anew(leaf, sharding) for leaf, sharding in zip(leaves, self._shardings, strict=True)]
+        placed = [place_copy(leaf, sharding) for leaf, sharding in zip(leaves, self._shardings, strict=True)]
         return jax.tree.leaves(self.compiled(*self._tree.unflatten(placed)))
 
     @property
@@ -80,7 +80,7 @@ class PlannedStep:
             if argument.result is not None:
                 following.append(results[argument.result])
             elif self._current[i].is_deleted():
-                following.append(place_anew(self._first[i], self._shardings[i]))
+                following.append(place_copy(self._first[i], self._shardings[i]))
             else:
                 following.append(self._current[i])
         return following
@@ -96,7 +96,7 @@ def first_arguments(program: Program, seed: int) -> tuple[Any, ...]:
     )
 
 
-def place_anew(leaf: Any, sharding: Any) -> Any:
+def place_copy(leaf: Any, sharding: Any) -> Any:
     """Copy an argument of the first step to the devices, in new memory, since the step may donate it."""
     import jax
 
@@ -151,7 +151,7 @@ def run_in_turn(
     once `seconds` have passed, but not before three rounds.
     """
     times: dict[str, list[float]] = {name: [] for name in steps}
-    with memory_kept():
+    with retained_memory():
         for step in steps.values():
             for _ in range(warmup):
                 step.run()

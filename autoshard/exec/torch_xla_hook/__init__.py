@@ -15,6 +15,6 @@ from autoshard.exec.torch_xla_hook.lifecycle.state_checkpoint import save_state 
 from autoshard.exec.torch_xla_hook.pins.input_placement import inputs_by_shape as inputs_by_shape
 from autoshard.exec.torch_xla_hook.planning.runtime_topology import xla_devices as xla_devices
 from autoshard.exec.torch_xla_hook.values.live_marks import LiveMesh as LiveMesh
-from autoshard.exec.torch_xla_hook.values.live_marks import held_spec as held_spec
 from autoshard.exec.torch_xla_hook.values.live_marks import is_split as is_split
 from autoshard.exec.torch_xla_hook.values.live_marks import partition as partition
+from autoshard.exec.torch_xla_hook.values.live_marks import sharding_text as sharding_text

@@ -18,7 +18,7 @@ bits.
 """
 
 
-class UseReading:
+class GraphBuilder:
     """Builder of an `OpGraph`: grows op by op, and `graph` returns the result."""
 
     def __init__(self) -> None:
@@ -69,7 +69,7 @@ class UseReading:
         for operand, result in zip(op.operands, op.results, strict=True):
             self.ids[result] = self.ids[operand]
 
-    def passing(
+    def append_pass_through(
         self,
         op: Any,
         kind: str,

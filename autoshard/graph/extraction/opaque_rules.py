@@ -54,10 +54,10 @@ def read_opaque(op: Any, operands: Sequence[Tensor], results: Sequence[Tensor], 
         return Opaque(target, rule, bound.flops or work.flops, work.traffic, True, fixed, work.dtype, head)
     text = str(op.attributes["sdy.sharding_rule"]) if "sdy.sharding_rule" in op.attributes else ""
     if text:
-        rule, sloping = whole_where_untied(parse_rule(text)), tuple(work.sloping.items())
-        uneven = tuple(work.uneven.items())
+        rule, sloping = whole_where_untied(parse_rule(text)), tuple(work.triangular.items())
+        uneven = tuple(work.imbalance.items())
         call = Opaque(target, rule, work.flops, work.traffic, own, fixed, work.dtype, head, sloping, work.steps, uneven)
-        return dataclasses.replace(call, sent=work.sent)
+        return dataclasses.replace(call, sent_share=work.sent_share)
     for beginning, each in _KERNELS.items():
         if target.startswith(beginning):
             rule, count = _attention(operands, results, each)

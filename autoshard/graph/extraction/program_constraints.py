@@ -5,7 +5,7 @@ from typing import Any
 
 from autoshard import mlir
 from autoshard.errors import UserError
-from autoshard.graph.extraction.graph_builder import ReadBlock, UseReading
+from autoshard.graph.extraction.graph_builder import GraphBuilder, ReadBlock
 from autoshard.graph.extraction.mlir_attributes import parse_axes, parse_shardings, parse_type, tiled
 from autoshard.graph.extraction.opaque_rules import IN, OUT, end_rule, same_rule
 from autoshard.graph.records import Constraint, Manual, Sharding
@@ -14,52 +14,52 @@ from autoshard.graph.records import Constraint, Manual, Sharding
 CONSTRAINTS = frozenset({"sharding_constraint", "reshard"})
 
 
-def read_constraint(reading: UseReading, op: Any, loop: int) -> None:
+def read_constraint(builder: GraphBuilder, op: Any, loop: int) -> None:
     """Add a new tensor for a constrained value, so that the value may have another spec before the constraint.
 
     An empty constraint is an alias of its operand. So is a constraint on an argument without other uses, which then
     applies to the argument.
     """
-    source = reading.ids[op.operands[0]]
+    source = builder.ids[op.operands[0]]
     if "sharding" in op.attributes:
-        (sharding,) = parse_shardings(str(op.attributes["sharding"]), reading.meshes)
+        (sharding,) = parse_shardings(str(op.attributes["sharding"]), builder.meshes)
     else:
-        sharding = tiled(op.attributes, len(reading.tensors[source].shape))
-    if sharding.is_free or not sharding.dims or source in reading.free:
-        return reading.alias(op)
+        sharding = tiled(op.attributes, len(builder.tensors[source].shape))
+    if sharding.is_free or not sharding.dims or source in builder.free:
+        return builder.alias(op)
     where = _place("with_sharding_constraint", op)
-    if reading.tensors[source].value[0] == -1 and len(list(op.operands[0].uses)) == 1:
-        reading.alias(op)
-        reading.constraints.append(Constraint(source, sharding, where))
+    if builder.tensors[source].value[0] == -1 and len(list(op.operands[0].uses)) == 1:
+        builder.alias(op)
+        builder.constraints.append(Constraint(source, sharding, where))
         return None
-    shape = reading.tensors[source].shape
-    reading.passing(
-        op, "sharding_constraint", source, op.results[0], (reading.number, 0), loop, same_rule([shape], [shape])
+    shape = builder.tensors[source].shape
+    builder.append_pass_through(
+        op, "sharding_constraint", source, op.results[0], (builder.number, 0), loop, same_rule([shape], [shape])
     )
-    reading.constraints.append(Constraint(reading.ids[op.results[0]], sharding, where))
+    builder.constraints.append(Constraint(builder.ids[op.results[0]], sharding, where))
     return None
 
 
-def read_manual(reading: UseReading, op: Any, loop: int, read_block: ReadBlock) -> None:
+def read_manual(builder: GraphBuilder, op: Any, loop: int, read_block: ReadBlock) -> None:
     """Read a `shard_map`: an op for each value that enters or leaves, and the ops of the body between them."""
-    number, outer = reading.number, reading.manual
-    sides = [parse_shardings(str(op.attributes[f"{side}_shardings"]), reading.meshes) for side in ("in", "out")]
+    number, outer = builder.number, builder.manual
+    sides = [parse_shardings(str(op.attributes[f"{side}_shardings"]), builder.meshes) for side in ("in", "out")]
     axes = parse_axes(str(op.attributes["manual_axes"]))
     both = tuple(dict.fromkeys((*outer, *axes)))
     mesh = next((s.mesh for side in sides for s in side), ())
-    reading.regions.append(Manual(number, axes, mesh, _place("shard_map", op)))
+    builder.regions.append(Manual(number, axes, mesh, _place("shard_map", op)))
     body = op.regions[0].blocks[0]
-    reading.manual = both
+    builder.manual = both
     for k, (value, argument, sharding) in enumerate(zip(op.operands, body.arguments, sides[0], strict=True)):
-        _read_end(reading, op, IN, reading.ids[value], argument, (number, len(op.results) + k), loop, k, sharding, axes)
+        _read_end(builder, op, IN, builder.ids[value], argument, (number, len(op.results) + k), loop, k, sharding, axes)
     returned = read_block(body, loop)
-    reading.manual = outer
+    builder.manual = outer
     for r, (source, result, sharding) in enumerate(zip(returned, op.results, sides[1], strict=True)):
-        _read_end(reading, op, OUT, source, result, (number, r), loop, r, sharding, axes)
+        _read_end(builder, op, OUT, source, result, (number, r), loop, r, sharding, axes)
 
 
 def _read_end(
-    reading: UseReading,
+    builder: GraphBuilder,
     op: Any,
     kind: str,
     source: int,
@@ -78,14 +78,14 @@ def _read_end(
     - `axes`: axes that the region splits by hand.
     """
     shape, _, _ = parse_type(str(value.type))
-    mine = reading.tensors[source].shape
-    if not shape and source not in reading.free:
-        reading.ids[value] = source
+    mine = builder.tensors[source].shape
+    if not shape and source not in builder.free:
+        builder.ids[value] = source
         return
     own = dataclasses.replace(sharding, dims=tuple(tuple(a for a in dim if a.name in axes) for dim in sharding.dims))
     rule, fixed = end_rule(*((mine, shape) if kind == IN else (shape, mine)), own, kind)
-    manual = tuple(dict.fromkeys((*reading.manual, *axes)))
-    reading.passing(op, kind, source, value, where, loop, rule, position, fixed, manual)
+    manual = tuple(dict.fromkeys((*builder.manual, *axes)))
+    builder.append_pass_through(op, kind, source, value, where, loop, rule, position, fixed, manual)
 
 
 def called(op: Any, kind: str) -> str:

@@ -110,6 +110,6 @@ def _rotation(op: Op, tensors: list[Tensor], slices: list[Op], dim: int, amount:
         operands=(slices[0].operands[0],),
         operand_numbers=(0,),
         rule=Rule(shape, kinds, same, same),
-        seats=seats,
+        operand_uses=seats,
         shift=amount,
     )

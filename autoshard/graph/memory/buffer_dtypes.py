@@ -21,7 +21,7 @@ _VIEWS = frozenset({"reshape", "transpose", "broadcast_in_dim", "sharding_constr
 _PLACED = frozenset({"reshape", "transpose", "slice"})
 
 
-def stored(
+def stored_buffers(
     graph: OpGraph,
     buffers: Iterable[Buffer],
     wide: Mapping[int, int],
@@ -30,7 +30,7 @@ def stored(
 ) -> tuple[tuple[Buffer, ...], Mapping[Buffer, int]]:
     """Return extra buffers for copied stacks, and bytes per element of every buffer whose dtype is not its tensor's.
 
-    - `wide`: the result of `widened`.
+    - `wide`: the result of `widened_values`.
     - `updated`: arguments that are overwritten; nested loops copy their stacks.
     - `narrows_stacks`: True if a stack is narrowed before the loop, which adds a narrow copy. GPU compilers narrow each
       slice in the loop instead.
@@ -58,7 +58,7 @@ def _itemsize(graph: OpGraph, tensor: int) -> int:
     return record.itemsize
 
 
-def widened(graph: OpGraph) -> dict[int, int]:
+def widened_values(graph: OpGraph) -> dict[int, int]:
     """Map results of matmuls that are stored as a wider value computed from them to that value's bytes per element."""
     users: dict[int, list[Op]] = {}
     for op in graph.ops:
@@ -119,7 +119,7 @@ def _filled_narrow(graph: OpGraph, sliced: bool) -> dict[int, int]:
             if len(inside) != 1 or inside[0].kind != "dynamic_update_slice" or inside[0].op_class is not OpClass.LAYER:
                 continue
             own = _itemsize(graph, carry.body)
-            width = _width_taken(graph, users, stored_values, carry.result, sliced)
+            width = _stored_width(graph, users, stored_values, carry.result, sliced)
             if not sliced:
                 maker = makers.get(inside[0].operands[1])
                 while maker is not None and maker.kind in _VIEWS and maker.loop == inside[0].loop:
@@ -132,7 +132,7 @@ def _filled_narrow(graph: OpGraph, sliced: bool) -> dict[int, int]:
     return widths
 
 
-def _width_taken(
+def _stored_width(
     graph: OpGraph, users: Mapping[int, list[Op]], kept: Collection[int], tensor: int, sliced: bool
 ) -> int:
     """Return the bytes per element of the widest convert of a tensor or of its views.
@@ -144,7 +144,7 @@ def _width_taken(
         return own
     for op in users.get(tensor, ()):
         if op.kind in _VIEWS or (sliced and op.kind == "dynamic_slice" and op.op_class is OpClass.LAYER):
-            width = max(width, _width_taken(graph, users, kept, op.results[0], sliced))
+            width = max(width, _stored_width(graph, users, kept, op.results[0], sliced))
         # Matmuls with a batch dim for the heads, as in a recurrence, read float32 slices.
         elif op.kind == "convert" and not (sliced and _feeds_batched(users, op.results[0])):
             width = max(width, _itemsize(graph, op.results[0]))

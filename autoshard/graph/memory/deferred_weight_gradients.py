@@ -9,7 +9,7 @@ from autoshard.graph.memory.fusion import Liveness
 from autoshard.graph.records import OpClass, OpGraph
 
 
-def made_late(graph: OpGraph, liveness: Liveness) -> Liveness:
+def defer_weight_gradients(graph: OpGraph, liveness: Liveness) -> Liveness:
     """Return the liveness with deferred weight gradients.
 
     The matmuls are those outside of loops whose result is first needed after a later loop. Their inputs stay live until

@@ -19,7 +19,7 @@ that are so many times smaller than a value do not decide if the value is stored
 """
 
 
-def meetings(graph: OpGraph, consumers: Sequence[Sequence[int]], apart: Collection[int]) -> dict[int, int]:
+def post_dominators(graph: OpGraph, consumers: Sequence[Sequence[int]], apart: Collection[int]) -> dict[int, int]:
     """Map each value with several users to its immediate post-dominator: the pointwise op where all paths from it join.
 
     All users up to that op are parts of one kernel, which computes the value once. Paths stay in one block, and lead
@@ -29,7 +29,7 @@ def meetings(graph: OpGraph, consumers: Sequence[Sequence[int]], apart: Collecti
     """Next op to which all paths from each op lead; -1 for none, [ops]."""
     joins: dict[int, int] = {}
 
-    def met(users: Sequence[int], loop: int) -> int:
+    def first_common_op(users: Sequence[int], loop: int) -> int:
         """Return the first op common to all paths from `users`; -1 if there is none."""
         at = -1
         for number, user in enumerate(sorted(set(users))):
@@ -54,7 +54,7 @@ def meetings(graph: OpGraph, consumers: Sequence[Sequence[int]], apart: Collecti
         users = [user for tensor in op.results for user in consumers[tensor]]
         if not users or op.id in apart:
             continue
-        after[op.id] = met(users, op.loop)
+        after[op.id] = first_common_op(users, op.loop)
         if len(op.results) == 1 and len(set(users)) > 1 and after[op.id] >= 0:
             joins[op.results[0]] = after[op.id]
     return joins
@@ -100,12 +100,12 @@ def leads_from_matmul(
             continue
         if graph.tensors[source].elements != graph.tensors[tensor].elements:
             continue
-        if tensor in _made_of(graph, source, consumers, matmuls, pinned, latest):
+        if tensor in _epilogue_values(graph, source, consumers, matmuls, pinned, latest):
             return True
     return False
 
 
-def _made_of(
+def _epilogue_values(
     graph: OpGraph,
     source: int,
     consumers: Sequence[Sequence[int]],
@@ -141,7 +141,7 @@ def _made_of(
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Continued:
+class EpilogueFusion:
     """Fusions after epilogue fusion, some of them part of others' kernels."""
 
     fusions: list[Fusion]
@@ -149,13 +149,13 @@ class Continued:
     """Maps the unstored result of a matmul or convolution to the value that its kernel stores instead."""
 
 
-def continued(
+def fuse_epilogues(
     graph: OpGraph,
     fusions: Sequence[Fusion],
     matmuls: Collection[int],
     pinned: Collection[int],
     bases: Mapping[int, Collection[int]],
-) -> Continued:
+) -> EpilogueFusion:
     """Fuse pointwise fusions into the matmuls whose results they read, and sums into the kernels of their inputs.
 
     A pointwise fusion that becomes an epilogue does not read the matmul's result; its own result is stored instead.
@@ -174,12 +174,14 @@ def continued(
     made = list(fusions)
     stores: dict[int, int] = {}
     done: set[int] = set()
-    able = {number: _before(graph, fusion, matmuls, pinned, bases) for number, fusion in enumerate(fusions)}
+    able = {number: _epilogue_sources(graph, fusion, matmuls, pinned, bases) for number, fusion in enumerate(fusions)}
 
     def takers(source: int, fusion: Fusion) -> list[int]:
         """Return the fusions that read a matmul's result, without the sums that `fusion` computes in its own kernel."""
         return [
-            n for n in readers[source] if fusions[n] is fusion or not _sums(graph, fusions[n], fusion, source, bases)
+            n
+            for n in readers[source]
+            if fusions[n] is fusion or not _is_fused_sum(graph, fusions[n], fusion, source, bases)
         ]
 
     def for_matmuls(number: int) -> bool:
@@ -207,13 +209,13 @@ def continued(
             for first, n in enumerate(together):
                 left = tuple(t for t in fusions[n].reads if t not in there)
                 moved = fusions[n].moved if first else ()
-                made[n] = dataclasses.replace(fusions[n], reads=left, moved=moved, beside=bool(first))
+                made[n] = dataclasses.replace(fusions[n], reads=left, moved=moved, is_fused_sibling=bool(first))
                 there.update(fusions[n].reads)
-    _sum_inside(graph, fusions, made, matmuls, readers)
-    return Continued(made, stores)
+    _fuse_sums(graph, fusions, made, matmuls, readers)
+    return EpilogueFusion(made, stores)
 
 
-def _before(
+def _epilogue_sources(
     graph: OpGraph,
     fusion: Fusion,
     matmuls: Collection[int],
@@ -237,7 +239,9 @@ def _before(
     ]
 
 
-def _sums(graph: OpGraph, fusion: Fusion, other: Fusion, source: int, bases: Mapping[int, Collection[int]]) -> bool:
+def _is_fused_sum(
+    graph: OpGraph, fusion: Fusion, other: Fusion, source: int, bases: Mapping[int, Collection[int]]
+) -> bool:
     """Return True if `fusion` is a sum of values that the fusion `other` reads or writes; one kernel then computes
     both.
 
@@ -247,20 +251,20 @@ def _sums(graph: OpGraph, fusion: Fusion, other: Fusion, source: int, bases: Map
     root = graph.ops[fusion.root]
     if root.kind != "reduce" or root.loop != graph.ops[other.root].loop:
         return False
-    large = set(_large(graph, fusion))
+    large = set(_large_reads(graph, fusion))
     small = [t for t in fusion.reads if t not in large]
     return large <= {*other.reads, *other.writes} and all(
         graph.tensors[t].producer < other.root and source not in (t, *bases.get(t, ())) for t in small
     )
 
 
-def _large(graph: OpGraph, fusion: Fusion) -> list[int]:
+def _large_reads(graph: OpGraph, fusion: Fusion) -> list[int]:
     """Return the values read by a sum, without those at least `SMALL` times smaller than its input."""
     elements = max(graph.tensors[t].elements for t in graph.ops[fusion.root].operands)
     return [t for t in fusion.reads if graph.tensors[t].elements * SMALL > elements]
 
 
-def _sum_inside(
+def _fuse_sums(
     graph: OpGraph,
     fusions: Sequence[Fusion],
     made: list[Fusion],
@@ -273,7 +277,7 @@ def _sum_inside(
         root = graph.ops[fusion.root]
         if root.kind != "reduce":
             continue
-        large = set(_large(graph, fusion))
+        large = set(_large_reads(graph, fusion))
         small = [t for t in fusion.reads if t not in large]
         if not large:
             continue
@@ -296,9 +300,9 @@ def _sum_inside(
                 break
 
 
-def with_epilogues(
+def fuse_gpu_epilogues(
     graph: OpGraph, fusions: Sequence[Fusion], consumers: Sequence[Sequence[int]], pinned: Collection[int]
-) -> Continued:
+) -> EpilogueFusion:
     """Return the fusions that remain after GPU matmuls compute their epilogues, and the values stored instead."""
     made, stores = list(fusions), {}
     number_of = {fusion.root: number for number, fusion in enumerate(fusions)}
@@ -313,7 +317,7 @@ def with_epilogues(
         stores[op.results[0]] = fusions[number].writes[0]
         reads = tuple(t for t in fusions[number].reads if t != op.results[0])
         made[number] = Fusion(root, fusions[number].writes, reads, (), True)
-    return Continued(made, stores)
+    return EpilogueFusion(made, stores)
 
 
 def _end_of_chain(graph: OpGraph, tensor: int, consumers: Sequence[Sequence[int]], pinned: Collection[int]) -> int:

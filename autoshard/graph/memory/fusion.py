@@ -3,8 +3,8 @@
 Heavy ops write their results and read their operands. Pointwise values stay inside the fusion of their consumer. They
 are stored if recomputing them for several consumers would read more bytes than storing them.
 
-On TPUs, matmuls without batch dims also fuse the pointwise ops that lead to their operands (`Writing`). The stored form
-of attention scores there depends on the spec (`Softmax`).
+On TPUs, matmuls without batch dims also fuse the pointwise ops that lead to their operands (`StoreDecision`). The
+stored form of attention scores there depends on the spec (`Softmax`).
 
 Evidence: docs/compiler_behaviour.md, "Elementwise ops inside matmul kernels".
 """
@@ -13,20 +13,26 @@ import dataclasses
 from collections.abc import Collection, Mapping, Sequence
 
 from autoshard.graph.extraction.opaque_rules import IN, OUT
-from autoshard.graph.memory.buffer_dtypes import stored, widened
-from autoshard.graph.memory.epilogue_fusion import continued, latest_makers, meetings, with_epilogues
+from autoshard.graph.memory.buffer_dtypes import stored_buffers, widened_values
+from autoshard.graph.memory.epilogue_fusion import fuse_epilogues, fuse_gpu_epilogues, latest_makers, post_dominators
 from autoshard.graph.memory.host_transfers import copied_stacks, hosted, in_transit
 from autoshard.graph.memory.lifetimes import buffers_of, outlast
-from autoshard.graph.memory.loop_buffers import chosen, matmuls_of_stages, taken_apart
-from autoshard.graph.memory.materialization import CHEAP_INTO_MATMUL, Writing, computed_inside, ends_fusion, joined
+from autoshard.graph.memory.loop_buffers import matmuls_of_stages, selected_slices, sliced_loop_inputs
+from autoshard.graph.memory.materialization import (
+    CHEAP_INTO_MATMUL,
+    StoreDecision,
+    ends_fusion,
+    fuse_siblings,
+    fused_operand_ratios,
+)
 from autoshard.graph.memory.softmax import Softmax
 from autoshard.graph.memory.stack_layouts import (
-    Passes,
+    ExtraTraffic,
     RelaidStack,
     copied_slices,
-    interleaved_passes,
     relaid_stacks,
-    turned_passes,
+    tile_row_copies,
+    transposed_stack_copies,
 )
 from autoshard.graph.records import Fusion, Op, OpClass, OpGraph, is_batched
 
@@ -49,14 +55,14 @@ class Liveness:
     buffers: tuple[tuple[int, int, int], ...]
     """Live ranges (tensor, start, stop); a loop's carried value has one buffer, named by the tensor inside the body."""
     widths: Mapping[tuple[int, int, int], int] = dataclasses.field(default_factory=dict)
-    """Bytes per element of the buffers that store their tensor in another dtype (see `stored`)."""
+    """Bytes per element of the buffers that store their tensor in another dtype (see `stored_buffers`)."""
     reserved: frozenset[int] = frozenset()
     """Tensors of results whose memory is allocated before the program starts, although `buffers` begin later."""
     hosted: frozenset[int] = frozenset()
     """Tensors in the host's memory; `buffers` contains none of them."""
     softmaxes: tuple[Softmax, ...] = ()
     """Softmaxes whose buffers and traffic depend on the spec; `buffers` contains none of their tensors."""
-    passes: tuple[Passes, ...] = ()
+    extra_traffic: tuple[ExtraTraffic, ...] = ()
     """Transfers of whole tensors outside all fusions.
 
     These are copies of initial values that a loop must not overwrite, copies of results into donated arguments, and
@@ -66,7 +72,7 @@ class Liveness:
     """Maps the result of a matmul or convolution to the value that its kernel stores instead."""
     relaid: tuple[RelaidStack, ...] = ()
     """Stacks that loops store in another layout."""
-    computed: Mapping[int, float] = dataclasses.field(default_factory=dict)
+    fused_operand_ratios: Mapping[int, float] = dataclasses.field(default_factory=dict)
     """Maps an operand that matmul kernels compute themselves to the ratio of bytes read for it to its own bytes."""
 
     def itemsize(self, graph: OpGraph, buffer: tuple[int, int, int]) -> int:
@@ -94,7 +100,7 @@ def analyse(
     - `gpu_kernels`: True for the rules of XLA's GPU compiler, as listed below.
 
     With `gpu_kernels` a value that several kernels read is stored only if that moves fewer bytes. Matmuls fuse their
-    epilogues (`with_epilogues`). Elementwise kernels overwrite operands that they read last. Constants that start a
+    epilogues (`fuse_gpu_epilogues`). Elementwise kernels overwrite operands that they read last. Constants that start a
     loop are written before it. `copied_slices` and `relaid_stacks` add copies.
     """
     free = {t for op in graph.ops if op.op_class is OpClass.FREE for t in op.results}
@@ -102,9 +108,9 @@ def analyse(
     for op in graph.ops:
         for tensor in set(op.operands):
             consumers[tensor].append(op.id)
-    wide = widened(graph)
+    wide = widened_values(graph)
     sizes = [t.elements * wide[t.id] if t.id in wide else t.bytes for t in graph.tensors]
-    apart = taken_apart(graph)
+    apart = sliced_loop_inputs(graph)
     pinned = {*graph.results, *apart}
     inner = _plain_matmuls(graph) if fused_matmuls else frozenset()
     for loop in graph.loops:
@@ -122,11 +128,11 @@ def analyse(
     kernels = {op.id for op in graph.ops if _is_kernel(graph, op, fused_matmuls)} | _copied_into_stacks(graph) - passing
     ends = _ends_of(graph, consumers, pinned, kernels)
     meets = (
-        meetings(graph, consumers, {op.id for op in graph.ops if ends_fusion(op, pinned, kernels)})
+        post_dominators(graph, consumers, {op.id for op in graph.ops if ends_fusion(op, pinned, kernels)})
         if fused_matmuls
         else {}
     )
-    deciding = Writing(
+    deciding = StoreDecision(
         graph, consumers, pinned, sizes, kernels, inner, fused_matmuls, latest_makers(graph), gpu_kernels
     )
     reach: dict[int, frozenset[int]] = {}
@@ -160,7 +166,7 @@ def analyse(
         reads = frozenset().union(*(reach.get(t, frozenset()) for t in sources))
         writes = []
         for tensor in op.results:
-            if tensor not in meets and deciding.is_written(op, tensor, ends[tensor], reads):
+            if tensor not in meets and deciding.is_stored(op, tensor, ends[tensor], reads):
                 materialised.add(tensor)
                 reach[tensor] = frozenset((tensor,))
                 writes.append(tensor)
@@ -175,9 +181,9 @@ def analyse(
     stores: Mapping[int, int] = {}
     if fused_matmuls or gpu_kernels:
         done = (
-            continued(graph, fusions, inner, pinned, bases)
+            fuse_epilogues(graph, fusions, inner, pinned, bases)
             if fused_matmuls
-            else with_epilogues(graph, fusions, consumers, pinned)
+            else fuse_gpu_epilogues(graph, fusions, consumers, pinned)
         )
         fusions, stores = done.fusions, done.stores
         materialised -= stores.keys()
@@ -190,22 +196,23 @@ def analyse(
     buffers = tuple(buffer for buffer in buffers if buffer[0] not in away_or_apart)
     if fused_matmuls:
         buffers += tuple(
-            (t, graph.tensors[t].producer, outlast(graph, t, last) + 1) for t, last in chosen(graph, apart).items()
+            (t, graph.tensors[t].producer, outlast(graph, t, last) + 1)
+            for t, last in selected_slices(graph, apart).items()
         )
-    more, widths = stored(graph, buffers, wide, (updates or {}) if fused_matmuls else (), narrows_stacks)
+    more, widths = stored_buffers(graph, buffers, wide, (updates or {}) if fused_matmuls else (), narrows_stacks)
     buffers = tuple(sorted((*buffers, *more)))
-    passes = [Passes(tensor, loop, 2) for tensor, loop in copied]
+    passes = [ExtraTraffic(tensor, loop, 2) for tensor, loop in copied]
     relaid: tuple[RelaidStack, ...] = ()
     if gpu_kernels:
         slices = tuple(copied_slices(graph, consumers))
         buffers = tuple(sorted((*buffers, *slices)))
-        passes += (Passes(tensor, graph.tensors[tensor].loop, 2) for tensor, _, _ in slices)
+        passes += (ExtraTraffic(tensor, graph.tensors[tensor].loop, 2) for tensor, _, _ in slices)
         relaid = tuple(relaid_stacks(graph, consumers))
         for stack in relaid:
             buffers = tuple(sorted((*buffers, (stack.source, stack.loop.start, stack.loop.stop))))
-            passes += (Passes(t, stack.loop.parent, 2) for t in (stack.source, stack.result) if t >= 0)
+            passes += (ExtraTraffic(t, stack.loop.parent, 2) for t in (stack.source, stack.result) if t >= 0)
         passes += (
-            Passes(carry.body, loop.parent, 1)
+            ExtraTraffic(carry.body, loop.parent, 1)
             for loop in graph.loops
             for carry in loop.carries
             if carry.init in free
@@ -214,10 +221,10 @@ def analyse(
             and graph.tensors[carry.body].shape
         )
     if fused_matmuls:
-        passes += (*turned_passes(graph), *interleaved_passes(graph))
+        passes += (*transposed_stack_copies(graph), *tile_row_copies(graph))
     if fused_matmuls:
-        fusions = joined(graph, fusions)
-    computed = computed_inside(graph, inner, reach, sizes)
+        fusions = fuse_siblings(graph, fusions)
+    computed = fused_operand_ratios(graph, inner, reach, sizes)
     return Liveness(
         tuple(fusions),
         frozenset(materialised),

@@ -34,7 +34,7 @@ _LAID_OUT = frozenset({"reshape", "transpose", "slice", "sharding_constraint"})
 _PASSED_ON = _LAID_OUT | {"convert", "dynamic_slice"}
 
 
-def taken_apart(graph: OpGraph) -> frozenset[int]:
+def sliced_loop_inputs(graph: OpGraph) -> frozenset[int]:
     """Return the values computed outside of the loops that slice them."""
     makers: dict[int, Op] = {tensor: op for op in graph.ops for tensor in op.results}
     loop_inputs = set()
@@ -51,7 +51,7 @@ def taken_apart(graph: OpGraph) -> frozenset[int]:
     return frozenset(loop_inputs)
 
 
-def chosen(graph: OpGraph, apart: frozenset[int]) -> dict[int, int]:
+def selected_slices(graph: OpGraph, apart: frozenset[int]) -> dict[int, int]:
     """Map values selected among slices of stacks that several matmuls read to the last of these matmuls.
 
     The values in `apart`, which are stored in any case, are left out.

@@ -21,7 +21,7 @@ def ends_fusion(op: Op, pinned: Collection[int], kernels: Collection[int]) -> bo
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Writing:
+class StoreDecision:
     """Decision for every value of a program: stored in memory, or recomputed in its consumers."""
 
     graph: OpGraph
@@ -44,7 +44,7 @@ class Writing:
     cast in a chain from a computed value is stored for the matmul that reads it.
     """
 
-    def is_written(self, op: Op, tensor: int, ends: frozenset[int] | None, reads: frozenset[int]) -> bool:
+    def is_stored(self, op: Op, tensor: int, ends: frozenset[int] | None, reads: frozenset[int]) -> bool:
         """Return True if a result of `op` is stored in memory.
 
         - `ends`: fusion-ending ops that the value leads to; None for many.
@@ -67,11 +67,11 @@ class Writing:
                 return True
         summed = self.fused_matmuls and op.kind == "convert" and self._is_rounded_and_summed(op.operands[0])
         if summed and ends:
-            return self._pays(tensor, reads, len(ends), len(ends) + 1)
+            return self._saves_traffic(tensor, reads, len(ends), len(ends) + 1)
         if len(users) < 2:
             return False
         if ends is not None and (len(ends) == 1 or all(self._inside(op, end) for end in ends)):
-            return len(ends) > 1 and self._pays(tensor, reads, len(ends), len(ends))
+            return len(ends) > 1 and self._saves_traffic(tensor, reads, len(ends), len(ends))
         if any(self._inside(op, u) for u in users):
             # Matmuls recompute the value. Other consumers recompute it if it depends on at most one stored value of its
             # size.
@@ -97,7 +97,7 @@ class Writing:
         """Return True if `user` is a matmul of the op's block that computes the op inside its kernel."""
         return user in self.inner and self.graph.ops[user].loop == op.loop
 
-    def _pays(self, tensor: int, reads: frozenset[int], matmuls: int, kernels: int) -> bool:
+    def _saves_traffic(self, tensor: int, reads: frozenset[int], matmuls: int, kernels: int) -> bool:
         """Return True if storing a value for `matmuls` readers moves fewer bytes than `kernels` kernels that recompute
         it.
 
@@ -129,10 +129,11 @@ class Writing:
         )
 
 
-def computed_inside(
+def fused_operand_ratios(
     graph: OpGraph, matmuls: Collection[int], reach: Mapping[int, frozenset[int]], sizes: Sequence[int]
 ) -> dict[int, float]:
-    """Return `Liveness.computed`, for example for a gated activation: its matmul reads two values for one operand.
+    """Return `Liveness.fused_operand_ratios`, for example for a gated activation: its matmul reads two values for one
+    operand.
 
     Weights (arguments and slices of stacks) are left out: they are converted and gathered beforehand.
     """
@@ -171,11 +172,11 @@ class _Kernel:
     results: int = 1
 
 
-def joined(graph: OpGraph, fusions: Sequence[Fusion]) -> list[Fusion]:
+def fuse_siblings(graph: OpGraph, fusions: Sequence[Fusion]) -> list[Fusion]:
     """Fuse sibling elementwise fusions of equal size that read the same values into one kernel.
 
-    A fusion that joins an earlier kernel is marked `beside`, and no longer reads the values that this kernel reads or
-    writes.
+    A fusion that joins an earlier kernel is marked `is_fused_sibling`, and no longer reads the values that this kernel
+    reads or writes.
     """
     merged = list(fusions)
     kernels: dict[int, list[_Kernel]] = defaultdict(list)
@@ -191,7 +192,7 @@ def joined(graph: OpGraph, fusions: Sequence[Fusion]) -> list[Fusion]:
         else:
             host.results += 1
             merged[number] = dataclasses.replace(
-                fusion, reads=tuple(t for t in fusion.reads if t not in host.seen), beside=True
+                fusion, reads=tuple(t for t in fusion.reads if t not in host.seen), is_fused_sibling=True
             )
         for tensor in {*fusion.reads, *fusion.writes} - host.seen:
             host.seen.add(tensor)

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 
 from autoshard.graph.extraction.opaque_rules import same_rule
 from autoshard.graph.flops import is_sum
-from autoshard.graph.records import Op, OpClass, OpGraph, Tensor, made_by, renumbered
+from autoshard.graph.records import Op, OpClass, OpGraph, Tensor, with_id, with_producer
 
 
 ROUNDING = frozenset({"dot_general", "convolution"})
@@ -23,7 +23,7 @@ INSERTED = -1
 """Number of an op that is not in the module."""
 
 
-def rounded(graph: OpGraph) -> OpGraph:
+def round_operands(graph: OpGraph) -> OpGraph:
     """Return the graph with a convert to bfloat16 for every float32 value that matmuls read.
 
     Tensors keep their ids, and new tensors follow. Ops and the spans of loops are renumbered.
@@ -63,12 +63,12 @@ def rounded(graph: OpGraph) -> OpGraph:
         takes = op.operands
         if _rounds(op) or op.id in moves:
             takes = tuple(narrow.get(t, t) for t in takes)
-        ops.append(renumbered(op, len(ops), takes))
+        ops.append(with_id(op, len(ops), takes))
         for tensor in after[op.id]:
             ops.append(_convert(graph, len(ops), tensor, narrow[tensor], graph.ops[users[tensor][0]]))
     for op in ops:
         for tensor in op.results:
-            tensors[tensor] = made_by(tensors[tensor], op.id)
+            tensors[tensor] = with_producer(tensors[tensor], op.id)
     loops = tuple(
         dataclasses.replace(loop, start=start, stop=stop)
         for loop, (start, stop) in zip(graph.loops, _spans(graph, ops, at), strict=True)

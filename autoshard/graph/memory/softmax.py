@@ -18,7 +18,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
 
 from autoshard.graph.clusters import Cluster, Structure
-from autoshard.graph.memory.buffer_dtypes import widened
+from autoshard.graph.memory.buffer_dtypes import widened_values
 from autoshard.graph.records import FactorKind, Op, OpClass, OpGraph, is_batched
 
 
@@ -52,15 +52,15 @@ class Softmax:
     scores: int
     rows: tuple[int, ...]
     """Dims of `scores` that the softmax sums over."""
-    whole: SoftmaxForm
+    fused: SoftmaxForm
     """Traffic and buffers if one kernel computes the whole softmax."""
-    again: SoftmaxForm
+    recomputed: SoftmaxForm
     """Traffic and buffers if every kernel recomputes the probabilities."""
 
     @property
-    def taken_back(self) -> frozenset[int]:
+    def credited_tensors(self) -> frozenset[int]:
         """Values that one of the forms does not store, and whose bytes are subtracted from the adjacent matmuls."""
-        return frozenset(tensor for form in (self.whole, self.again) for tensor, times in form.moved if times < 0)
+        return frozenset(tensor for form in (self.fused, self.recomputed) for tensor, times in form.moved if times < 0)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -72,11 +72,11 @@ class _Region:
     ops: tuple[Op, ...]
     users: Sequence[Sequence[Op]]
 
-    def taken(self, op: Op) -> list[int]:
+    def operands_of(self, op: Op) -> list[int]:
         """Return the op's operands in the region."""
         return [t for t in op.operands if t in self.members]
 
-    def made(self, op: Op) -> list[int]:
+    def results_of(self, op: Op) -> list[int]:
         """Return the op's results in the region."""
         return [t for t in op.results if t in self.members]
 
@@ -101,7 +101,7 @@ def find_softmaxes(graph: OpGraph, structure: Structure) -> tuple[Softmax, ...]:
             users[tensor].append(op)
     stored = {*graph.arguments, *graph.results}
     stored |= {t for loop in graph.loops for c in loop.carries for t in (c.init, c.body, c.update, c.result)}
-    wide = widened(graph)
+    wide = widened_values(graph)
     softmaxes = []
     for number in sorted({structure.cluster_of[op.results[0]] for op in graph.ops if op.kind == "exponential"} - {-1}):
         cluster = structure.clusters[number]
@@ -159,8 +159,8 @@ def _reach(region: _Region, is_stored: Callable[[Op, int, frozenset[int]], bool]
     """
     reach: _Reach = {}
     for op in region.ops:
-        before = frozenset[int]().union(*(reach[t] for t in region.taken(op)))
-        reach |= {t: frozenset((t,)) if is_stored(op, t, before) else before for t in region.made(op)}
+        before = frozenset[int]().union(*(reach[t] for t in region.operands_of(op)))
+        reach |= {t: frozenset((t,)) if is_stored(op, t, before) else before for t in region.results_of(op)}
     return reach
 
 
@@ -175,7 +175,7 @@ def _form(region: _Region, reach: _Reach, wide: Mapping[int, int], short: Collec
     readers: dict[int, list[Op]] = defaultdict(list)
     reduced: set[int] = set()
     for op in region.ops:
-        taken, made = region.taken(op), region.made(op)
+        taken, made = region.operands_of(op), region.results_of(op)
         written = [t for t in made if t in reach[t]]
         reads = set[int]().union(*(reach[t] for t in taken))
         if not taken or (made and not written):

@@ -15,7 +15,7 @@ _SMALL = 1 << 20
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Passes:
+class ExtraTraffic:
     """Reads or writes of a whole tensor outside all fusions, once in every execution of a block."""
 
     tensor: int
@@ -27,7 +27,7 @@ class Passes:
     """True for `count` copies row by row, each row as long as the lanes of a register."""
 
 
-def turned_passes(graph: OpGraph) -> tuple[Passes, ...]:
+def transposed_stack_copies(graph: OpGraph) -> tuple[ExtraTraffic, ...]:
     """Return the copies caused by transposed layouts of stacks that loops fill; for targets with tiled layouts only."""
     consumers: list[list[Op]] = [[] for _ in graph.tensors]
     for op in graph.ops:
@@ -36,16 +36,20 @@ def turned_passes(graph: OpGraph) -> tuple[Passes, ...]:
     passes = []
     for loop in graph.loops:
         for carry in loop.carries:
-            if not loop.branches and graph.tensors[carry.result].bytes >= _SMALL and _is_turned(graph, carry.update):
-                copies = sorted(_met(graph, consumers, carry.result))
-                passes += [Passes(carry.result, loop.parent, 1)] if copies else []
+            if (
+                not loop.branches
+                and graph.tensors[carry.result].bytes >= _SMALL
+                and _is_transposed(graph, carry.update)
+            ):
+                copies = sorted(_combined_values(graph, consumers, carry.result))
+                passes += [ExtraTraffic(carry.result, loop.parent, 1)] if copies else []
                 # A copy of the stack itself, the first of the copies, is one read and one write. Any other value must
                 # first be written, which doubles the passes.
-                passes += [Passes(tensor, loop.parent, 2 if n == 0 else 4) for n, tensor in enumerate(copies)]
+                passes += [ExtraTraffic(tensor, loop.parent, 2 if n == 0 else 4) for n, tensor in enumerate(copies)]
     return tuple(passes)
 
 
-def _is_turned(graph: OpGraph, update: int) -> bool:
+def _is_transposed(graph: OpGraph, update: int) -> bool:
     """Return True if a loop inserts a matmul's result into a stack after a transpose that changes its minor dim."""
     op = _maker(graph, update)
     if op is None or op.kind != "dynamic_update_slice":
@@ -79,7 +83,7 @@ def exchanges_outer(op: Op) -> bool:
     return len(source) > 2 and turned == (source[1], source[0], *source[2:])
 
 
-def _met(graph: OpGraph, consumers: list[list[Op]], stack: int) -> Iterator[int]:
+def _combined_values(graph: OpGraph, consumers: list[list[Op]], stack: int) -> Iterator[int]:
     """Yield the values computed from a stack alone that an op combines with another value of equal shape."""
     own, todo = {stack}, [stack]
     while todo:
@@ -126,7 +130,7 @@ _LEAST = 1 << 20
 """Stacks below this number of bytes are ignored."""
 
 
-def interleaved_passes(graph: OpGraph) -> tuple[Passes, ...]:
+def tile_row_copies(graph: OpGraph) -> tuple[ExtraTraffic, ...]:
     """Return the row-by-row copies that move a stack's layers out of tiles or back into tiles; for TPUs only."""
     arguments, results = set(graph.arguments), set(graph.results)
     carried = {carry.result for loop in graph.loops if not loop.branches for carry in loop.carries}
@@ -142,10 +146,10 @@ def interleaved_passes(graph: OpGraph) -> tuple[Passes, ...]:
         if source.bytes < _LEAST or len(source.shape) != 3:
             continue
         if source.id in arguments and _fills_tiles(source.shape[1]):
-            passes.append(Passes(source.id, -1, 1, by_rows=True))
+            passes.append(ExtraTraffic(source.id, -1, 1, by_rows=True))
         elif source.id in carried and _fills_tiles(turned.shape[1]):
             made = sorted(set(_followed(graph, consumers, turned.id)) & results)
-            passes += [Passes(tensor, -1, 1, by_rows=True) for tensor in made]
+            passes += [ExtraTraffic(tensor, -1, 1, by_rows=True) for tensor in made]
     return tuple(passes)
 
 

@@ -14,7 +14,7 @@ import numpy as np
 
 import autoshard
 from autoshard.base.units import format_bytes
-from autoshard.cost import OWN_FILE, Topology, chosen_flags, learned_fit, said_of_fit
+from autoshard.cost import OWN_FILE, Topology, chosen_flags, fit_record, learned_fit
 from autoshard.errors import UserError
 from autoshard.planning.capacity.sweep_choice import SweepRow
 from autoshard.planning.plan_builder import check_request, make_plan
@@ -156,7 +156,7 @@ class SweepTask:
         flags, _ = chosen_flags(planning.get("xla_flags"), parsed.chip)
         learned = learned_fit(parsed, flags) if planning.get("calibration", True) else None
         if learned is not None and learned.observations:
-            inputs.append(said_of_fit(learned))
+            inputs.append(fit_record(learned))
         return json.dumps(inputs, sort_keys=True)
 
 

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from autoshard.base.providers import provides
 from autoshard.cost import Topology, make_mesh
 from autoshard.errors import UserError
-from autoshard.planning.price.analysed_program import as_planned, build_model, price_again, read_program
+from autoshard.planning.price.analysed_program import analyse_program, as_planned, build_model, reprice
 from autoshard.planning.price.evaluate import Outcome, evaluate, tensor_spec
 from autoshard.planning.record.plan_origin import Source
 from autoshard.planning.record.plan_parts import Collective
@@ -139,8 +139,8 @@ def _rebuild(plan: Plan, program: Program) -> tuple[Model, NDArray[np.int64], Re
     If the plan cut an axis in two, the constraints are read on the uncut mesh.
     """
     mesh = make_mesh(Topology.parse(plan.topology), plan.mesh)
-    reading = read_program(program, mesh.topology.backend)
-    model, choices = price_again(plan, program, reading)
+    reading = analyse_program(program, mesh.topology.backend)
+    model, choices = reprice(plan, program, reading)
     lines, axis_parts = plan.origin.asked, axis_parts_of(reading.groups, mesh)
     if axis_parts is None or not lines:
         return model, choices, require_lines(model, reading.groups, lines)

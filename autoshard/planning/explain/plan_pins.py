@@ -45,7 +45,7 @@ def make_pins(model: Model, choices: NDArray[np.int64]) -> tuple[Pin, ...]:
             pin(carry.result)
     for edge in structure.edges:
         if edge.op >= 0 and edge.operand < 0 and graph.ops[edge.op].op_class is OpClass.HEAVY:
-            pin(edge.tensor, list(_result_stages(model, choices, edge.op, edge.result)))
+            pin(edge.tensor, list(_result_intermediates(model, choices, edge.op, edge.result)))
     pins = [
         Pin(*graph.tensors[t].value, spec=spec, name=graph.tensors[t].name)
         for t in sorted(values, key=lambda t: graph.tensors[t].value)
@@ -64,7 +64,9 @@ def _carry_pins(model: Model, choices: NDArray[np.int64]) -> Iterator[Pin]:
                 yield Pin(*init.value, tensor_spec(model, choices, carry.body), (number, position), init.name)
 
 
-def stages(source: Sequence[int], target: Sequence[int], collectives: Collectives) -> Iterator[tuple[int, ...]]:
+def intermediate_states(
+    source: Sequence[int], target: Sequence[int], collectives: Collectives
+) -> Iterator[tuple[int, ...]]:
     """Yield the states to pin between the state of an op's result, or of a stored value, and the planned state.
 
     - `source`: state in which the op leaves its result.
@@ -99,10 +101,12 @@ def stages(source: Sequence[int], target: Sequence[int], collectives: Collective
         for axis in sliced_later:
             now[axis] = target[axis]
         yield tuple(now)
-    yield from gather_stages(now, target, collectives)
+    yield from gather_intermediates(now, target, collectives)
 
 
-def gather_stages(source: Sequence[int], target: Sequence[int], collectives: Collectives) -> Iterator[tuple[int, ...]]:
+def gather_intermediates(
+    source: Sequence[int], target: Sequence[int], collectives: Collectives
+) -> Iterator[tuple[int, ...]]:
     """Yield the states between two states of a value whose gather must run one axis at a time, the last axis first."""
     gathered = [a for a, (s, t) in enumerate(zip(source, target, strict=True)) if s >= 0 and t == WHOLE]
     if len(gathered) > 1 and emitted_gather(collectives, gathered) is Emitted.STAGED:
@@ -118,7 +122,7 @@ def _specs(model: Model, states: Iterator[tuple[int, ...]], rank: int) -> Iterat
         yield spec_of(model, np.array([state]), 0, rank)
 
 
-def _result_stages(model: Model, choices: NDArray[np.int64], op_id: int, result: int) -> Iterator[Spec]:
+def _result_intermediates(model: Model, choices: NDArray[np.int64], op_id: int, result: int) -> Iterator[Spec]:
     """Return the specs to pin on a heavy op's result before its planned spec."""
     op = model.graph.ops[op_id]
     if op.rule is None:
@@ -128,7 +132,7 @@ def _result_stages(model: Model, choices: NDArray[np.int64], op_id: int, result:
     rank = len(model.graph.tensors[op.results[result]].shape)
     planned_state = _held(model, choices, op.results[result])
     result_state = result_states(op, state, result)[0].tolist()
-    pinned_states = list(stages(result_state, planned_state, model.collectives))
+    pinned_states = list(intermediate_states(result_state, planned_state, model.collectives))
     summed = tuple(max(s, WHOLE) for s in result_state)
     if (op.kind in WINDOWED or op.kind == "fft") and not pinned_states and summed != planned_state:
         # Given only the planned spec, the partitioner splits the op itself. It sometimes computes wrong values for
@@ -168,9 +172,9 @@ def _operand_pins(model: Model, choices: NDArray[np.int64]) -> Iterator[Pin]:
             for a, b in zip(path, path[1:], strict=False):
                 if a == b:
                     continue
-                for spec in _specs(model, iter([*gather_stages(a, b, model.collectives), b]), rank):
+                for spec in _specs(model, iter([*gather_intermediates(a, b, model.collectives), b]), rank):
                     record = model.graph.tensors[tensor]
-                    for place in op.seats or ((op.number, op.operand_numbers[k]),):
+                    for place in op.operand_uses or ((op.number, op.operand_numbers[k]),):
                         yield Pin(*record.value, spec, place, record.name)
 
 

@@ -13,7 +13,7 @@ from autoshard.cost import Topology
 from autoshard.errors import UserError
 from autoshard.graph import Op, OpClass, OpGraph, Tensor
 from autoshard.planning.explain.explanation import reopen
-from autoshard.planning.price.analysed_program import Reading, as_planned, price_again, read_program
+from autoshard.planning.price.analysed_program import AnalysedProgram, analyse_program, as_planned, reprice
 from autoshard.planning.price.evaluate import spec_of, tensor_spec
 from autoshard.planning.price.op_prices import OpPrices, Place, price_ops
 from autoshard.planning.record.hlo_shardings import hlo_sharding
@@ -47,7 +47,7 @@ class ProgramGraph:
     """
 
     program: Program
-    reading: Reading = dataclasses.field(repr=False)
+    reading: AnalysedProgram = dataclasses.field(repr=False)
     priced: Priced | None = dataclasses.field(default=None, repr=False)
 
     def to_networkx(self, next_trips: bool = False) -> "networkx.MultiDiGraph":
@@ -127,15 +127,15 @@ def program_graph(program: Program, plan: Plan | None = None) -> ProgramGraph:
     version made it.
     """
     if plan is None:
-        return ProgramGraph(program, read_program(program, "cpu"))
+        return ProgramGraph(program, analyse_program(program, "cpu"))
     program = as_planned(program, plan)
     if program.fingerprint != plan.program_fingerprint:
         raise UserError(
             f"the plan (of {plan.program_name}) is not for {program.name}: it is another program, it has changed, or "
             "it was planned with other options; plan it again."
         )
-    reading = read_program(program, Topology.parse(plan.topology).backend)
-    model, choices = price_again(plan, program, reading)
+    reading = analyse_program(program, Topology.parse(plan.topology).backend)
+    model, choices = reprice(plan, program, reading)
     return ProgramGraph(program, reading, Priced(plan, model, choices, price_ops(model, choices)))
 
 
@@ -221,13 +221,13 @@ class _Maker:
             bytes_written=round(sum(tensors[t].bytes for t in op.results) * trips),
         )
 
-    def add(self, node: str, kind: str, loop: int, results: Iterable[int], **said: Any) -> None:
+    def add(self, node: str, kind: str, loop: int, results: Iterable[int], **overrides: Any) -> None:
         """Add a node.
 
         - `node`, `kind`: name of the node and its kind.
         - `loop`: innermost loop or branch that contains the node; -1 for none.
         - `results`: tensors that the node gives.
-        - `said`: attributes that replace the defaults.
+        - `overrides`: attributes that replace the defaults.
         """
         tensors = [self.graph.tensors[t] for t in results]
         block, branch = self.block(loop)
@@ -246,7 +246,7 @@ class _Maker:
             "flops": 0,
             "bytes_read": 0,
             "bytes_written": 0,
-        } | said
+        } | overrides
         if self.priced is not None:
             own = self.priced.prices.inside.get(int(node[2:]), ()) if attributes["op_class"] else ()
             attributes["specs"] = [spec_text(self.spec(tensor), tensor.shape) for tensor in tensors]

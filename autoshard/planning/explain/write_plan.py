@@ -19,7 +19,13 @@ from autoshard.planning.price.device_memory import tight_seconds
 from autoshard.planning.price.evaluate import Outcome, argument_bytes_on_host, tensor_spec
 from autoshard.planning.price.op_prices import planned_ops
 from autoshard.planning.price.prediction import predict
-from autoshard.planning.price.replicated_work import alike_lines, call_lines, find_unruled, shares_of, unruled_lines
+from autoshard.planning.price.replicated_work import (
+    call_lines,
+    find_unruled,
+    replicated_work_lines,
+    shares_of,
+    unruled_lines,
+)
 from autoshard.planning.price.step_timeline import make_timeline
 from autoshard.planning.record.plan_parts import MeshTried, Prediction, Unruled
 from autoshard.planning.record.plan_record import Plan
@@ -28,7 +34,7 @@ from autoshard.planning.space.attention_exchange import exchange_words, exchange
 from autoshard.planning.space.baselines import left_out
 from autoshard.planning.space.decision_model import Model
 from autoshard.planning.space.dim_groups import Groups
-from autoshard.planning.space.spec_constraints import broken_demands, mesh_text, said_by_program
+from autoshard.planning.space.spec_constraints import broken_demands, mesh_text, program_constraint_lines
 from autoshard.planning.stages.pipeline_ticks import pipeline_of_ticks
 from autoshard.planning.xla.axis_assignments import States
 from autoshard.program import WEIGHTS, Program, Role
@@ -51,7 +57,7 @@ class Writer:
     seed: int
     compared: Sequence[str]
     """Names of the baselines that the solver completed."""
-    said: Mapping[str, Any]
+    provenance: Mapping[str, Any]
     """Further entries in the provenance of every plan."""
     baselines: Mapping[str, Prediction] = dataclasses.field(default_factory=dict)
     """Predictions of the baselines, stored in every plan."""
@@ -68,7 +74,7 @@ class Writer:
             for a, t in zip(program.arguments, graph.arguments, strict=True)
         }
         timeline = make_timeline(model, choices)
-        origin = {"weightings": each.weightings, "bound_s": each.bound_s, **self.said}
+        origin = {"weightings": each.weightings, "bound_s": each.bound_s, **self.provenance}
         fraction = fraction_for(model.mesh.topology, each.outcome.peak_bytes)
         origin |= {} if fraction is None else {"memory_fraction": fraction}
         return Plan(
@@ -122,7 +128,7 @@ class Writer:
         """Return the warnings of a plan, each once."""
         program, graph, choices, outcome = self.program, model.graph, each.choices, each.outcome
         lines = [*program.notes, *_batch_warning(program, model.mesh), *unruled_lines(unruled)]
-        lines.extend(alike_lines(model, self.groups, choices, outcome.step_time_s))
+        lines.extend(replicated_work_lines(model, self.groups, choices, outcome.step_time_s))
         lines.extend(call_lines(model))
         for loop in graph.loops:
             if not loop.known:
@@ -136,7 +142,7 @@ class Writer:
         lines.extend(_memory_warning(model, outcome, self.memory_limit))
         lines.extend(_undonated(model, arguments, self.memory_limit))
         lines.extend(_relaid(model, arguments, self.memory_limit))
-        if not any(_REMAT_LIMIT in flag for flag in self.said.get("xla_flags", {}).get("flags", ())):
+        if not any(_REMAT_LIMIT in flag for flag in self.provenance.get("xla_flags", {}).get("flags", ())):
             lines.extend(_host_warning(model, choices, outcome))
         return tuple(dict.fromkeys(lines))
 
@@ -302,7 +308,7 @@ def _provenance(model: Model, seed: int, more: Mapping[str, Any]) -> dict[str, A
         | ({"lifted_constraints": str(lifted)} if (lifted := model.program.lifted) else {})
         | ({"tokens": tokens} if (tokens := model.program.tokens) else {})
         | ({"on_host": on_host} if (on_host := model.program.on_host) != "none" else {})
-        | ({"said_by_program": demands} if (demands := said_by_program(model.graph)) else {})
+        | ({"said_by_program": demands} if (demands := program_constraint_lines(model.graph)) else {})
     )
 
 

@@ -111,7 +111,7 @@ class Mappings:
     """Mapping of inputs and of all computed values."""
 
     def to_json(self) -> dict[str, Any]:
-        """Return the entry of a plan's provenance that `said_mappings` reads."""
+        """Return the entry of a plan's provenance that `recorded_mappings` reads."""
         return {"held": _lists(self.held), "computed": _lists(self.computed)}
 
     @property
@@ -120,7 +120,7 @@ class Mappings:
         return tuple(sorted(self.held.items())), tuple(sorted(self.computed.items()))
 
 
-def said_mappings(plan: Plan) -> Mappings | None:
+def recorded_mappings(plan: Plan) -> Mappings | None:
     """Return the mappings within which a plan was made; None if it was not planned within mappings."""
     recorded = plan.provenance.get("haliax")
     if recorded is None:
@@ -167,7 +167,7 @@ class NamedDims:
             for name in rows[-1]:
                 self.weights[name] += model.graph.tensors[tensor].bytes
         inputs = self.of_role[Role.BATCH]
-        self.met = (
+        self.cooccurring_names = (
             ("held", together(self.names[name] for name in self.tensors if name not in inputs)),
             ("computed", together([*rows, *self.names.values()])),
         )
@@ -195,7 +195,7 @@ class NamedDims:
             axes = tuple(axis for axis in model.axis_names if split.get((group, axis), 0.0) > 0.5)
             wanted |= {name: axes for name in names if len(axes) > len(wanted.get(name, ()))}
         order = sorted(wanted, key=lambda name: (-self.weights[name], name))
-        return Mappings(parameters, agreed(order, wanted, inputs, self.met[1][1], self.sizes, mesh))
+        return Mappings(parameters, agreed(order, wanted, inputs, self.cooccurring_names[1][1], self.sizes, mesh))
 
     def specs(self, mappings: Mappings) -> dict[str, Spec]:
         """Return the specs of arguments under mappings."""
@@ -227,7 +227,7 @@ class NamedDims:
         mesh = self.model.mesh.axes
         axis_tuples = [each for count in range(len(mesh) + 1) for each in itertools.permutations(mesh, count)]
         for name in sorted(self.sizes, key=lambda name: (-self.weights[name], name)):
-            for axes, (which, neighbours) in itertools.product(axis_tuples, self.met):
+            for axes, (which, neighbours) in itertools.product(axis_tuples, self.cooccurring_names):
                 old: Axes = getattr(mappings, which)
                 rest = {other: own for other, own in old.items() if other != name}
                 changed = agreed([name], {name: axes}, rest, neighbours, self.sizes, mesh)

@@ -148,7 +148,7 @@ def inputs_axis(specs: Mapping[str, Spec], roles: Mapping[str, str]) -> tuple[st
     return next((axes for axes in firsts if axes), ())
 
 
-def held_specs(
+def expressible_specs(
     form: Form,
     specs: Mapping[str, Spec],
     shapes: Mapping[str, tuple[int, ...]],

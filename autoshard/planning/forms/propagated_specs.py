@@ -39,13 +39,13 @@ class Propagation:
     def choices(self, given: Given, inner: Iterable[tuple[int, mlir.Dims]] = ()) -> NDArray[np.int64]:
         """Return the alternative of every node; `inner` are specs of values inside of the program, by tensor."""
         chosen = np.full(len(self.model.nodes), -1, dtype=np.int64)
-        self._give(chosen, given)
+        self._apply_given(chosen, given)
         if self.rest is Rest.DTENSOR:
-            self._go_forward(chosen)
+            self._propagate_forward(chosen)
         elif self.rest is Rest.NAMES:
-            self._hear_names(chosen, inner)
+            self._apply_names(chosen, inner)
         else:
-            self._hear_xla(chosen, given)
+            self._propagate_with_shardy(chosen, given)
         for node in range(len(chosen)):
             if chosen[node] < 0 and self.model.nodes[node].kind == "cluster":
                 chosen[node] = 0
@@ -60,7 +60,7 @@ class Propagation:
 
     # Given specs
 
-    def _give(self, chosen: NDArray[np.int64], given: Given) -> None:
+    def _apply_given(self, chosen: NDArray[np.int64], given: Given) -> None:
         """Choose the states of the arguments with given specs."""
         model = self.model
         for argument, tensor in zip(model.program.arguments, model.graph.arguments, strict=True):
@@ -88,7 +88,7 @@ class Propagation:
 
     # XLA
 
-    def _hear_xla(self, chosen: NDArray[np.int64], given: Given) -> None:
+    def _propagate_with_shardy(self, chosen: NDArray[np.int64], given: Given) -> None:
         """Choose the state of every value as Shardy's propagation does."""
         model, program = self.model, self.model.program
         arguments = [given.get(a.name) for a in program.arguments]
@@ -112,13 +112,13 @@ class Propagation:
     def _fill(self, chosen: NDArray[np.int64]) -> None:
         """Choose the states of open values as their producers leave them."""
         ahead = chosen.copy()
-        self._go_forward(ahead)
+        self._propagate_forward(ahead)
         nodes = list(self.model.cluster_node)
         chosen[nodes] = ahead[nodes]
 
     # Names
 
-    def _hear_names(self, chosen: NDArray[np.int64], inner: Iterable[tuple[int, mlir.Dims]]) -> None:
+    def _apply_names(self, chosen: NDArray[np.int64], inner: Iterable[tuple[int, mlir.Dims]]) -> None:
         """Choose the state of every value with a given spec."""
         model = self.model
         wanted: dict[int, list[tuple[int, mlir.Dims]]] = defaultdict(list)
@@ -136,7 +136,7 @@ class Propagation:
 
     # DTensor
 
-    def _go_forward(self, chosen: NDArray[np.int64]) -> None:
+    def _propagate_forward(self, chosen: NDArray[np.int64]) -> None:
         """Choose strategies and values op by op: each op moves its operands least and leaves its results split like
         them.
 

@@ -12,10 +12,10 @@ from numpy.typing import NDArray
 from autoshard.base.units import format_bytes
 from autoshard.cost import Topology
 from autoshard.errors import InfeasibleError, UserError
-from autoshard.planning.forms.dim_name_rules import Mappings, NamedDims, said_mappings
-from autoshard.planning.forms.export_forms import Form, Rest, held_specs, maxtext_uses
+from autoshard.planning.forms.dim_name_rules import Mappings, NamedDims, recorded_mappings
+from autoshard.planning.forms.export_forms import Form, Rest, expressible_specs, maxtext_uses
 from autoshard.planning.forms.propagated_specs import Propagation, needs_pins
-from autoshard.planning.price.analysed_program import price_again, read_program
+from autoshard.planning.price.analysed_program import analyse_program, reprice
 from autoshard.planning.price.evaluate import evaluate, tensor_spec
 from autoshard.planning.price.prediction import predict
 from autoshard.planning.record.plan_parts import Prediction
@@ -23,7 +23,7 @@ from autoshard.planning.record.plan_record import Plan
 from autoshard.planning.record.spec import Spec
 from autoshard.planning.solve.mesh_solve import Terms, solve_within
 from autoshard.planning.solve.time_weights import even_weights, normalise
-from autoshard.planning.solve.weight_search import Candidate, Found, judged
+from autoshard.planning.solve.weight_search import Candidate, SearchResult, evaluated_candidate
 from autoshard.planning.space.decision_model import Model
 from autoshard.planning.space.dim_groups import Groups, tensor_groups
 from autoshard.planning.space.named_layouts import Uses, stated
@@ -58,15 +58,15 @@ def price_form(plan: Plan, program: Program, form: Form) -> Prediction | None:
         return plan.prediction
     if program.fingerprint != plan.program_fingerprint:
         raise UserError(f"the program is not the one of the plan ({plan.program_name}): it has changed; plan it again.")
-    reading = read_program(program, Topology.parse(plan.topology).backend)
-    model, choices = price_again(plan, program, reading)
+    reading = analyse_program(program, Topology.parse(plan.topology).backend)
+    model, choices = reprice(plan, program, reading)
     if form.rest is Rest.MAXTEXT:
         candidate = _maxtext(model, reading.groups, maxtext_uses(plan), plan.memory_limit_bytes, None, 0)
         return None if candidate is None else predict(model, candidate.outcome, plan.memory_limit_bytes)
     if form.rest is Rest.NAMES:
         named = NamedDims(model, reading.groups)
         return predict(model, evaluate(model, named.choices(named.mappings(choices))), plan.memory_limit_bytes)
-    given = held_specs(form, plan.arguments, plan.shapes, plan.roles, plan.mesh)
+    given = expressible_specs(form, plan.arguments, plan.shapes, plan.roles, plan.mesh)
     completed = Propagation(model, form.rest, plan.results if form.state else {}).choices(given)
     return predict(model, evaluate(model, completed), plan.memory_limit_bytes)
 
@@ -76,10 +76,10 @@ def by_name(plan: Plan, program: Program) -> tuple[Mappings, dict[str, Spec]]:
 
     Raises `UserError` as `price_form` does.
     """
-    reading = read_program(program, Topology.parse(plan.topology).backend)
-    model, choices = price_again(plan, program, reading)
+    reading = analyse_program(program, Topology.parse(plan.topology).backend)
+    model, choices = reprice(plan, program, reading)
     named = NamedDims(model, reading.groups)
-    mappings = said_mappings(plan) or named.mappings(choices)
+    mappings = recorded_mappings(plan) or named.mappings(choices)
     return mappings, named.specs(mappings)
 
 
@@ -88,7 +88,7 @@ class BestWithin:
     """The best choice that a form can express."""
 
     best: Candidate
-    said: Mapping[str, Any]
+    provenance: Mapping[str, Any]
     """Entries for the provenance of the plan."""
 
 
@@ -96,7 +96,7 @@ def plan_within(
     form: Form,
     model: Model,
     groups: Groups,
-    found: Found,
+    found: SearchResult,
     required: Required,
     limits: Limits,
     progress: Callable[[str], None],
@@ -128,7 +128,7 @@ def plan_within(
     return BestWithin(best, {"for": form.name, **origin})
 
 
-def held_plan(plan: Plan, form: Form, free_s: float) -> Plan:
+def without_pins(plan: Plan, form: Form, free_s: float) -> Plan:
     """Return a plan without pins, regions and calls, which the form cannot express.
 
     `free_s` is the step time in seconds without the form; the warning names it if the plan is slower.
@@ -181,7 +181,7 @@ def _maxtext(
         outcome = evaluate(model, choices)
     except ValueError:
         return None
-    return judged(model, "maxtext", choices, outcome, memory_limit)
+    return evaluated_candidate(model, "maxtext", choices, outcome, memory_limit)
 
 
 def _best_maxtext(
@@ -206,7 +206,7 @@ def _best_maxtext(
 
 
 def _best_names(
-    model: Model, groups: Groups, found: Found, required: Required, limits: Limits
+    model: Model, groups: Groups, found: SearchResult, required: Required, limits: Limits
 ) -> tuple[Candidate | None, dict[str, Any]]:
     """Return the best mappings of names, with their entry for the provenance.
 
@@ -225,14 +225,14 @@ def _best_names(
         made = None
         if not needs_pins(model, choices) and required.holds(choices):
             try:
-                made = judged(model, "haliax", choices, evaluate(model, choices), limits.memory_bytes)
+                made = evaluated_candidate(model, "haliax", choices, evaluate(model, choices), limits.memory_bytes)
             except ValueError:  # two alternatives exclude each other
                 made = None
         tried[mappings.key] = made
         if made is not None and (best is None or _rank(made) < _rank(best[0])):
             best = made, mappings
 
-    for start in (found.best, *found.seen, *found.baselines.values()):
+    for start in (found.best, *found.fitting, *found.baselines.values()):
         take(named.mappings(start.choices))
     take(Mappings({}, {}))
     before = None
@@ -277,16 +277,16 @@ class _FormSearch:
         self.tried: dict[tuple[tuple[str, Spec | None], ...], Candidate | None] = {}
         self.best: Candidate | None = None
 
-    def run(self, found: Found) -> Candidate | None:
+    def run(self, found: SearchResult) -> Candidate | None:
         """Return the best candidate; `found` gives the starts."""
-        starts = [self.specs(start.choices) for start in (found.best, *found.seen, *found.baselines.values())]
+        starts = [self.specs(start.choices) for start in (found.best, *found.fitting, *found.baselines.values())]
         starts.append({name: Spec.replicated(len(self.shapes[name])) for name in self.tensors})
         for specs in starts:
-            self.take(specs)
+            self.price_specs(specs)
         if self.form.rest is Rest.XLA:
             for specs in self.ahead(starts):
-                self.take(specs)
-        self.climb()
+                self.price_specs(specs)
+        self.local_search()
         return self.best
 
     def ahead(self, starts: Iterable[Mapping[str, Spec]]) -> list[dict[str, Spec]]:
@@ -295,17 +295,17 @@ class _FormSearch:
         half = dataclasses.replace(self.limits, seconds=(self.until - processor_seconds()) / 2)
         search = _FormSearch(quick, self.model, self.groups, self.required, half, self.progress)
         for specs in starts:
-            search.take(specs)
-        search.climb()
+            search.price_specs(specs)
+        search.local_search()
         candidates = sorted((each for each in search.tried.values() if each is not None), key=_rank)
         return [self.specs(each.choices) for each in candidates[:AHEAD]]
 
-    def climb(self) -> None:
+    def local_search(self) -> None:
         """Apply changes to the best specs until none improves them."""
         while self.best is not None and not self.spent:
             before = _rank(self.best)
-            for change in (*self.by_group(), *self.by_slot()):
-                self.take(change(self.specs(self.best.choices)))
+            for change in (*self.by_group(), *self.argument_changes()):
+                self.price_specs(change(self.specs(self.best.choices)))
             self.progress(f"{len(self.tried)} sets of specs: step {self.best.outcome.step_time_s:.6g} s")
             if _rank(self.best) == before:
                 break
@@ -319,18 +319,18 @@ class _FormSearch:
         """Return the specs of arguments under choices."""
         return {name: tensor_spec(self.model, choices, tensor) for name, tensor in self.tensors.items()}
 
-    def take(self, specs: Mapping[str, Spec] | None) -> None:
+    def price_specs(self, specs: Mapping[str, Spec] | None) -> None:
         """Price a set of specs; store it if it is the best so far."""
         if specs is None or self.spent:
             return
-        given = held_specs(self.form, specs, self.shapes, self.roles, self.model.mesh.axes)
+        given = expressible_specs(self.form, specs, self.shapes, self.roles, self.model.mesh.axes)
         key = tuple(given.items())
         if key not in self.tried:
-            self.tried[key] = candidate = self.made(given)
+            self.tried[key] = candidate = self.candidate_of(given)
             if candidate is not None and (self.best is None or _rank(candidate) < _rank(self.best)):
                 self.best = candidate
 
-    def made(self, given: Mapping[str, Spec | None]) -> Candidate | None:
+    def candidate_of(self, given: Mapping[str, Spec | None]) -> Candidate | None:
         """Return the candidate that the given specs complete to; None if it needs pins or breaks a constraint."""
         choices = self.propagation.choices(given)
         if needs_pins(self.model, choices) or not self.required.holds(choices):
@@ -339,7 +339,7 @@ class _FormSearch:
             outcome = evaluate(self.model, choices)
         except ValueError:  # two alternatives exclude each other
             return None
-        return judged(self.model, self.form.name, choices, outcome, self.limits.memory_bytes)
+        return evaluated_candidate(self.model, self.form.name, choices, outcome, self.limits.memory_bytes)
 
     # Changes of the search
 
@@ -372,7 +372,7 @@ class _FormSearch:
                 return spec
         return Spec(tuple(dims))
 
-    def by_slot(self) -> Iterator[Callable[[dict[str, Spec]], dict[str, Spec] | None]]:
+    def argument_changes(self) -> Iterator[Callable[[dict[str, Spec]], dict[str, Spec] | None]]:
         """Yield changes to any other spec of an argument and of those with a similar name, the largest first."""
         slots: dict[tuple[str, tuple[int, ...]], list[str]] = {}
         for name in self.own:

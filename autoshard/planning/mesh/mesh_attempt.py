@@ -11,12 +11,12 @@ from numpy.typing import NDArray
 from autoshard.base.units import format_count, format_seconds
 from autoshard.cost import Mesh
 from autoshard.errors import UserError
-from autoshard.planning.price.analysed_program import Reading, Task
+from autoshard.planning.price.analysed_program import AnalysedProgram, Task
 from autoshard.planning.price.evaluate import Outcome
 from autoshard.planning.solve.problem_builder import Weights, kept_of, least_bytes, least_seconds
 from autoshard.planning.solve.repeats import find_repeats
 from autoshard.planning.solve.time_weights import Weighing, carried_weights, even_weights, normalise
-from autoshard.planning.solve.weight_search import Climb
+from autoshard.planning.solve.weight_search import WeightSearch
 from autoshard.planning.space.decision_model import Model
 from autoshard.planning.space.derived_axes import LEAST_GAIN, stage_axis
 from autoshard.planning.space.op_strategies import heavy_strategies
@@ -56,7 +56,7 @@ class MeshBest:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Rival:
+class Incumbent:
     """The incumbent: figures of the best mesh so far that another mesh must beat."""
 
     step_s: float
@@ -72,7 +72,7 @@ class Rival:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Trial:
+class MeshAttempt:
     """The result of trying one mesh."""
 
     mesh: Mesh
@@ -89,7 +89,7 @@ class Trial:
     """
     weights: Weights | None = None
     """Time weights whose bound is the highest so far."""
-    free_s: float = 0.0
+    unconstrained_bound_s: float = 0.0
     """Lower bound in seconds of all plans on the mesh, ignoring the memory limit."""
     model: Model | None = None
     """Priced mesh. This field and `required` are set if the mesh beats its rival or has none."""
@@ -112,30 +112,30 @@ class Trial:
         """
         return math.inf if self.best is None else self.best.outcome.step_time_s + self.best.tight_s
 
-    def beats(self, rival: Rival | None) -> bool:
+    def beats(self, rival: Incumbent | None) -> bool:
         """Return True if the best plan on the mesh beats the rival."""
         if self.best is None:
             return False
         return rival is None or self.step_s < rival.beaten_by_s(len(self.mesh.sizes))
 
-    def rival(self) -> Rival:
+    def as_incumbent(self) -> Incumbent:
         """Return this trial as the incumbent for other meshes."""
         assert self.weights is not None
-        return Rival(self.step_s, len(self.mesh.sizes), self.weights)
+        return Incumbent(self.step_s, len(self.mesh.sizes), self.weights)
 
 
-class Trials:
-    """Trials of meshes for one program. A pickled copy carries none of the prices."""
+class MeshAttempts:
+    """Attempts at meshes for one program. A pickled copy carries none of the prices."""
 
     def __init__(self, task: Task, time_limit: float, hopeless: bool = False) -> None:
-        """Create trials; with `hopeless`, spend more work on bounds since most likely no mesh beats the first rival."""
+        """Create attempts; with `hopeless`, spend more work on bounds, since likely no mesh beats the first rival."""
         self.task, self.time_limit, self.hopeless = task, time_limit, hopeless
-        self._ahead: dict[Mesh, _Begun] = {}
+        self._ahead: dict[Mesh, _PricedMesh] = {}
         self._pairs: dict[Mesh, int] = {}
         self._floors: dict[Mesh, float] = {}
 
-    def __reduce__(self) -> tuple[type["Trials"], tuple[object, ...]]:
-        return Trials, (self.task, self.time_limit, self.hopeless)
+    def __reduce__(self) -> tuple[type["MeshAttempts"], tuple[object, ...]]:
+        return MeshAttempts, (self.task, self.time_limit, self.hopeless)
 
     def price_ahead(self, mesh: Mesh) -> None:
         """Price a mesh before its rival is known, if the prices can be stored until the trial."""
@@ -151,41 +151,43 @@ class Trials:
         """Discard the stored prices."""
         self._ahead.clear()
 
-    def bound(self, mesh: Mesh, rival: Rival | None) -> Trial | None:
+    def bound(self, mesh: Mesh, rival: Incumbent | None) -> MeshAttempt | None:
         """Return the trial of a mesh if bounds decide it; None if the mesh must be solved."""
-        return self._looked_at(mesh, rival, keep=True)
+        return self._decide_by_bounds(mesh, rival, keep=True)
 
     def bounded(self, mesh: Mesh) -> float:
         """Return the lower bound in seconds of a mesh that was bounded and must still be solved."""
-        climb = self._ahead[mesh].climb
-        return 0.0 if climb is None else climb.weighing.bound_s
+        search = self._ahead[mesh].search
+        return 0.0 if search is None else search.weighing.bound_s
 
-    def trial(self, mesh: Mesh, rival: Rival | None, keep: bool, stop: threading.Event | None = None) -> Trial:
+    def attempt(
+        self, mesh: Mesh, rival: Incumbent | None, keep: bool, stop: threading.Event | None = None
+    ) -> MeshAttempt:
         """Try one mesh against the best so far, only until it is known not to be better.
 
         With `keep` its prices stay stored, since another rival may follow. Raises `Stopped` after `stop` is set.
         """
-        decided = self._looked_at(mesh, rival, keep)
+        decided = self._decide_by_bounds(mesh, rival, keep)
         if decided is not None:
             return decided
         begun = self._ahead.pop(mesh)
-        climb, required = begun.climb, begun.required
-        assert climb is not None
+        search, required = begun.search, begun.required
+        assert search is not None
         if keep:
-            self._keep(dataclasses.replace(begun, climb=None))
+            self._keep(dataclasses.replace(begun, search=None))
         beat_s = _beaten_by_s(rival, mesh)
         limits = Limits(self.task.memory_limit, self.time_limit, self.task.seed)
-        climb.run(limits, _silent, required, beat_s, GOOD_ENOUGH, stop)
-        return _tried(climb, required, rival)
+        search.run(limits, _silent, required, beat_s, GOOD_ENOUGH, stop)
+        return _tried(search, required, rival)
 
-    def _looked_at(self, mesh: Mesh, rival: Rival | None, keep: bool) -> Trial | None:
+    def _decide_by_bounds(self, mesh: Mesh, rival: Incumbent | None, keep: bool) -> MeshAttempt | None:
         """Return the trial of a mesh as far as no solving is needed; None if the mesh must be solved.
 
         A mesh that must be solved is stored with its bound.
         """
         excluded = unusable(self.task.reading, mesh)
         if excluded:
-            return Trial(mesh, excluded, free_s=math.inf)
+            return MeshAttempt(mesh, excluded, unconstrained_bound_s=math.inf)
         begun = self._ahead.pop(mesh, None)
         if begun is None:
             if self.pairs(mesh) > MOST_PAIRS:
@@ -193,18 +195,18 @@ class Trials:
             try:
                 begun = self._priced(mesh)
             except UserError as error:
-                return Trial(mesh, f"excluded: {error}", error, free_s=math.inf)
+                return MeshAttempt(mesh, f"excluded: {error}", error, unconstrained_bound_s=math.inf)
         model, required = begun.model, begun.required
-        climb = begun.climb if begun.climb is not None and begun.rival == rival else None
-        if climb is None:
+        search = begun.search if begun.search is not None and begun.rival == rival else None
+        if search is None:
             least = least_bytes(model, kept_of(model, required.allowed))
             if least > self.task.memory_limit:
-                return Trial(mesh, excess=least - self.task.memory_limit, model=model, required=required)
-            climb = _bounded(model, required, rival, BOUNDS if self.hopeless else 1)
-        solve = climb.weighing.bound_s < _beaten_by_s(rival, mesh)
+                return MeshAttempt(mesh, excess=least - self.task.memory_limit, model=model, required=required)
+            search = _bounded(model, required, rival, BOUNDS if self.hopeless else 1)
+        solve = search.weighing.bound_s < _beaten_by_s(rival, mesh)
         if solve or keep:
-            self._keep(dataclasses.replace(begun, rival=rival, climb=climb if solve else None))
-        return None if solve else _tried(climb, required, rival)
+            self._keep(dataclasses.replace(begun, rival=rival, search=search if solve else None))
+        return None if solve else _tried(search, required, rival)
 
     def is_small(self, mesh: Mesh) -> bool:
         """Return True if a mesh is usable and cheap to price."""
@@ -225,13 +227,13 @@ class Trials:
             )
         return self._floors[mesh]
 
-    def _priced(self, mesh: Mesh) -> "_Begun":
+    def _priced(self, mesh: Mesh) -> "_PricedMesh":
         """Price a mesh and apply the user's constraints; raise `UserError` if they cannot hold."""
         check_regions(self.task.reading.graph, mesh)
         model = self.task.priced(mesh)
-        return _Begun(model, self.task.required(model))
+        return _PricedMesh(model, self.task.required(model))
 
-    def _keep(self, begun: "_Begun") -> None:
+    def _keep(self, begun: "_PricedMesh") -> None:
         """Store the prices of a mesh; discard the oldest ones if there is no room."""
         mesh = begun.model.mesh
         self._ahead.pop(mesh, None)
@@ -244,76 +246,76 @@ class Trials:
         stored_pairs = sum(self.pairs(mesh) for mesh in self._ahead)
         return not stored_pairs or len(self._ahead) < MOST_AHEAD and stored_pairs + pairs <= MOST_PAIRS
 
-    def _unsolved(self, mesh: Mesh, beat_s: float) -> Trial:
+    def _unsolved(self, mesh: Mesh, beat_s: float) -> MeshAttempt:
         """Return the trial of a mesh with too many pairs to solve.
 
         Its lower bound may prune the mesh; otherwise the trial names the bound as all that is known.
         """
         bound, pairs = self.floor(mesh), format_count(self.pairs(mesh))
         if bound >= beat_s:
-            return Trial(mesh, bound_s=bound, free_s=bound)
+            return MeshAttempt(mesh, bound_s=bound, unconstrained_bound_s=bound)
         reason = f"not solved: {pairs} pairs of alternatives, and all that is known is that no plan on it "
         reason += f"takes less than {format_seconds(bound)}; give it with --mesh to solve it"
-        return Trial(mesh, reason, bound_s=bound, free_s=bound)
+        return MeshAttempt(mesh, reason, bound_s=bound, unconstrained_bound_s=bound)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class _Begun:
-    """A mesh that is priced, and bounded if `climb` is set."""
+class _PricedMesh:
+    """A mesh that is priced, and bounded if `search` is set."""
 
     model: Model
     required: Required
-    rival: Rival | None = None
+    rival: Incumbent | None = None
     """Incumbent against which the mesh was bounded."""
-    climb: Climb | None = None
+    search: WeightSearch | None = None
     """Search so far with its bound; None if the mesh is not bounded."""
 
 
-def _beaten_by_s(rival: Rival | None, mesh: Mesh) -> float:
+def _beaten_by_s(rival: Incumbent | None, mesh: Mesh) -> float:
     """Return the seconds below which a mesh beats the rival; infinite without a rival."""
     return math.inf if rival is None else rival.beaten_by_s(len(mesh.sizes))
 
 
-def _bounded(model: Model, required: Required, rival: Rival | None, rounds: int) -> Climb:
+def _bounded(model: Model, required: Required, rival: Incumbent | None, rounds: int) -> WeightSearch:
     """Return the beginning of a search, with a bound if there is a rival.
 
     `rounds` is the number of weightings that may raise the bound.
     """
     weights = normalise(even_weights(model)) if rival is None else carried_weights(model, rival.weights)
-    climb = Climb(model, Weighing(weights), repeats=find_repeats(model))
+    search = WeightSearch(model, Weighing(weights), repeats=find_repeats(model))
     if rival is not None:
-        climb.bound_first(required, _beaten_by_s(rival, model.mesh), rounds)
-    return climb
+        search.bound_first(required, _beaten_by_s(rival, model.mesh), rounds)
+    return search
 
 
-def _tried(climb: Climb, required: Required, rival: Rival | None) -> Trial:
+def _tried(search: WeightSearch, required: Required, rival: Incumbent | None) -> MeshAttempt:
     """Return the trial of a search; it includes the prices if the mesh beats its rival or has none."""
-    weighing, solved = climb.weighing, climb.certified
+    weighing, solved = search.weighing, search.certified
     best = None
-    if climb.best is not None and solved is not None:
-        candidate = climb.best
+    if search.best is not None and solved is not None:
+        candidate = search.best
         best = MeshBest(
-            climb.model.mesh,
+            search.model.mesh,
             candidate.choices,
             candidate.outcome,
             candidate.tight_s,
             solved.solution,
             weighing.bound_s,
-            climb.rounds,
+            search.rounds,
         )
-    trial = Trial(
-        climb.model.mesh,
+    trial = MeshAttempt(
+        search.model.mesh,
         bound_s=weighing.bound_s if weighing.bound_s > 0 else None,
         best=best,
         excess=math.inf if solved is None else solved.solution.stats.get("excess", math.inf),
         weights=weighing.weights,
-        free_s=climb.free_s,
+        unconstrained_bound_s=search.unconstrained_bound_s,
     )
     needed = rival is None or trial.beats(rival)
-    return dataclasses.replace(trial, model=climb.model, required=required) if needed else trial
+    return dataclasses.replace(trial, model=search.model, required=required) if needed else trial
 
 
-def unusable(reading: Reading, mesh: Mesh) -> str:
+def unusable(reading: AnalysedProgram, mesh: Mesh) -> str:
     """Return the reason for which no plan on a mesh can serve the program; empty if one may.
 
     Every mesh may serve a program whose dims are all of size 1.
@@ -325,7 +327,7 @@ def unusable(reading: Reading, mesh: Mesh) -> str:
     return ""
 
 
-def _pairs(reading: Reading, mesh: Mesh, staged: bool = False) -> int:
+def _pairs(reading: AnalysedProgram, mesh: Mesh, staged: bool = False) -> int:
     """Return the number of pairs of alternatives at both ends of all reshards, before any is priced."""
     graph, structure = reading.graph, reading.structure
     axes, backend = list(mesh.sizes), mesh.topology.backend

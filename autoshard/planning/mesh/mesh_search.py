@@ -11,10 +11,10 @@ from numpy.typing import NDArray
 
 from autoshard.base.units import format_seconds
 from autoshard.base.worker_process import Job
-from autoshard.base.workers import Crew
+from autoshard.base.workers import WorkerCrew
 from autoshard.cost import Mesh, Topology, candidate_meshes
 from autoshard.errors import InfeasibleError, UserError
-from autoshard.planning.mesh.mesh_attempt import MeshBest, Rival, Trial, Trials
+from autoshard.planning.mesh.mesh_attempt import Incumbent, MeshAttempt, MeshAttempts, MeshBest
 from autoshard.planning.record.plan_parts import MeshTried
 from autoshard.planning.space.decision_model import Model
 from autoshard.planning.space.derived_axes import LEAST_GAIN
@@ -36,11 +36,11 @@ class Chosen:
     tried: tuple[MeshTried, ...]
     others: tuple[MeshBest, ...]
     """Best choices found on each other mesh."""
-    free_s: float
+    unconstrained_bound_s: float
     """Lower bound in seconds of all plans on the other meshes, ignoring the memory limit."""
 
 
-class Beaten(Exception):
+class PrunedByBound(Exception):
     """Exception that reports that no plan on any mesh beats the given incumbent."""
 
     def __init__(self, bound_s: float) -> None:
@@ -57,23 +57,23 @@ class MeshSearch:
     the crew.
     """
 
-    def __init__(self, trials: Trials, progress: Callable[[str], None], rival: Rival | None = None) -> None:
+    def __init__(self, trials: MeshAttempts, progress: Callable[[str], None], rival: Incumbent | None = None) -> None:
         """Create a search; `rival` is the incumbent that a plan must beat."""
         self.trials, self.progress, self.rival = trials, progress, rival
-        self.done: list[Trial] = []
+        self.done: list[MeshAttempt] = []
         """Finished trials, without their prices."""
         self.refusals: list[UserError] = []
-        self.best: Trial | None = None
+        self.best: MeshAttempt | None = None
         self.ceiling = rival
         """Incumbent that meshes must beat until one of them is the best."""
-        self.nearest: Trial | None = None
+        self.nearest: MeshAttempt | None = None
         """Trial that exceeds the memory limit least, where nothing fits."""
 
-    def run(self, topology: Topology, crew: Crew, meshes: Sequence[Mesh] | None = None) -> Chosen:
+    def run(self, topology: Topology, crew: WorkerCrew, meshes: Sequence[Mesh] | None = None) -> Chosen:
         """Return the best of all candidate meshes, or of the given `meshes`.
 
-        Raises `UserError` if the user's constraints can hold on no mesh. With a given rival, raises `Beaten` if no mesh
-        beats it and `InfeasibleError` if nothing fits.
+        Raises `UserError` if the user's constraints can hold on no mesh. With a given rival, raises `PrunedByBound` if
+        no mesh beats it and `InfeasibleError` if nothing fits.
         """
         crew.share("trials", self.trials)
         meshes = candidate_meshes(topology) if meshes is None else meshes
@@ -91,10 +91,14 @@ class MeshSearch:
             raise self.refused(topology)
         choices = None if chosen.best is None else chosen.best.choices
         others = tuple(each.best for each in self.done if each.best is not None and each.mesh != chosen.mesh)
-        free_s = min((each.free_s for each in self.done if each.mesh != chosen.mesh), default=math.inf)
-        return Chosen(chosen.model, chosen.required, choices, _records(self.done, chosen), others, free_s)
+        unconstrained_bound_s = min(
+            (each.unconstrained_bound_s for each in self.done if each.mesh != chosen.mesh), default=math.inf
+        )
+        return Chosen(
+            chosen.model, chosen.required, choices, _records(self.done, chosen), others, unconstrained_bound_s
+        )
 
-    def scouted(self, meshes: Sequence[Mesh]) -> Rival | None:
+    def scouted(self, meshes: Sequence[Mesh]) -> Incumbent | None:
         """Return an incumbent from one mesh for all others; None if that mesh gives no plan.
 
         The mesh is the one with the least time of its ops without communication, among meshes that are cheap to price.
@@ -106,13 +110,13 @@ class MeshSearch:
         if not floors:
             return None
         _, number = min(floors)
-        trial = self.trials.trial(meshes[number], None, keep=True)
+        trial = self.trials.attempt(meshes[number], None, keep=True)
         if trial.best is None:
             return None
         self.progress(f"mesh {mesh_text(trial.mesh)}: {_so_far(trial, None)}, to hold others against")
-        return dataclasses.replace(trial.rival(), step_s=(1 + 2 * LEAST_GAIN) * trial.step_s, axes=sys.maxsize)
+        return dataclasses.replace(trial.as_incumbent(), step_s=(1 + 2 * LEAST_GAIN) * trial.step_s, axes=sys.maxsize)
 
-    def take(self, trial: Trial) -> None:
+    def take(self, trial: MeshAttempt) -> None:
         """Accept the next trial and compare it with the best one so far.
 
         Raises `UserError` if two meshes refuse the program for the same reason.
@@ -122,7 +126,7 @@ class MeshSearch:
                 raise trial.refusal  # the cause is not the mesh
             self.refusals.append(trial.refusal)
         self.done.append(dataclasses.replace(trial, model=None, required=None))
-        rival = self.ceiling if self.best is None else self.best.rival()
+        rival = self.ceiling if self.best is None else self.best.as_incumbent()
         self.progress(f"mesh {mesh_text(trial.mesh)}: {_so_far(trial, rival)}")
         if trial.beats(rival):
             self.best = trial
@@ -135,7 +139,7 @@ class MeshSearch:
         assert self.rival is not None
         bounds = [trial.bound_s for trial in self.done if trial.bound_s is not None and not _without_room(trial)]
         if bounds:
-            return Beaten(min(bounds))
+            return PrunedByBound(min(bounds))
         if len(self.refusals) == len(self.done):
             return self.refused(topology)
         return InfeasibleError("no plan fits on any mesh")
@@ -154,12 +158,12 @@ class MeshSearch:
         )
 
 
-def _without_room(trial: Trial) -> bool:
+def _without_room(trial: MeshAttempt) -> bool:
     """Return True if a mesh was solved or bounded and nothing fits on it."""
     return trial.best is None and trial.excess < math.inf
 
 
-def _so_far(trial: Trial, rival: Rival | None) -> str:
+def _so_far(trial: MeshAttempt, rival: Incumbent | None) -> str:
     """Return the progress text of a trial."""
     if trial.excluded:
         return trial.excluded
@@ -168,7 +172,7 @@ def _so_far(trial: Trial, rival: Rival | None) -> str:
     return _without_plan(trial, math.inf if rival is None else rival.step_s)
 
 
-def _without_plan(trial: Trial, best_s: float) -> str:
+def _without_plan(trial: MeshAttempt, best_s: float) -> str:
     """Return the reason for which a mesh has no plan."""
     if trial.bound_s is None or trial.bound_s < best_s * (1 - LEAST_GAIN):
         return "no plan on it fits"
@@ -177,10 +181,10 @@ def _without_plan(trial: Trial, best_s: float) -> str:
     return f"no plan on it takes less than {format_seconds(trial.bound_s)}"
 
 
-def _records(trials: Sequence[Trial], chosen: Trial) -> tuple[MeshTried, ...]:
+def _records(trials: Sequence[MeshAttempt], chosen: MeshAttempt) -> tuple[MeshTried, ...]:
     """Return the rows of all trials, the chosen one first and the others by time."""
 
-    def verdict(trial: Trial) -> str:
+    def verdict(trial: MeshAttempt) -> str:
         """Return the verdict of a trial."""
         if trial.mesh == chosen.mesh:
             return "chosen"
@@ -188,7 +192,7 @@ def _records(trials: Sequence[Trial], chosen: Trial) -> tuple[MeshTried, ...]:
             return trial.excluded
         return _without_plan(trial, chosen.step_s) if trial.outcome is None else _slower(trial, chosen)
 
-    def place(trial: Trial) -> tuple[bool, float, float]:
+    def place(trial: MeshAttempt) -> tuple[bool, float, float]:
         """Return the sort key of a trial."""
         return trial.mesh != chosen.mesh, trial.step_s, trial.bound_s or math.inf
 
@@ -204,7 +208,7 @@ def _records(trials: Sequence[Trial], chosen: Trial) -> tuple[MeshTried, ...]:
     )
 
 
-def _slower(trial: Trial, chosen: Trial) -> str:
+def _slower(trial: MeshAttempt, chosen: MeshAttempt) -> str:
     """Return the parts of the step in which a solved mesh is slower than the chosen one."""
     mine, theirs = trial.outcome, chosen.outcome
     assert mine is not None and theirs is not None
@@ -256,11 +260,11 @@ class InOrder:
 
     def __init__(
         self,
-        trials: Trials,
+        trials: MeshAttempts,
         meshes: Sequence[Mesh],
-        accept: Callable[[Trial], None],
+        accept: Callable[[MeshAttempt], None],
         ahead: bool = True,
-        first: Rival | None = None,
+        first: Incumbent | None = None,
     ) -> None:
         """Create the jobs.
 
@@ -276,50 +280,50 @@ class InOrder:
         """Number of the mesh to accept next."""
         self.rival: _Key | None = None
         """Key of the best mesh before `next`."""
-        self.rivals: dict[_Key, Rival] = {}
-        self.done: dict[_Key, Trial] = {}
+        self.rivals: dict[_Key, Incumbent] = {}
+        self.done: dict[_Key, MeshAttempt] = {}
         self.undecided: set[_Key] = set()
         """Keys that are bounded and still have to be solved."""
         self.begun: set[tuple[_Key, _Step]] = set()
         self.priced_at: dict[int, int] = {}
-        """Seat that has the prices of each mesh."""
+        """Slot that has the prices of each mesh."""
 
     @property
     def finished(self) -> bool:
         """True once all meshes are accepted."""
         return self.next == len(self.meshes)
 
-    def take(self, seat: int) -> Job | None:
-        """Return the next job for a seat; None if none is open."""
-        if seat == 0:
+    def take(self, slot: int) -> Job | None:
+        """Return the next job for a slot; None if none is open."""
+        if slot == 0:
             self._accept()
-        chosen = min(self._open(), key=lambda one: self._turn(*one, seat), default=None)
+        chosen = min(self._open(), key=lambda one: self._turn(*one, slot), default=None)
         if chosen is None:
             return None
         key, step = chosen
         self.begun.add((key, step))
-        self.priced_at[key.number] = seat
+        self.priced_at[key.number] = slot
         mesh, against = self.meshes[key.number], self._against(key)
         if step is _Step.PRICES:
             return Job((key, step), self.trials.price_ahead, (mesh,))
         if step is _Step.BOUND:
             return Job((key, step), self.trials.bound, (mesh, against))
-        return Job((key, step), self.trials.trial, (mesh, against, step is _Step.GUESSED), stoppable=True)
+        return Job((key, step), self.trials.attempt, (mesh, against, step is _Step.GUESSED), stoppable=True)
 
-    def _turn(self, key: _Key, step: _Step, seat: int) -> tuple[bool, _Step, int]:
-        """Return the priority of a job in a seat; the least one is first."""
-        # A seat that has the prices of a mesh has half of its trial done. Prices start from the last mesh, since late
+    def _turn(self, key: _Key, step: _Step, slot: int) -> tuple[bool, _Step, int]:
+        """Return the priority of a job in a slot; the least one is first."""
+        # A slot that has the prices of a mesh has half of its trial done. Prices start from the last mesh, since late
         # meshes have most axes and take longest. Trials start from the first mesh.
-        elsewhere = self.priced_at.get(key.number, seat) != seat
+        elsewhere = self.priced_at.get(key.number, slot) != slot
         return elsewhere, step, -key.number if step is _Step.PRICES else key.number
 
-    def put(self, job: Job, seat: int, value: Trial | None) -> None:
+    def put(self, job: Job, slot: int, value: MeshAttempt | None) -> None:
         """Record the result of a job; `value` is None if the trial is not complete."""
         key, step = _of(job)
         if value is not None:
             self.done[key] = value
             if value.best is not None:
-                self.rivals[key] = value.rival()
+                self.rivals[key] = value.as_incumbent()
         elif step is _Step.BOUND:
             self.undecided.add(key)
 
@@ -341,7 +345,7 @@ class InOrder:
             self.next += 1
             self.accept(trial)
 
-    def _against(self, key: _Key) -> Rival | None:
+    def _against(self, key: _Key) -> Incumbent | None:
         """Return the rival of a key; None if there is none."""
         return self.first if key.rival is None else self.rivals[key.rival]
 

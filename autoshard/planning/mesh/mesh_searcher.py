@@ -7,10 +7,10 @@ from collections.abc import Callable
 import numpy as np
 from numpy.typing import NDArray
 
-from autoshard.base.workers import Crew
+from autoshard.base.workers import WorkerCrew
 from autoshard.cost import Mesh, Topology
 from autoshard.planning.price.analysed_program import Task
-from autoshard.planning.solve.weight_search import Found, Infeasible, search
+from autoshard.planning.solve.weight_search import Infeasible, SearchResult, search
 from autoshard.planning.space.baselines import Baseline, baselines
 from autoshard.planning.space.decision_model import Model
 from autoshard.planning.space.derived_axes import LEAST_GAIN, AxisParts
@@ -46,19 +46,19 @@ class MeshOutcome:
 
     model: Model
     required: Required
-    found: Found | Infeasible
+    found: SearchResult | Infeasible
 
     def is_better_than(self, other: "MeshOutcome") -> bool:
         """Return True if this outcome is faster by at least `LEAST_GAIN`, so that an axis in two parts pays."""
         if isinstance(self.found, Infeasible) or isinstance(other.found, Infeasible):
-            return isinstance(self.found, Found)
+            return isinstance(self.found, SearchResult)
         return self.found.best.expected_s < (1 - LEAST_GAIN) * other.found.best.expected_s
 
 
 class Searcher:
     """Search on single meshes for the plans of one program."""
 
-    def __init__(self, task: Task, phases: Phases, crew: Crew, topology: Topology) -> None:
+    def __init__(self, task: Task, phases: Phases, crew: WorkerCrew, topology: Topology) -> None:
         self.task, self.phases, self.crew, self.topology = task, phases, crew, topology
 
     def mesh(self, mesh: Mesh, time_limit: float) -> MeshOutcome:
@@ -83,7 +83,7 @@ class Searcher:
         model = self.price(axis_parts.mesh)
         allowed = axis_parts.allowed(original.model, model, original.required.allowed)
         start = None
-        if isinstance(original.found, Found):
+        if isinstance(original.found, SearchResult):
             start = axis_parts.choices(original.model, model, original.found.best.choices)
         return self._search(model, [], Required(allowed, original.required.pinned), start, time_limit)
 

@@ -19,7 +19,7 @@ from autoshard.planning.price.evaluate import Outcome
 from autoshard.planning.record.plan_record import Plan
 from autoshard.planning.solve.mesh_solve import Terms, solve_within
 from autoshard.planning.solve.problem_builder import Weights
-from autoshard.planning.solve.weight_search import Candidate, Found, make_candidate, within_memory
+from autoshard.planning.solve.weight_search import Candidate, SearchResult, make_candidate, within_memory
 from autoshard.planning.space.decision_model import Model
 from autoshard.planning.space.plan_options import Limits
 from autoshard.planning.space.spec_constraints import mesh_text
@@ -71,7 +71,7 @@ class Contender:
         return self.outcome.step_time_s + self.tight_s
 
 
-def contender(model: Model, found: Found, each: Candidate, name: str, why: str) -> Contender:
+def contender(model: Model, found: SearchResult, each: Candidate, name: str, why: str) -> Contender:
     """Return a choice on a searched mesh as a contender.
 
     - `found`: result of the search, which gives bound, solution and rounds.
@@ -83,18 +83,18 @@ def contender(model: Model, found: Found, each: Candidate, name: str, why: str) 
     )
 
 
-def met(model: Model, found: Found, required: Required) -> list[Contender]:
+def visited_choices(model: Model, found: SearchResult, required: Required) -> list[Contender]:
     """Return the other choices that a search visited, which fit and satisfy the constraints: of every weighting, and
     baselines.
     """
-    visited = [contender(model, found, each, each.name, _found_words(each)) for each in found.seen]
+    visited = [contender(model, found, each, each.name, _found_words(each)) for each in found.fitting]
     named = [each for each in found.baselines.values() if each.fits and required.holds(each.choices)]
     return visited + [
         contender(model, found, each, f"{each.name}*", "baseline, completed by the solver") for each in named
     ]
 
 
-def elsewhere(other: MeshBest, price: Callable[[Mesh], Model]) -> Contender:
+def on_other_mesh(other: MeshBest, price: Callable[[Mesh], Model]) -> Contender:
     """Return the best choice on another mesh, which is priced again if it is chosen."""
     return Contender(
         mesh_text(other.mesh),
@@ -109,7 +109,7 @@ def elsewhere(other: MeshBest, price: Callable[[Mesh], Model]) -> Contender:
     )
 
 
-def further(model: Model, found: Found, required: Required, limits: Limits) -> list[Contender]:
+def alternative_choices(model: Model, found: SearchResult, required: Required, limits: Limits) -> list[Contender]:
     """Return the choices found without overlap, and within less memory.
 
     A memory target that the plan already satisfies is skipped.
@@ -119,7 +119,7 @@ def further(model: Model, found: Found, required: Required, limits: Limits) -> l
     exposed = _without_overlap(model, found, required, share_of_limits)
     if exposed is not None:
         contenders.append(contender(model, found, exposed, exposed.name, "chosen as if nothing hid behind compute"))
-    starts = [*found.seen, *found.baselines.values()]
+    starts = [*found.fitting, *found.baselines.values()]
     for target in (int(part * limits.memory_bytes) for part in MEMORY_TARGETS):
         if found.best.outcome.peak_bytes > target:
             within = within_memory(
@@ -185,7 +185,7 @@ def _found_words(candidate: Candidate) -> str:
     return f"weights {', '.join(parts)}" if len(parts) > 1 else "the solver's optimum"
 
 
-def _without_overlap(model: Model, found: Found, required: Required, limits: Limits) -> Candidate | None:
+def _without_overlap(model: Model, found: SearchResult, required: Required, limits: Limits) -> Candidate | None:
     """Return the choice that is best if no communication overlaps with compute; None if it does not fit."""
     weights: Weights = dict.fromkeys(found.weights, 1.0)
     terms = Terms(limits.memory_bytes, limits.seconds, limits.seed, found.best.choices, required.allowed)

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from autoshard.base.workers import Crew
-from autoshard.cost import BACKENDS, Bill, Calibration, Mesh, Topology, make_mesh, said_calibration
+from autoshard.base.workers import WorkerCrew
+from autoshard.cost import BACKENDS, Bill, Calibration, Mesh, Topology, make_mesh, recorded_calibration
 from autoshard.errors import UserError
 from autoshard.graph import (
     Liveness,
@@ -15,13 +15,13 @@ from autoshard.graph import (
     Structure,
     analyse,
     build_structure,
+    cached_graph,
+    defer_weight_gradients,
     find_softmaxes,
     is_sum,
-    kept_graph,
-    made_late,
     read_graph,
     replace_names,
-    rounded,
+    round_operands,
 )
 from autoshard.planning.price.evaluate import evaluate
 from autoshard.planning.price.prediction import bill_of
@@ -43,7 +43,7 @@ Evidence: docs/compiler_behaviour.md, "Late head gradients in pipelines".
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Reading:
+class AnalysedProgram:
     """Mesh-independent analysis of a program."""
 
     graph: OpGraph
@@ -52,17 +52,17 @@ class Reading:
     groups: Groups
 
 
-def read_program(program: Program, backend: str, kept: bool = False) -> Reading:
+def analyse_program(program: Program, backend: str, kept: bool = False) -> AnalysedProgram:
     """Read the ops, decisions, lifetimes and dim groups of a program.
 
     Lifetimes depend on `backend`, since its compiler decides which tensors reach memory. With `kept`, the op graph is
     read from the cache on disk if it is there.
     """
-    read, traits = kept_graph if kept else read_graph, BACKENDS[backend]
+    read, traits = cached_graph if kept else read_graph, BACKENDS[backend]
     program = lowered_for(program, traits.platform)
     graph = replace_names(read(program.module), [a.name for a in program.arguments])
     if traits.rounds_operands:
-        graph = rounded(graph)
+        graph = round_operands(graph)
     parameters = [t for t, a in zip(graph.arguments, program.arguments, strict=True) if a.role in WEIGHTS]
     ties = [
         (graph.results[a.result], t)
@@ -85,8 +85,8 @@ def read_program(program: Program, backend: str, kept: bool = False) -> Reading:
         gpu_kernels=traits.gpu_kernels,
     )
     if traits.late_gradients:
-        liveness = made_late(graph, liveness)
-    return Reading(graph, structure, liveness, find_groups(program, graph, structure))
+        liveness = defer_weight_gradients(graph, liveness)
+    return AnalysedProgram(graph, structure, liveness, find_groups(program, graph, structure))
 
 
 def as_planned(program: Program, plan: Plan) -> Program:
@@ -109,7 +109,7 @@ def batch_dims(program: Program) -> tuple[int, list[tuple[int, ...]], list[tuple
 
     The number is 0 if the program has no batch, or if an argument or a result merges the batch with another dim.
     """
-    reading = read_program(program, "cpu")
+    reading = analyse_program(program, "cpu")
     groups, graph = reading.groups, reading.graph
 
     def dims(tensor: int) -> tuple[int, ...]:
@@ -126,7 +126,7 @@ def batch_dims(program: Program) -> tuple[int, list[tuple[int, ...]], list[tuple
 
 def build_model(
     program: Program,
-    reading: Reading,
+    reading: AnalysedProgram,
     mesh: Mesh,
     memory_limit: int,
     calibration: Calibration | None = None,
@@ -146,19 +146,19 @@ def build_model(
     where = (stage_axis(reading, mesh) if staged else None) or axis_parts_of(reading.groups, mesh) or mesh
     graph, structure, liveness = reading.graph, reading.structure, reading.liveness
     if program.pipeline is not None and mesh.topology.chip.name in LATE_IN_STAGES:
-        liveness = made_late(graph, liveness)
+        liveness = defer_weight_gradients(graph, liveness)
     program = lowered_for(program, mesh.topology.traits.platform)
     return price(program, graph, structure, liveness, where, memory_limit, calibration, tables)
 
 
-def price_again(plan: Plan, program: Program, reading: Reading) -> tuple[Model, NDArray[np.int64]]:
+def reprice(plan: Plan, program: Program, reading: AnalysedProgram) -> tuple[Model, NDArray[np.int64]]:
     """Return the model and the choices of a stored plan, priced with the calibration that the plan was made with.
 
     Raises `UserError` if the plan does not store its choices (an older or another version made it). Raises it also if
     the choices are not priced at the step time that the plan predicts.
     """
     mesh = make_mesh(Topology.parse(plan.topology), plan.mesh)
-    figures = said_calibration(
+    figures = recorded_calibration(
         mesh.topology.chip.name, plan.provenance.get("learned"), plan.provenance.get("xla_flags")
     )
     model = build_model(program, reading, mesh, plan.memory_limit_bytes, figures, staged=plan.origin.staged)
@@ -184,11 +184,11 @@ def price_again(plan: Plan, program: Program, reading: Reading) -> tuple[Model, 
 
 
 def plan_bills(program: Program, plans: Sequence[Plan]) -> list[Bill]:
-    """Return the bill of one step of each plan of a program. Raises `UserError` as `price_again` does."""
+    """Return the bill of one step of each plan of a program. Raises `UserError` as `reprice` does."""
     if not plans:
         return []
-    reading = read_program(program, Topology.parse(plans[0].topology).backend)
-    return [bill_of(*price_again(plan, program, reading)) for plan in plans]
+    reading = analyse_program(program, Topology.parse(plans[0].topology).backend)
+    return [bill_of(*reprice(plan, program, reading)) for plan in plans]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -196,7 +196,7 @@ class Task:
     """Inputs of a planning run that are the same for every mesh."""
 
     program: Program
-    reading: Reading
+    reading: AnalysedProgram
     asked: Asked
     memory_limit: int
     """Bytes of one device that no plan may exceed."""
@@ -217,7 +217,7 @@ class Task:
         return require(model, self.reading.groups, self.asked)
 
 
-def share(crew: Crew, program: Program, reading: Reading) -> None:
+def share(crew: WorkerCrew, program: Program, reading: AnalysedProgram) -> None:
     """Share with a crew of worker processes the objects that all prices refer to.
 
     The callables and arguments that run the program cannot be pickled, and planning does not need them.

@@ -85,7 +85,7 @@ def tight_seconds(topology: Topology, peak_bytes: int, compute_s: float, hidden_
     )
 
 
-def roomy_bytes(topology: Topology) -> tuple[int, ...]:
+def lower_memory_targets(topology: Topology) -> tuple[int, ...]:
     """Return two peaks in bytes: the compiler recomputes at the first with even odds, and at the second hardly ever."""
     headroom = load_headroom()
     even = headroom.recompute_from - headroom.error_mean
@@ -111,7 +111,7 @@ class _Buffered:
     tensor: int
 
 
-def in_flight(
+def collective_buffers(
     model: Model, choices: NDArray[np.int64], steps: Sequence[_Steps]
 ) -> list[tuple[int, int, int, str, int]]:
     """Return (first op, end, bytes, kind, tensor) of the buffers that collectives occupy.
@@ -199,7 +199,7 @@ NEGLIGIBLE_SHARE = 1e-4
 """Share of all reserved memory below which a buffer keeps its own place, since it changes no peak."""
 
 
-class HeldBuffer(NamedTuple):
+class LiveBuffer(NamedTuple):
     """Bytes that are live on every device during [start, stop), in op ids."""
 
     start: int
@@ -210,7 +210,7 @@ class HeldBuffer(NamedTuple):
     """Tensor whose bytes these are, or that the buffer is used to compute; -1 if unknown."""
 
 
-def reserve(graph: OpGraph, buffers: Sequence[HeldBuffer], results: Collection[int]) -> list[HeldBuffer]:
+def reserve(graph: OpGraph, buffers: Sequence[LiveBuffer], results: Collection[int]) -> list[LiveBuffer]:
     """Return a program's buffers with its `results` allocated from the start of the step.
 
     A buffer may be placed in the memory of a result that is not yet written. It then counts its own bytes, and the
@@ -224,8 +224,8 @@ def reserve(graph: OpGraph, buffers: Sequence[HeldBuffer], results: Collection[i
     )
     sizes = [home.size for home in homes]
     least = NEGLIGIBLE_SHARE * sum(sizes)
-    tenants: list[list[HeldBuffer]] = [[] for _ in homes]
-    placed: list[HeldBuffer] = []
+    tenants: list[list[LiveBuffer]] = [[] for _ in homes]
+    placed: list[LiveBuffer] = []
     for each in sorted(buffers, key=lambda each: (-each.size, each.start, each.stop)):
         # Best fit: the smallest result that has room for the buffer, largest buffers first.
         for number in range(bisect.bisect_left(sizes, each.size), len(homes)):

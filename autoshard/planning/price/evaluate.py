@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from autoshard.graph import TO_HOST
-from autoshard.planning.price.device_memory import HeldBuffer, in_flight, reserve
+from autoshard.planning.price.device_memory import LiveBuffer, collective_buffers, reserve
 from autoshard.planning.price.reshard_times import laid_out_seconds, reshard_overlap, reshard_steps, reshard_time
 from autoshard.planning.record.plan_parts import Collective
 from autoshard.planning.record.spec import Spec
@@ -153,9 +153,9 @@ def evaluate(model: Model, choices: NDArray[np.int64]) -> Outcome:
             Collective(kind, axes, math.ceil(count), int(round(wire)), seconds, hidden, cause, lines[key], exposed)
         )
     collectives.sort(key=lambda c: (-c.seconds, c.kind, c.axes, c.cause))
-    peak, when, memory = _memory(model, held_buffers(model, choices))
+    peak, when, memory = _memory(model, live_buffers(model, choices))
     solved = peak
-    if model.mesh.topology.traits.holds_in_flight or model.liveness.reserved:
+    if model.mesh.topology.traits.separate_collective_buffers or model.liveness.reserved:
         solved, _, _ = _memory(model, solved_buffers(model, choices))
     return Outcome(dict(channels), tuple(collectives), peak, when, memory, host_bytes(model, choices), solved)
 
@@ -236,34 +236,34 @@ def memory_events(model: Model, choices: NDArray[np.int64]) -> list[tuple[int, i
 
     The buffers follow from the specs and lifetimes, and include those of collectives on backends that have them.
     """
-    return _events(held_buffers(model, choices))
+    return _events(live_buffers(model, choices))
 
 
-def _events(buffers: Sequence[HeldBuffer]) -> list[tuple[int, int, str]]:
+def _events(buffers: Sequence[LiveBuffer]) -> list[tuple[int, int, str]]:
     both = [
         event for each in buffers for event in ((each.start, each.size, each.kind), (each.stop, -each.size, each.kind))
     ]
     return sorted(both, key=lambda event: event[:2])
 
 
-def held_buffers(model: Model, choices: NDArray[np.int64]) -> list[HeldBuffer]:
+def live_buffers(model: Model, choices: NDArray[np.int64]) -> list[LiveBuffer]:
     """Return every buffer, with results allocated from the start and with the backend's collective buffers."""
     buffers = solved_buffers(model, choices)
     if model.liveness.reserved:
         buffers = reserve(model.graph, buffers, model.liveness.reserved)
-    if not model.mesh.topology.traits.holds_in_flight:
+    if not model.mesh.topology.traits.separate_collective_buffers:
         return buffers
     steps = [reshard_steps(model, reshard, choices) for reshard in model.reshards]
-    return [*buffers, *(HeldBuffer(*each) for each in in_flight(model, choices, steps))]
+    return [*buffers, *(LiveBuffer(*each) for each in collective_buffers(model, choices, steps))]
 
 
-def solved_buffers(model: Model, choices: NDArray[np.int64]) -> list[HeldBuffer]:
+def solved_buffers(model: Model, choices: NDArray[np.int64]) -> list[LiveBuffer]:
     """Return the buffers that the `Problem` also has.
 
     There are no collective buffers, and results are allocated when they are written.
     """
     sizes = dict(model.mesh.axes)
-    buffers: list[HeldBuffer] = []
+    buffers: list[LiveBuffer] = []
     kinds = {
         (term.start, term.stop, number): term.kind for number, node in enumerate(model.nodes) for term in node.memory
     }
@@ -273,36 +273,36 @@ def solved_buffers(model: Model, choices: NDArray[np.int64]) -> list[HeldBuffer]
             continue
         record = model.graph.tensors[tensor]
         local = tensor_spec(model, choices, tensor).local_shape(record.shape, sizes)
-        size = model.padding.held(tensor, local, model.liveness.itemsize(model.graph, (tensor, start, stop)))
-        buffers.append(HeldBuffer(start, stop, size, kinds[(start, stop, model.cluster_node[cluster])], tensor))
+        size = model.padding.shard_bytes(tensor, local, model.liveness.itemsize(model.graph, (tensor, start, stop)))
+        buffers.append(LiveBuffer(start, stop, size, kinds[(start, stop, model.cluster_node[cluster])], tensor))
     for softmax in model.liveness.softmaxes:
         spec = tensor_spec(model, choices, softmax.scores)
         split = any(spec.dims[dim] for dim in softmax.rows)
         again = split or 1 in spec.local_shape(model.graph.tensors[softmax.scores].shape, sizes)
-        for tensor, start, stop, width in (softmax.again if again else softmax.whole).buffers:
+        for tensor, start, stop, width in (softmax.recomputed if again else softmax.fused).buffers:
             local = tensor_spec(model, choices, tensor).local_shape(model.graph.tensors[tensor].shape, sizes)
-            size = model.padding.held(tensor, local, width)
+            size = model.padding.shard_bytes(tensor, local, width)
             kind = kinds[(start, stop, model.cluster_node[softmax.cluster])]
-            buffers.append(HeldBuffer(start, stop, size, kind, tensor))
+            buffers.append(LiveBuffer(start, stop, size, kind, tensor))
     for (tensor, _), number in model.copy_nodes.items():
         node = model.nodes[number]
         row = int(choices[number])
-        if not node.held[row] or not node.memory:
+        if not node.has_memory[row] or not node.memory:
             continue
         record = model.graph.tensors[tensor]
         local = spec_of(model, node.states, row, len(record.shape)).local_shape(record.shape, sizes)
-        size = model.padding.held(tensor, local, record.itemsize)
-        buffers.append(HeldBuffer(node.memory[0].start, node.memory[0].stop, size, "gathered", tensor))
+        size = model.padding.shard_bytes(tensor, local, record.itemsize)
+        buffers.append(LiveBuffer(node.memory[0].start, node.memory[0].stop, size, "gathered", tensor))
     for op_id, number in model.op_node.items():
         op, node = model.graph.ops[op_id], model.nodes[number]
         if is_ring(op):
             (size,) = ring_memory(model.graph, op, node.states[[int(choices[number])]], model.axis_sizes).tolist()
-            buffers.append(HeldBuffer(op_id, op_id + 1, size, "temporaries", op.results[0]))
+            buffers.append(LiveBuffer(op_id, op_id + 1, size, "temporaries", op.results[0]))
         if scratch := scratch_itemsize(model.graph, op, model.mesh.topology.backend):
             first, state = model.graph.tensors[op.operands[0]], node.states[[int(choices[number])]]
             split = state if op.rule is None else factor_states(state, op.rule.operands[0])
             local = spec_of(model, split, 0, len(first.shape)).local_shape(first.shape, sizes)
-            buffers.append(HeldBuffer(op_id, op_id + 1, math.prod(local) * scratch, "temporaries", op.operands[0]))
+            buffers.append(LiveBuffer(op_id, op_id + 1, math.prod(local) * scratch, "temporaries", op.operands[0]))
         table = table_of(model.graph, op, model.mesh.topology.backend)
         if table is None or op.rule is None:
             continue
@@ -315,11 +315,11 @@ def solved_buffers(model: Model, choices: NDArray[np.int64]) -> list[HeldBuffer]
             spec = spec_of(model, factor_states(state, op.rule.operands[2]), 0, len(rows.shape))
             count = np.array(math.prod(spec.local_shape(rows.shape, sizes)), dtype=np.float64)
             size += int(padded_row_bytes(rows, count, np.array(float(local[1]))))
-        buffers.append(HeldBuffer(op_id, op_id + 1, size, "temporaries", table))
+        buffers.append(LiveBuffer(op_id, op_id + 1, size, "temporaries", table))
     return buffers
 
 
-def _memory(model: Model, buffers: Sequence[HeldBuffer]) -> tuple[int, int, dict[str, int]]:
+def _memory(model: Model, buffers: Sequence[LiveBuffer]) -> tuple[int, int, dict[str, int]]:
     """Return the peak in bytes, its op id, and the bytes of each kind at the peak.
 
     The peak is after the first event of `memory_events` at which the total is largest.

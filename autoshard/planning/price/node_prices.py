@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from autoshard.cost import Calibration, Collectives, Compute, Mesh
-from autoshard.graph import TILED, Cluster, Fusion, Liveness, Op, OpClass, OpGraph, Passes, Softmax, Structure
+from autoshard.graph import TILED, Cluster, ExtraTraffic, Fusion, Liveness, Op, OpClass, OpGraph, Softmax, Structure
 from autoshard.planning.space.attention_exchange import ExchangeAsked, is_ring, ring_memory, ring_permutes
 from autoshard.planning.space.decision_model import EXPOSED, HOST, Channel, MemoryTerm, Node, Residency, link_names
 from autoshard.planning.space.derived_axes import AxisParts, StageAxis
@@ -37,7 +37,7 @@ from autoshard.planning.xla.partitioner_rules import inner_collectives
 from autoshard.program import WEIGHTS, Program, Role
 
 
-def streams(each: Passes, graph: OpGraph, compute: Compute) -> float:
+def streams(each: ExtraTraffic, graph: OpGraph, compute: Compute) -> float:
     """Return how many transfers of the tensor's bytes take as long as all of these passes in one step."""
     once = compute.row_passes(graph.tensors[each.tensor].itemsize) if each.by_rows else 1.0
     return each.count * once * graph.trips(each.block)
@@ -80,7 +80,7 @@ class NodePricer:
         self.carried = {carry.body for loop in graph.loops for carry in loop.carries}
         self.local: dict[tuple[object, ...], Seconds] = {}
         self.softmaxes = {softmax.cluster: softmax for softmax in liveness.softmaxes}
-        self.taken_back = frozenset[int]().union(*(softmax.taken_back for softmax in liveness.softmaxes))
+        self.credited_tensors = frozenset[int]().union(*(softmax.credited_tensors for softmax in liveness.softmaxes))
         self.stored = self.clusters_of(t for t, role in roles.items() if role in WEIGHTS)
         states = self.clusters_of(t for t, role in roles.items() if role is Role.OPTIMIZER_STATE)
         updates = {structure.cluster_of[result] for result, argument in structure.ties if argument in roles}
@@ -102,12 +102,12 @@ class NodePricer:
             op = self.graph.ops[fusion.root]
             if op.op_class is OpClass.HEAVY and op.kind not in FOLDED_OPS:
                 continue
-            for tensor in itertools.chain(fusion.moved, self.taken(fusion)):
+            for tensor in itertools.chain(fusion.moved, self.read_tensors(fusion)):
                 cluster = self.structure.cluster_of[tensor]
                 if cluster >= 0:
                     traffic[cluster][op.loop].append((tensor, self.graph.trips(op.loop)))
         launches = self.launches()
-        for each in self.liveness.passes:
+        for each in self.liveness.extra_traffic:
             cluster = self.structure.cluster_of[each.tensor]
             if cluster >= 0:
                 times = streams(each, self.graph, self.compute)
@@ -122,7 +122,7 @@ class NodePricer:
             )
             if self.axis_parts is not None:
                 groups = self.group_sizes(cluster.id, range(len(cluster.sizes)))
-                states = states[self.axis_parts.apart(states, groups)]
+                states = states[self.axis_parts.allowed_states(states, groups)]
             if self.stage_axis is not None:
                 states = states[self.stage_axis.of_cluster(cluster.id, states)]
             local = {t: self.local_bytes(cluster.id, states, t) for t in cluster.tensors}
@@ -130,11 +130,13 @@ class NodePricer:
             if softmax is None:
                 time = self.cluster_seconds(traffic[cluster.id], local, len(states))
                 memory = tuple(
-                    MemoryTerm(self.memory_kind(cluster.id, *buffer), *buffer[1:], self.held(local[buffer[0]], *buffer))
+                    MemoryTerm(
+                        self.memory_kind(cluster.id, *buffer), *buffer[1:], self.buffer_bytes(local[buffer[0]], *buffer)
+                    )
                     for buffer in buffers[cluster.id]
                 )
             else:
-                again = self.computes_again(softmax, states)
+                again = self.recomputes(softmax, states)
                 time = {(softmax.loop, "compute"): self.softmax_seconds(softmax, again, local)}
                 memory = self.softmax_memory(softmax, again, local)
             name = self.cluster_name(cluster.tensors)
@@ -157,11 +159,11 @@ class NodePricer:
         for fusion in self.liveness.fusions:
             op = self.graph.ops[fusion.root]
             wide = [t for t in fusion.moved if self.graph.tensors[t].elements > 1 and self.structure.cluster_of[t] >= 0]
-            if wide and not fusion.beside and (op.op_class is not OpClass.HEAVY or op.kind in FOLDED_OPS):
+            if wide and not fusion.is_fused_sibling and (op.op_class is not OpClass.HEAVY or op.kind in FOLDED_OPS):
                 counts[self.structure.cluster_of[wide[0]]][op.loop] += self.graph.trips(op.loop)
         return counts
 
-    def taken(self, fusion: Fusion) -> tuple[int, ...]:
+    def read_tensors(self, fusion: Fusion) -> tuple[int, ...]:
         """Return the tensors whose bytes a fusion reads.
 
         A slice reads its own bytes only, unless it strides within tiles and so reads the whole operand.
@@ -191,7 +193,7 @@ class NodePricer:
                     time[(block, what)] = rate(sum(moved, np.zeros(states)))
         return time
 
-    def computes_again(self, softmax: Softmax, states: States) -> np.ndarray:
+    def recomputes(self, softmax: Softmax, states: States) -> np.ndarray:
         """Return a mask of the states in which kernels recompute the probabilities, [states].
 
         They do so if a dim has local size 1, or if the softmax's rows are split.
@@ -206,11 +208,11 @@ class NodePricer:
         """Return the seconds of a softmax outside its matmuls, [states]."""
         whole, other = (
             sum((times * self.residency.streamed(t, local[t]) for t, times in form.moved), np.zeros(len(again)))
-            for form in (softmax.whole, softmax.again)
+            for form in (softmax.fused, softmax.recomputed)
         )
         return self.compute.memory_seconds(np.where(again, other, whole)) * self.graph.trips(softmax.loop)
 
-    def unpaid(self, op: int, tensor: int, rows: States, columns: States, is_result: bool) -> Seconds | None:
+    def uncharged_seconds(self, op: int, tensor: int, rows: States, columns: States, is_result: bool) -> Seconds | None:
         """Return the seconds that a softmax credits to an adjacent matmul but that the matmul was never charged.
 
         The tables of a softmax's cluster subtract tensors that are not stored from the matmuls' traffic. A matmul whose
@@ -220,7 +222,7 @@ class NodePricer:
         - `rows`, `columns`: states of the tensor at the source and at the target of the reshard.
         - `is_result`: True if the matmul is at the source.
         """
-        if tensor not in self.taken_back or self.graph.ops[op].op_class is not OpClass.HEAVY:
+        if tensor not in self.credited_tensors or self.graph.ops[op].op_class is not OpClass.HEAVY:
             return None
         record = self.graph.tensors[tensor]
         first, second = (
@@ -237,7 +239,7 @@ class NodePricer:
     ) -> tuple[MemoryTerm, ...]:
         """Return the buffers of a softmax; a buffer of one form has size 0 in states of the other form."""
         terms = []
-        for form, mine in ((softmax.whole, ~again), (softmax.again, again)):
+        for form, mine in ((softmax.fused, ~again), (softmax.recomputed, again)):
             for tensor, start, stop, width in form.buffers:
                 record = self.graph.tensors[tensor]
                 size = np.rint(local[tensor] / record.itemsize * width)
@@ -297,14 +299,14 @@ class NodePricer:
         """Return the padded bytes of a cluster's tensor on one device, [states]."""
         record = self.graph.tensors[tensor]
         factors = self.structure.dims_of[tensor]
-        key = (states.shape, states.tobytes(), factors, record.shape, record.itemsize, self.padding.lies(tensor))
+        key = (states.shape, states.tobytes(), factors, record.shape, record.itemsize, self.padding.tile_layout(tensor))
         if key not in self.local:  # equal tensors share one table
             dims = self.dims_states(cluster, states, tensor)
             size = local_elements(dims, record.shape, self.axes) * record.itemsize
             self.local[key] = size * self.padding.ratio(tensor, dims, self.axes)
         return self.local[key]
 
-    def held(self, local: Seconds, tensor: int, start: int, stop: int) -> np.ndarray:
+    def buffer_bytes(self, local: Seconds, tensor: int, start: int, stop: int) -> np.ndarray:
         """Return the bytes of a buffer from the bytes of its tensor in the program's dtype, [states]."""
         record = self.graph.tensors[tensor]
         width = self.liveness.itemsize(self.graph, (tensor, start, stop))
@@ -331,7 +333,7 @@ class NodePricer:
         states = heavy_strategies(self.graph, op, self.axes, backend)
         states = states[by_hand(op, states, self.mesh.axes) & self.exchange.strategies(op.id, states)]
         if self.axis_parts is not None and op.rule is not None:
-            states = states[self.axis_parts.apart(states, self.factor_group_sizes(op))]
+            states = states[self.axis_parts.allowed_states(states, self.factor_group_sizes(op))]
         if self.stage_axis is not None:
             states = states[self.stage_axis.of_op(op, states)]
         trips = self.graph.trips(op.loop)
@@ -359,21 +361,21 @@ class NodePricer:
         self.nodes.append(Node("op", op.id, states, held, time, memory, op.name or op.kind, inner))
 
 
-class PriceNotes:
+class RecordedCompute:
     """`Compute` proxy that records every priced call, for one state at a time."""
 
     def __init__(self, compute: Compute) -> None:
         self.compute = compute
         self.calls: list[tuple[str, tuple[tuple[str, Any], ...], tuple[float, ...]]] = []
 
-    def taken(self) -> list[tuple[str, tuple[tuple[str, Any], ...], tuple[float, ...]]]:
+    def pop_calls(self) -> list[tuple[str, tuple[tuple[str, Any], ...], tuple[float, ...]]]:
         """Return the recorded calls as (op, keywords, amounts), and clear the record."""
         calls, self.calls = self.calls, []
         return calls
 
-    def note(self, op: str, *amounts: Any, **said: Any) -> None:
+    def note(self, op: str, *amounts: Any, **properties: Any) -> None:
         numbers = tuple(float(np.asarray(amount).reshape(-1)[0]) for amount in amounts)
-        self.calls.append((op, tuple(sorted(said.items())), numbers))
+        self.calls.append((op, tuple(sorted(properties.items())), numbers))
 
     def dot_seconds(
         self, m: Any, n: Any, k: Any, batch: Any, dtype: str, size: Any, fused: Any = 0.0
@@ -386,10 +388,10 @@ class PriceNotes:
         self.note("op", flops, size, used, dtype=dtype)
         return self.compute.op_seconds(flops, size, dtype, efficiency)
 
-    def again_seconds(self, flops: Any, dtype: str, efficiency: Any = None) -> NDArray[np.float64]:
+    def extra_pass_seconds(self, flops: Any, dtype: str, efficiency: Any = None) -> NDArray[np.float64]:
         used = 1.0 if efficiency is None else np.asarray(efficiency) / self.compute.calibration.matmul_efficiency
         self.note("again", flops, used, dtype=dtype)
-        return self.compute.again_seconds(flops, dtype, efficiency)
+        return self.compute.extra_pass_seconds(flops, dtype, efficiency)
 
     def attention_seconds(
         self, scores: Any, head: int, value_head: int, matmuls: int, dtype: str, size: Any

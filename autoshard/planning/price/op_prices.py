@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from autoshard.cost import WORK
 from autoshard.graph import OpClass
 from autoshard.planning.price.evaluate import cluster_names, reshard_cause, reshard_line, tensor_spec
-from autoshard.planning.price.node_prices import PriceNotes, streams
+from autoshard.planning.price.node_prices import RecordedCompute, streams
 from autoshard.planning.price.reshard_times import (
     ReshardStep,
     relayout_seconds,
@@ -68,7 +68,7 @@ def price_ops(model: Model, choices: NDArray[np.int64]) -> OpPrices:
     compute: dict[Place, float] = defaultdict(float)
     host: dict[Place, float] = defaultdict(float)
     work: dict[Place, PlaceWork] = defaultdict(PlaceWork)
-    traffic, notes = _traffic(model, choices), PriceNotes(model.compute)
+    traffic, notes = _traffic(model, choices), RecordedCompute(model.compute)
     owed: dict[int, float] = defaultdict(float)
     one_byte, overhead = float(model.compute.memory_seconds(1.0)), model.compute.calibration.op_overhead_s
     for node, choice in zip(model.nodes, choices.tolist(), strict=True):
@@ -124,7 +124,7 @@ def _taken_back(model: Model, owed: dict[int, float], compute: dict[Place, float
         matmuls = [
             ("op", op.id)
             for op in model.graph.ops
-            if op.op_class is OpClass.HEAVY and not softmax.taken_back.isdisjoint((*op.operands, *op.results))
+            if op.op_class is OpClass.HEAVY and not softmax.credited_tensors.isdisjoint((*op.operands, *op.results))
         ]
         paid = sum(compute[place] for place in matmuls)
         for place in matmuls:
@@ -132,13 +132,13 @@ def _taken_back(model: Model, owed: dict[int, float], compute: dict[Place, float
     return credits
 
 
-def _add_work(work: PlaceWork, model: Model, node: Node, choice: int, notes: PriceNotes) -> None:
+def _add_work(work: PlaceWork, model: Model, node: Node, choice: int, notes: RecordedCompute) -> None:
     """Add the work of a heavy op in its chosen state, from the calls that `heavy_seconds` makes to the cost model."""
     op, compute = model.graph.ops[node.ref], model.compute
     trips = model.graph.trips(op.loop)
     states = node.states[choice : choice + 1]
     heavy_seconds(model.graph, op, states, model.axis_sizes, notes, model.residency, model.padding)  # type: ignore[arg-type]
-    for name, keywords, amounts in notes.taken():
+    for name, keywords, amounts in notes.pop_calls():
         given = dict(keywords)
         if name == "again":
             work.busy_s += float(WORK[name](compute, *amounts, **given)) * trips
@@ -181,7 +181,7 @@ def _traffic(model: Model, choices: NDArray[np.int64]) -> dict[tuple[int, Channe
         if op.op_class is not OpClass.HEAVY or op.kind in FOLDED_OPS:
             for tensor in (*fusion.moved, *fusion.reads):
                 note(("op", op.id), tensor, op.loop, model.graph.trips(op.loop))
-    for each in model.liveness.passes:
+    for each in model.liveness.extra_traffic:
         note(("tensor", each.tensor), each.tensor, each.block, streams(each, model.graph, model.compute))
     return traffic
 
@@ -298,7 +298,7 @@ def _places(model: Model, prices: OpPrices) -> list[PlannedOp]:
     for place in sorted({*prices.compute, *prices.host, *collectives}):
         sent, waited, wire = (sum(part) for part in zip(*collectives.get(place, [(0.0, 0.0, 0)]), strict=True))
         work, compute, host = prices.work.get(place, PlaceWork()), prices.compute.get(place, 0.0), prices.host
-        name, kind, line, times = _said(model, place)
+        name, kind, line, times = _place_words(model, place)
         parameter = parameters.get(place[1], "") if place[0] == "op" else ""
         seconds = (compute, host.get(place, 0.0), sent, waited)
         amounts = (work.flops, work.moved_bytes, int(wire))
@@ -319,7 +319,7 @@ def _parameters(model: Model) -> dict[int, str]:
     return parameters
 
 
-def _said(model: Model, place: Place) -> tuple[str, str, str, int]:
+def _place_words(model: Model, place: Place) -> tuple[str, str, str, int]:
     """Return the name, kind, source line and executions of a place."""
     what, number = place
     graph = model.graph

@@ -10,9 +10,9 @@ from autoshard.cost import FLAG_SETS, Bill, Calibration, Charge, flag_set, with_
 from autoshard.errors import UserError
 from autoshard.planning.price.device_memory import tight_seconds
 from autoshard.planning.price.evaluate import Outcome
-from autoshard.planning.price.node_prices import PriceNotes
+from autoshard.planning.price.node_prices import RecordedCompute
 from autoshard.planning.price.reshard_times import reshard_overlap, reshard_relayouts, reshard_steps
-from autoshard.planning.price.softmax_credit import unpaid_bytes
+from autoshard.planning.price.softmax_credit import uncharged_bytes
 from autoshard.planning.record.plan_parts import Collective, Prediction
 from autoshard.planning.space.decision_model import HOST, Model, Node
 from autoshard.planning.space.op_strategies import heavy_seconds
@@ -88,14 +88,14 @@ def bill_of(model: Model, choices: NDArray[np.int64]) -> Bill:
 
 def _work(model: Model, choices: NDArray[np.int64]) -> Iterator[Charge]:
     """Yield the charges of nodes: the calls to the cost model for heavy ops, and the memory traffic of clusters."""
-    notes = PriceNotes(model.compute)
+    notes = RecordedCompute(model.compute)
     for node, choice in zip(model.nodes, choices.tolist(), strict=True):
         if node.kind == "op":
             op = model.graph.ops[node.ref]
             trips = model.graph.trips(op.loop)
             states, axes = node.states[choice : choice + 1], model.axis_sizes
             heavy_seconds(model.graph, op, states, axes, notes, model.residency, model.padding)  # type: ignore[arg-type]
-            yield from (Charge(*called, op.loop, trips) for called in notes.taken())
+            yield from (Charge(*called, op.loop, trips) for called in notes.pop_calls())
         else:
             yield from _streamed(model, node, choice)
 
@@ -120,7 +120,7 @@ def _communication(model: Model, choices: NDArray[np.int64]) -> Iterator[Charge]
         for name, amount in (("launch", float(relayout.ops)), ("relayout", float(relayout.size))):
             if amount:
                 yield Charge(name, (), (amount,), reshard.block, reshard.trips)
-        if unpaid := unpaid_bytes(model, reshard, choices):
+        if unpaid := uncharged_bytes(model, reshard, choices):
             yield Charge("stream", (), (unpaid,), reshard.block, reshard.trips)
         overlap = reshard_overlap(model, reshard, choices)
         for kind, axes, size, _ in reshard_steps(model, reshard, choices):

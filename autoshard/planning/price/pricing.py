@@ -16,7 +16,7 @@ from autoshard.planning.space.decision_model import EXPOSED, Channel, MemoryTerm
 from autoshard.planning.space.derived_axes import AxisParts, StageAxis
 from autoshard.planning.space.dim_groups import factor_states
 from autoshard.planning.space.op_strategies import result_states
-from autoshard.planning.space.overlap import ALONE, AT_NARROW, Overlap, alone_between_loops, columns_beside
+from autoshard.planning.space.overlap import ALONE, AT_NARROW, Overlap, alone_between_loops, macs_per_element
 from autoshard.planning.xla.axis_assignments import (
     PARTIAL,
     WHOLE,
@@ -75,19 +75,19 @@ class ValueUse:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Way:
+class ReshardStates:
     """States of a tensor at both ends of a reshard; one row for each alternative."""
 
-    held: States
+    source_dims: States
     """Alternatives of the source, over the tensor's own dims, [source states, axes]."""
-    kept: States
-    """`held` without the axes that the op between cannot pass on, over the tensor's own dims."""
-    states: States
+    passed_dims: States
+    """`source_dims` without the axes that the op between cannot pass on, over the tensor's own dims."""
+    source: States
     """Alternatives of the source, over `factors`."""
-    aim: States
+    target: States
     """Alternatives of the target, over `factors`, [target states, axes]."""
     factors: Sequence[int]
-    """Sizes of the dims of the tensor, or of the factors of the op's rule, that `states` and `aim` refer to."""
+    """Sizes of the dims of the tensor, or of the factors of the op's rule, that `source` and `target` refer to."""
     dtype: str
 
 
@@ -101,7 +101,7 @@ class _Pricer(NodePricer):
         self.narrows: dict[tuple[object, ...], NDArray[np.bool_] | None] = {}
         self.paths: dict[tuple[object, ...], dict[str, Seconds]] = {} if tables is None else tables.of(self.mesh)
         self.path_prices = PathPrices(self.collectives, self.link_of)
-        self.owed: dict[tuple[object, ...], Seconds] = {}
+        self.shared_credits: dict[tuple[object, ...], Seconds] = {}
         self.alone = alone_between_loops(self.graph, self.structure, self.stored, self.updated)
 
     def model(self) -> Model:
@@ -119,7 +119,7 @@ class _Pricer(NodePricer):
         return Model(
             self.program, self.graph, self.structure, self.liveness, self.mesh, self.collectives, self.compute,
             self.residency, self.padding, tuple(self.nodes), tuple(self.reshards), cluster_node, op_node, copies, fixed,
-            self.taken_back,
+            self.credited_tensors,
         )  # fmt: skip
 
     def add_reshards(self, cluster_node: Sequence[int], op_node: dict[int, int]) -> dict[tuple[int, int], int]:
@@ -203,7 +203,7 @@ class _Pricer(NodePricer):
             return
         seen.add(key)
         dtype = self.graph.tensors[out].dtype
-        way = Way(held, kept, source, aim, sizes, dtype)
+        way = ReshardStates(held, kept, source, aim, sizes, dtype)
         self.add_reshard(cluster, target, ValueUse(tensor, op.id, block, trips), way, collected=collected)
 
     def add_heavy_result(self, op: Op, result: int, cluster: int, node: int) -> None:
@@ -216,7 +216,10 @@ class _Pricer(NodePricer):
         trips = self.graph.trips(op.loop)
         dtype = self.graph.tensors[out].dtype
         self.add_reshard(
-            node, cluster, ValueUse(out, op.id, op.loop, trips), Way(source, source, source, aim, shape, dtype)
+            node,
+            cluster,
+            ValueUse(out, op.id, op.loop, trips),
+            ReshardStates(source, source, source, aim, shape, dtype),
         )
 
     def add_heavy_operand(self, op: Op, operand: int, tensor: int, source_node: int, node: int) -> None:
@@ -230,7 +233,7 @@ class _Pricer(NodePricer):
         block, trips = self.block_trips(tensor, op)
         dtype = self.graph.tensors[tensor].dtype
         self.add_reshard(
-            source_node, node, ValueUse(tensor, op.id, block, trips), Way(held, held, held, aim, shape, dtype)
+            source_node, node, ValueUse(tensor, op.id, block, trips), ReshardStates(held, held, held, aim, shape, dtype)
         )
 
     def held_states(self, node: int, tensor: int) -> States:
@@ -250,7 +253,7 @@ class _Pricer(NodePricer):
         blocked = [d for d, f in enumerate(factors) if f < 0 or f in cluster.blocked]
         states = enumerate_states(record.shape, self.axes, blocked)
         if self.axis_parts is not None:
-            states = states[self.axis_parts.apart(states, self.group_sizes(cluster.id, factors))]
+            states = states[self.axis_parts.allowed_states(states, self.group_sizes(cluster.id, factors))]
         if self.stage_axis is not None:
             states = states[self.stage_axis.of_tensor(tensor, states)]
         large = record.bytes > LARGE_SHARE * self.memory_limit
@@ -269,7 +272,7 @@ class _Pricer(NodePricer):
         have = self.held_states(source, tensor)
         op = self.graph.ops[users[0]]
         _, trips = self.block_trips(tensor, op)
-        way = Way(have, have, have, states, record.shape, record.dtype)
+        way = ReshardStates(have, have, have, states, record.shape, record.dtype)
         self.add_reshard(source, node, ValueUse(tensor, op.id, block, trips), way, held)
         return node
 
@@ -283,14 +286,14 @@ class _Pricer(NodePricer):
         record = self.graph.tensors[value]
         held, aim = self.held_states(source, value), self.held_states(target, heir)
         use = ValueUse(value, -1, block, self.graph.trips(block))
-        self.add_reshard(source, target, use, Way(held, held, held, aim, record.shape, record.dtype))
+        self.add_reshard(source, target, use, ReshardStates(held, held, held, aim, record.shape, record.dtype))
 
     def add_reshard(
         self,
         source: int,
         target: int,
         use: ValueUse,
-        way: Way,
+        way: ReshardStates,
         holds: np.ndarray | None = None,
         collected: bool = False,
     ) -> None:
@@ -301,7 +304,7 @@ class _Pricer(NodePricer):
         - `collected`: True if partial results are gathered and combined, not summed.
         """
         record = self.graph.tensors[use.tensor]
-        held, states, aim = way.held, way.states, way.aim
+        held, states, aim = way.source_dims, way.source, way.target
         overlap = self.overlap(source, target, use.op)
         narrow = self.narrow(source, target, use, overlap)
         if narrow is not None and narrow.all():
@@ -319,7 +322,7 @@ class _Pricer(NodePricer):
         widened = self.collectives.widen_dtype(way.dtype)
         # Some backends sum narrow types in float32.
         reduce_itemsize = 4 if widened != way.dtype else itemsize
-        ends = (held[first], way.kept[first], tuple(way.factors), states[first], aim[first_aim])
+        ends = (held[first], way.passed_dims[first], tuple(way.factors), states[first], aim[first_aim])
         path = self.shared(Path(record.shape, *ends, itemsize, reduce_itemsize, collected))
         apart = None
         if narrow is not None:
@@ -328,12 +331,14 @@ class _Pricer(NodePricer):
         costs: dict[Channel, Seconds] = {
             EXPOSED if what == EXPOSED[1] else (use.block, what): table for what, table in seconds.items()
         }
-        unpaid = self.unpaid(use.op, use.tensor, path.source, path.target, at_source) if use.op >= 0 else None
+        unpaid = (
+            self.uncharged_seconds(use.op, use.tensor, path.source, path.target, at_source) if use.op >= 0 else None
+        )
         if unpaid is not None:
             computing = (use.block, "compute")
             before = costs.get(computing)
             key = (id(before), unpaid.shape, unpaid.tobytes())  # repeated layers share their tables
-            costs[computing] = self.owed.setdefault(key, unpaid if before is None else before + unpaid)
+            costs[computing] = self.shared_credits.setdefault(key, unpaid if before is None else before + unpaid)
         forbidden = None
         if holds is not None and not holds.all():
             same = (path.source[:, None, :] == path.target[None, :, :]).all(axis=2)
@@ -374,7 +379,7 @@ class _Pricer(NodePricer):
                 side = len(op.operands) if is_result else op.operands.index(use.tensor)
                 key = (id(op.rule), side, node.states.shape, node.states.tobytes())
                 if key not in self.narrows:
-                    columns = columns_beside(op, side, node.states, self.axes)
+                    columns = macs_per_element(op, side, node.states, self.axes)
                     too_narrow = columns < self.collectives.calibration.pipelined_columns
                     self.narrows[key] = too_narrow if too_narrow.any() else None
                 return self.narrows[key]

@@ -42,7 +42,7 @@ Floats = NDArray[Any]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Foreseen:
+class RematForecast:
     """Forecast of a policy that names the saved and offloaded values."""
 
     policy: Policy
@@ -52,16 +52,16 @@ class Foreseen:
     """Step seconds plus the expected cost of nearly full memory (`tight_seconds`)."""
 
 
-def foresee(model: Model, choices: NDArray[np.int64], memory_limit: int) -> Foreseen | None:
+def forecast_remat(model: Model, choices: NDArray[np.int64], memory_limit: int) -> RematForecast | None:
     """Return the best policy by value for a plan's shardings; the plan's program recomputes its layers in full.
 
     None if there is nothing to save, or if no policy is better than the plan.
     """
-    values = _Values(model, choices)
+    values = _SavableValues(model, choices)
     return values.best(memory_limit) if values.paths else None
 
 
-class _Values:
+class _SavableValues:
     """Values of one plan that may be saved or offloaded, and the forecast of sets of them."""
 
     def __init__(self, model: Model, choices: NDArray[np.int64]) -> None:
@@ -83,10 +83,10 @@ class _Values:
 
     def alone(self, place: Occurrence) -> float:
         """Return the seconds in one step of the ops that recompute a value."""
-        producers = {self.model.graph.tensors[t].producer for t in place.again}
+        producers = {self.model.graph.tensors[t].producer for t in place.recomputed}
         return sum(sum(self.seconds.get(op, {}).values()) for op in producers)
 
-    def best(self, memory_limit: int) -> Foreseen | None:
+    def best(self, memory_limit: int) -> RematForecast | None:
         """Return the fitting set with the least expected step; None if no set is better than the plan.
 
         Among equal sets the one that offloads least is returned, then the one that saves least.
@@ -97,7 +97,7 @@ class _Values:
         topology = self.model.mesh.topology
         base = self.outcome
         least = base.step_time_s + tight_seconds(topology, base.peak_bytes, base.compute_s, base.hidden_s)
-        best: Foreseen | None = None
+        best: RematForecast | None = None
         for at in np.lexsort((kept.sum(axis=1), away.sum(axis=1), step)):
             # Sets are in order of their step, and memory pressure only adds to it.
             if step[at] >= least:
@@ -107,7 +107,7 @@ class _Values:
             expected = step[at] + tight_seconds(topology, int(peak[at]), float(compute[at]), float(hidden[at]))
             if expected < least:
                 least = expected
-                best = Foreseen(self.policy(kept[at], away[at]), float(step[at]), int(peak[at]), float(expected))
+                best = RematForecast(self.policy(kept[at], away[at]), float(step[at]), int(peak[at]), float(expected))
         return best
 
     def policy(self, kept: Bools, away: Bools) -> Policy:
@@ -122,7 +122,7 @@ class _Values:
 
         - `kept`, `away`: masks of the values that are saved, and of those that are offloaded, [sets, values].
         """
-        spared = self.spared(kept | away)
+        spared = self.saved_seconds(kept | away)
         channels: dict[Channel, Floats] = {
             channel: np.full(len(kept), seconds) for channel, seconds in self.outcome.channels.items()
         }
@@ -138,7 +138,7 @@ class _Values:
                 size = self.local_bytes(place) * self.model.graph.trips(place.loop)
                 copy_s = 0.0 if path == INPUT else float(compute.memory_seconds(STREAMS * size))
                 add((place.loop, "compute"), copy_s * (kept[:, number] | away[:, number]))
-                for block in (place.loop, place.loop_again):
+                for block in (place.loop, place.recompute_loop):
                     add((block, HOST), float(compute.host_seconds(size)) * away[:, number])
         blocks = sorted({block for block, _ in channels if (block, _) != EXPOSED})
         longest = [np.maximum.reduce([s for (of, _), s in channels.items() if of == block]) for block in blocks]
@@ -147,7 +147,7 @@ class _Values:
         rest = sum((s for (_, what), s in channels.items() if what != "compute"), np.zeros(len(kept)))
         return step, work, np.maximum(0.0, rest - (step - work))
 
-    def spared(self, saved: Bools) -> Mapping[Channel, Floats]:
+    def saved_seconds(self, saved: Bools) -> Mapping[Channel, Floats]:
         """Return by channel the seconds of recomputation that saved values avoid, [sets].
 
         A recomputed op is needed if an unsaved result of it has a consumer that is needed or that is not recomputed.
@@ -155,7 +155,7 @@ class _Values:
         """
         graph = self.model.graph
         again = {op.id for op in graph.ops if AGAIN in op.name}
-        at = {t: number for number, path in enumerate(self.paths) for p in self.places[path] for t in p.again}
+        at = {t: number for number, path in enumerate(self.paths) for p in self.places[path] for t in p.recomputed}
         needed: dict[int, Bools] = {}
         lasting = _kept_by_loops(graph)
         users: dict[int, list[int]] = defaultdict(list)
@@ -191,11 +191,11 @@ class _Values:
                 spans[self.span(place)] += -size * away[:, number] if path == INPUT else size * kept[:, number]
                 if place.loop >= 0:  # the transfer of one trip overlaps with the next trip's compute
                     spans[self.span(place)] += self.local_bytes(place) * away[:, number]
-                    if path == INPUT and is_copied(self.model.graph.tensors[place.made].shape):
+                    if path == INPUT and is_copied(self.model.graph.tensors[place.value].shape):
                         span = self.model.graph.loops[place.loop].stop, self.span(place)[1]
                         spans[span] += size * (~away[:, number] & away.any(axis=1))
                 for tensor, start, stop in self.model.liveness.buffers:
-                    if tensor in place.again:  # the consumer reads its slice of the stack in place
+                    if tensor in place.recomputed:  # the consumer reads its slice of the stack in place
                         spans[start, stop] -= self.local_bytes(place, tensor) * kept[:, number]
         edges = sorted({0, len(usage), *(edge for span in spans for edge in span)})
         parts = [(a, b) for a, b in zip(edges, edges[1:], strict=False) if b > a]
@@ -212,16 +212,16 @@ class _Values:
     def span(self, place: Occurrence) -> tuple[int, int]:
         """Return the first and the last op id between which a saved value is live."""
         graph = self.model.graph
-        first = graph.tensors[place.made].producer if place.loop < 0 else graph.loops[place.loop].start
-        last = max((graph.tensors[t].producer for t in place.again), default=len(graph.ops))
-        return max(first, 0), last if place.loop_again < 0 else graph.loops[place.loop_again].stop
+        first = graph.tensors[place.value].producer if place.loop < 0 else graph.loops[place.loop].start
+        last = max((graph.tensors[t].producer for t in place.recomputed), default=len(graph.ops))
+        return max(first, 0), last if place.recompute_loop < 0 else graph.loops[place.recompute_loop].stop
 
     def local_bytes(self, place: Occurrence, tensor: int | None = None) -> int:
         """Return the bytes on one device of one layer's value, or of `tensor`, which is recomputed for the value."""
-        model, tensor = self.model, place.made if tensor is None else tensor
+        model, tensor = self.model, place.value if tensor is None else tensor
         record = model.graph.tensors[tensor]
         local = tensor_spec(model, self.choices, tensor).local_shape(record.shape, dict(model.mesh.axes))
-        return model.padding.held(tensor, local, record.itemsize)
+        return model.padding.shard_bytes(tensor, local, record.itemsize)
 
 
 def _sets(inputs: Sequence[bool], can_offload: bool) -> tuple[Bools, Bools]:

@@ -34,13 +34,13 @@ class Occurrence:
     """One value of the layers of a loop, or of one layer outside loops."""
 
     path: str
-    made: int
+    value: int
     """Tensor that holds the value in the forward pass."""
     loop: int
     """Loop of the forward pass that computes the value; -1 for none."""
-    again: tuple[int, ...]
+    recomputed: tuple[int, ...]
     """Tensors that the backward pass need not recompute if the value is saved; none for a layer's input."""
-    loop_again: int
+    recompute_loop: int
     """Loop of the backward pass that consumes the value; -1 for none."""
 
 

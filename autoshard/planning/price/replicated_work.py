@@ -24,7 +24,7 @@ NOTICEABLE = 0.05
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Alike:
+class ReplicatedWork:
     """Repeated work: ops of one kind at one source line, replicated along the same mesh axes, summed over layers."""
 
     what: str
@@ -36,7 +36,7 @@ class Alike:
     """True if the ops are calls of a kernel, whose work the planner cannot inspect."""
 
 
-def find_alike(model: Model, groups: Groups, choices: NDArray[np.int64]) -> list[Alike]:
+def find_replicated_work(model: Model, groups: Groups, choices: NDArray[np.int64]) -> list[ReplicatedWork]:
     """Return all repeated work, longest first."""
     seconds: dict[tuple[str, tuple[str, ...]], float] = defaultdict(float)
     splits: dict[tuple[str, tuple[str, ...]], tuple[str, ...]] = {}
@@ -49,18 +49,18 @@ def find_alike(model: Model, groups: Groups, choices: NDArray[np.int64]) -> list
             splits.setdefault(key, tuple(_splits(model, groups, op)))
             if op.opaque is not None:
                 calls.add(key)
-    repeated = [Alike(*key, op_s, splits[key], key in calls) for key, op_s in seconds.items()]
+    repeated = [ReplicatedWork(*key, op_s, splits[key], key in calls) for key, op_s in seconds.items()]
     return sorted(repeated, key=lambda each: (-each.seconds, each.what, each.axes))
 
 
-def alike_lines(model: Model, groups: Groups, choices: NDArray[np.int64], step_time_s: float) -> list[str]:
+def replicated_work_lines(model: Model, groups: Groups, choices: NDArray[np.int64], step_time_s: float) -> list[str]:
     """Return a sentence for each noticeable piece of repeated work, and one for the rest along the same axes.
 
     The rest is omitted if its sum is not noticeable. `step_time_s` is the predicted step.
     """
     lines = []
-    rest: dict[tuple[str, ...], list[Alike]] = defaultdict(list)
-    for each in find_alike(model, groups, choices) if step_time_s > 0 else []:
+    rest: dict[tuple[str, ...], list[ReplicatedWork]] = defaultdict(list)
+    for each in find_replicated_work(model, groups, choices) if step_time_s > 0 else []:
         if each.seconds < NOTICEABLE * step_time_s:
             rest[each.axes].append(each)
             continue

@@ -72,7 +72,11 @@ class PathPrices:
         for start in range(0, shape[0], height):
             part = slice(start, start + height)
             row_path = dataclasses.replace(
-                path, held=path.held[part], kept=path.kept[part], source=path.source[part], target=path.target
+                path,
+                source_dims=path.source_dims[part],
+                passed_dims=path.passed_dims[part],
+                source=path.source[part],
+                target=path.target,
             )
             before, after = path_waves(row_path, self.collectives)
             for wave in (*map(_of_rows, before), *after):
@@ -97,19 +101,19 @@ class PathPrices:
         from autoshard.planning.xla.transition_kernels import Sizes, charge_pairs
 
         height = _height(path)
-        first_row, rows = distinct(np.concatenate([path.held, path.kept, path.source], axis=1))
+        first_row, rows = distinct(np.concatenate([path.source_dims, path.passed_dims, path.source], axis=1))
         first_column, columns = distinct(path.target)
         path = dataclasses.replace(
             path,
-            held=path.held[first_row],
-            kept=path.kept[first_row],
+            source_dims=path.source_dims[first_row],
+            passed_dims=path.passed_dims[first_row],
             source=path.source[first_row],
             target=path.target[first_column],
         )
         tables = np.zeros((len(self._links), len(path.source), len(path.target)))
         first = np.full(len(tables), np.iinfo(np.int64).max)
-        same = bool((path.held == path.kept).all())
-        early = self._ends(path.held[:0] if same else path.held, path.kept, path.shape)
+        same = bool((path.source_dims == path.passed_dims).all())
+        early = self._ends(path.source_dims[:0] if same else path.source_dims, path.passed_dims, path.shape)
         ends = self._ends(path.source, path.target, path.factors)
         links = np.array([bits for bits in self._links.values() if bits >= 0], dtype=np.int64)
         sizes = Sizes(path.itemsize, path.reduce_itemsize, path.collected)
@@ -213,9 +217,9 @@ def relayouts(path: Path, collectives: Collectives, compiled: bool = False) -> R
     """
     pairs = (len(path.source), len(path.target))
     ops, size = np.zeros(pairs, dtype=np.int64), np.zeros(pairs)
-    if collectives.mesh.topology.traits.copies_shards:
+    if collectives.mesh.topology.traits.concatenates_shards:
         size = _copied(path, collectives.mesh.sizes)
-    elif collectives.mesh.topology.traits.relays_shards and len(path.factors) > 1:
+    elif collectives.mesh.topology.traits.fuses_relayouts and len(path.factors) > 1:
         ops = _compiled_fusions(path) if compiled else _moved_fusions(path)
     return Relayouts(ops, size)
 
@@ -270,8 +274,8 @@ def path_waves(path: Path, collectives: Collectives) -> tuple[list[Wave], list[W
     """Return the collectives of a path: early gathers (for pairs of equal index), then those of every pair."""
     sizes = (path.itemsize, path.reduce_itemsize)
     gathers: list[Wave] = []
-    if (path.held != path.kept).any():
-        gathers = waves(path.held, path.kept, path.shape, *sizes, collectives)
+    if (path.source_dims != path.passed_dims).any():
+        gathers = waves(path.source_dims, path.passed_dims, path.shape, *sizes, collectives)
     steps = waves(path.source, path.target, path.factors, *sizes, collectives)
     if path.collected:
         steps = [_collected(wave, collectives) for wave in steps]

@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 
 from autoshard.cost import Collectives
 from autoshard.planning.price.reshard_paths import Relayouts, path_steps, relayouts
-from autoshard.planning.price.softmax_credit import unpaid_bytes
+from autoshard.planning.price.softmax_credit import uncharged_bytes
 from autoshard.planning.space.decision_model import Model, Path, Reshard
 from autoshard.planning.space.overlap import AT_NARROW, Overlap
 
@@ -44,13 +44,13 @@ def reshard_steps(model: Model, reshard: Reshard, choices: NDArray[np.int64]) ->
 
 
 def relayout_seconds(model: Model, reshard: Reshard, choices: NDArray[np.int64]) -> float:
-    """Return the seconds in one step of a reshard's relayouts, plus the correction for `unpaid_bytes`."""
+    """Return the seconds in one step of a reshard's relayouts, plus the correction for `uncharged_bytes`."""
     return laid_out_seconds(model, reshard, choices, reshard_time(model, reshard, choices))
 
 
 def laid_out_seconds(model: Model, reshard: Reshard, choices: NDArray[np.int64], taken: ReshardTime) -> float:
     """Return `relayout_seconds` for a reshard whose time (`taken`) is already known."""
-    seconds, unpaid = 0.0, unpaid_bytes(model, reshard, choices)
+    seconds, unpaid = 0.0, uncharged_bytes(model, reshard, choices)
     if taken.relays:
         seconds = float(taken.relayouts.seconds(model.compute))
     return (seconds + float(model.compute.memory_seconds(unpaid)) if unpaid else seconds) * reshard.trips
@@ -90,9 +90,9 @@ def reshard_time(model: Model, reshard: Reshard, choices: NDArray[np.int64]) -> 
         known = paths[id(path)] = _Known(path)
     timing = known.times.get((row, column))
     if timing is None:
-        ends = (path.held[row], path.kept[row], path.source[row], path.target[column])
+        ends = (path.source_dims[row], path.passed_dims[row], path.source[row], path.target[column])
         held, kept, source, target = (end[None, :] for end in ends)
-        one = dataclasses.replace(path, held=held, kept=kept, source=source, target=target)
+        one = dataclasses.replace(path, source_dims=held, passed_dims=kept, source=source, target=target)
         timing = known.times[row, column] = _reshard_time_of(one, model.collectives)
     return timing
 

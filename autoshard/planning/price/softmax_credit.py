@@ -11,14 +11,14 @@ from autoshard.planning.space.decision_model import Model, Reshard
 from autoshard.planning.xla.axis_assignments import States
 
 
-def unpaid_bytes(model: Model, reshard: Reshard, choices: NDArray[np.int64]) -> float:
+def uncharged_bytes(model: Model, reshard: Reshard, choices: NDArray[np.int64]) -> float:
     """Return the bytes that a softmax credits for a tensor but that the tensor's matmul was never charged for.
 
     The softmax does not store this tensor, so its cluster subtracts the tensor's local bytes from the matmul's traffic.
     A matmul whose own state splits the tensor finer was charged for fewer bytes. The figure is for one execution.
     """
     tensor = reshard.tensor
-    if tensor not in model.taken_back or reshard.op < 0:
+    if tensor not in model.credited_tensors or reshard.op < 0:
         return 0.0
     if model.graph.ops[reshard.op].op_class is not OpClass.HEAVY:
         return 0.0

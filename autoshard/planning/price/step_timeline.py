@@ -9,7 +9,7 @@ from collections import defaultdict
 import numpy as np
 from numpy.typing import NDArray
 
-from autoshard.planning.price.evaluate import cluster_names, held_buffers, reshard_cause
+from autoshard.planning.price.evaluate import cluster_names, live_buffers, reshard_cause
 from autoshard.planning.price.reshard_times import relayout_seconds, reshard_overlap, reshard_steps
 from autoshard.planning.record.plan_parts import HeldTensors, Span, Timeline
 from autoshard.planning.record.spec import pattern
@@ -137,7 +137,7 @@ class _Sampler:
     """Memory over the step: the live buffers at sampled moments."""
 
     def __init__(self, model: Model, choices: NDArray[np.int64]) -> None:
-        self.model, self.buffers = model, held_buffers(model, choices)
+        self.model, self.buffers = model, live_buffers(model, choices)
         both = [
             event
             for number, each in enumerate(self.buffers)
@@ -182,9 +182,9 @@ class _Sampler:
                 index += 1
             times.append(min(clock, end))
         memory = {kind: tuple(states[moment][1].get(kind, 0) for moment in chosen) for kind in kinds}
-        return tuple(times), memory, self.held([states[moment][0] for moment in chosen])
+        return tuple(times), memory, self.live_tensors([states[moment][0] for moment in chosen])
 
-    def held(self, chosen: list[int]) -> tuple[HeldTensors, ...]:
+    def live_tensors(self, chosen: list[int]) -> tuple[HeldTensors, ...]:
         """Return the buffers that are live after the chosen events, grouped by name."""
         added: dict[int, int] = {}
         grouped: dict[tuple[str, str, int, int], list[int]] = defaultdict(lambda: [0, 0])

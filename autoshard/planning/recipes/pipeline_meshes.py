@@ -18,10 +18,10 @@ import math
 import sys
 from collections.abc import Callable, Sequence
 
-from autoshard.base.workers import Crew
+from autoshard.base.workers import WorkerCrew
 from autoshard.cost import Mesh, Topology, candidate_meshes
 from autoshard.errors import UserError
-from autoshard.planning.mesh.mesh_attempt import Rival, Trials, unusable
+from autoshard.planning.mesh.mesh_attempt import Incumbent, MeshAttempts, unusable
 from autoshard.planning.price.analysed_program import Task, share
 from autoshard.planning.recipes.pipeline_recipes import pipeline_of, promise
 from autoshard.planning.recipes.recipe import Recipe, RecipeOutcome, RecipeTried, elements_of
@@ -36,7 +36,7 @@ MOST_PAIRS = 120_000_000
 gives the same plan. Pipelines whose stages are slices are priced first, then those of few stages, and among them those
 with a small bubble.
 """
-KIN_PAIRS = 30_000_000
+BOUNDING_PAIRS = 30_000_000
 """Most pairs among `MOST_PAIRS` that the bounds from one pipeline may use."""
 AT_ONCE = 12_000_000
 """Most pairs of the meshes on which one pipeline is planned. At least one mesh is planned."""
@@ -55,9 +55,9 @@ class StagedMeshes:
     """Lower bound in seconds of a step on every mesh with such an axis."""
     program: Program | None
     """A program of as many stages; None if none was made."""
-    unlooked: int = 0
+    skipped_meshes: int = 0
     """Number of further meshes that the search skipped, since it had priced enough others."""
-    outdone: bool = False
+    dominated: bool = False
     """True if no mesh is searched since a more promising pipeline of as many stages is slower than the best plan."""
 
     def row(self, recipe: Recipe, least_s: float, elements: int | None) -> RecipeTried:
@@ -68,17 +68,17 @@ class StagedMeshes:
         elements = elements if self.program is None else elements_of(self.program)
         bound_s = max(self.bound_s, least_s * (elements or 0))
         outcome = (
-            RecipeOutcome.OUTDONE
-            if self.outdone
-            else RecipeOutcome.UNLOOKED
-            if self.unlooked
+            RecipeOutcome.DOMINATED
+            if self.dominated
+            else RecipeOutcome.SKIPPED
+            if self.skipped_meshes
             else RecipeOutcome.UNSTAGED
         )
         return RecipeTried(recipe, outcome, elements=elements, bound_s=bound_s)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Kin:
+class BoundingPipeline:
     """A pipeline of one round, with the lower bounds that it gives for others."""
 
     task: Task
@@ -111,8 +111,13 @@ class Kin:
         staged = (layers - other.outside(layers)) / (layers - self.pipeline.outside(layers))
         return staged / (1 - other.bubble(layers))
 
-    def look(
-        self, meshes: Sequence[Mesh], beat_s: float, weights: Weights | None, ended: Callable[[], bool], crew: Crew
+    def bound_meshes(
+        self,
+        meshes: Sequence[Mesh],
+        beat_s: float,
+        weights: Weights | None,
+        ended: Callable[[], bool],
+        crew: WorkerCrew,
     ) -> None:
         """Bound the meshes that have no bound yet, until `ended` returns True.
 
@@ -130,13 +135,13 @@ class Kin:
             floor = self._floor(mesh, beat_s / useful)
             if floor < beat_s / useful and weights is not None:
                 floors[mesh] = floor
-                self.pairs[mesh] = Trials(self.task, math.inf).pairs(mesh)
+                self.pairs[mesh] = MeshAttempts(self.task, math.inf).pairs(mesh)
             else:
                 self.bounds[mesh] = useful * floor
         if not floors or weights is None:
             return
         share(crew, self.task.program, self.task.reading)
-        rival = Rival(beat_s / useful, sys.maxsize, weights)
+        rival = Incumbent(beat_s / useful, sys.maxsize, weights)
         priced_bounds = crew.map(_priced_bound, list(floors), lambda mesh: (self.task, mesh, rival))
         for (mesh, floor), bound in zip(floors.items(), priced_bounds, strict=True):
             self.bounds[mesh] = useful * max(floor, bound)
@@ -151,9 +156,9 @@ class Kin:
         return least_compute(task.program, task.reading, mesh, task.calibration, enough_s)
 
 
-def _priced_bound(task: Task, mesh: Mesh, rival: Rival) -> float:
+def _priced_bound(task: Task, mesh: Mesh, rival: Incumbent) -> float:
     """Return a lower bound in seconds of all plans on a mesh, from the prices of its ops and reshards."""
-    trials = Trials(task, math.inf, True)
+    trials = MeshAttempts(task, math.inf, True)
     trial = trials.bound(mesh, rival)
     return trials.bounded(mesh) if trial is None else trial.bound_s or 0.0
 
@@ -166,7 +171,7 @@ class PipelineMeshes:
         topology: Topology,
         make: Callable[..., Program],
         task: Callable[[Program, int], Task],
-        crew: Crew | None = None,
+        crew: WorkerCrew | None = None,
     ) -> None:
         """Create a search.
 
@@ -175,8 +180,8 @@ class PipelineMeshes:
         - `task`: gives the planning task of a program with this number of stages.
         - `crew`: workers that price meshes at once.
         """
-        self.topology, self.make, self.task, self.crew = topology, make, task, crew or Crew()
-        self.kin: dict[Recipe, Kin | None] = {}
+        self.topology, self.make, self.task, self.crew = topology, make, task, crew or WorkerCrew()
+        self.bounding: dict[Recipe, BoundingPipeline | None] = {}
         self.planned = 0
         """Pairs of alternatives of the pipelines that were worth planning."""
         self.in_vain: dict[int, float] = {}
@@ -185,21 +190,21 @@ class PipelineMeshes:
     @property
     def spent(self) -> int:
         """The pairs of alternatives priced or planned so far."""
-        return self.planned + sum(kin.spent for kin in self.kin.values() if kin is not None)
+        return self.planned + sum(bounding.spent for bounding in self.bounding.values() if bounding is not None)
 
     @property
     def ended(self) -> bool:
         """True once the search may price no more."""
         return self.spent >= MOST_PAIRS
 
-    def slower(self, recipe: Recipe, layers: int) -> None:
+    def record_slower(self, recipe: Recipe, layers: int) -> None:
         """Record that the pipeline of a recipe was planned and is slower than the best plan."""
         pipeline = pipeline_of(recipe)
         if pipeline is not None and layers:
             least_promise = self.in_vain.get(pipeline.stages, math.inf)
             self.in_vain[pipeline.stages] = min(least_promise, promise(pipeline, layers))
 
-    def outdone(self, recipe: Recipe, layers: int) -> bool:
+    def dominated(self, recipe: Recipe, layers: int) -> bool:
         """Return True if a recipe's pipeline may be skipped since a more promising one was slower than the best
         plan.
         """
@@ -226,62 +231,71 @@ class PipelineMeshes:
         pipeline = pipeline_of(recipe)
         assert pipeline is not None
         meshes = with_stages(candidate_meshes(self.topology), pipeline.stages)
-        pruned_s, least_s, unlooked = math.inf, 0.0, 0
-        program, kin = None, None
+        pruned_s, least_s, skipped_meshes = math.inf, 0.0, 0
+        program, bounding = None, None
         if not meshes:
             return None
         for count in _fewer(pipeline, counts):
             if not meshes or program is not None and (count, GPIPE) == (pipeline.microbatches, pipeline.schedule):
                 break
             like = recipe.but(schedule=GPIPE, microbatches=count)
-            if self.ended and like not in self.kin:
+            if self.ended and like not in self.bounding:
                 break
-            kin = self._kin(like)
-            if kin is None:
+            bounding = self._bounding_pipeline(like)
+            if bounding is None:
                 return None
-            program = kin.task.program
-            beat_s, stretch = beat(program), kin.stretch(pipeline)
-            kin.look(meshes, beat_s, weights, lambda kin=kin: self.ended or kin.spent >= KIN_PAIRS, self.crew)
-            bounds = {mesh: stretch * kin.bounds.get(mesh, 0.0) for mesh in meshes}
+            program = bounding.task.program
+            beat_s, stretch = beat(program), bounding.stretch(pipeline)
+            bounding.bound_meshes(
+                meshes,
+                beat_s,
+                weights,
+                lambda bounding=bounding: self.ended or bounding.spent >= BOUNDING_PAIRS,
+                self.crew,
+            )
+            bounds = {mesh: stretch * bounding.bounds.get(mesh, 0.0) for mesh in meshes}
             pruned_s = min((pruned_s, *(bound for bound in bounds.values() if bound >= beat_s)))
             meshes = tuple(mesh for mesh, bound in bounds.items() if bound < beat_s)
             least_s = min((pruned_s, *bounds.values()))
-            if unpriced := [mesh for mesh in meshes if weights is not None and mesh not in kin.bounds]:
-                meshes, unlooked = tuple(mesh for mesh in meshes if mesh in kin.bounds), unlooked + len(unpriced)
-            first_meshes = _first(sorted(meshes, key=bounds.__getitem__), kin)
-            meshes, unlooked = first_meshes, unlooked + len(meshes) - len(first_meshes)
-            if sum(kin.pairs.get(mesh, 0) for mesh in meshes) <= AT_ONCE and weights is not None:
+            if unpriced := [mesh for mesh in meshes if weights is not None and mesh not in bounding.bounds]:
+                meshes, skipped_meshes = (
+                    tuple(mesh for mesh in meshes if mesh in bounding.bounds),
+                    skipped_meshes + len(unpriced),
+                )
+            first_meshes = _first(sorted(meshes, key=bounds.__getitem__), bounding)
+            meshes, skipped_meshes = first_meshes, skipped_meshes + len(meshes) - len(first_meshes)
+            if sum(bounding.pairs.get(mesh, 0) for mesh in meshes) <= AT_ONCE and weights is not None:
                 break  # planning these meshes is as cheap as further bounds
         if self.ended:
-            meshes, unlooked = (), unlooked + len(meshes)
-        if kin is not None:
-            self.planned += sum(kin.pairs.get(mesh, 0) for mesh in meshes)
-        return StagedMeshes(meshes, least_s, program, unlooked)
+            meshes, skipped_meshes = (), skipped_meshes + len(meshes)
+        if bounding is not None:
+            self.planned += sum(bounding.pairs.get(mesh, 0) for mesh in meshes)
+        return StagedMeshes(meshes, least_s, program, skipped_meshes)
 
-    def _kin(self, recipe: Recipe) -> Kin | None:
+    def _bounding_pipeline(self, recipe: Recipe) -> BoundingPipeline | None:
         """Return the bounding pipeline of a recipe, made once; None if its program cannot be made or fixes mesh
         axes.
         """
-        if recipe not in self.kin:
+        if recipe not in self.bounding:
             pipeline = pipeline_of(recipe)
             assert pipeline is not None
             try:
                 program = self.make(**recipe.arguments)
             except UserError:
-                self.kin[recipe] = None
+                self.bounding[recipe] = None
             else:
                 task = self.task(program, pipeline.stages)
                 fixed = task.reading.graph.regions or task.reading.graph.constraints  # not every mesh satisfies these
-                self.kin[recipe] = None if fixed else Kin(task, pipeline, {})
-        return self.kin[recipe]
+                self.bounding[recipe] = None if fixed else BoundingPipeline(task, pipeline, {})
+        return self.bounding[recipe]
 
 
-def _first(meshes: Sequence[Mesh], kin: Kin) -> tuple[Mesh, ...]:
+def _first(meshes: Sequence[Mesh], bounding: BoundingPipeline) -> tuple[Mesh, ...]:
     """Return the first meshes with at most `AT_ONCE` pairs together, at least one."""
     first_meshes: list[Mesh] = []
     pairs = 0
     for mesh in meshes:
-        pairs += kin.pairs.get(mesh, 0)
+        pairs += bounding.pairs.get(mesh, 0)
         if first_meshes and pairs > AT_ONCE:
             break
         first_meshes.append(mesh)

@@ -11,7 +11,7 @@ from autoshard.planning.space.plan_options import MICROBATCHES, PARTS
 from autoshard.program import Pipeline
 
 
-NOT_LOOKED = (RecipeOutcome.UNLOOKED, RecipeOutcome.OUTDONE)
+SKIPPED_OUTCOMES = (RecipeOutcome.SKIPPED, RecipeOutcome.DOMINATED)
 
 MOVED = 0.3
 """Time of parameters and gradients on the links over compute time, used only to order pipelines. The figure is about
@@ -111,25 +111,25 @@ def promise(pipeline: Pipeline, layers: int) -> float:
     return 1 / (1 - pipeline.bubble(layers)) + MOVED * pipeline.ticks(layers) / chunks
 
 
-def on_some(row: RecipeTried, unlooked: int, bound_s: float) -> RecipeTried:
-    """Return the row of a pipeline of which `unlooked` meshes were skipped.
+def with_skipped_meshes(row: RecipeTried, skipped_meshes: int, bound_s: float) -> RecipeTried:
+    """Return the row of a pipeline of which `skipped_meshes` meshes were skipped.
 
     `bound_s` is a lower bound of a step, in seconds, on all its meshes.
     """
-    if not unlooked:
+    if not skipped_meshes:
         return row
     if row.outcome is RecipeOutcome.UNFIT:
         row = dataclasses.replace(row, outcome=RecipeOutcome.PARTLY_UNFIT, reason="")
-    return dataclasses.replace(row, unlooked=unlooked, bound_s=bound_s)
+    return dataclasses.replace(row, skipped_meshes=skipped_meshes, bound_s=bound_s)
 
 
-def is_sensible(said: Mapping[str, Any], counts: Sequence[int], stacks: Sequence[int] | None) -> bool:
+def is_sensible(user_options: Mapping[str, Any], counts: Sequence[int], stacks: Sequence[int] | None) -> bool:
     """Return True if stages, schedule and microbatches suit each other and the program's `stacks`, where these are
     known.
 
     `counts` are all numbers of microbatches that may be chosen; with one number there is no choice.
     """
-    stages, count, schedule = said["stages"], said["microbatches"], said["schedule"]
+    stages, count, schedule = user_options["stages"], user_options["microbatches"], user_options["schedule"]
     if stages == 1:
         return schedule is None and (len(counts) == 1 or count in MICROBATCHES)
     if schedule is None or len(counts) > 1 and (count % stages or count // stages not in MICROBATCHES):
@@ -157,7 +157,7 @@ def pipeline_words(best: RecipeTried, rows: Sequence[RecipeTried], stacks: Seque
         return "no pipeline: the program has no layers that repeat"
     if not others:
         return "no pipeline: no number of stages goes with the layers, the batch and the devices"
-    others = [each for each in others if each[0].outcome not in NOT_LOOKED] or others
+    others = [each for each in others if each[0].outcome not in SKIPPED_OUTCOMES] or others
     planned = [(row, pipeline) for row, pipeline in others if row.step_time_s is not None]
     if planned:
         row, pipeline = min(planned, key=lambda pair: pair[0].per_element_s)
@@ -170,8 +170,8 @@ def pipeline_words(best: RecipeTried, rows: Sequence[RecipeTried], stacks: Seque
 
 def _unlooked(rows: Sequence[RecipeTried]) -> str:
     """Return the number of pipelines that were skipped and the lower bound of their steps; empty if none was."""
-    bounds = [row.bound_s or 0.0 for row in rows if row.outcome in NOT_LOOKED]
-    partial = [row for row in rows if row.unlooked and row.outcome not in NOT_LOOKED]
+    bounds = [row.bound_s or 0.0 for row in rows if row.outcome in SKIPPED_OUTCOMES]
+    partial = [row for row in rows if row.skipped_meshes and row.outcome not in SKIPPED_OUTCOMES]
     words = ""
     if bounds:
         words += f"; {len(bounds)} more were not looked at, of which none takes less than {format_seconds(min(bounds))}"

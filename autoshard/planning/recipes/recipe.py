@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from autoshard.base.units import format_seconds
-from autoshard.planning.price.remat_forecast import Foreseen
+from autoshard.planning.price.remat_forecast import RematForecast
 from autoshard.planning.space.plan_options import REMATS
 from autoshard.program import HOSTS, Program, Role
 
@@ -26,8 +26,8 @@ class RecipeOutcome(enum.Enum):
     SLACK = "not planned: memory does not bind"
     IMPLIED = "not planned: a recipe that computes less is slower"
     UNSPLIT = "not planned: the best plan without it splits no sequence"
-    UNLOOKED = "not looked at: enough other pipelines were"
-    OUTDONE = "not looked at: a more promising one of as many stages is slower"
+    SKIPPED = "not looked at: enough other pipelines were"
+    DOMINATED = "not looked at: a more promising one of as many stages is slower"
     PARTLY_UNFIT = "not looked at further: it fits on none of the first meshes"
     REFUSED = "cannot be"
 
@@ -87,9 +87,9 @@ class RecipeTried:
     """
     held_bytes: int | None = None
     """Lower bound of the peak in bytes, used to decide if memory binds when `peak_bytes` is None."""
-    foreseen: Foreseen | None = None
+    forecast: RematForecast | None = None
     """Forecast from before planning, for a remat policy that the planner composed value by value."""
-    unlooked: int = 0
+    skipped_meshes: int = 0
     """Number of meshes with an axis of stages that the search skipped for this recipe."""
 
     @property
@@ -111,7 +111,7 @@ def elements_of(program: Program) -> int:
     return program.tokens or max(sizes, default=1) or 1
 
 
-def beaten(recipe: Recipe, bound_s: float, elements: int, least_bytes: int) -> RecipeTried:
+def beaten_row(recipe: Recipe, bound_s: float, elements: int, least_bytes: int) -> RecipeTried:
     """Return the row of a recipe that is slower than the best one on every mesh; only a lower bound of its time is
     known.
 
@@ -120,7 +120,7 @@ def beaten(recipe: Recipe, bound_s: float, elements: int, least_bytes: int) -> R
     return RecipeTried(recipe, RecipeOutcome.BEATEN, elements=elements, bound_s=bound_s, held_bytes=least_bytes)
 
 
-def implied(recipe: Recipe, other: RecipeTried) -> RecipeTried:
+def implied_row(recipe: Recipe, other: RecipeTried) -> RecipeTried:
     """Return the row of a recipe that is slower because `other` is, which computes less."""
     reason = f"not planned: {difference(other.recipe, recipe)} is slower whatever fits"
     return RecipeTried(recipe, RecipeOutcome.IMPLIED, reason)
@@ -197,14 +197,14 @@ def figures_of(row: RecipeTried, rows: Sequence[RecipeTried], varied: bool) -> d
             for other in rows
         ),
     }
-    if row.foreseen is not None:
-        figures["foreseen"] = {"step_time_s": row.foreseen.step_time_s, "peak_bytes": row.foreseen.peak_bytes}
+    if row.forecast is not None:
+        figures["foreseen"] = {"step_time_s": row.forecast.step_time_s, "peak_bytes": row.forecast.peak_bytes}
     if varied and row.step_time_s is not None and row.elements:
         figures["seconds_per_element"] = row.step_time_s / row.elements
     return figures
 
 
-def eased(recipe: Recipe, tried: Sequence[RecipeTried], limit: int) -> RecipeTried | None:
+def slack_row(recipe: Recipe, tried: Sequence[RecipeTried], limit: int) -> RecipeTried | None:
     """Return a row for a recipe that only frees memory and need not be planned; None if it must be.
 
     The recipe is compared with those `tried`; `limit` is the memory of a device in bytes.
@@ -215,7 +215,7 @@ def eased(recipe: Recipe, tried: Sequence[RecipeTried], limit: int) -> RecipeTri
             continue
         peak_bytes = other.held_bytes if other.peak_bytes is None else other.peak_bytes
         if other.outcome in SLOWER:
-            return implied(recipe, other)
+            return implied_row(recipe, other)
         if (peak_bytes is not None and peak_bytes < TIGHT * limit) or other.outcome is RecipeOutcome.SLACK:
             return RecipeTried(
                 recipe, RecipeOutcome.SLACK, f"{RecipeOutcome.SLACK.value} with {difference(other.recipe, recipe)}"

@@ -10,8 +10,8 @@ from operator import mul
 from typing import Any, Protocol
 
 from autoshard.cost import Mesh, Topology, make_mesh
-from autoshard.planning.price.analysed_program import Task, price_again, read_program
-from autoshard.planning.price.remat_forecast import Foreseen, foresee
+from autoshard.planning.price.analysed_program import Task, analyse_program, reprice
+from autoshard.planning.price.remat_forecast import RematForecast, forecast_remat
 from autoshard.planning.recipes.recipe import (
     SLOWER,
     Recipe,
@@ -19,7 +19,7 @@ from autoshard.planning.recipes.recipe import (
     RecipeTried,
     difference,
     elements_of,
-    implied,
+    implied_row,
 )
 from autoshard.planning.record.plan_record import Plan
 from autoshard.planning.solve.problem_builder import least_seconds
@@ -70,15 +70,17 @@ class Search(Protocol):
         """The best recipe and its plan; None if none could be planned."""
         ...
 
-    def plan(self, recipe: Recipe, foreseen: Foreseen | None = None, *, whatever: bool = False, **instead: Any) -> bool:
+    def plan(
+        self, recipe: Recipe, forecast: RematForecast | None = None, *, force: bool = False, **instead: Any
+    ) -> bool:
         """Plan a recipe with the options `instead` and return True if it is the new best.
 
-        With `whatever`, skip all pruning checks.
+        With `force`, skip all pruning checks.
         """
         ...
 
 
-def mix(search: Search, remats: Sequence[str]) -> None:
+def mix_remats(search: Search, remats: Sequence[str]) -> None:
     """Add mixtures of the best recipe's remat policy with each policy that computes less and does not fit, on the best
     mesh.
 
@@ -104,7 +106,7 @@ def mix(search: Search, remats: Sequence[str]) -> None:
                 too_few = slow_layers
 
 
-def by_value(search: Search, remats: Sequence[str]) -> bool:
+def compose_remat(search: Search, remats: Sequence[str]) -> bool:
     """Add the policy forecast to be best among the values that layers may save or offload; return True if it is.
 
     The policy is forecast from the plan of the best recipe with full recomputation, and planned on that plan's mesh.
@@ -113,24 +115,24 @@ def by_value(search: Search, remats: Sequence[str]) -> bool:
     base = search.best[0].recipe.but(remat=FULL)
     if base not in search.full and FULL in remats:  # it was known to be slower
         search.tried = [each for each in search.tried if each.recipe != base]
-        search.plan(base, whatever=True, mesh=dict(search.best[1].plan.mesh), refine_axes=False)
+        search.plan(base, force=True, mesh=dict(search.best[1].plan.mesh), refine_axes=False)
     if base not in search.full:
         return False
     program, plan = search.full[base]
     if not program.savable:
         return False
     caches_readings = bool(search.running.get("kept"))
-    model, choices = price_again(plan, program, read_program(program, search.topology.backend, caches_readings))
+    model, choices = reprice(plan, program, analyse_program(program, search.topology.backend, caches_readings))
     room = plan.memory_limit_bytes
     for _ in range(RETRIES):
-        foreseen = foresee(model, choices, room)
+        forecast = forecast_remat(model, choices, room)
         beat_s = (1 - WORTH_PLANNING) * search.best[0].per_element_s
-        if foreseen is None or foreseen.expected_s / elements_of(program) >= beat_s:
+        if forecast is None or forecast.expected_s / elements_of(program) >= beat_s:
             return False
-        better = search.plan(base.but(remat=str(foreseen.policy)), foreseen, mesh=dict(plan.mesh), refine_axes=False)
+        better = search.plan(base.but(remat=str(forecast.policy)), forecast, mesh=dict(plan.mesh), refine_axes=False)
         if search.tried[-1].step_time_s is not None:
             return better
-        room = int(min(room, foreseen.peak_bytes) * LESS_ROOM)
+        room = int(min(room, forecast.peak_bytes) * LESS_ROOM)
     return False
 
 
@@ -144,7 +146,7 @@ def offload_inputs(search: Search, remats: Sequence[str]) -> bool:
     return search.plan(last.but(remat=f"{FULL},offload={INPUT}"))
 
 
-def sum_late(search: Search) -> None:
+def add_gradient_groups(search: Search) -> None:
     """Add the best recipe with gradients summed over devices once for all microbatches, on its mesh.
 
     A gradient group is the devices of one slice, or those at one position of the axes that split the batch. A step of
@@ -156,13 +158,13 @@ def sum_late(search: Search) -> None:
         return
     if result.plan.prediction.exposed_comm_s < WORTH_PLANNING * result.plan.prediction.step_time_s:
         return
-    for groups in _held_apart(result.plan, search.topology.slices):
+    for groups in _gradient_group_counts(result.plan, search.topology.slices):
         search.plan(row.recipe.but(gradient_groups=groups), mesh=dict(result.plan.mesh), refine_axes=False)
         if search.tried[-1].outcome is RecipeOutcome.REFUSED:  # JAX functions, batches that are not divided so
             search.tried.pop()
 
 
-def _held_apart(plan: Plan, slices: int) -> list[int]:
+def _gradient_group_counts(plan: Plan, slices: int) -> list[int]:
     """Return the numbers of gradient groups worth trying: by slice, and by the axes that split the batch.
 
     If no axis splits the batch, the groups follow the first axes of the mesh.
@@ -189,7 +191,7 @@ class _Planned:
     """Most seconds that a step could save with unlimited memory."""
 
 
-class Roomy:
+class MemoryPruning:
     """Pruning of recipes whose extra recomputation costs more than the memory it frees can save."""
 
     def __init__(self, topology: Topology) -> None:
@@ -227,7 +229,7 @@ class Roomy:
         for other in tried:
             if other.outcome in _WHATEVER_FITS and _computes_more(recipe, other.recipe):
                 if (other.recipe.arguments["remat"], recipe.arguments["remat"]) in self._dearer:
-                    return implied(recipe, other)
+                    return implied_row(recipe, other)
         return None
 
 

@@ -10,29 +10,35 @@ from typing import Any
 
 from autoshard.cost import Topology, candidate_meshes
 from autoshard.errors import InfeasibleError, UserError
-from autoshard.planning.mesh.mesh_attempt import Rival, unusable
-from autoshard.planning.mesh.mesh_search import Beaten
-from autoshard.planning.plan_builder import Before, PlanResult, given_mesh, make_plan, priced_with
-from autoshard.planning.price.analysed_program import Task, least_seconds, read_program
-from autoshard.planning.price.remat_forecast import Foreseen
+from autoshard.planning.mesh.mesh_attempt import Incumbent, unusable
+from autoshard.planning.mesh.mesh_search import PrunedByBound
+from autoshard.planning.plan_builder import EarlierRecipes, PlanResult, given_mesh, make_plan, priced_with
+from autoshard.planning.price.analysed_program import Task, analyse_program, least_seconds
+from autoshard.planning.price.remat_forecast import RematForecast
 from autoshard.planning.price.reshard_paths import PathTables
 from autoshard.planning.recipes import pipeline_recipes
 from autoshard.planning.recipes.pipeline_meshes import PipelineMeshes, StagedMeshes
-from autoshard.planning.recipes.pipeline_recipes import Arithmetic, on_some
+from autoshard.planning.recipes.pipeline_recipes import Arithmetic, with_skipped_meshes
 from autoshard.planning.recipes.recipe import (
     Recipe,
     RecipeOutcome,
     RecipeTried,
-    beaten,
+    beaten_row,
     difference,
-    eased,
     elements_of,
     figures_of,
     line_of,
     needs_no_less,
+    slack_row,
     verdict_of,
 )
-from autoshard.planning.recipes.recipe_follow_ups import Roomy, by_value, mix, offload_inputs, sum_late
+from autoshard.planning.recipes.recipe_follow_ups import (
+    MemoryPruning,
+    add_gradient_groups,
+    compose_remat,
+    mix_remats,
+    offload_inputs,
+)
 from autoshard.planning.recipes.recipe_order import LEAST_GAIN, in_order
 from autoshard.planning.record.plan_record import Plan
 from autoshard.planning.solve.problem_builder import Floors, floors
@@ -99,16 +105,16 @@ def plan_recipes(
         search.consider(recipe)
     if search.best is None:
         if search.refused is None:  # nothing was planned: the last one says what would help
-            search.plan(search.tried[-1].recipe, whatever=True)
+            search.plan(search.tried[-1].recipe, force=True)
         assert search.refused is not None
         if not of_source or not offload_inputs(search, choices.get("remat", ())):
             raise search.refused
     if of_source:
-        if not by_value(search, choices.get("remat", ())):
-            mix(search, choices.get("remat", ()))
+        if not compose_remat(search, choices.get("remat", ())):
+            mix_remats(search, choices.get("remat", ()))
         if None in choices.get("gradient_groups", ()):
-            sum_late(search)
-    return search.told()
+            add_gradient_groups(search)
+    return search.report()
 
 
 class RecipeSearch:
@@ -138,7 +144,7 @@ class RecipeSearch:
         self.counts: tuple[int, ...] = ()
         """Numbers of microbatches that may be chosen."""
         self.pipelines = PipelineMeshes(self.topology, make, self._task, running.get("crew"))
-        self.roomy = Roomy(self.topology)
+        self.memory_pruning = MemoryPruning(self.topology)
 
     def least(self, **some: Any) -> float:
         """Return the least seconds per element among the recipes with these choices."""
@@ -166,8 +172,8 @@ class RecipeSearch:
         if pipeline_recipes.pipeline_of(recipe) is not None:
             if self._in_stages(recipe) >= self._beaten_by_s(recipe):
                 return RecipeTried(recipe, RecipeOutcome.BUBBLE)
-            return self.roomy.slower(recipe, self.tried)
-        return eased(recipe, self.tried, self.limit)
+            return self.memory_pruning.slower(recipe, self.tried)
+        return slack_row(recipe, self.tried, self.limit)
 
     @property
     def cut(self) -> int:
@@ -179,18 +185,20 @@ class RecipeSearch:
         """The memory limit of a device in bytes."""
         return self.topology.usable_bytes if self.options.memory_limit is None else self.options.memory_limit
 
-    def plan(self, recipe: Recipe, foreseen: Foreseen | None = None, *, whatever: bool = False, **instead: Any) -> bool:
+    def plan(
+        self, recipe: Recipe, forecast: RematForecast | None = None, *, force: bool = False, **instead: Any
+    ) -> bool:
         """Plan a recipe and return True if it is the new best.
 
-        - `foreseen`: forecast of the recipe, recorded in its row.
-        - `whatever`: if True, skip all pruning checks and plan the recipe in any case.
+        - `forecast`: forecast of the recipe, recorded in its row.
+        - `force`: if True, skip all pruning checks and plan the recipe in any case.
         - `instead`: options that replace those of the search.
 
         Raises `UserError` if the recipe cannot be made or planned. For a source, only the first recipe raises it.
         Raises `InfeasibleError` if `make` does.
         """
         staged = self._staged(recipe, instead)
-        if staged is not None and not staged.meshes and not whatever:
+        if staged is not None and not staged.meshes and not force:
             self.tried.append(staged.row(recipe, self._in_stages(recipe), self.best and self.best[0].elements))
             return False
         try:
@@ -209,27 +217,27 @@ class RecipeSearch:
         bound, least, outcome = self._bound(recipe, program, options, beat_s, staged)
         stages = recipe.arguments["stages"] if staged is not None and staged.meshes else 0
         row = None if outcome is None else RecipeTried(recipe, outcome)
-        if self.of_source and row is None and not whatever:
-            row = self.roomy.why_not(recipe, self._task(program, stages))
-        if row is not None and not whatever:
+        if self.of_source and row is None and not force:
+            row = self.memory_pruning.why_not(recipe, self._task(program, stages))
+        if row is not None and not force:
             self.tried.append(dataclasses.replace(row, elements=elements, bound_s=bound, held_bytes=least))
             return False
         problem = None if self.problem is None else self.problem.with_name(f".{self.problem.name}")
-        before = Before(None if whatever else self._rival(recipe, elements), self.tables)
+        before = EarlierRecipes(None if force else self._rival(recipe, elements), self.tables)
         if staged is not None and staged.meshes:
             before = dataclasses.replace(before, stages=stages, meshes=staged.meshes)
         floor = self._in_stages(recipe) * elements
-        unlooked = (0, 0.0) if staged is None else (staged.unlooked, max(floor, staged.bound_s))
+        skipped_meshes = (0, 0.0) if staged is None else (staged.skipped_meshes, max(floor, staged.bound_s))
         try:
             result = make_plan(program, options, save_problem=problem, before=before, **self.running)
-        except Beaten as error:
-            self.pipelines.slower(recipe, self.cut)
-            self.tried.append(on_some(beaten(recipe, error.bound_s, elements, least), *unlooked))
+        except PrunedByBound as error:
+            self.pipelines.record_slower(recipe, self.cut)
+            self.tried.append(with_skipped_meshes(beaten_row(recipe, error.bound_s, elements, least), *skipped_meshes))
             return False
         except InfeasibleError as error:
             self.refused = error
-            row = RecipeTried(recipe, RecipeOutcome.UNFIT, elements=elements, bound_s=bound, foreseen=foreseen)
-            self.tried.append(on_some(row, *unlooked))
+            row = RecipeTried(recipe, RecipeOutcome.UNFIT, elements=elements, bound_s=bound, forecast=forecast)
+            self.tried.append(with_skipped_meshes(row, *skipped_meshes))
             return False
         except UserError as error:
             if not self.of_source or not self.tried:
@@ -242,16 +250,23 @@ class RecipeSearch:
         self.splits[recipe] = splits_sequence(result.plan.axis_roles)
         prediction = result.plan.prediction
         times = prediction.step_time_s, elements, prediction.peak_bytes, bound, prediction.expected_s
-        row = on_some(RecipeTried(recipe, RecipeOutcome.PLANNED, "", *times, None, foreseen), *unlooked)
+        row = with_skipped_meshes(
+            RecipeTried(recipe, RecipeOutcome.PLANNED, "", *times, None, forecast), *skipped_meshes
+        )
         self.tried.append(row)
         if self.of_source:
-            self.roomy.add(recipe, self._task(program, stages), result.plan.mesh, prediction.expected_s - result.free_s)
+            self.memory_pruning.add(
+                recipe,
+                self._task(program, stages),
+                result.plan.mesh,
+                prediction.expected_s - result.unconstrained_bound_s,
+            )
             if recipe.arguments.get("remat") == FULL:
                 self.full[recipe] = program, result.plan
         if better := row.per_element_s < self._beaten_by_s(recipe):
             self.best = row, result
         else:
-            self.pipelines.slower(recipe, self.cut)
+            self.pipelines.record_slower(recipe, self.cut)
         if problem is not None and self.problem is not None:
             if better:
                 os.replace(problem, self.problem)
@@ -259,13 +274,13 @@ class RecipeSearch:
                 problem.unlink(missing_ok=True)
         return better
 
-    def _rival(self, recipe: Recipe, elements: int) -> Rival | None:
+    def _rival(self, recipe: Recipe, elements: int) -> Incumbent | None:
         """Return the incumbent that a step with this many elements must beat, with any number of axes; None without an
         incumbent.
         """
         if self.best is None:
             return None
-        return Rival(self._beaten_by_s(recipe) * elements, sys.maxsize, self.best[1].weights)
+        return Incumbent(self._beaten_by_s(recipe) * elements, sys.maxsize, self.best[1].weights)
 
     def _beaten_by_s(self, recipe: Recipe) -> float:
         """Return the seconds per element below which a recipe becomes the best.
@@ -280,7 +295,7 @@ class RecipeSearch:
 
     def _task(self, program: Program, stages: int) -> Task:
         """Return the planning task of a program, with an axis of `stages` (0 for no such axis)."""
-        reading = read_program(program, self.topology.backend, bool(self.running.get("kept")))
+        reading = analyse_program(program, self.topology.backend, bool(self.running.get("kept")))
         figures = priced_with(self.options, self.topology).calibration
         return Task(program, reading, self.options.asked, self.limit, self.options.seed, figures, self.tables, stages)
 
@@ -293,8 +308,8 @@ class RecipeSearch:
             or given_mesh(self.topology, mesh) is not None
         ):
             return None
-        if self.pipelines.outdone(recipe, self.cut):
-            return StagedMeshes((), 0.0, None, outdone=True)
+        if self.pipelines.dominated(recipe, self.cut):
+            return StagedMeshes((), 0.0, None, dominated=True)
         best = None if self.best is None else self.best[1].weights
         counts = self.counts or (recipe.arguments["microbatches"],)
         return self.pipelines.of(recipe, counts, lambda p: self._beaten_by_s(recipe) * elements_of(p), best)
@@ -318,7 +333,7 @@ class RecipeSearch:
 
         `beat_s` is the step time in seconds that the recipe must beat.
         """
-        reading = read_program(program, self.topology.backend, bool(self.running.get("kept")))
+        reading = analyse_program(program, self.topology.backend, bool(self.running.get("kept")))
         figures = priced_with(options, self.topology).calibration
         bound = least_seconds(reading.graph, self.topology, figures)
         if program.stacks and recipe.arguments.get("stages") == 1:
@@ -349,7 +364,7 @@ class RecipeSearch:
             return bound, least, RecipeOutcome.UNFIT
         return bound, least, RecipeOutcome.UNMOVED if bound >= beat_s else None
 
-    def told(self) -> tuple[Recipe, PlanResult]:
+    def report(self) -> tuple[Recipe, PlanResult]:
         """Return the best recipe and its plan, with the outcomes of all recipes in the plan's words and provenance."""
         assert self.best is not None
         row, result = self.best
@@ -361,10 +376,12 @@ class RecipeSearch:
         )
         figures = [figures_of(each, rows, varied) for each in rows]
 
-        def told(plan: Plan) -> Plan:
+        def with_recipes(plan: Plan) -> Plan:
             """Add the recipes to the words and the provenance of a plan."""
             recipes = {"recipe": {"chosen": row.recipe.arguments, "tried": figures}}
             return dataclasses.replace(plan, words=(*plan.words, *lines), provenance=plan.provenance | recipes)
 
-        candidates = tuple(dataclasses.replace(each, plan=told(each.plan)) for each in result.candidates)
-        return row.recipe, dataclasses.replace(result, plan=told(result.plan), candidates=candidates, wall_s=self.wall)
+        candidates = tuple(dataclasses.replace(each, plan=with_recipes(each.plan)) for each in result.candidates)
+        return row.recipe, dataclasses.replace(
+            result, plan=with_recipes(result.plan), candidates=candidates, wall_s=self.wall
+        )

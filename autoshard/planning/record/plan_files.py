@@ -131,18 +131,24 @@ _ORIGINS: dict[str, type | tuple[type, ...]] = {
 """Entries of a plan's provenance that are read again, with their types."""
 
 
-def _origins(said: dict[str, Any]) -> Iterator[str]:
+def _origins(provenance: dict[str, Any]) -> Iterator[str]:
     """Yield problems of the provenance."""
     for key, kind in _ORIGINS.items():
-        if key in said and not isinstance(said[key], kind):
+        if key in provenance and not isinstance(provenance[key], kind):
             yield f"`provenance.{key}` is not of the right type"
             return
-    texts = [("xla_flags.flags", (said.get("xla_flags") or {}).get("flags", [])), ("asked", said.get("asked", []))]
-    texts += [("said_by_program", said.get("said_by_program", [])), ("pinned", [*said.get("pinned", {}).values()])]
+    texts = [
+        ("xla_flags.flags", (provenance.get("xla_flags") or {}).get("flags", [])),
+        ("asked", provenance.get("asked", [])),
+    ]
+    texts += [
+        ("said_by_program", provenance.get("said_by_program", [])),
+        ("pinned", [*provenance.get("pinned", {}).values()]),
+    ]
     for where, lines in texts:
         if not isinstance(lines, list) or not all(isinstance(line, str) for line in lines):
             yield f"`provenance.{where}` is no list of text"
-    source = said.get("source") or {}
+    source = provenance.get("source") or {}
     for key, kind in (("program", str), ("entry", str), ("options", dict)):
         if key in source and not isinstance(source[key], kind):
             yield f"`provenance.source.{key}` is not of the right type"

@@ -60,7 +60,7 @@ class PlannedPipeline:
     def order(self) -> Schedule:
         """Return the schedule with its numbers of stages, microbatches and rounds."""
         return Schedule(
-            self.schedule.partition(":")[0], self.stages, self.microbatches, self.rounds, together=self.together
+            self.schedule.partition(":")[0], self.stages, self.microbatches, self.rounds, in_ticks=self.together
         )
 
     def timetable(self) -> Timetable:

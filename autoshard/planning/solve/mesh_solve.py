@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from autoshard.errors import OutOfRangeError
 from autoshard.planning.solve.problem_builder import (
-    DEAREST,
+    MAX_COST,
     Allowed,
     Kept,
     Weights,
@@ -21,7 +21,7 @@ from autoshard.planning.solve.problem_builder import (
 )
 from autoshard.planning.solve.repeats import Repeats
 from autoshard.planning.space.decision_model import Decisions, Model
-from autoshard.solver import FORBIDDEN, Messages, Narrowed, Problem, Solution, Status, narrow, processor_seconds, solve
+from autoshard.solver import FORBIDDEN, Messages, Problem, Pruned, Solution, Status, processor_seconds, prune, solve
 from autoshard.solver import evaluate as evaluate_problem
 
 
@@ -34,8 +34,8 @@ Work is limited, and not time, so that plans are reproducible.
 """
 
 
-LONG = DEAREST - 1024
-"""Cost in picoseconds from which on choices are out of range, since costs clipped to `DEAREST` may be among theirs."""
+OUT_OF_RANGE = MAX_COST - 1024
+"""Cost in picoseconds from which on choices are out of range, since costs clipped to `MAX_COST` may be among theirs."""
 TOO_LONG = (
     "the program takes too long or too much memory to be planned exactly: 11 days of one step and 4 EiB of one device "
     "can be; plan fewer iterations of its loops, since what they repeat is planned once, or smaller tensors"
@@ -56,7 +56,7 @@ class Solved:
     """Messages to start the next weighting from, None without any."""
     of: NDArray[np.int64] | None = None
     """Node of `problem` that decides each node of the model, [model nodes]; None if each decides for itself."""
-    free: int = 0
+    unconstrained_bound: int = 0
     """Lower bound in picoseconds without a memory limit; 0 if it was not computed."""
 
     @property
@@ -74,7 +74,7 @@ def first_messages(model: Decisions, weights: Weights) -> Messages | None:
     They are computed for all alternatives, without a memory limit.
     """
     kept = kept_of(model, None)
-    return narrow(build_network(model, weights, None, kept)).messages if entries(model, kept) > LARGE else None
+    return prune(build_network(model, weights, None, kept)).messages if entries(model, kept) > LARGE else None
 
 
 class FirstBound(NamedTuple):
@@ -108,9 +108,9 @@ def first_bound(
     shared = None if repeats is None else repeats.allowed(allowed)
     start = shared_messages = None
     if repeats is not None and shared is not None:
-        shared_messages = narrow(build_network(repeats, weights, None, kept_of(repeats, shared))).messages
+        shared_messages = prune(build_network(repeats, weights, None, kept_of(repeats, shared))).messages
         start = repeats.lift(model, weights, shared_messages)
-    pruned = narrow(build_network(model, weights, None, kept), start=start, enough=enough)
+    pruned = prune(build_network(model, weights, None, kept), start=start, enough=enough)
     return FirstBound(pruned.bound, pruned.messages if repeats is None else shared_messages, pruned.choices)
 
 
@@ -168,7 +168,7 @@ def solve_tied(repeats: Repeats, weights: Weights, terms: Terms) -> Solved | Non
     if shared is None:
         return None
     part = dataclasses.replace(terms, hint=repeats.part(terms.hint), allowed=shared, enough=math.inf)
-    return dataclasses.replace(_solve(repeats, weights, part), of=repeats.of, free=0)
+    return dataclasses.replace(_solve(repeats, weights, part), of=repeats.of, unconstrained_bound=0)
 
 
 def _solve(model: Decisions, weights: Weights, terms: Terms) -> Solved:
@@ -176,17 +176,19 @@ def _solve(model: Decisions, weights: Weights, terms: Terms) -> Solved:
     began = processor_seconds()
     limit = terms.memory_limit
     if terms.free_first or limit is None:
-        free = _solve_narrowed(model, weights, None, dataclasses.replace(terms, time_limit=terms.time_limit / 2))
+        free = _solve_pruned(model, weights, None, dataclasses.replace(terms, time_limit=terms.time_limit / 2))
         free_bound = max(0, free.solution.lower_bound)
         useless = free.solution.lower_bound >= terms.enough
         if limit is None or useless or evaluate_problem(free.problem, free.solution.choices).feasible:
-            return dataclasses.replace(free, free=free_bound)
+            return dataclasses.replace(free, unconstrained_bound=free_bound)
         limited = dataclasses.replace(terms, messages=free.messages)
-        return dataclasses.replace(_solve_narrowed(model, weights, limit, limited.left(began)), free=free_bound)
-    return _solve_narrowed(model, weights, limit, terms.left(began))
+        return dataclasses.replace(
+            _solve_pruned(model, weights, limit, limited.left(began)), unconstrained_bound=free_bound
+        )
+    return _solve_pruned(model, weights, limit, terms.left(began))
 
 
-def _solve_narrowed(model: Decisions, weights: Weights, enforced: int | None, terms: Terms) -> Solved:
+def _solve_pruned(model: Decisions, weights: Weights, enforced: int | None, terms: Terms) -> Solved:
     """Solve under the memory limit `enforced`, None for none; a large problem is pruned first.
 
     The returned problem has the memory limit of `terms`.
@@ -195,11 +197,11 @@ def _solve_narrowed(model: Decisions, weights: Weights, enforced: int | None, te
     hint, messages = terms.hint, terms.messages
     pruned = None
     if entries(model, kept) > LARGE:
-        pruned = narrow(build_network(model, weights, enforced, kept), hint, messages, terms.enough)
+        pruned = prune(build_network(model, weights, enforced, kept), hint, messages, terms.enough)
         messages = pruned.messages or messages
         if pruned.bound >= terms.enough:
             return _of_no_use(model, weights, terms, kept, pruned)
-        kept, hint = pruned.kept, hint if pruned.choices is None else pruned.choices
+        kept, hint = pruned.alternatives, hint if pruned.choices is None else pruned.choices
     problem = build_problem(model, weights, terms.memory_limit, kept)
     try:
         solution = solve(
@@ -214,7 +216,7 @@ def _solve_narrowed(model: Decisions, weights: Weights, enforced: int | None, te
         )
     except OutOfRangeError:
         raise OutOfRangeError(TOO_LONG) from None
-    if solution.status in (Status.OPTIMAL, Status.FEASIBLE) and solution.cost >= LONG:
+    if solution.status in (Status.OPTIMAL, Status.FEASIBLE) and solution.cost >= OUT_OF_RANGE:
         raise OutOfRangeError(TOO_LONG)
     if pruned is not None and not pruned.complete:
         bound = min(solution.lower_bound, max(0, int(pruned.bound)))
@@ -224,11 +226,11 @@ def _solve_narrowed(model: Decisions, weights: Weights, enforced: int | None, te
     return Solved(problem, solution, kept, enforced is not None, messages)
 
 
-def _of_no_use(model: Decisions, weights: Weights, terms: Terms, kept: Kept, narrowed: Narrowed) -> Solved:
+def _of_no_use(model: Decisions, weights: Weights, terms: Terms, kept: Kept, pruned: Pruned) -> Solved:
     """Return a result without choices, since none costs less than `enough`; its problem is only a part of the whole."""
     part = build_problem(model, weights, terms.memory_limit, [mine[:1] for mine in kept])
-    solution = Solution(np.zeros(0, dtype=np.int64), FORBIDDEN, int(narrowed.bound), Status.UNKNOWN, {})
-    return Solved(part, solution, kept, False, narrowed.messages or terms.messages)
+    solution = Solution(np.zeros(0, dtype=np.int64), FORBIDDEN, int(pruned.bound), Status.UNKNOWN, {})
+    return Solved(part, solution, kept, False, pruned.messages or terms.messages)
 
 
 def _places(kept: Kept, choices: NDArray[np.int64]) -> NDArray[np.int64] | None:

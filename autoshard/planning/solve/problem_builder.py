@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from autoshard.cost import Calibration, Mesh
 from autoshard.graph import OpGraph
-from autoshard.planning.price.analysed_program import Reading
+from autoshard.planning.price.analysed_program import AnalysedProgram
 from autoshard.planning.price.node_prices import NodePricer
 from autoshard.planning.space.decision_model import EXPOSED, Channel, Decisions, Model, Node, Reshard
 from autoshard.planning.space.derived_axes import axis_parts_of, stage_axis
@@ -27,7 +27,7 @@ Kept = Sequence[NDArray[np.int64]]
 """Remaining alternatives of every node, ascending."""
 
 
-DEAREST = FORBIDDEN - 4096
+MAX_COST = FORBIDDEN - 4096
 """Picoseconds to which larger costs are clipped.
 
 A clipped alternative may be chosen, but choices that cost as much are out of range. Float rounding of this value stays
@@ -99,8 +99,8 @@ def build_problem(model: Decisions, weights: Weights, memory_limit: int | None, 
     """Build the `Problem` whose objective is exposed communication plus the weighted channels of every block.
 
     If the weights are non-negative and sum to one in every block, the objective bounds the plan's true time from below.
-    The true time is `exposed + max over the channels` for each block. Times above `DEAREST` are clipped to `DEAREST`. A
-    program without decisions (all scalars) has a Problem of one node with one alternative, which stands for no node.
+    The true time is `exposed + max over the channels` for each block. Times above `MAX_COST` are clipped to `MAX_COST`.
+    A program without decisions (all scalars) has a Problem of one node with one alternative, which stands for no node.
 
     - `weights`: weight of each channel.
     - `memory_limit`: bytes of one device; None for no limit.
@@ -182,16 +182,16 @@ def _weight(weights: Weights, channel: Channel) -> float:
 
 
 def _picoseconds(seconds: NDArray[np.float64]) -> NDArray[np.int64]:
-    """Convert seconds to whole picoseconds, clipped to `DEAREST`."""
+    """Convert seconds to whole picoseconds, clipped to `MAX_COST`."""
     return np.rint(_at_most(np.asarray(seconds), 1e12) * 1e12).astype(np.int64)
 
 
 def _at_most(costs: NDArray[np.float64], scale: float) -> NDArray[np.float64]:
-    """Clip costs so that `scale` times a cost is at most `DEAREST`; return the same array if none is above.
+    """Clip costs so that `scale` times a cost is at most `MAX_COST`; return the same array if none is above.
 
     Raises `ArithmeticError` for a cost that is not a number.
     """
-    most = DEAREST / max(scale, 1e-300)
+    most = MAX_COST / max(scale, 1e-300)
     if (costs <= most).all():
         return costs
     if np.isnan(costs).any():
@@ -232,7 +232,7 @@ def _least_bytes(graph: OpGraph, nodes: Sequence[Node], kept: Kept) -> int:
 
 def floors(
     program: Program,
-    reading: Reading,
+    reading: AnalysedProgram,
     mesh: Mesh,
     memory_limit: int,
     calibration: Calibration | None = None,
@@ -266,7 +266,7 @@ def floors(
 
 def least_seconds(
     program: Program,
-    reading: Reading,
+    reading: AnalysedProgram,
     mesh: Mesh,
     memory_limit: int,
     calibration: Calibration | None = None,
@@ -277,7 +277,11 @@ def least_seconds(
 
 
 def least_compute(
-    program: Program, reading: Reading, mesh: Mesh, calibration: Calibration | None = None, enough: float = math.inf
+    program: Program,
+    reading: AnalysedProgram,
+    mesh: Mesh,
+    calibration: Calibration | None = None,
+    enough: float = math.inf,
 ) -> float:
     """Return a lower bound on the seconds of matmuls and kernels on a mesh with a stage axis, computed up to `enough`.
 

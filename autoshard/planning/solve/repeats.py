@@ -76,7 +76,7 @@ class Repeats:
         place = {reshard: number for number, reshard in enumerate(linked_reshards(self, weights))}
         directed = _directed(messages.ends)
         values = {key: value for key, value in zip(directed, messages.values, strict=True)}
-        kept = [messages.kept[c] for c in self.of.tolist()]
+        kept = [messages.alternatives[c] for c in self.of.tolist()]
         linked = linked_reshards(model, weights)
         ends = tuple((model.reshards[m].source, model.reshards[m].target) for m in linked)
         lifted = []
@@ -87,7 +87,7 @@ class Repeats:
                 lifted.append(np.zeros(len(kept[other])))
             else:
                 lifted.append(values[int(self.of[node]), place[reshard]] / counts[reshard])
-        return dataclasses.replace(messages, kept=tuple(kept), ends=ends, values=tuple(lifted))
+        return dataclasses.replace(messages, alternatives=tuple(kept), ends=ends, values=tuple(lifted))
 
 
 def _directed(ends: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
@@ -106,7 +106,7 @@ def find_repeats(model: Model, radius: int = RADIUS) -> Repeats | None:
     reshards = [alike(_of_reshard(reshard)) for reshard in model.reshards]
     colours = [alike(_of_node(node)) for node in model.nodes]
     for _ in range(radius):
-        colours = _told(model.reshards, reshards, colours, alike)
+        colours = _refine_colours(model.reshards, reshards, colours, alike)
     colours = _twins_apart(colours, alike)
     seen: dict[int, int] = {}
     of = np.array([seen.setdefault(colour, len(seen)) for colour in colours], dtype=np.int64)
@@ -126,7 +126,7 @@ def _of_node(node: Node) -> Hashable:
     """Return a key of a node's alternatives and prices, without its block and the lifetimes of its memory."""
     time = sorted((what, block >= 0, seconds.tobytes()) for (block, what), seconds in node.time.items())
     memory = tuple((term.kind, term.usage.tobytes()) for term in node.memory)
-    return node.kind, node.states.shape, node.states.tobytes(), node.held.tobytes(), tuple(time), memory
+    return node.kind, node.states.shape, node.states.tobytes(), node.has_memory.tobytes(), tuple(time), memory
 
 
 def _of_reshard(reshard: Reshard) -> Hashable:
@@ -136,7 +136,9 @@ def _of_reshard(reshard: Reshard) -> Hashable:
     return reshard.rows.tobytes(), reshard.columns.tobytes(), tuple(costs), reshard.trips, reshard.overlap, forbidden
 
 
-def _told(reshards: Sequence[Reshard], kinds: Sequence[int], colours: Sequence[int], alike: _Numbers) -> list[int]:
+def _refine_colours(
+    reshards: Sequence[Reshard], kinds: Sequence[int], colours: Sequence[int], alike: _Numbers
+) -> list[int]:
     """Refine the colours of nodes once, by the kinds of their reshards and the colours of their neighbours."""
     around: list[list[tuple[int, bool, int]]] = [[] for _ in colours]
     for reshard, kind in zip(reshards, kinds, strict=True):

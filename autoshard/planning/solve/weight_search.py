@@ -9,8 +9,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from autoshard.base.worker_process import Stopped
-from autoshard.base.workers import Crew
-from autoshard.planning.price.device_memory import roomy_bytes, tight_seconds
+from autoshard.base.workers import WorkerCrew
+from autoshard.planning.price.device_memory import lower_memory_targets, tight_seconds
 from autoshard.planning.price.evaluate import Outcome, evaluate
 from autoshard.planning.solve.mesh_solve import Solved, Terms, first_bound, first_messages, solve_tied, solve_within
 from autoshard.planning.solve.problem_builder import Weights, kept_of, least_bytes
@@ -29,7 +29,7 @@ BASELINES_SHARE = 0.5
 """Share of the time limit that the completion of all baselines may use."""
 ROOMIER_SHARE = 0.15
 """Share of the time limit for the search below one lower peak, if memory is nearly full."""
-TELLING_S = 5e-5
+SEND_S = 5e-5
 """Processor seconds for each op of a program to send its model to a helper process: serialise and deserialise."""
 GOOD_ENOUGH = 1e-3
 """Plan gap below which no further weighting is tried."""
@@ -57,7 +57,7 @@ class Candidate:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Found:
+class SearchResult:
     """Best choice, its certified bound, and all completed baselines."""
 
     best: Candidate
@@ -70,9 +70,9 @@ class Found:
     rounds: int
     weights: Weights
     """Weights of the certified bound."""
-    seen: tuple[Candidate, ...]
+    fitting: tuple[Candidate, ...]
     """Fitting candidates of all weightings, including the best."""
-    free_s: float = 0.0
+    unconstrained_bound_s: float = 0.0
     """Lower bound on the step time of every choice without a memory limit."""
 
 
@@ -83,8 +83,8 @@ def search(
     progress: Callable[[str], None],
     required: Required | None = None,
     known: NDArray[np.int64] | None = None,
-    crew: Crew | None = None,
-) -> Found:
+    crew: WorkerCrew | None = None,
+) -> SearchResult:
     """Search for the best plan within the memory limit that satisfies `required`.
 
     The result is never worse than the best baseline that fits and satisfies `required`, nor than the choices `known`.
@@ -96,7 +96,7 @@ def search(
     - `crew`: helper processes; default: none.
     """
     required = required or Required({}, {})
-    crew = crew or Crew()
+    crew = crew or WorkerCrew()
     start = crew.processor_seconds()
     weights: Weights = normalise(even_weights(model))
     repeats = find_repeats(model)
@@ -110,36 +110,36 @@ def search(
     if known is not None:
         outcome = evaluate(model, known)
         if outcome.peak_bytes <= limits.memory_bytes:
-            fitting.append(judged(model, "known", known, outcome, limits.memory_bytes))
+            fitting.append(evaluated_candidate(model, "known", known, outcome, limits.memory_bytes))
     weighing = Weighing(weights)
     for candidate in fitting:
         weighing.add_choice(candidate.outcome)
-    climb = Climb(model, weighing, min(fitting, key=_rank, default=None), messages, repeats)
+    state = WeightSearch(model, weighing, min(fitting, key=_rank, default=None), messages, repeats)
     left = limits.seconds - (crew.processor_seconds() - start)
-    climb.run(dataclasses.replace(limits, seconds=left), progress, required)
-    if climb.best is None or climb.certified is None:
-        raise Infeasible(climb.certified, completed)
-    if climb.best.tight_s > GOOD_ENOUGH * climb.best.outcome.step_time_s:
+    state.run(dataclasses.replace(limits, seconds=left), progress, required)
+    if state.best is None or state.certified is None:
+        raise Infeasible(state.certified, completed)
+    if state.best.tight_s > GOOD_ENOUGH * state.best.outcome.step_time_s:
         progress("memory is nearly full: looking for plans that need less")
-        for target in roomy_bytes(model.mesh.topology):
+        for target in lower_memory_targets(model.mesh.topology):
             roomier = dataclasses.replace(limits.share(ROOMIER_SHARE), memory_bytes=target)
-            climb.roomier(roomier, required, fitting)
-    best = dataclasses.replace(climb.best, name="plan")
-    return Found(
+            state.search_within(roomier, required, fitting)
+    best = dataclasses.replace(state.best, name="plan")
+    return SearchResult(
         best=best,
-        problem=climb.certified.problem,
-        solution=climb.certified.solution,
+        problem=state.certified.problem,
+        solution=state.certified.solution,
         bound_s=weighing.bound_s,
         baselines=completed,
-        rounds=climb.rounds,
+        rounds=state.rounds,
         weights=weighing.weights,
-        seen=tuple(climb.seen),
-        free_s=climb.free_s,
+        fitting=tuple(state.fitting),
+        unconstrained_bound_s=state.unconstrained_bound_s,
     )
 
 
 @dataclasses.dataclass(slots=True)
-class Climb:
+class WeightSearch:
     """State of one search: repeatedly solve with weights, evaluate the choice, choose new weights."""
 
     model: Model
@@ -151,9 +151,9 @@ class Climb:
     certified: "Solved | None" = None
     """Solution of the weighting with the highest bound."""
     rounds: int = 0
-    seen: "list[Candidate]" = dataclasses.field(default_factory=list)
+    fitting: "list[Candidate]" = dataclasses.field(default_factory=list)
     """Fitting candidates of all weightings."""
-    free_s: float = 0.0
+    unconstrained_bound_s: float = 0.0
     """Lower bound on the step time of every choice without a memory limit."""
 
     def bound_first(self, required: Required, enough_s: float, rounds: int = 1) -> None:
@@ -172,7 +172,7 @@ class Climb:
             bound_s = first.picoseconds * 1e-12
             if bound_s > self.weighing.bound_s:
                 self.messages = first.messages
-            self.free_s = max(self.free_s, bound_s)
+            self.unconstrained_bound_s = max(self.unconstrained_bound_s, bound_s)
             unlimited.add_bound(weights, bound_s)
             self.weighing.add_bound(weights, bound_s)
             if bound_s >= enough_s or first.choices is None:
@@ -185,7 +185,7 @@ class Climb:
                 return
             weights = following
 
-    def roomier(self, limits: Limits, required: Required, known: Sequence[Candidate]) -> None:
+    def search_within(self, limits: Limits, required: Required, known: Sequence[Candidate]) -> None:
         """Replace the best plan by one within tighter limits if that plan is expected to be faster.
 
         `known` are candidates to start from.
@@ -194,7 +194,7 @@ class Climb:
         weights = self.weighing.weights
         candidate = within_memory(self.model, weights, required, limits, known, beat_s, ROUGHLY, self.repeats)
         if candidate is not None:
-            self.seen.append(candidate)
+            self.fitting.append(candidate)
             if self.best is None or _rank(candidate) < _rank(self.best):
                 self.best = candidate
 
@@ -234,7 +234,7 @@ class Climb:
             if stop is not None and stop.is_set():
                 raise Stopped
             self.messages = solved.messages
-            self.free_s = max(self.free_s, solved.free * 1e-12)
+            self.unconstrained_bound_s = max(self.unconstrained_bound_s, solved.unconstrained_bound * 1e-12)
             lower_s = solved.solution.lower_bound * 1e-12
             if room == limits.memory_bytes:  # a bound under less memory does not hold for the limit
                 if lower_s > weighing.bound_s or self.certified is None:
@@ -248,7 +248,7 @@ class Climb:
                 continue
             if candidate.fits:
                 candidate = dataclasses.replace(candidate, weights=weights)
-                self.seen.append(candidate)
+                self.fitting.append(candidate)
                 weighing.add_choice(candidate.outcome)
                 if self.best is None or _rank(candidate) < _rank(self.best):
                     self.best = candidate
@@ -292,9 +292,9 @@ def within_memory(
     weighing = Weighing(weights)
     for each in fitting:
         weighing.add_choice(each.outcome)
-    climb = Climb(model, weighing, min(fitting, key=_rank, default=None), repeats=repeats)
-    climb.run(limits, lambda line: None, required, beat_s, good_enough)
-    return None if climb.best is None else dataclasses.replace(climb.best, name=f"memory {share:.0%}", weights=None)
+    state = WeightSearch(model, weighing, min(fitting, key=_rank, default=None), repeats=repeats)
+    state.run(limits, lambda line: None, required, beat_s, good_enough)
+    return None if state.best is None else dataclasses.replace(state.best, name=f"memory {share:.0%}", weights=None)
 
 
 class Infeasible(Exception):
@@ -344,7 +344,7 @@ class Completing:
 
 
 def complete_all(
-    completing: Completing, baselines: Sequence[Baseline], until: float, crew: Crew
+    completing: Completing, baselines: Sequence[Baseline], until: float, crew: WorkerCrew
 ) -> dict[str, Candidate]:
     """Complete all baselines; return those that can be, by name.
 
@@ -358,7 +358,7 @@ def complete_all(
     began = crew.processor_seconds()
     completed = [completing.complete(*arguments(each)) for each in baselines[:1]]
     left = (len(baselines) - 1) * (crew.processor_seconds() - began)
-    if left > 2 * TELLING_S * len(completing.model.graph.ops):
+    if left > 2 * SEND_S * len(completing.model.graph.ops):
         crew.share("completing", completing)
         completed += crew.map(completing.complete, baselines[1:], arguments)
     else:
@@ -384,10 +384,12 @@ def make_candidate(model: Model, name: str, solved: Solved, memory_limit: int) -
             f"memory from specs is {outcome.solved_bytes} bytes but the solved problem says "
             f"{checked.peak_usage + model.fixed_bytes}: the plan cannot be trusted"
         )
-    return judged(model, name, choices, outcome, memory_limit)
+    return evaluated_candidate(model, name, choices, outcome, memory_limit)
 
 
-def judged(model: Model, name: str, choices: NDArray[np.int64], outcome: Outcome, memory_limit: int) -> Candidate:
+def evaluated_candidate(
+    model: Model, name: str, choices: NDArray[np.int64], outcome: Outcome, memory_limit: int
+) -> Candidate:
     """Return a choice with its true outcome as a candidate.
 
     - `outcome`: evaluation of the choices.

@@ -176,7 +176,7 @@ def split_by_group(
     return {}
 
 
-def held(model: Model, name: str, arguments: Mapping[int, Assignment]) -> Baseline | None:
+def argument_baseline(model: Model, name: str, arguments: Mapping[int, Assignment]) -> Baseline | None:
     """Build a baseline from specs of arguments only; the results that replace them have the same specs.
 
     The solver decides everything else. None if a tensor has no such spec.

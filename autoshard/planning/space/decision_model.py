@@ -40,7 +40,7 @@ class Residency:
 
     def __init__(self, graph: OpGraph, liveness: Liveness, chip: Chip) -> None:
         self.graph = graph
-        self.taken_over_own = liveness.computed
+        self.taken_over_own = liveness.fused_operand_ratios
         self.stored_over_own = {
             source: graph.tensors[tensor].bytes / graph.tensors[source].bytes
             for source, tensor in liveness.stores.items()
@@ -93,11 +93,11 @@ class Residency:
             return local
         return np.where(local <= self.share[tensor] * self.graph.tensors[tensor].bytes, local / self.ratio, local)
 
-    def taken_besides(self, tensor: int, local_bytes: ArrayLike) -> NDArray[np.float64]:
+    def fused_operand_bytes(self, tensor: int, local_bytes: ArrayLike) -> NDArray[np.float64]:
         """Return the bytes, beyond its operand's own, that a matmul reads to compute a fused operand."""
         return self.streamed(tensor, local_bytes) * (self.taken_over_own.get(tensor, 1.0) - 1.0)
 
-    def left(self, tensor: int, local_bytes: ArrayLike) -> NDArray[np.float64]:
+    def stored_bytes(self, tensor: int, local_bytes: ArrayLike) -> NDArray[np.float64]:
         """Return the `streamed` bytes that a matmul stores for a result.
 
         If its kernel goes on with the result in an epilogue, these are the bytes of the tensor that is stored instead.
@@ -123,7 +123,7 @@ def _candidates(graph: OpGraph, liveness: Liveness) -> Iterator[tuple[int, int, 
         if tensor not in excluded and record.producer >= 0:
             yield record.elements * liveness.itemsize(graph, (tensor, start, stop)), tensor, start, stop
     for softmax in liveness.softmaxes:
-        for tensor, start, stop, width in softmax.whole.buffers:
+        for tensor, start, stop, width in softmax.fused.buffers:
             if tensor not in excluded:
                 yield graph.tensors[tensor].elements * width, tensor, start, stop
 
@@ -157,7 +157,7 @@ class Node:
     """Id of the cluster, op or tensor."""
     states: States
     """Alternatives: the cluster factor, op factor or tensor dim that each mesh axis splits, [states, axes]."""
-    held: NDArray[np.bool_]
+    has_memory: NDArray[np.bool_]
     """For a copy, a mask of the alternatives with memory of their own; True for other nodes."""
     time: dict[Channel, Seconds]
     memory: tuple[MemoryTerm, ...]
@@ -200,10 +200,10 @@ class Path:
 
     shape: tuple[int, ...]
     """Dims of the tensor at the source."""
-    held: States
+    source_dims: States
     """States of the source, over the tensor's dims."""
-    kept: States
-    """`held` without the axes that the op between cannot pass on; these axes are gathered first."""
+    passed_dims: States
+    """`source_dims` without the axes that the op between cannot pass on; these axes are gathered first."""
     factors: tuple[int, ...]
     """Sizes that `source` and `target` refer to: of factors that the op between passes on, or of the tensor's dims."""
     source: States
@@ -216,7 +216,7 @@ class Path:
 
     def contents(self) -> tuple[object, ...]:
         """Return a key that is equal for equal paths."""
-        states = (self.held, self.kept, self.source, self.target)
+        states = (self.source_dims, self.passed_dims, self.source, self.target)
         sizes = (self.shape, self.factors, self.itemsize, self.reduce_itemsize, self.collected)
         return (*sizes, *((each.shape, each.tobytes()) for each in states))
 
@@ -257,7 +257,7 @@ class Model:
     """Node of the copy of a tensor in a block, by (tensor, block)."""
     fixed_bytes: int
     """Bytes that no choice changes (scalars)."""
-    taken_back: frozenset[int]
+    credited_tensors: frozenset[int]
     """Tensors whose bytes softmaxes subtract from adjacent matmuls; cached, since every evaluation needs them."""
 
     @property

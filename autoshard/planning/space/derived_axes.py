@@ -31,14 +31,14 @@ class AxisParts:
     mesh: Mesh
     axis: int
     """Number of the axis in `original`, and of its outer part in `mesh`; the inner part is the next axis."""
-    dim: int
+    part: int
     """Size of the outer part, which divides the dim that motivates the cut."""
     group_sizes: dict[int, int]
     """Size that an axis must divide to split a dim group evenly, by group."""
     of_factor: dict[tuple[int, int], int]
     """Dim group by (cluster, factor)."""
 
-    def apart(self, states: States, sizes: list[int]) -> NDArray[np.bool_]:
+    def allowed_states(self, states: States, sizes: list[int]) -> NDArray[np.bool_]:
         """Return a mask of the allowed states; `sizes` has for each dim the size that axes must divide.
 
         Both parts split the same dim, as the axis would, unless one of them splits a dim that the whole axis cannot.
@@ -71,7 +71,7 @@ class AxisParts:
         converted = []
         for old, new, choice in zip(before.nodes, after.nodes, choices.tolist(), strict=True):
             state = self.expand(old.states[choice : choice + 1])
-            rows = np.flatnonzero((new.states == state).all(axis=1) & (new.held == old.held[choice]))
+            rows = np.flatnonzero((new.states == state).all(axis=1) & (new.has_memory == old.has_memory[choice]))
             if not len(rows):
                 return None
             converted.append(int(rows[0]))
@@ -118,7 +118,7 @@ def _of_call(rule: Rule, call: Opaque) -> set[int]:
     """Return the factors that split a call into many equal ones; tables of a mask may lack them."""
     minor = {f for dims in (*rule.operands, *rule.results) for dim in dims for f in dim[1:]}
     even = {f for f, kind in enumerate(rule.kinds) if kind is FactorKind.PARALLEL}
-    return even - minor - {factor for factor, _ in call.sloping}
+    return even - minor - {factor for factor, _ in call.triangular}
 
 
 def refine(mesh: Mesh, groups: Groups, axis: int, part: int) -> AxisParts:

@@ -13,7 +13,7 @@ from autoshard.planning.space.baselines import (
     Baseline,
     Stream,
     allow_factors,
-    held,
+    argument_baseline,
     restricted,
     split_by_group,
     split_parameters,
@@ -121,7 +121,7 @@ def stationary(
             if by_batch and not divides:
                 return None
             parameters[p] = {dim: tuple(axes)} if divides else {}
-    return held(model, name, parameters)
+    return argument_baseline(model, name, parameters)
 
 
 def _expert_groups(model: Model, groups: Groups, count: int) -> set[int]:

@@ -100,9 +100,9 @@ def heavy_seconds(
         traffic = local * ratio * record.itemsize
         if number < len(operands):
             size = size + residency.streamed(tensor, traffic)
-            fused = fused + residency.taken_besides(tensor, traffic)
+            fused = fused + residency.fused_operand_bytes(tensor, traffic)
         else:
-            size = size + residency.left(tensor, traffic)
+            size = size + residency.stored_bytes(tensor, traffic)
     if op.kind == "gather" and op.rule is not None:
         size = size + _burst_waste(graph, op, states, axes, compute)
     size = size + relaid_bytes(graph, op, states, axes, compute.topology.backend)
@@ -136,12 +136,12 @@ def heavy_seconds(
         if not further:
             return once
         flops = 2.0 * m * n * k * batch * further
-        return once + compute.again_seconds(flops, dtype, compute.matmul_efficiency(m, n, k, batch))
+        return once + compute.extra_pass_seconds(flops, dtype, compute.matmul_efficiency(m, n, k, batch))
     size = size + fused
     factors = [max(1, n) for n in op.rule.sizes]  # a call may have empty results
     share = local_elements(states, factors, axes) / math.prod(factors)
     steps = op.steps * share
-    for factor, blocks in op.sloping:
+    for factor, blocks in op.triangular:
         share = share * _most_of_slope(states, factor, axes, blocks)
     if op.kind in MATMULS:
         head, value_head = op.rule.sizes[5:7]
@@ -161,7 +161,7 @@ def heavy_seconds(
     efficiency = _convolution_efficiency(graph, op, states, axes, compute) if op.kind == "convolution" else None
     busy = compute.op_seconds(op.flops * share, size, dtype, efficiency)
     if further:
-        busy = busy + compute.again_seconds(op.flops * share * further, dtype, efficiency)
+        busy = busy + compute.extra_pass_seconds(op.flops * share * further, dtype, efficiency)
     return busy + compute.step_seconds(steps) if op.steps else busy
 
 
@@ -215,9 +215,9 @@ def _most_of_slope(states: States, factor: int, axes: Sequence[int], blocks: int
 
 
 def _busiest(op: Op, states: States) -> Seconds:
-    """Return the work of the busiest shard of an opaque call over the mean (`Opaque.uneven`), [states]."""
+    """Return the work of the busiest shard of an opaque call over the mean (`Opaque.imbalance`), [states]."""
     ratio = np.ones(len(states))
-    for factor, times in op.opaque.uneven if op.opaque is not None else ():
+    for factor, times in op.opaque.imbalance if op.opaque is not None else ():
         ratio = np.where((states == factor).any(axis=1), ratio * times, ratio)
     return ratio
 
@@ -327,7 +327,7 @@ def ragged_exchanges(
     rows = graph.tensors[op.operands[0]]
     size = local_elements(factor_states(states, op.rule.operands[0]), rows.shape, axes) * rows.itemsize
     if not collectives.mesh.topology.traits.shares_machine:
-        size = size * min(1.0, op.opaque.sent * dict(op.opaque.uneven).get(_EXCHANGED, 1.0))
+        size = size * min(1.0, op.opaque.sent_share * dict(op.opaque.imbalance).get(_EXCHANGED, 1.0))
     on_axes = states == _EXCHANGED
     exchanges = []
     for axis_mask in np.unique(on_axes, axis=0):

@@ -55,7 +55,7 @@ Gathers have a figure of their own, permutes are asynchronous everywhere, and ot
 """
 
 
-def columns_beside(op: Op, side: int, states: States, axes: Sequence[int]) -> NDArray[np.float64]:
+def macs_per_element(op: Op, side: int, states: States, axes: Sequence[int]) -> NDArray[np.float64]:
     """Return the multiply-adds of a local dot for each element of one of its tensors, [states].
 
     For an operand this is the number of columns of the other operand; for the result it is the contracted size. XLA

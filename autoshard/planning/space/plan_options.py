@@ -65,12 +65,12 @@ class Options:
     """Largest number of plans to offer, the chosen plan first."""
 
 
-def read_options(topology: str, said: PlanOptions) -> Options:
+def read_options(topology: str, user_options: PlanOptions) -> Options:
     """Convert the options that a user wrote into a record, with defaults for absent ones.
 
     Raises `UserError` for demands that cannot be read, and `TypeError` for an option that does not exist.
     """
-    options: dict[str, Any] = dict(said)
+    options: dict[str, Any] = dict(user_options)
     if unknown := sorted(set(options) - PlanOptions.__annotations__.keys()):
         names = ", ".join(sorted(PlanOptions.__annotations__))
         raise TypeError(f"there is no option {unknown[0]!r}; the options of a plan are topology, {names}")

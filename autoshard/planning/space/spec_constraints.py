@@ -69,7 +69,7 @@ def program_demands(graph: OpGraph, structure: Structure, mesh: Mesh) -> list[De
 def _demand(graph: OpGraph, constraint: Constraint, mesh: Mesh) -> Demand:
     """Return the demand of one constraint."""
     sharding, shape = constraint.sharding, graph.tensors[constraint.tensor].shape
-    uses = [*sharding.dims, sharding.whole, sharding.unreduced]
+    uses = [*sharding.dims, sharding.replicated, sharding.unreduced]
     for use in (use for dim in uses for use in dim):
         _check_axis(use, constraint.where, mesh)
     if sharding.unreduced:
@@ -81,7 +81,7 @@ def _demand(graph: OpGraph, constraint: Constraint, mesh: Mesh) -> Demand:
     if sharding.tiles:
         dims = tiled_axes(sharding.tiles, len(shape), mesh, constraint.where)
     dims = checked_dims(constraint.where, shape, dims, mesh)
-    never = axis_numbers(mesh, (use.name for use in sharding.whole))
+    never = axis_numbers(mesh, (use.name for use in sharding.replicated))
     return Demand(constraint.tensor, dims, sharding.open, never, constraint.where)
 
 
@@ -186,7 +186,7 @@ def check_regions(graph: OpGraph, mesh: Mesh) -> None:
             )
 
 
-def said_by_program(graph: OpGraph) -> list[str]:
+def program_constraint_lines(graph: OpGraph) -> list[str]:
     """Return one line for each spec that the program fixes, in order and without duplicates."""
     lines = [f"{c.where}: {_spec(graph, c)}" for c in graph.constraints]
     lines += [f"{r.where}: by hand over {', '.join(r.axes)}" for r in graph.regions]

@@ -38,7 +38,7 @@ class Pinned:
 
     pattern: str
     dims: tuple[tuple[str, ...] | None, ...]
-    said: str
+    flag: str
     sizes: tuple[int | None, ...] | None = None
     """Sizes of the dims if the pin states them; None for a dim whose size is not stated."""
     more: bool = False
@@ -60,7 +60,7 @@ class Asked:
     @property
     def lines(self) -> list[str]:
         """Demands as options of the command line."""
-        lines = [pin.said for pin in self.pins]
+        lines = [pin.flag for pin in self.pins]
         lines += [f"--replicate {pattern}" for pattern in self.replicate]
         lines += [f"--forbid {pattern}={','.join(axes)}" for pattern, axes in self.forbid]
         return lines + [f"--axis-only {axis}={','.join(names)}" for axis, names in self.axis_only]
@@ -210,7 +210,7 @@ def require(model: Model, groups: Groups, asked: Asked) -> Required:
     """
     all_demands = _Requirements(model, groups)
     for pin in asked.pins:
-        for name, tensor in all_demands.matching(pin.pattern, pin.said):
+        for name, tensor in all_demands.matching(pin.pattern, pin.flag):
             all_demands.add(name, all_demands.pin(pin, name, tensor))
     for pattern in asked.replicate:
         option = f"--replicate {pattern}"
@@ -235,19 +235,19 @@ def require_lines(model: Model, groups: Groups, lines: Iterable[str]) -> Require
 def check_axes(asked: Asked, mesh: Mesh) -> None:
     """Refuse an axis that the mesh does not have, before there is a model. Raises `UserError` then."""
     for pin in asked.pins:
-        _known_axes([axis for axes in pin.dims for axis in axes or ()], pin.said, mesh)
+        _known_axes([axis for axes in pin.dims for axis in axes or ()], pin.flag, mesh)
     for pattern, axes in asked.forbid:
         _known_axes(axes, f"--forbid {pattern}={','.join(axes)}", mesh)
     for axis, names in asked.axis_only:
         _known_axes([axis], f"--axis-only {axis}={','.join(names)}", mesh)
 
 
-def _known_axes(names: Iterable[str], said: str, mesh: Mesh) -> tuple[int, ...]:
+def _known_axes(names: Iterable[str], flag: str, mesh: Mesh) -> tuple[int, ...]:
     """Convert names of axes to numbers. Raises `UserError` for an axis that the mesh does not have."""
     for name in names:
         if name not in mesh.names:
             raise UserError(
-                f"{said} names the axis `{name}`, but the mesh has {mesh_text(mesh)}: use one of these, or another "
+                f"{flag} names the axis `{name}`, but the mesh has {mesh_text(mesh)}: use one of these, or another "
                 "--mesh."
             )
     return tuple(mesh.names.index(name) for name in names)
@@ -260,7 +260,7 @@ class _Requirements:
         self.model, self.groups = model, groups
         self.allowed: dict[int, NDArray[np.bool_]] = {}
         self.pinned: dict[str, str] = {}
-        self.made: dict[int, list[tuple[str, Demand]]] = {}
+        self.demands: dict[int, list[tuple[str, Demand]]] = {}
         program, graph = model.program, model.graph
         self.tensors = {a.name: t for a, t in zip(program.arguments, graph.arguments, strict=True)}
         self.state = {a.name for a in program.arguments if a.role is Role.OPTIMIZER_STATE}
@@ -268,7 +268,7 @@ class _Requirements:
             self.tensors.setdefault(result.name, tensor)
         self.shapes = {value.name: value.shape for value in (*program.results, *program.arguments)}
 
-    def matching(self, pattern: str, said: str) -> list[tuple[str, int]]:
+    def matching(self, pattern: str, flag: str) -> list[tuple[str, int]]:
         """Return the names and tensors that a pattern matches.
 
         A part of a name does not match the optimizer state of a parameter if it matches the parameter.
@@ -279,12 +279,12 @@ class _Requirements:
             matches = [n for n in self.tensors if fnmatch.fnmatchcase(n, f"*.{pattern}")]
             matches = [n for n in matches if n not in self.state] or matches
         if not matches:
-            raise UserError(f"{said} matches no argument or result of the program; {near_names(pattern, self.tensors)}")
+            raise UserError(f"{flag} matches no argument or result of the program; {near_names(pattern, self.tensors)}")
         return [(name, self.tensors[name]) for name in matches]
 
-    def axes(self, names: Iterable[str], said: str) -> tuple[int, ...]:
+    def axes(self, names: Iterable[str], flag: str) -> tuple[int, ...]:
         """Convert names of axes to numbers."""
-        return _known_axes(names, said, self.model.mesh)
+        return _known_axes(names, flag, self.model.mesh)
 
     def pin(self, pin: Pinned, name: str, tensor: int) -> Demand:
         """Return the demand of a pin on one tensor. Raises `UserError` if the dims or their sizes do not match."""
@@ -295,22 +295,22 @@ class _Requirements:
         if missing < 0 or missing > stacked:
             more = f" after the {stacked} of the stack of layers" if stacked else ""
             raise UserError(
-                f"{pin.said} has {len(pin.dims)} dims, but {name} of shape {list(shape)} has {len(shape) - stacked}"
+                f"{pin.flag} has {len(pin.dims)} dims, but {name} of shape {list(shape)} has {len(shape) - stacked}"
                 f"{more}: write an entry for each, None for a whole dim, ? for one that is left free, or ... for all "
                 "further dims, which are whole."
             )
         for size, own in zip(pin.sizes or (), shape[missing:], strict=False):
             if size not in (None, own):
                 raise UserError(
-                    f"{pin.said} is for a dim of {size}, but {name} of shape {list(shape)} has {own} there: write its "
+                    f"{pin.flag} is for a dim of {size}, but {name} of shape {list(shape)} has {own} there: write its "
                     "own sizes, or * for any."
                 )
         words = len(self.model.graph.tensors[tensor].shape) - len(shape)
         entries = ((),) * missing + pin.dims + ((),) * rest
-        dims = tuple(() if entry is None else self.axes(entry, pin.said) for entry in entries)
-        dims = checked_dims(f"{pin.said} ({name})", shape, dims, self.model.mesh)
+        dims = tuple(() if entry is None else self.axes(entry, pin.flag) for entry in entries)
+        dims = checked_dims(f"{pin.flag} ({name})", shape, dims, self.model.mesh)
         is_open = tuple(entry is None for entry in entries)
-        return Demand(tensor, (*dims, *((),) * words), (*is_open, *(False,) * words), (), pin.said)
+        return Demand(tensor, (*dims, *((),) * words), (*is_open, *(False,) * words), (), pin.flag)
 
     def stacked(self, name: str, tensor: int) -> int:
         """Return the number of leading dims that stack layers, which no axis splits."""
@@ -341,12 +341,12 @@ class _Requirements:
         combined = mask & self.allowed.get(node, np.ones(len(states), dtype=bool))
         if not combined.any():
             other, earlier = next(
-                ((n, d) for n, d in self.made[node] if not (mask & allowed_states(structure, states, d)).any()),
-                self.made[node][0],
+                ((n, d) for n, d in self.demands[node] if not (mask & allowed_states(structure, states, d)).any()),
+                self.demands[node][0],
             )
             shared_spec = "" if other == name else f", since {name} and {other} share one spec"
             raise UserError(f"{demand.why} contradicts {earlier.why}{shared_spec}: leave one of them out.")
-        self.made.setdefault(node, []).append((name, demand))
+        self.demands.setdefault(node, []).append((name, demand))
         self.allowed[node] = combined
 
     def obstacle(self, cluster: int, demand: Demand) -> str:
@@ -381,7 +381,7 @@ class _Requirements:
             mask = np.isin(node.states[:, number], [WHOLE, *allowed_factors])
             mask &= self.allowed.get(position, mask)
             if not mask.any():
-                earlier = self.made.get(position)
+                earlier = self.demands.get(position)
                 why = f"contradicts {earlier[0][1].why}" if earlier else f"cannot hold for {node.name}"
                 raise UserError(f"{option} {why}: leave one of them out.")
             self.allowed[position] = mask

@@ -128,7 +128,7 @@ def cut_memory(
     """Return the bytes of one device for each stage of a cut."""
     made = made or cut_timetable(costs, schedule, begins)
     runs = list(zip(begins, [*begins[1:], len(costs.forward_s)], strict=True))
-    saved_bytes = made.held([float(costs.kept_bytes[i, j]) for i, j in runs])
+    saved_bytes = made.peak_bytes([float(costs.kept_bytes[i, j]) for i, j in runs])
     stage_bytes = []
     for stage in range(schedule.stages):
         own = runs[stage :: schedule.stages]
@@ -157,7 +157,7 @@ class _Search:
         self.memory: tuple[float, ...] = ()
         self.tried = 0
         self.seen: set[tuple[int, ...]] = set()
-        self.rest = self._rest()
+        self.rest = self._completion_bounds()
 
     def run(self) -> Cut:
         """Return the best cut; raise `NoCutError` if there is none."""
@@ -179,7 +179,7 @@ class _Search:
                 self._leaf(begins)
                 continue
             for end in self._ends(begins):
-                child_bound = max(self._taken(begins, end), float(self.rest[len(begins)][end]), least)
+                child_bound = max(self._finished_chunk_bound(begins, end), float(self.rest[len(begins)][end]), least)
                 if child_bound < self.best[0] and math.isfinite(child_bound):
                     heapq.heappush(heap, (child_bound, -len(begins), next(ticket), (*begins, end)))
         step, begins = self.best
@@ -227,11 +227,11 @@ class _Search:
         self.best, self.memory = (step, begins), memory
         return True
 
-    def _taken(self, begins: tuple[int, ...], end: int) -> float:
+    def _finished_chunk_bound(self, begins: tuple[int, ...], end: int) -> float:
         """Return a lower bound of the step in seconds from its last finished chunk, [begins[-1], end)."""
         chunk = len(begins) - 1
         if self.schedule.rounds == 1:
-            return float(self._stage(chunk, begins[-1], np.array([end]))[0])
+            return float(self._stage_bound(chunk, begins[-1], np.array([end]))[0])
         if not self.costs.may_be(begins[-1], end):
             return math.inf
         stage, stages = chunk % self.schedule.stages, self.schedule.stages
@@ -245,7 +245,7 @@ class _Search:
             self.forward[begins[stage]] + stage * self.hand + self.schedule.microbatches * work + max(after, update)
         )
 
-    def _stage(self, stage: int, first: int, ends: NDArray[np.int64]) -> Floats:
+    def _stage_bound(self, stage: int, first: int, ends: NDArray[np.int64]) -> Floats:
         """Return a lower bound of the step in seconds from a stage of segments [first, end), for each end.
 
         The bound is infinite if the stage does not fit or may not be a chunk. It holds for schedules of one round only.
@@ -274,7 +274,7 @@ class _Search:
             bound_s[self.costs.forbidden[first, ends]] = math.inf
         return bound_s
 
-    def _rest(self) -> list[Floats]:
+    def _completion_bounds(self) -> list[Floats]:
         """Return, for each chunk and each segment with which it may begin, a lower bound from it and all later chunks.
 
         The bounds are in seconds of a step, one array [K + 1] for each chunk.
@@ -293,6 +293,6 @@ class _Search:
             for first in begins if chunk else [0]:
                 after = ends[ends > first]
                 if len(after):
-                    both = np.maximum(self._stage(chunk, first, after), rest[chunk + 1][after])
+                    both = np.maximum(self._stage_bound(chunk, first, after), rest[chunk + 1][after])
                     rest[chunk][first] = both.min()
         return rest

@@ -8,7 +8,7 @@ from typing import Any
 from autoshard.base.units import format_bytes
 from autoshard.cost import Schedule, Topology, make_schedule, parse_mesh
 from autoshard.errors import InfeasibleError, UserError
-from autoshard.planning.price.analysed_program import price_again, read_program
+from autoshard.planning.price.analysed_program import analyse_program, reprice
 from autoshard.planning.record.plan_parts import Timeline
 from autoshard.planning.record.plan_record import Plan
 from autoshard.planning.space.decision_model import Model
@@ -122,26 +122,27 @@ class StageSearch:
         self,
         make: Callable[..., Program],
         sharded: Callable[[Program, Options], Plan],
-        said: Mapping[str, Any],
+        user_options: Mapping[str, Any],
         options: Options,
         progress: Callable[[str], None],
     ) -> None:
         """Create a search.
 
-        - `make`: `make(**more)` opens the program with the options in `said`, except those of stages, and with `more`.
+        - `make`: `make(**more)` opens the program with the options in `user_options`, except those of stages, and with
+          `more`.
         - `sharded`: `sharded(program, options)` plans one program.
-        - `said`: the user's options of the source.
+        - `user_options`: the user's options of the source.
         - `options`: options of planning.
         - `progress`: receives lines of progress.
 
         Raises `UserError` for impossible stages, and for several candidates.
         """
-        self.asked, topology = read_stages(said, options.topology), Topology.parse(options.topology)
+        self.asked, topology = read_stages(user_options, options.topology), Topology.parse(options.topology)
         if options.candidates > 1:
             raise UserError(
                 f"{options.candidates} candidates are asked for, but a program for each stage has one plan."
             )
-        self.make, self.sharded, self.said, self.options = make, sharded, said, options
+        self.make, self.sharded, self.user_options, self.options = make, sharded, user_options, options
         self.topology, self.progress = topology, progress
         self.limit = topology.usable_bytes if options.memory_limit is None else options.memory_limit
         self.best: _Found | None = None
@@ -207,13 +208,13 @@ class StageSearch:
                     f"modules of {program.name} that one may begin with; use fewer stages."
                 )
         share = stages
-        reading = read_program(program, self.topology.backend)
+        reading = analyse_program(program, self.topology.backend)
         while schedules:
             try:
                 plan = self._sharded(program, stages, share)
             except InfeasibleError:  # if all stages together do not fit, no cut does
                 break
-            model, choices = price_again(plan, program, reading)
+            model, choices = reprice(plan, program, reading)
             prices = segment_prices(model, choices, segments.may_cut, AXIS, count)
             refused = []
             for schedule in schedules:
@@ -248,7 +249,7 @@ class StageSearch:
         """Return the program with one microbatch of its batch; raise `NotDividedError` if the number does not divide
         it.
         """
-        batch = self.said.get("batch")
+        batch = self.user_options.get("batch")
         if not isinstance(batch, int):
             return self.make()
         if batch % count:
@@ -320,7 +321,7 @@ class StageSearch:
         if source is not None:
             stages, count = found.schedule.stages, found.schedule.microbatches
             parts = {"stages": stages, "microbatches": count, "schedule": str(found.schedule)}
-            batch = {"batch": self.said["batch"]} if isinstance(self.said.get("batch"), int) else {}
+            batch = {"batch": self.user_options["batch"]} if isinstance(self.user_options.get("batch"), int) else {}
             origin["source"] = source | {"options": {**source["options"], **batch, **parts}}
         others = sorted(self.tried, key=lambda row: (row["step_time_s"] is None, row["step_time_s"] or 0.0))
         words = [line for line in plan.words if AXIS not in line]

@@ -25,20 +25,20 @@ class Padding:
         record = self.graph.tensors[tensor]
         if not self.tiled or len(record.shape) < 2:
             return np.ones(len(states))
-        outer, in_order = self.lies(tensor)
+        outer, in_order = self.tile_layout(tensor)
         key = (record.shape, self._itemsize(tensor), outer, in_order, tuple(axes), states.shape, states.tobytes())
         if key not in self._known:
             local = local_sizes(states, record.shape, axes)
             self._known[key] = tile_padding(local, self._itemsize(tensor), outer, in_order)
         return self._known[key]
 
-    def held(self, tensor: int, local: Sequence[int], itemsize: int) -> int:
+    def shard_bytes(self, tensor: int, local: Sequence[int], itemsize: int) -> int:
         """Return the padded bytes of a tensor's shard.
 
         - `local`: dims of the shard.
         - `itemsize`: bytes of an element of the shard.
         """
-        outer, in_order = self.lies(tensor)
+        outer, in_order = self.tile_layout(tensor)
         key = (*local, itemsize, self._itemsize(tensor), outer, in_order)
         if key not in self._held:
             size = float(np.prod(local, dtype=np.float64)) * itemsize
@@ -48,7 +48,7 @@ class Padding:
             self._held[key] = int(np.rint(size))
         return self._held[key]
 
-    def lies(self, tensor: int) -> tuple[tuple[int, ...], bool]:
+    def tile_layout(self, tensor: int) -> tuple[tuple[int, ...], bool]:
         """Return the tensor's dims outside tiles, and True if its matrices retain the order of their dims."""
         return self.outer.get(tensor, ()), tensor in self.in_order
 
@@ -156,7 +156,7 @@ def cumulative_copies(graph: OpGraph, op: Op, backend: str) -> int:
     return 2 if along[0] == len(first.shape) - 1 else 1
 
 
-AS_IT_IS = 32
+MAX_UNPADDED_COLUMNS = 32
 """Largest number of columns of a table that a gather reads in its stored layout: 32 was observed, 64 was not."""
 
 
@@ -175,7 +175,7 @@ def table_of(graph: OpGraph, op: Op, backend: str) -> int | None:
 
 def padded_bytes(kind: str, shape: Sequence[int], itemsize: int) -> int:
     """Return the bytes of the padded copy of a table's shard in a `gather` or `scatter`; 0 if there is no copy."""
-    if shape[1] % LANES == 0 or (kind == "gather" and shape[1] <= AS_IT_IS):
+    if shape[1] % LANES == 0 or (kind == "gather" and shape[1] <= MAX_UNPADDED_COLUMNS):
         return 0
     return shard_bytes(shape, itemsize, tiled=True)
 

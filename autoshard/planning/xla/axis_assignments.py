@@ -281,7 +281,7 @@ def waves(
 
     moved = (f >= 0) & (t >= 0) & (f != t)
     gathered = (f >= 0) & (t == WHOLE)
-    gather, whole, joint, swaps = mask(gathered), *_tangled(f, t, moved, gathered)
+    gather, whole, joint, swaps = mask(gathered), *_conflicts(f, t, moved, gathered)
     local = local / parts[np.where((gather == 0) & ~whole, mask((f == WHOLE) & (t >= 0)), 0)]
     add("collective-permute", np.where((swaps > 0) & ~whole, swaps | 1 << (count - 1), 0), itemsize)
     everything = np.where(whole, mask(np.broadcast_to(f >= 0, (*pairs, count))), gather)
@@ -307,7 +307,7 @@ def extents(states: States, sizes: Sequence[int], axis_sizes: Sequence[int]) -> 
     return (sizes[-1] if sizes else 1) / parts
 
 
-def _tangled(
+def _conflicts(
     f: States, t: States, moved: NDArray[np.bool_], gathered: NDArray[np.bool_]
 ) -> tuple[NDArray[np.bool_], NDArray[np.bool_], Bits]:
     """Return the pairs that gather everything, the pairs whose moves are one, and the axes that need a permute.

@@ -148,7 +148,7 @@ def _sum(rules, f, t, last, minor, local, item, steps):
 
 
 @njit(cache=True, nogil=True, inline="always")
-def _tangled(f, t, moved, gathered):
+def _conflicts(f, t, moved, gathered):
     """Return True if the pair gathers everything, True if its moves are one, and the axes that need a permute.
 
     The axes are a set of bits.
@@ -200,7 +200,7 @@ def _steps(rules, f, t, summed, shared, dims, minor, local, sizes, steps):
             sliced |= 1 << axis
     whole, joint, swaps = False, False, 0
     if changed and shared:  # otherwise no two moves interact
-        whole, joint, swaps = _tangled(f, t, moved, gathered)
+        whole, joint, swaps = _conflicts(f, t, moved, gathered)
     if gathered == 0 and not whole:
         local /= rules.parts[sliced]
     if swaps > 0 and not whole:

@@ -191,7 +191,7 @@ MASKS: dict[str, Callable[[dict[str, tuple[int, ...]], Any], Any]] = {
 """Argument -> function of the media's shapes and the configuration that returns masks or sizes; None for no value."""
 
 
-def beside_data(
+def further_data_shapes(
     names: set[str], config: Any, batch: int, seq: int | None
 ) -> tuple[dict[str, tuple[int, ...]], dict[str, tuple[int, ...]]]:
     """Return the shapes of a model's further inputs: ids, and floats; `seq` is None without a text."""
@@ -215,7 +215,7 @@ def beside_data(
     return ids, floats
 
 
-def beside_text(names: set[str], config: Any, size: tuple[int, int], masks: bool) -> dict[str, Any]:
+def further_text_inputs(names: set[str], config: Any, size: tuple[int, int], masks: bool) -> dict[str, Any]:
     """Return a text model's further inputs for sequences of `size` [B, S], as numpy arrays.
 
     With `masks` they include masks that hide no token.

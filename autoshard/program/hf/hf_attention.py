@@ -10,7 +10,7 @@ import re
 import sys
 from typing import Any
 
-from autoshard.program.kernels.cached_keys import held_by, query_position
+from autoshard.program.kernels.cached_keys import query_position, stacks_of
 from autoshard.program.kernels.dot_attention import attend
 from autoshard.program.torch_ops.torchax_environment import environment
 
@@ -46,7 +46,7 @@ def hf_attention(
         if attention_mask is None and causal and query.shape[2] > 1:
             attention_mask = _added_mask(query, key)
         return own(module, query, key, value, attention_mask, **options)
-    cached_keys = held_by(key)
+    cached_keys = stacks_of(key)
     q, k, v, mask, bias = env.t2j_iso((query, key, value, attention_mask, options.get("position_bias")))
     sinks = options.get("s_aux") if options.get("s_aux") is not None else options.get("sinks")
     padding, window = None, options.get("sliding_window")

@@ -176,7 +176,7 @@ def _part_for(model_class: Any, config: Any) -> Any:
     return next((part for part in parts if part is not None and _takes(model_class, type(part))), config)
 
 
-def acting(model: Any) -> tuple[Any, tuple[str, ...]]:
+def runnable_part(model: Any) -> tuple[Any, tuple[str, ...]]:
     """Return the module, or its first part with a forward pass if the module itself has none, and notes."""
     import torch
 

@@ -7,7 +7,7 @@ from typing import Any
 from autoshard.errors import UserError
 from autoshard.program.config_files import read_config
 from autoshard.program.hf.hf_eager import Objective, OtherLabels, hf_eager, reduced_fields, reduced_twin
-from autoshard.program.hf.hf_model import acting, build_model, has_head
+from autoshard.program.hf.hf_model import build_model, has_head, runnable_part
 from autoshard.program.hf.hf_serving import serving_program
 from autoshard.program.hf.task_inputs import HfTask, tasks_of
 from autoshard.program.jax.layer_stack import read_pipeline
@@ -16,7 +16,7 @@ from autoshard.program.program_record import Program
 from autoshard.program.torch.eager_twin import EagerTwin
 from autoshard.program.torch.layer_remat import parse_remat
 from autoshard.program.torch.torch_function import TorchFunction
-from autoshard.program.torch.torch_module import TrainOptions, evaluation_mode, in_turn, torch_program
+from autoshard.program.torch.torch_module import TrainOptions, evaluation_mode, sequential_microbatches, torch_program
 from autoshard.program.torch_ops.torch_imports import require_torch
 
 
@@ -106,7 +106,7 @@ def from_config(
     if pipeline is not None and serve is not None:
         raise UserError("--stages is for training steps and forward passes; leave it out, or --serve.")
     require_torch("transformers")
-    model, model_notes = acting(build_model(name, fields, compute))
+    model, model_notes = runnable_part(build_model(name, fields, compute))
     form = check_experts(experts, capacity_factor, model, name, imbalance)
     size = 8 if batch is None else batch
     tasks = tasks_of(model, name, batch=size, seq=seq, image=image, train=training, dtype=compute)
@@ -172,7 +172,7 @@ def from_config(
             optimizer or "adamw",
             stored,
             moments,
-            in_turn(microbatches, pipeline),
+            sequential_microbatches(microbatches, pipeline),
             1 if gradient_groups is None else gradient_groups,
         )
         if training
@@ -208,7 +208,7 @@ def _settled(
     def loss(params: Any, inputs: Any, *buffers: Any) -> Any:
         return objective.of(forward(params, inputs, *buffers), inputs.get("labels"))
 
-    function.keeps_writes = training
+    function.may_become_stateful = training
     run = loss if training else forward
     batch_of = dict(task.batch)
     try:

@@ -6,7 +6,14 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from autoshard.errors import UserError
-from autoshard.program.hf.extra_inputs import beside_data, beside_text, decoder_shape, forms_of, in_form, text_shape
+from autoshard.program.hf.extra_inputs import (
+    decoder_shape,
+    forms_of,
+    further_data_shapes,
+    further_text_inputs,
+    in_form,
+    text_shape,
+)
 from autoshard.program.hf.media_inputs import Media, media_of
 
 
@@ -114,7 +121,7 @@ def _task(
     kind = _main(model, names)
     vocabulary = _vocabulary(config)
     text, seq, length, limit, masks = given
-    ids, other = beside_data(names, config, batch, length if text else None)
+    ids, other = further_data_shapes(names, config, batch, length if text else None)
     data = {key: shape(size, floats) for key, size in (media.shapes | other).items()}
     data |= {key: shape(size, np.int32) for key, size in ids.items()}
     decodes = bool(config.is_encoder_decoder) and "decoder_input_ids" in names
@@ -150,7 +157,7 @@ def _task(
     places = 0 if token is None or media.tokens is None else min(media.tokens, seq - 1)
     if places:
         notes.append(f"The first {places} tokens of each sequence are those of its image.")
-    plain = _always(names, config, seq, train) | beside_text(names, config, (batch, seq), masks)
+    plain = _always(names, config, seq, train) | further_text_inputs(names, config, (batch, seq), masks)
     if places and "mm_token_type_ids" in names:
         kinds = np.zeros((batch, seq), np.int64)
         kinds[:, :places] = 1

@@ -175,7 +175,7 @@ def decoder_program(
     rule = train_step.make_optimizer(optimizer, moments)
     forward_flops = [0.0]
     mix = Routing(routing, capacity_factor, expert_kernels or GroupedKernels())
-    how = _How(
+    how = _LayerOptions(
         kept, away, attention, check_exchange_name(exchange), balanced, blocks, mix, compute_dtype, stack_axis, scanned,
         gathered_on, pipeline,
     )  # fmt: skip
@@ -220,12 +220,12 @@ def _check_groups(routing: str, experts: int) -> None:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class _How:
+class _LayerOptions:
     """The way a layer computes: the values that it saves and offloads, its kernels and its routing."""
 
-    kept: tuple[str, ...] | None
+    saved: tuple[str, ...] | None
     """Values that a layer saves in addition to its input; None for all values."""
-    away: tuple[str, ...]
+    offloaded: tuple[str, ...]
     """Values that a layer offloads to its host."""
     attention: str
     exchange: str
@@ -243,7 +243,7 @@ _AHEAD = 0.1
 """Weight of the losses of tokens after the next one, relative to that of the next token."""
 
 
-def _loss(dims: DecoderDims, params: Mapping[str, Any], given: Mapping[str, Any], how: _How) -> Any:
+def _loss(dims: DecoderDims, params: Mapping[str, Any], given: Mapping[str, Any], how: _LayerOptions) -> Any:
     """Return the loss of the next tokens, plus the weighted losses of layers that look further ahead."""
     import jax.numpy as jnp
 
@@ -256,7 +256,9 @@ def _loss(dims: DecoderDims, params: Mapping[str, Any], given: Mapping[str, Any]
     return value
 
 
-def _joined(dims: DecoderDims, hidden: Any, ids: Any, params: Mapping[str, Any], prefix: str, how: _How) -> Any:
+def _joined(
+    dims: DecoderDims, hidden: Any, ids: Any, params: Mapping[str, Any], prefix: str, how: _LayerOptions
+) -> Any:
     """Return hidden states of a layer that looks ahead, from the previous ones and the tokens that they predict.
 
     As in MaxText, nothing of such a layer is recomputed.
@@ -267,7 +269,7 @@ def _joined(dims: DecoderDims, hidden: Any, ids: Any, params: Mapping[str, Any],
     embedded = jnp.take(params["embed_tokens.weight"].astype(how.compute_dtype), ids, axis=0)
     both = [_norm(embedded, weights["embed_norm.weight"]), _norm(hidden, weights["hidden_norm.weight"])]
     mixed = product("bsd,dw->bsw", jnp.concatenate(both, axis=-1), weights["join_proj.weight"])
-    return _layer(dims, mixed, weights, window=None, how=dataclasses.replace(how, away=()))
+    return _layer(dims, mixed, weights, window=None, how=dataclasses.replace(how, offloaded=()))
 
 
 def _logits(dims: DecoderDims, params: Mapping[str, Any], hidden: Any) -> Any:
@@ -275,7 +277,7 @@ def _logits(dims: DecoderDims, params: Mapping[str, Any], hidden: Any) -> Any:
     return product("bsd,dv->bsv", _norm(hidden, params["norm.weight"]), head)
 
 
-def _hidden(dims: DecoderDims, params: Mapping[str, Any], ids: Any, how: _How) -> Any:
+def _hidden(dims: DecoderDims, params: Mapping[str, Any], ids: Any, how: _LayerOptions) -> Any:
     """Return the hidden states after all layers: the dense ones first, then the others."""
     import jax.numpy as jnp
 
@@ -288,7 +290,9 @@ def _hidden(dims: DecoderDims, params: Mapping[str, Any], ids: Any, how: _How) -
     return hidden
 
 
-def _layers(dims: DecoderDims, hidden: Any, params: Mapping[str, Any], prefixes: Sequence[str], how: _How) -> Any:
+def _layers(
+    dims: DecoderDims, hidden: Any, params: Mapping[str, Any], prefixes: Sequence[str], how: _LayerOptions
+) -> Any:
     """Apply groups of layers in sequence; each layer of a group has its own prefix of parameter names."""
     import jax.numpy as jnp
 
@@ -323,33 +327,35 @@ def _own(params: Mapping[str, Any], prefix: str) -> dict[str, Any]:
     return {key.removeprefix(prefix): value for key, value in params.items() if key.startswith(prefix)}
 
 
-def _kept(layer: Callable[..., Any], how: _How) -> Callable[..., Any]:
+def _kept(layer: Callable[..., Any], how: _LayerOptions) -> Callable[..., Any]:
     """Return `layer` under `jax.checkpoint` with its policy; unchanged if the layer saves everything."""
     import jax
 
-    if how.kept is None:
+    if how.saved is None:
         return layer
     policies = jax.checkpoint_policies
-    saved = (*how.kept, _WEIGHTS) if how.gathered_on is not None else how.kept
-    if not how.away:
+    saved = (*how.saved, _WEIGHTS) if how.gathered_on is not None else how.saved
+    if not how.offloaded:
         return jax.checkpoint(layer, policy=policies.save_only_these_names(*saved))
     policy = policies.save_and_offload_only_these_names(
         names_which_can_be_saved=list(saved),
-        names_which_can_be_offloaded=list(how.away),
+        names_which_can_be_offloaded=list(how.offloaded),
         offload_src="device",
         offload_dst="pinned_host",
     )
     return jax.checkpoint(layer, policy=policy)
 
 
-def _layer(dims: DecoderDims, hidden: Any, weights: Mapping[str, Any], *, window: int | None, how: _How) -> Any:
+def _layer(
+    dims: DecoderDims, hidden: Any, weights: Mapping[str, Any], *, window: int | None, how: _LayerOptions
+) -> Any:
     """Apply one layer: attention, then an MLP or experts, each added to the hidden states."""
     import jax
     from jax.ad_checkpoint import checkpoint_name
 
     if how.gathered_on is not None:
         weights = {key: _gathered(value, how) if value.ndim > 1 else value for key, value in weights.items()}
-    if "input" in how.away:
+    if "input" in how.offloaded:
         hidden = checkpoint_name(hidden, "input")
     hidden = hidden + checkpoint_name(_attended(dims, hidden, weights, window, how), "out")
     normed = _norm(hidden, weights["mlp_norm.weight"])
@@ -364,7 +370,7 @@ def _layer(dims: DecoderDims, hidden: Any, weights: Mapping[str, Any], *, window
     return hidden + checkpoint_name(product("bsf,fd->bsd", inner, weights["mlp.down_proj.weight"]), "down")
 
 
-def _gathered(weight: Any, how: _How) -> Any:
+def _gathered(weight: Any, how: _LayerOptions) -> Any:
     """Return a weight in the compute dtype, whole on every device; its gradient may be split like the parameter."""
     import jax
     from jax.ad_checkpoint import checkpoint_name
@@ -381,7 +387,9 @@ def _gathered(weight: Any, how: _How) -> Any:
     return checkpoint_name(whole(weight.astype(how.compute_dtype)), _WEIGHTS)
 
 
-def _attended(dims: DecoderDims, hidden: Any, weights: Mapping[str, Any], window: int | None, how: _How) -> Any:
+def _attended(
+    dims: DecoderDims, hidden: Any, weights: Mapping[str, Any], window: int | None, how: _LayerOptions
+) -> Any:
     """Return the attention of normed hidden states, projected to the model's width."""
     from jax.ad_checkpoint import checkpoint_name
 
@@ -400,7 +408,7 @@ def _attended(dims: DecoderDims, hidden: Any, weights: Mapping[str, Any], window
     return _mixed(_rotated(query), _rotated(key), value, weights, window, how)
 
 
-def _mixed(query: Any, key: Any, value: Any, weights: Mapping[str, Any], window: int | None, how: _How) -> Any:
+def _mixed(query: Any, key: Any, value: Any, weights: Mapping[str, Any], window: int | None, how: _LayerOptions) -> Any:
     """Return attention of heads [B, K, G, S, H], [B, K, S, H], [B, K, S, E], projected to [B, S, D].
 
     - `weights`: parameters of the layer by name.

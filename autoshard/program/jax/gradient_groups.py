@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from autoshard.program.batch_dims import ExampleDim, place_of, summed
+from autoshard.program.batch_dims import ExampleDim, example_position, sums_over_examples
 
 
 class Reduction(enum.Enum):
@@ -199,7 +199,7 @@ class _TwoTraces:
         grown = [dim for dim, (m, n) in enumerate(zip(result.shape, smaller.shape, strict=True)) if m != n]
         place = None
         if apart and len(grown) == 1 and result.size == smaller.size * self.parts:
-            place = place_of(eqn, [value.place for value in operands], grown[0], number)
+            place = example_position(eqn, [value.place for value in operands], grown[0], number)
         if place is not None:
             return _Value(Reduction.EACH, trained, place=place)
         known = next((value.why for value in operands if value.kind is Reduction.OTHER), "")
@@ -221,9 +221,9 @@ class _TwoTraces:
         outcome: Reduction | None = None
         first, second = (*kinds, None, None)[:2]
         if name == "reduce_sum" and first is Reduction.EACH:
-            outcome = Reduction.SUM if summed(operands[0].place) else None
+            outcome = Reduction.SUM if sums_over_examples(operands[0].place) else None
         elif name == "dot_general" and first is second is Reduction.EACH:
-            outcome = Reduction.SUM if summed(operands[0].place, operands[1].place) else None
+            outcome = Reduction.SUM if sums_over_examples(operands[0].place, operands[1].place) else None
         elif Reduction.EACH in kinds:
             outcome = None
         elif name == "reduce_sum" or (name in _LINEAR and not truncates):
@@ -251,7 +251,7 @@ def _closed(jaxpr: Any) -> Any:
     return jaxpr if hasattr(jaxpr, "jaxpr") else ClosedJaxpr(jaxpr, ())
 
 
-def taken_apart(loss: Callable[..., Any], division: int) -> Callable[..., tuple[Any, Any]]:
+def dividend_and_divisor(loss: Callable[..., Any], division: int) -> Callable[..., tuple[Any, Any]]:
     """Return a function of the arguments of `loss` that computes the dividend and the divisor of a quotient.
 
     `division` is the number of the dividing operation in the trace of `loss`.

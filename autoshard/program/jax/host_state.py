@@ -33,7 +33,7 @@ def on_host(program: Program, what: str) -> Program:
             "with an optimizer that has moments (`--train --optimizer adamw`), or leave out `--host optimizer`."
         )
     closed, _ = _traced(program.fn, program.args, program.name)
-    hosted = split_updates(closed.jaxpr, ties, state).held
+    hosted = split_updates(closed.jaxpr, ties, state).hosted
     if not hosted:
         raise UserError(
             f"`{program.name}` has no stack of layers whose optimizer state is updated element by element, which is "
@@ -68,10 +68,10 @@ class Streamed:
         if all(is_hosted(closed.out_avals[self.ties[number]]) for number in self.held):
             return self.fn(*args)  # its state is on the host already
         split = split_updates(closed.jaxpr, self.ties, self.held)
-        if split.held != self.held:
+        if split.hosted != self.held:
             raise UserError(
-                f"`{self.__name__}` updates {len(split.held)} of the {len(self.held)} tensors that wait in the hosts' "
-                "memory layer by layer: it is not the step that was planned; plan it again."
+                f"`{self.__name__}` updates {len(split.hosted)} of the {len(self.held)} tensors that wait in the "
+                "hosts' memory layer by layer: it is not the step that was planned; plan it again."
             )
         return tree.unflatten(_run(closed, split, jax.tree.leaves(args)))
 
@@ -134,24 +134,24 @@ def _by_layer(updates: Sequence[StackUpdate], env: dict[Any, Any]) -> None:
     begin = {}
     for update in updates:
         for out in update.outputs:
-            old = update.over.get(out)
+            old = update.replaces.get(out)
             stack = jnp.zeros(out.aval.shape, out.aval.dtype) if old is None else env[old]
-            begin[out] = jax.device_put(stack, space.Host) if old in update.away else stack
+            begin[out] = jax.device_put(stack, space.Host) if old in update.hosted else stack
 
     def layer(number: Any, stacks: dict[Any, Any]) -> dict[Any, Any]:
         stacks = dict(stacks)
         for update in updates:
-            carried = {old: out for out, old in update.over.items()}
+            carried = {old: out for out, old in update.replaces.items()}
             values = {}
             for value in update.inputs:
                 stack_of_value = stacks[carried[value]] if value in carried else env[value]
                 part = dynamic_index_in_dim(stack_of_value, number, keepdims=False, allow_negative_indices=False)
-                values[value] = jax.device_put(part, space.Device) if value in update.away else part
+                values[value] = jax.device_put(part, space.Device) if value in update.hosted else part
             for eqn in update.equations:
                 values[eqn.outvars[0]] = _one_layer(eqn, values, env)
             for out in update.outputs:
                 part = values[out]
-                if update.over.get(out) in update.away:
+                if update.replaces.get(out) in update.hosted:
                     part = jax.device_put(part, space.Host)
                 stacks[out] = dynamic_update_index_in_dim(stacks[out], part, number, 0, allow_negative_indices=False)
         return stacks

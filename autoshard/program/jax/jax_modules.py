@@ -6,7 +6,7 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from autoshard.program.jax.layer_stack import as_asked
+from autoshard.program.jax.layer_stack import with_active_pipeline
 from autoshard.program.program_record import Role
 
 
@@ -63,7 +63,7 @@ def functional(fn: Callable[..., Any], args: Sequence[Any]) -> Functional:
     In-place changes of NNX objects become a leading part of the result: `(states, result)`. Stacks of layers are
     computed by the pipeline that is active now, no matter when the function is traced.
     """
-    fn, arrays = as_asked(fn), arrays_of(args)
+    fn, arrays = with_active_pipeline(fn), arrays_of(args)
     fn, changed, roles = _without_nnx(fn, arrays)
     static: list[Any] = []
     if arrays.full is not None:
@@ -137,27 +137,27 @@ def _without_static(fn: Callable[..., Any], full: list[Any], treedef: Any, stati
 
 
 def _without_nnx(
-    fn: Callable[..., Any], taken: Arrays
+    fn: Callable[..., Any], arrays: Arrays
 ) -> tuple[Callable[..., Any], tuple[int, ...], dict[int, list[Role | None]]]:
     """Return the function over states, the positions of the objects that it changes, and the roles of their leaves."""
-    if not taken.objects:
+    if not arrays.objects:
         return fn, (), {}
     from flax import nnx
 
-    places = list(taken.objects)
-    roles = {i: [_role(nnx, kind) for kind in _kinds(nnx, taken.args[i])] for i in places}
+    places = list(arrays.objects)
+    roles = {i: [_role(nnx, kind) for kind in _kinds(nnx, arrays.args[i])] for i in places}
 
     def run(*given: Any) -> Any:
         merged = list(given)
-        joined = nnx.State({k: given[i] for k, i in enumerate(places) if len(taken.args[i])})
-        objects = nnx.merge(taken.graphs, joined)
+        joined = nnx.State({k: given[i] for k, i in enumerate(places) if len(arrays.args[i])})
+        objects = nnx.merge(arrays.graphs, joined)
         for k, i in enumerate(places):
             merged[i] = objects[k]
         result = fn(*merged)
         after = nnx.state(tuple(objects))
         return tuple(after[k] if k in after else nnx.State({}) for k in range(len(places))), result
 
-    changed = _changed(run, taken.args, len(places))
+    changed = _changed(run, arrays.args, len(places))
 
     @functools.wraps(fn)
     def step(*given: Any) -> Any:

@@ -64,14 +64,14 @@ class Pipeline:
 
 
 @dataclasses.dataclass(slots=True)
-class _Asked:
+class _ActivePipeline:
     """A pipeline for every stack, or none, and the numbers of layers of the stacks traced so far."""
 
     pipeline: Pipeline | None
     layers: list[int]
 
 
-_asked: contextvars.ContextVar[_Asked | None] = contextvars.ContextVar("pipeline", default=None)
+_asked: contextvars.ContextVar[_ActivePipeline | None] = contextvars.ContextVar("pipeline", default=None)
 
 
 @functools.cache
@@ -83,7 +83,7 @@ def _jax_context() -> Any:
 
 
 @contextlib.contextmanager
-def _asking(asked: _Asked | None) -> Iterator[None]:
+def _activate(asked: _ActivePipeline | None) -> Iterator[None]:
     """Set the pipeline of stacks while inside, for traces and for JAX's cache of traces."""
     token = _asked.set(asked)
     try:
@@ -164,8 +164,8 @@ def check_batch(pipeline: Pipeline, batch: int, what: str) -> None:
 @contextlib.contextmanager
 def pipelined(pipeline: Pipeline | None) -> Iterator[list[int]]:
     """Compute every `stack` by the pipeline, if any, while inside; yields the list of the stacks' layer counts."""
-    active = _Asked(pipeline, [])
-    with _asking(active):
+    active = _ActivePipeline(pipeline, [])
+    with _activate(active):
         yield active.layers
 
 
@@ -180,7 +180,7 @@ def in_stages(program: Program, stacks: tuple[int, ...], pipeline: Pipeline | No
     return dataclasses.replace(program, stacks=stacks, pipeline=fields, notes=(*program.notes, note))
 
 
-def as_asked(fn: Callable[..., Any]) -> Callable[..., Any]:
+def with_active_pipeline(fn: Callable[..., Any]) -> Callable[..., Any]:
     """Return a function that computes its stacks by the pipeline active now, no matter when it is traced."""
     active = _asked.get()
     if active is None or active.pipeline is None:
@@ -188,7 +188,7 @@ def as_asked(fn: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(fn)
     def run(*args: Any) -> Any:
-        with _asking(active):
+        with _activate(active):
             return fn(*args)
 
     return run

@@ -17,9 +17,9 @@ class LatentDims:
 
     key_rank: int
     """Width of the latent vector from which keys and values of all heads are projected."""
-    plain: int
+    nope_size: int
     """Size of the part of a head's query and key without position embedding (nope)."""
-    turned: int
+    rope_size: int
     """Size of the part with rotary position embedding (rope)."""
     value: int
     """Size of a head's values."""
@@ -29,7 +29,7 @@ class LatentDims:
     @property
     def head_size(self) -> int:
         """Size of a head's query and key."""
-        return self.plain + self.turned
+        return self.nope_size + self.rope_size
 
 
 class LatentHeads(Protocol):
@@ -44,9 +44,9 @@ class LatentHeads(Protocol):
 def latent_shapes(dims: LatentHeads, own: LatentDims) -> dict[str, tuple[int, ...]]:
     """Return the shapes of the parameters of a layer's latent attention, by name."""
     shapes: dict[str, tuple[int, ...]] = {
-        "attn.kv_down.weight": (dims.width, own.key_rank + own.turned),
+        "attn.kv_down.weight": (dims.width, own.key_rank + own.rope_size),
         "attn.kv_norm.weight": (own.key_rank,),
-        "attn.kv_up.weight": (own.key_rank, dims.heads, own.plain + own.value),
+        "attn.kv_up.weight": (own.key_rank, dims.heads, own.nope_size + own.value),
         "attn.o_proj.weight": (dims.heads, 1, own.value, dims.width),
     }
     if not own.query_rank:
@@ -78,11 +78,11 @@ def latent_heads(
         query = product("bsr,rkh->bksh", narrow, weights["attn.q_up.weight"])
     else:
         query = product("bsd,dkh->bksh", x, weights["attn.q_proj.weight"])
-    query = jnp.concatenate([query[..., : own.plain], rotated(query[..., own.plain :])], axis=-1)
+    query = jnp.concatenate([query[..., : own.nope_size], rotated(query[..., own.nope_size :])], axis=-1)
     down = product("bsd,dr->bsr", x, weights["attn.kv_down.weight"])
     latent = norm(down[..., : own.key_rank], weights["attn.kv_norm.weight"])
     rotary_key = rotated(down[:, None, :, own.key_rank :])
     up = product("bsr,rkh->bksh", latent, weights["attn.kv_up.weight"])
-    shape = (*up.shape[:3], own.turned)
-    key = jnp.concatenate([up[..., : own.plain], jnp.broadcast_to(rotary_key, shape)], axis=-1)
-    return query, key, up[..., own.plain :]
+    shape = (*up.shape[:3], own.rope_size)
+    key = jnp.concatenate([up[..., : own.nope_size], jnp.broadcast_to(rotary_key, shape)], axis=-1)
+    return query, key, up[..., own.nope_size :]

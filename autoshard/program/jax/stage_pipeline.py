@@ -40,13 +40,13 @@ def run_pipeline(
         lambda leaf: leaf.reshape(leaf.shape[0] // microbatches, microbatches, *leaf.shape[1:]).swapaxes(0, 1), x
     )
     if rounds == 1:
-        out = _once(layer, jax.tree.map(lambda leaf: leaf[0], weights), parts, stages, microbatches)
+        out = _run_once(layer, jax.tree.map(lambda leaf: leaf[0], weights), parts, stages, microbatches)
     else:
-        out = _around(layer, weights, parts, stages, microbatches, rounds)
+        out = _run_rounds(layer, weights, parts, stages, microbatches, rounds)
     return jax.tree.map(lambda leaf, like: leaf.swapaxes(0, 1).reshape(like.shape), out, x)
 
 
-def _once(layer: Callable[[Any, Any], Any], weights: Any, parts: Any, stages: int, count: int) -> Any:
+def _run_once(layer: Callable[[Any, Any], Any], weights: Any, parts: Any, stages: int, count: int) -> Any:
     """Run microbatches [count, ...] through all stages, whose weights are [layers of a stage, stages, ...]."""
     import jax
     import jax.numpy as jnp
@@ -67,7 +67,9 @@ def _once(layer: Callable[[Any, Any], Any], weights: Any, parts: Any, stages: in
     return jax.tree.map(lambda leaf: _of_last(leaf[stages - 1 :]), states)
 
 
-def _around(layer: Callable[[Any, Any], Any], weights: Any, parts: Any, stages: int, count: int, rounds: int) -> Any:
+def _run_rounds(
+    layer: Callable[[Any, Any], Any], weights: Any, parts: Any, stages: int, count: int, rounds: int
+) -> Any:
     """Run microbatches [count, ...] round all stages, whose weights are [rounds, layers of a chunk, stages, ...]."""
     import jax
     from jax import core
@@ -97,7 +99,7 @@ class _Rounds:
         self.changed = changed
         self.ticks = count * rounds + stages - 1
 
-    def picked(self, weights: Sequence[Any], tick: Any) -> list[Any]:
+    def chunk_weights(self, weights: Sequence[Any], tick: Any) -> list[Any]:
         """Return the weights of each stage at a tick: [layers of a chunk, stages, ...]."""
         import jax
         import jax.numpy as jnp
@@ -137,13 +139,13 @@ class _Rounds:
         last = (begun // self.stages) % self.rounds == self.rounds - 1
         return (begun >= 0) & last
 
-    def moving(self, *asked: Sequence[bool]) -> "_Moving":
+    def moving(self, *asked: Sequence[bool]) -> "_GradientMasks":
         """Return masks of leaves with gradients from those (`asked`) of weights, outside values and microbatches."""
         weights, outside, parts = map(tuple, asked)
         state = tuple(own or new for own, new in zip(parts, self.changed, strict=True))
-        return _Moving(weights, outside, parts, state)
+        return _GradientMasks(weights, outside, parts, state)
 
-    def forward(self, weights: Any, outside: Any, parts: Any, moving: "_Moving | None") -> tuple[list[Any], Any]:
+    def forward(self, weights: Any, outside: Any, parts: Any, moving: "_GradientMasks | None") -> tuple[list[Any], Any]:
         """Return the results by microbatch, and each tick's residuals for gradients with their structure.
 
         - `weights`: leaves of all stages' weights.
@@ -164,7 +166,7 @@ class _Rounds:
                 _where(0, new, rolled, self._enters(tick))
                 for new, rolled in zip(given, [jnp.roll(leaf, 1, axis=0) for leaf in state], strict=True)
             ]
-            own = self.picked(weights, tick)
+            own = self.chunk_weights(weights, tick)
             if moving is not None:
                 state, residuals = self._recorded(own, outside, state, moving, known)
             else:
@@ -183,7 +185,7 @@ class _Rounds:
         return _chunk(lambda x, w: self.layer(outside, x, w), own, state)
 
     def _recorded(
-        self, own: Any, outside: Any, state: Any, moving: "_Moving", known: dict[str, Any]
+        self, own: Any, outside: Any, state: Any, moving: "_GradientMasks", known: dict[str, Any]
     ) -> tuple[list[Any], list[Any]]:
         """Return the state after a tick, and the residuals of its gradient without the weights, which are read again.
 
@@ -210,7 +212,7 @@ class _Rounds:
         return _merged(masks[2], after, rest), saved
 
     def backward(
-        self, weights: Any, outside: Any, parts: Any, kept: Any, above: Any, moving: "_Moving"
+        self, weights: Any, outside: Any, parts: Any, kept: Any, above: Any, moving: "_GradientMasks"
     ) -> tuple[Any, Any, Any]:
         """Return the gradients of weights, outside values and microbatches, for the leaves that have gradients.
 
@@ -231,7 +233,7 @@ class _Rounds:
                 s + jnp.where(self._leaves(tick), _take(leaf, place), 0).astype(s.dtype)
                 for s, leaf in zip(state, above, strict=True)
             ]
-            saved, own = iter(saved), self.picked(weights, tick)
+            saved, own = iter(saved), self.chunk_weights(weights, tick)
             leaves = [next(saved) if number is None else own[number] for number in known["own"]]
             of_own, more, state = known["tree"].unflatten(leaves)(state)
             enters = self._enters(tick)
@@ -270,7 +272,7 @@ class _Rounds:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class _Moving:
+class _GradientMasks:
     """Masks of the leaves for which gradients are computed if they are floats."""
 
     weights: tuple[bool, ...]

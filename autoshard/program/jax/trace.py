@@ -128,7 +128,7 @@ def trace(
             container=containers[owner[index]],
         )
         chosen.append(
-            role_rules.said(roles, names[index]) or known[index] or shown[index] or used.get(index) or guessed
+            role_rules.user_role(roles, names[index]) or known[index] or shown[index] or used.get(index) or guessed
         )
 
     arguments = tuple(
@@ -163,7 +163,7 @@ def trace(
             "mode), which no plan can split; take them out, or give `pallas_call` interpret=True."
         )
     module, fingerprint = serialise(ir, arguments)
-    own = mlir.count_said(ir)
+    own = mlir.count_constraints(ir)
     if make_args is None:
         limit = example_values.smallest_table([a.shape for a in arguments if a.role in WEIGHTS])
         make_args = example_values.fill(tuple(args), names, chosen, lambda _: limit)

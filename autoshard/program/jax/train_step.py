@@ -4,7 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 from autoshard.errors import UserError
-from autoshard.program.jax.gradient_groups import Reduced, Reduction, taken_apart
+from autoshard.program.jax.gradient_groups import Reduced, Reduction, dividend_and_divisor
 from autoshard.program.torch_ops.wide_integers import in_64_bits
 
 
@@ -89,7 +89,7 @@ def training_step(
 
     quotient = reduction.kind is Reduction.QUOTIENT
     mean = reduction.kind in (Reduction.MEAN, Reduction.OTHER)
-    computed = taken_apart(loss_fn, reduction.division) if quotient else loss_fn
+    computed = dividend_and_divisor(loss_fn, reduction.division) if quotient else loss_fn
     gradient = jax.value_and_grad(computed, has_aux=aux or quotient)
     if wide:
         gradient = in_64_bits(gradient)

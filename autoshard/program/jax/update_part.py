@@ -34,9 +34,9 @@ class StackUpdate:
     """Stacks that the update consumes."""
     outputs: tuple[Any, ...]
     """Stacks that the program returns."""
-    over: Mapping[Any, Any]
+    replaces: Mapping[Any, Any]
     """Output -> the argument that it replaces, if there is one."""
-    away: frozenset[Any]
+    hosted: frozenset[Any]
     """Arguments in the hosts' memory; the outputs that replace them are stored there too."""
 
     @property
@@ -54,7 +54,7 @@ class UpdateSplit:
     returned: tuple[Any, ...]
     """Results of the program: variables, and literals."""
     updates: tuple[StackUpdate, ...]
-    held: tuple[int, ...]
+    hosted: tuple[int, ...]
     """Positions of the arguments that are stored in the hosts' memory."""
 
 
@@ -73,13 +73,13 @@ def split_updates(jaxpr: Any, ties: Mapping[int, int], wanted: Collection[int]) 
     updates = []
     for members in _components(equations, inside):
         update = _update([equations[k] for k in members], tied, state, returned)
-        if update is None or stacks.isdisjoint((*update.inputs, *update.over.values())):
+        if update is None or stacks.isdisjoint((*update.inputs, *update.replaces.values())):
             continue  # no parameters that a scan runs over
         if not elsewhere.isdisjoint(_variables(update)):
             continue
         updates.append(update)
         split_off.update(members)
-    hosted = {v for update in updates for v in update.away}
+    hosted = {v for update in updates for v in update.hosted}
     before = tuple(each for k, each in enumerate(equations) if k not in split_off)
     hosted_positions = tuple(n for n in sorted(wanted) if jaxpr.invars[n] in hosted)
     return UpdateSplit(before, tuple(outvars), tuple(updates), hosted_positions)

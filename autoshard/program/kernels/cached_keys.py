@@ -13,7 +13,7 @@ active_cache: contextvars.ContextVar[Any] = contextvars.ContextVar("serving cach
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Held:
+class CachedKeys:
     """The cached keys and values that one layer's attention reads, as stacks of all layers."""
 
     keys: Any
@@ -32,7 +32,7 @@ def query_position() -> Any:
     return None if cache is None else cache.position
 
 
-def held_by(key: Any) -> Held | None:
+def stacks_of(key: Any) -> CachedKeys | None:
     """Return the stacks from which the last `update` of the cache read these keys; None for other keys."""
     cache = active_cache.get()
     given = None if cache is None else cache.given

@@ -17,7 +17,7 @@ from typing import Any
 from autoshard.base.call_rules import parse_call_rule
 from autoshard.mlir import CallWork
 from autoshard.program import model_flops
-from autoshard.program.kernels.cached_keys import Held, lies_in_order
+from autoshard.program.kernels.cached_keys import CachedKeys, lies_in_order
 from autoshard.program.kernels.splash_attention import LANES, interpreted
 from autoshard.program.registered_rules import RuledFunction
 
@@ -45,7 +45,7 @@ _LOW = -1e30
 """A number below any score, and finite so that the difference of two is no NaN."""
 
 
-def cached_refusal(query: tuple[int, ...], held: Held, *, masked: str, causal: bool) -> str:
+def cached_refusal(query: tuple[int, ...], held: CachedKeys, *, masked: str, causal: bool) -> str:
     """Return the reason why the kernel cannot compute an attention over the cache; empty if it can.
 
     - `query`: shape [B, H, S, D].
@@ -65,7 +65,7 @@ def cached_refusal(query: tuple[int, ...], held: Held, *, masked: str, causal: b
     return ""
 
 
-def no_gain(held: Held) -> str:
+def no_gain(held: CachedKeys) -> str:
     """Return the reason why `auto` does not use the kernel although it could; empty if it does."""
     length = held.keys.shape[-2]
     if held.filled <= _WORTH * length:
@@ -98,7 +98,7 @@ class _Blocks:
 
 def cached_attention(
     query: Any,
-    held: Held,
+    held: CachedKeys,
     *,
     position: Any,
     scale: float | None = None,
@@ -173,7 +173,7 @@ def _call(
 
     # A cache fills from its first part on, so that the first parts are full while the last are empty.
     uneven = {_PLACES: each * parts / seen} if parts > 1 and seen < each * parts else {}
-    return RuledFunction(fn, rule, (), CallWork(flops, read, steps=-(-read // _BLOCK_BYTES), uneven=uneven))
+    return RuledFunction(fn, rule, (), CallWork(flops, read, steps=-(-read // _BLOCK_BYTES), imbalance=uneven))
 
 
 def _on_shards(

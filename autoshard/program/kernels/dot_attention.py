@@ -9,7 +9,7 @@ from typing import Any
 from autoshard.program import model_flops
 from autoshard.program.kernels import cudnn_attention, decode_attention, splash_attention
 from autoshard.program.kernels.attention_masks import seen_share, visible_scores
-from autoshard.program.kernels.cached_keys import Held, only_shapes
+from autoshard.program.kernels.cached_keys import CachedKeys, only_shapes
 from autoshard.program.kernels.ring_attention import ring_attention, ring_refusal
 from autoshard.program.remat_marks import CONTEXT, mark
 
@@ -26,7 +26,7 @@ def attend(
     padding: Any = None,
     bias: Any = None,
     position: Any = None,
-    held: Held | None = None,
+    held: CachedKeys | None = None,
     sinks: Any = None,
 ) -> Any:
     """Compute softmax attention with an fp32 softmax; return [B, S, H, E].
@@ -66,7 +66,7 @@ def attend(
     cached = None
     if held is not None:
         cannot = decode_attention.cached_refusal(query.shape, held, masked=own, causal=causal)
-        cached = splash_attention.takes_cached(cannot, decode_attention.no_gain(held))
+        cached = splash_attention.uses_cached(cannot, decode_attention.no_gain(held))
     if held is not None and cached:
         grouped = query.reshape(batch, groups, heads // groups, dim)
         mixed = decode_attention.cached_attention(
@@ -78,20 +78,20 @@ def attend(
     )
     masked = own if sinks is not None else masked
     no_ring = masked or ring_refusal(query.shape, key.shape, window=window is not None, softcap=softcap is not None)
-    if splash_attention.takes_ring(no_ring):
+    if splash_attention.uses_ring(no_ring):
         grouped = query.reshape(batch, groups, heads // groups, length, dim)
         kernel = splash_attention.prefers_splash() and not refused
         mixed = ring_attention(grouped, key, value, causal=causal, scale=scale, kernel=kernel)
         return mixed.transpose(0, 3, 1, 2, 4).reshape(batch, length, heads, value.shape[-1])
     more = "capped scores" if softcap is not None else "window without a causal mask" if window and not causal else ""
-    if not only_shapes() and splash_attention.takes_cudnn(
+    if not only_shapes() and splash_attention.uses_cudnn(
         cudnn_attention.cudnn_refusal(query, key, value, masked=masked, causal=causal, more=more)
     ):
         grouped = query.reshape(batch, groups, heads // groups, length, dim)
         mixed = cudnn_attention.cudnn_attention(grouped, key, value, causal=causal, window=window, scale=scale)
         return mixed.transpose(0, 3, 1, 2, 4).reshape(batch, length, heads, value.shape[-1])
     idle = splash_attention.no_gain(length, keys, causal, window, dim)
-    if cached is None and not only_shapes() and splash_attention.takes_splash(refused, idle):
+    if cached is None and not only_shapes() and splash_attention.uses_splash(refused, idle):
         grouped = query.reshape(batch, groups, heads // groups, length, dim)
         mixed = splash_attention.splash_attention(
             grouped, key, value, causal=causal, window=window, scale=scale, softcap=softcap

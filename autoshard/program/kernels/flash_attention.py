@@ -73,7 +73,7 @@ def flash_attention(
     backward = _Grid(share, of_keys.steps + (0 if blocks.fused else of_queries.steps))
     uneven = causal and window is None and not balanced and not ring
     slope = -(-length // sizes[0][0]) if uneven else 0
-    return _differentiable()(query, key, value, _Way(forward, backward, blocks.fused, ring, slope))
+    return _differentiable()(query, key, value, _CallForm(forward, backward, blocks.fused, ring, slope))
 
 
 class _Grid(NamedTuple):
@@ -85,7 +85,7 @@ class _Grid(NamedTuple):
     """Grid steps that compute something, for one head of one sequence."""
 
 
-class _Way(NamedTuple):
+class _CallForm(NamedTuple):
     """Work and form of the forward and backward calls."""
 
     forward: _Grid
@@ -95,7 +95,7 @@ class _Way(NamedTuple):
     slope: int
     """Number of query blocks, each of which sees more keys than the one before; 0 if all see equally many."""
 
-    def told(self, grid: _Grid) -> dict[str, float]:
+    def attributes(self, grid: _Grid) -> dict[str, float]:
         """Return the attributes of a call."""
         slope = {"sloping_blocks": float(self.slope)} if self.slope else {}
         return {"seen_share": grid.share, "grid_steps": float(grid.steps)} | slope
@@ -113,7 +113,7 @@ def _differentiable() -> Any:
     import jax
     from jax.ad_checkpoint import checkpoint_name
 
-    def forward(query: Any, key: Any, value: Any, way: _Way) -> tuple[Any, Any]:
+    def forward(query: Any, key: Any, value: Any, way: _CallForm) -> tuple[Any, Any]:
         shapes = (
             jax.ShapeDtypeStruct((*query.shape[:4], value.shape[3]), query.dtype),
             jax.ShapeDtypeStruct(query.shape[:4], "float32"),
@@ -121,15 +121,15 @@ def _differentiable() -> Any:
         # Both results have the name that MaxText's splash attention gives them. If saved, they are not recomputed.
         mixed, normaliser = jax.ffi.ffi_call(
             FORWARD_RING if way.ring else FORWARD, shapes, vmap_method="broadcast_all"
-        )(query, key, value, **way.told(way.forward))
+        )(query, key, value, **way.attributes(way.forward))
         mixed, normaliser = (checkpoint_name(each, "context") for each in (mixed, normaliser))
         return mixed, (query, key, value, mixed, normaliser)
 
-    def backward(way: _Way, saved: Any, gradient: Any) -> tuple[Any, Any, Any]:
+    def backward(way: _CallForm, saved: Any, gradient: Any) -> tuple[Any, Any, Any]:
         shapes = tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in saved[:3])
         target = (BACKWARD, BACKWARD_RING, FUSED, FUSED_RING)[2 * way.fused + way.ring]
         call = jax.ffi.ffi_call(target, shapes, vmap_method="broadcast_all")
-        return tuple(call(*saved, gradient, **way.told(way.backward)))  # type: ignore[return-value]
+        return tuple(call(*saved, gradient, **way.attributes(way.backward)))  # type: ignore[return-value]
 
     primal = jax.custom_vjp(lambda *given: forward(*given)[0], nondiff_argnums=(3,))
     primal.defvjp(forward, backward)

@@ -25,7 +25,7 @@ class GridRange(enum.StrEnum):
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Along:
+class BlockPattern:
     """Pattern of a tensor's blocks along one grid dim."""
 
     dim: int
@@ -39,12 +39,12 @@ class Along:
         return self.within if fits else GridRange.MIXED
 
 
-APART = Along(-1, 1, GridRange.SAME)
+INDEPENDENT = BlockPattern(-1, 1, GridRange.SAME)
 """Pattern of a tensor whose blocks do not depend on the grid dim."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Request:
+class PlaceUse:
     """A kernel's use of its place in the grid."""
 
     steps: frozenset[int]
@@ -143,7 +143,7 @@ def map_tables(jaxpr: Any, dims: int, found: Tables) -> None:
         _look_up(equation, {each: number for number, each in enumerate(jaxpr.invars[dims:])}, own, found)
 
 
-def kernel_asks(jaxpr: Any, own: Sequence[int], grid: Sequence[Any], tables: int, found: Tables) -> Request:
+def place_use(jaxpr: Any, own: Sequence[int], grid: Sequence[Any], tables: int, found: Tables) -> PlaceUse:
     """Return a kernel's use of its place in the grid.
 
     - `own`: grid dim of each of the kernel's own axes, which exclude the dims that vmap added.
@@ -154,7 +154,7 @@ def kernel_asks(jaxpr: Any, own: Sequence[int], grid: Sequence[Any], tables: int
     reader = _IndexReader(own, grid, {each: number for number, each in enumerate(jaxpr.invars[:tables])}, found)
     reader.read(jaxpr, {}, True)
     frozen = [{dim: frozenset(each) for dim, each in uses.items()} for uses in (reader.periods, reader.ends)]
-    return Request(frozenset(reader.steps), *frozen)
+    return PlaceUse(frozenset(reader.steps), *frozen)
 
 
 class _IndexReader:
@@ -289,7 +289,9 @@ def inner_jaxprs(equation: Any) -> Iterator[Any]:
                 yield inner
 
 
-def table_along(lookups: Sequence[tuple[Any, ...] | None], dim: int, shape: Sequence[int], size: int) -> Along | None:
+def table_along(
+    lookups: Sequence[tuple[Any, ...] | None], dim: int, shape: Sequence[int], size: int
+) -> BlockPattern | None:
     """Return the pattern of a table along a grid dim of that size; None if it is unknown or differs between look-ups.
 
     - `lookups`: indices of every look-up in the table.
@@ -304,11 +306,11 @@ def table_along(lookups: Sequence[tuple[Any, ...] | None], dim: int, shape: Sequ
         at = [d for d, index in enumerate(indices) if index == ("grid", dim)]
         positions.update(at or [-1])
     if positions == {-1}:
-        return APART
+        return INDEPENDENT
     if len(positions) > 1:
-        return APART if positions == {-1, -2} else None
+        return INDEPENDENT if positions == {-1, -2} else None
     (d,) = positions
-    return Along(d, 1, GridRange.EACH) if shape[d] == size else None
+    return BlockPattern(d, 1, GridRange.EACH) if shape[d] == size else None
 
 
 # Kernels on parts of their grid.

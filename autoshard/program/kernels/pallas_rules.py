@@ -19,14 +19,14 @@ from typing import Any
 from autoshard.program.kernels.attention_masks import computed_share
 from autoshard.program.kernels.grid_runs import step_products
 from autoshard.program.kernels.pallas_grid import (
-    APART,
-    Along,
+    INDEPENDENT,
+    BlockPattern,
     GridRange,
-    Request,
+    PlaceUse,
     Tables,
     follow,
-    kernel_asks,
     map_tables,
+    place_use,
     reach,
     table_along,
     with_ends,
@@ -52,7 +52,7 @@ class Split:
     inside: bool
     summed: bool
     """True if results are sums over the steps of a group."""
-    sloping: bool
+    triangular: bool
     """True if the work grows evenly along the dim, from almost none (a causal mask)."""
 
 
@@ -64,7 +64,7 @@ class PallasCall:
     params: dict[str, Any]
     operands: tuple[Any, ...]
     results: tuple[Any, ...]
-    along: tuple[dict[int, Along | None], ...]
+    along: tuple[dict[int, BlockPattern | None], ...]
     """Pattern along each grid dim, for each operand and then each result."""
     splits: tuple[Split, ...]
     flops: int
@@ -81,10 +81,10 @@ class PallasCall:
         name = kernel_name(params)
         first = len(operands) - mapping.num_inputs
         tables: Tables = {}
-        asked = kernel_asks(params["jaxpr"], _own(mapping), mapping.grid, mapping.num_index_operands, tables)
+        asked = place_use(params["jaxpr"], _own(mapping), mapping.grid, mapping.num_index_operands, tables)
         for block in mapping.block_mappings:
             map_tables(block.index_map_jaxpr.jaxpr, len(mapping.grid), tables)
-        along: list[dict[int, Along | None]] = [{} for _ in range(first)]
+        along: list[dict[int, BlockPattern | None]] = [{} for _ in range(first)]
         for number, lookups in tables.items():
             at = first - mapping.num_index_operands + number
             along[at] = {
@@ -97,7 +97,7 @@ class PallasCall:
             if isinstance(size, int) and size > 1:
                 split = _split(name, mapping, along, dim, size, asked)
                 masked = along[1].get(dim) if share < 1.0 else None
-                splits += [dataclasses.replace(split, sloping=masked not in (None, APART))] if split else []
+                splits += [dataclasses.replace(split, triangular=masked not in (None, INDEPENDENT))] if split else []
         estimate = params.get("cost_estimate")
         products, some = step_products(params["jaxpr"], [mapping.grid[dim] for dim in _own(mapping)])
         every = sum(products.values())
@@ -153,13 +153,13 @@ class PallasCall:
         return sizes, kinds, tensors[:count], tensors[count:]
 
     @property
-    def sloping(self) -> dict[int, int]:
+    def triangular(self) -> dict[int, int]:
         """Factor of the rule along which the work grows evenly -> number of its blocks."""
         slopes, factor = {}, 0
         for split in self.splits:
             for count in (split.groups, split.steps if split.inside else 1):
                 if count > 1:
-                    slopes |= {factor: count} if split.sloping else {}
+                    slopes |= {factor: count} if split.triangular else {}
                     factor += 1
         return slopes
 
@@ -232,7 +232,7 @@ class PallasCall:
         counts = ("flops", "transcendentals", "bytes_accessed")
         count, most = math.prod(parts.values()), 1.0
         for split in self.splits:
-            if split.sloping:
+            if split.triangular:
                 most *= most_of_slope(parts[split.dim], split.groups * split.steps)
         most = {"flops": most, "transcendentals": most}
         return dataclasses.replace(
@@ -285,31 +285,31 @@ def _own(mapping: Any) -> list[int]:
     return [dim for dim in range(len(mapping.grid)) if dim not in mapping.vmapped_dims]
 
 
-def _along(block: Any, grid: Sequence[Any]) -> dict[int, Along | None]:
+def _along(block: Any, grid: Sequence[Any]) -> dict[int, BlockPattern | None]:
     """Return the pattern of one operand or result along each grid dim."""
     jaxpr = block.index_map_jaxpr.jaxpr
-    patterns: dict[int, Along | None] = {dim: APART for dim in range(len(grid))}
+    patterns: dict[int, BlockPattern | None] = {dim: INDEPENDENT for dim in range(len(grid))}
     for d, variable in enumerate(jaxpr.outvars):
         size = _elements(block.block_shape[d])
         full = block.array_aval.shape[d]
         blocks = full // size if size and full % size == 0 else None
         for dim, pattern in follow(jaxpr, variable, grid, blocks).items():
-            if pattern is None or patterns[dim] is not APART:
+            if pattern is None or patterns[dim] is not INDEPENDENT:
                 patterns[dim] = None
             else:
                 period, within = pattern
-                patterns[dim] = Along(d if period > 0 else -1, abs(period), within)
+                patterns[dim] = BlockPattern(d if period > 0 else -1, abs(period), within)
     return patterns
 
 
-def _is_scratch(name: str, mapping: Any, along: dict[int, Along | None]) -> bool:
+def _is_scratch(name: str, mapping: Any, along: dict[int, BlockPattern | None]) -> bool:
     """Return True for a result of jax's splash attention that does not depend on the kernel's own grid."""
-    alike = all(each is APART for dim, each in along.items() if dim not in mapping.vmapped_dims)
+    alike = all(each is INDEPENDENT for dim, each in along.items() if dim not in mapping.vmapped_dims)
     return name.startswith(SCRATCH_RESULTS) and alike
 
 
 def _split(
-    name: str, mapping: Any, along: Sequence[dict[int, Along | None]], dim: int, size: int, asked: Request
+    name: str, mapping: Any, along: Sequence[dict[int, BlockPattern | None]], dim: int, size: int, asked: PlaceUse
 ) -> Split | None:
     """Return the ways to split a grid dim, or None if it cannot be split.
 
@@ -317,7 +317,7 @@ def _split(
     - `dim`, `size`: the grid dim and its extent.
     - `asked`: the kernel's use of its place in the grid.
     """
-    each = [pattern.get(dim, APART) for pattern in along]
+    each = [pattern.get(dim, INDEPENDENT) for pattern in along]
     if dim in asked.steps or any(a is None for a in each):
         return None
     known = [a for a in each if a is not None]

@@ -190,7 +190,7 @@ def _of_weight(real: int, owned: str, busiest: float) -> RuledFunction:
 
 def _uneven(busiest: float) -> CallWork:
     """Return the load factor of the busiest device along the first factor of each rule, the groups."""
-    return CallWork(uneven={0: busiest} if busiest > 1 else {})
+    return CallWork(imbalance={0: busiest} if busiest > 1 else {})
 
 
 def _products(rows: Any, weight: Any, sizes: Any) -> Any:

@@ -107,7 +107,7 @@ def _call(settings: _Settings, back: bool) -> Any:
     """Return the call as a function of whole tensors that stays one op in a program."""
     from jax.experimental.custom_partitioning import custom_partitioning
 
-    run = functools.partial(_turns_back if back else _turns, settings=settings, ring=_Ring((), 1))
+    run = functools.partial(_ring_backward if back else _ring_forward, settings=settings, ring=_Ring((), 1))
     partitioned = custom_partitioning(lambda *given: run(*given))
     calls = RingCalls(settings, back)
     partitioned.def_partition(calls, sharding_rule=calls.mlir_rule)
@@ -183,7 +183,11 @@ class RingCall:
         """Return the function that computes the call on shards with these specs, and the specs."""
         axes = _axes_of(into[0], S)
         ring = _Ring(axes, math.prod(mesh.shape[axis] for axis in axes))
-        return functools.partial(_turns_back if self.back else _turns, settings=self.settings, ring=ring), into, out
+        return (
+            functools.partial(_ring_backward if self.back else _ring_forward, settings=self.settings, ring=ring),
+            into,
+            out,
+        )
 
 
 class RingCalls:
@@ -278,7 +282,7 @@ class _Ring(NamedTuple):
         return min(part, 2 * self.count - 1 - part)
 
 
-def _turns(query: Any, key: Any, value: Any, *, settings: _Settings, ring: _Ring) -> tuple[Any, Any]:
+def _ring_forward(query: Any, key: Any, value: Any, *, settings: _Settings, ring: _Ring) -> tuple[Any, Any]:
     """Compute attention on one device of the ring.
 
     Returns the result in the dtype of values, and the logarithms of the sums.
@@ -339,7 +343,7 @@ def _of_high(how: How, query: Any, keys: Any, values: Any, out: Any, total: Any)
     return jnp.concatenate([low, high], 3), jnp.concatenate([low_total, high_total], 3)
 
 
-def _turns_back(
+def _ring_backward(
     query: Any, key: Any, value: Any, out: Any, total: Any, gradient: Any, *, settings: _Settings, ring: _Ring
 ) -> tuple[Any, Any, Any]:
     """Compute the gradients of queries, keys and values on one device of the ring.
@@ -372,7 +376,7 @@ def _turns_back(
         of_query, *others = back([_halves(each, 3)[1] for each in rows], keys, values)
         return jnp.concatenate([jnp.zeros_like(of_query), of_query], 3), *others  # type: ignore[return-value]
 
-    def taken(of_query: Any, of_keys: Any, moving: Any, number: Any) -> tuple[Any, Any]:
+    def add_turn(of_query: Any, of_keys: Any, moving: Any, number: Any) -> tuple[Any, Any]:
         """Add the gradients of one turn; the partial gradients of the present keys arrive from the previous device."""
         of_keys = ring.on(*of_keys)
         if causal:
@@ -384,12 +388,12 @@ def _turns_back(
     def turn(carried: Any, number: Any) -> tuple[Any, None]:
         of_query, of_keys, moving = carried
         coming = ring.on(*moving)
-        return (*taken(of_query, of_keys, moving, number), coming), None
+        return (*add_turn(of_query, of_keys, moving, number), coming), None
 
     of_query, *of_keys = back(rows, key, value, causal)
     start = (of_query, tuple(of_keys), ring.on(key, value))
     (of_query, of_keys, last), _ = jax.lax.scan(turn, start, jnp.arange(1, ring.count - 1))
-    of_query, of_keys = taken(of_query, of_keys, last, ring.count - 1)
+    of_query, of_keys = add_turn(of_query, of_keys, last, ring.count - 1)
     grads = tuple(each.astype(dtype) for each, dtype in zip((of_query, *ring.on(*of_keys)), dtypes, strict=True))
     if causal:
         grads = (ring.straight(grads[0], 3), *(ring.straight(each, 2) for each in grads[1:]))

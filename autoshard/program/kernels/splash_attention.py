@@ -87,7 +87,7 @@ def attention_kernel(kernel: str, notes: list[str], exchange: str = "auto") -> I
         _chosen.reset(token)
 
 
-def takes_splash(refused: str, idle: str) -> bool:
+def uses_splash(refused: str, idle: str) -> bool:
     """Return True if the splash kernel computes an attention.
 
     - `refused`: reason why the kernel is impossible, or empty.
@@ -108,7 +108,7 @@ def takes_splash(refused: str, idle: str) -> bool:
     return True
 
 
-def takes_cached(refused: str, idle: str) -> bool | None:
+def uses_cached(refused: str, idle: str) -> bool | None:
     """Return True if the cached kernel computes an attention over a cache; None if the user named another kernel.
 
     - `refused`: reason why the kernel is impossible, or empty.
@@ -127,7 +127,7 @@ def takes_cached(refused: str, idle: str) -> bool | None:
     return True
 
 
-def takes_cudnn(refused: str) -> bool:
+def uses_cudnn(refused: str) -> bool:
     """Return True if cuDNN computes an attention; `refused` is the reason why it is impossible, or empty.
 
     Raises `UserError` if the user named the kernel and it is impossible.
@@ -142,7 +142,7 @@ def takes_cudnn(refused: str) -> bool:
     return not refused
 
 
-def takes_ring(refused: str) -> bool:
+def uses_ring(refused: str) -> bool:
     """Return True if keys and values go around a ring; `refused` is the reason why this is impossible, or empty."""
     chosen = _chosen.get()
     if chosen is None or chosen.exchange != "ring":

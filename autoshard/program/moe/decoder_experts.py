@@ -197,7 +197,7 @@ def _by_groups(dims: ExpertDims, x: Any, share: Any, chosen: Any, weights: Mappi
     ragged = parse_experts(routing.kind).ragged and batch % groups == 0
     real = batch * min(groups * rows, length * count)
     exchange = dispatch(chosen, dims.experts, groups, rows).by_group(real if ragged else None)
-    moved, counts = exchange.there(x), exchange.sizes
+    moved, counts = exchange.to_rows(x), exchange.sizes
 
     def grouped(left: Any, name: str) -> Any:
         weight = weights[f"experts.{name}.weight"].astype(x.dtype).swapaxes(1, 2)
@@ -207,7 +207,7 @@ def _by_groups(dims: ExpertDims, x: Any, share: Any, chosen: Any, weights: Mappi
     up = checkpoint_name(grouped(moved, "up_proj"), "up")
     gate = checkpoint_name(grouped(moved, "gate_proj"), "gate") if dims.gated else None
     out = checkpoint_name(grouped(_activated(gate, up), "down_proj"), "down")
-    return jnp.einsum("bskd,bsk->bsd", exchange.back(out), share)
+    return jnp.einsum("bskd,bsk->bsd", exchange.from_rows(out), share)
 
 
 def _activated(gate: Any | None, up: Any) -> Any:

@@ -46,9 +46,9 @@ class Dispatch(NamedTuple):
 class ByGroup(NamedTuple):
     """The dispatch of tokens with groups of experts as the first dim."""
 
-    there: Callable[[Any], Any]
+    to_rows: Callable[[Any], Any]
     """Function from tokens [B, S, D] to rows [G, B, R, D]; unused rows of a group are zeros."""
-    back: Callable[[Any], Any]
+    from_rows: Callable[[Any], Any]
     """Function from rows [G, B, R, D] to results of each token's experts [B, S, K, D]; dropped ones are zeros."""
     sizes: Any
     """Rows of each expert [G, B, E / G] (int32)."""

@@ -314,7 +314,7 @@ def _sorted(x: Any, weights: Any, mask: Any, layers: Experts, active: int, one: 
             + ("takes as much longer too." if ragged else "is padded, and takes the same.")
         )
     exchange = dispatch(chosen, experts, groups, rows).by_group(real if ragged else None, busiest)
-    moved, counts = exchange.there(x), exchange.sizes
+    moved, counts = exchange.to_rows(x), exchange.sizes
 
     def times(rows: Any, weight: Any, bias: Any) -> Any:
         product = grouped_matmul(rows, weight, counts, real, busiest)
@@ -322,7 +322,7 @@ def _sorted(x: Any, weights: Any, mask: Any, layers: Experts, active: int, one: 
 
     out = layers.apply(moved, times, one)
     model_flops.record(2.0 * batch * length * active * layers.weights_each)
-    return jnp.einsum("bskd,bsk->bsd", exchange.back(out), share.astype(x.dtype))
+    return jnp.einsum("bskd,bsk->bsd", exchange.from_rows(out), share.astype(x.dtype))
 
 
 def _bias_of_rows(bias: Any, sizes: Any, rows: int) -> Any:

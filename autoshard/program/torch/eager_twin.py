@@ -55,7 +55,7 @@ class EagerTwin:
     @property
     def keeps_writes(self) -> bool:
         """True if the traced step returns the buffers that the module writes to."""
-        return self.function.keeps_writes
+        return self.function.may_become_stateful
 
     @property
     def parameters(self) -> int:

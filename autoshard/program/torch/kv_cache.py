@@ -4,7 +4,7 @@ import contextlib
 from collections.abc import Iterator
 from typing import Any
 
-from autoshard.program.kernels.cached_keys import Held, active_cache, major_to_minor
+from autoshard.program.kernels.cached_keys import CachedKeys, active_cache, major_to_minor
 from autoshard.program.torch.layer_differences import number_of
 from autoshard.program.torch.repeated_layers import Block
 
@@ -33,7 +33,7 @@ class ServingCache:
         """
         self.counted = counted
         self.env, self.entries, self.position, self.filled = env, dict(entries), position, filled
-        self.given: tuple[Any, Held] | None = None
+        self.given: tuple[Any, CachedKeys] | None = None
         self._open: list[tuple[dict[str, Any], Any]] = []
         self._lent: list[tuple[str, str, Any, Any]] = []
         self.seen: dict[int, Any] = {}
@@ -87,7 +87,7 @@ class ServingCache:
                 part: jax.lax.dynamic_index_in_dim(stack, index, keepdims=False) for part, stack in written.items()
             }
         keys, values = self.env.j2t_iso((written["keys"], written["values"]))
-        held = Held(stacks["keys"], stacks["values"], 0 if index is None else index, self.filled)
+        held = CachedKeys(stacks["keys"], stacks["values"], 0 if index is None else index, self.filled)
         self.given = (keys, held)
         return keys, values
 

@@ -142,7 +142,7 @@ class BlockRun:
         self.pending: list[Any] = []
         self.written: set[tuple[int, int]] = set()
         """Pairs (offset of a call, linked leaf) of the leaves that a layer writes to."""
-        self.beside: dict[int, Any] = {}
+        self.shared_values: dict[int, Any] = {}
         self.deciding: set[int] = set()
         """Offsets of layers whose code reads an attribute in which groups differ."""
 
@@ -169,7 +169,7 @@ class BlockRun:
         from torch.utils import _pytree
 
         if index != self.next:
-            raise self._not("the layers are not called in order")
+            raise self._not_repeated("the layers are not called in order")
         if index == 0:
             self._begin()
         self.next = (index + 1) % len(self.layers)
@@ -178,7 +178,7 @@ class BlockRun:
         links = self._links(leaves)
         if index < self.block.period:
             if not any(_is_tensor(leaf) for leaf in leaves):
-                raise self._not("a layer is not called with a tensor")
+                raise self._not_repeated("a layer is not called with a tensor")
             self.calls.append(_Call(leaves, tree, links if index else None))
             self.outputs.append(self._watched_outputs(index))
         else:
@@ -187,9 +187,9 @@ class BlockRun:
                 first.links = links
                 self._check_state()
             if not self._same(first, leaves, tree, links):
-                raise self._not("the layers are called with different arguments")
+                raise self._not_repeated("the layers are called with different arguments")
             if first.modes != _modes():
-                raise self._not("some layers are called without gradients or with other casts")
+                raise self._not_repeated("some layers are called without gradients or with other casts")
         outputs = self.outputs[offset]
         if index + 1 == len(self.layers):
             self._check_alike()
@@ -202,7 +202,7 @@ class BlockRun:
         ]
         return outputs.rebuild(self.pending)
 
-    def _not(self, reason: str) -> NotRepeatedError:
+    def _not_repeated(self, reason: str) -> NotRepeatedError:
         """Return the error that the layers of this block cannot be scanned for `reason`."""
         return NotRepeatedError(self.block, reason)
 
@@ -214,11 +214,11 @@ class BlockRun:
         known = {id(each._elem): number for number, each in enumerate(self.pending)}
         links = {i: known[id(_element(leaf))] for i, leaf in enumerate(leaves) if id(_element(leaf)) in known}
         if self.pending and not links:
-            raise self._not("something happens to the hidden state between two layers")
+            raise self._not_repeated("something happens to the hidden state between two layers")
         if any(isinstance(_element(leaf), _Pending) for i, leaf in enumerate(leaves) if i not in links):
-            raise self._not("the hidden state between two layers is used elsewhere")
+            raise self._not_repeated("the hidden state between two layers is used elsewhere")
         if self.pending and set(links.values()) != set(range(len(self.pending))):
-            raise self._not("a layer returns more than its hidden state")
+            raise self._not_repeated("a layer returns more than its hidden state")
         return links
 
     def _check_state(self) -> None:
@@ -229,10 +229,10 @@ class BlockRun:
         first, last = self.calls[0], self.outputs[-1]
         for i, number in (first.links or {}).items():
             if not _is_tensor(first.leaves[i]):
-                raise self._not("the layers are called with different arguments")
+                raise self._not_repeated("the layers are called with different arguments")
             before, after = _array(first.leaves[i]), last.shapes[number]
             if (tuple(before.shape), before.dtype) != (tuple(after.shape), after.dtype):
-                raise self._not("a layer changes the shape or dtype of the hidden state")
+                raise self._not_repeated("a layer changes the shape or dtype of the hidden state")
 
     def _same(self, first: _Call, leaves: Sequence[Any], tree: Any, links: dict[int, int]) -> bool:
         """Return True if a later call has the same unlinked arguments and links as the `first` call of its offset."""
@@ -262,7 +262,7 @@ class BlockRun:
         state = self.env.j2t_iso({**self.prepare(params), **buffers, **self.weights.fixed[offset]})
         mark_constant([value for name, value in state.items() if name not in params])
         call = self.calls[offset]
-        leaves = [self.beside.get(id(_element(leaf)), leaf) for leaf in call.leaves]
+        leaves = [self.shared_values.get(id(_element(leaf)), leaf) for leaf in call.leaves]
         layer = self.layers[index]
         with (
             own_forward(layer, self.forwards[index]),
@@ -282,10 +282,10 @@ class BlockRun:
             out = call_with(layer, state, args, kwargs)
             self.weights.written.update((offset, names[k]) for k in written_state())
             if shared():
-                raise self._not("a layer writes to a buffer that all of them share")
+                raise self._not_repeated("a layer writes to a buffer that all of them share")
             for i in (tensors[k] for k in changed()):
                 if i not in places:
-                    raise self._not("a layer writes to what all of them are called with")
+                    raise self._not_repeated("a layer writes to what all of them are called with")
                 self.written.add((offset, i))
         return out, ({key: self.env.t2j_iso(state[key]) for key in buffers}, dict(written))
 
@@ -343,7 +343,7 @@ class BlockRun:
         if seen and self._is_used(index, set(seen)):
             self.deciding.add(index)
         if any(content.is_changed() for content in common):
-            raise self._not("a layer changes an object that others hold too")
+            raise self._not_repeated("a layer changes an object that others hold too")
         return outputs
 
     def _is_used(self, index: int, attributes: set[Difference]) -> bool:
@@ -500,18 +500,18 @@ class BlockRun:
         assert self.weights.pipeline is not None
         policy = jax_policy(self.policy, mapped=1)
 
-        def layer(now: Any, slices: Any, beside: Sequence[Any]) -> Any:
+        def layer(now: Any, slices: Any, shared_inputs: Sequence[Any]) -> Any:
             """Run one group of layers on the hidden state and the other inputs, and return the hidden state."""
 
-            def one(now: Any, slices: Any, beside: Sequence[Any]) -> Any:
-                self.beside = dict(zip(given, self.env.j2t_iso(list(beside)), strict=True))
+            def one(now: Any, slices: Any, shared_inputs: Sequence[Any]) -> Any:
+                self.shared_values = dict(zip(given, self.env.j2t_iso(list(shared_inputs)), strict=True))
                 try:
                     return body(now, slices)[0]
                 finally:
-                    self.beside = {}
+                    self.shared_values = {}
 
             run = one if policy is None else jax.checkpoint(one, policy=policy, prevent_cse=False)
-            after = run(now, slices, list(beside))
+            after = run(now, slices, list(shared_inputs))
             model_flops.record_count(counted)
             return after
 

@@ -67,7 +67,7 @@ def run_in_stages(
     layer: Layer,
     stacked: Any,
     hidden: Any,
-    beside: Sequence[Any],
+    shared_inputs: Sequence[Any],
     along: Collection[int],
     pipeline: Pipeline,
 ) -> Any:
@@ -75,20 +75,21 @@ def run_in_stages(
 
     - `layer`: one layer, or one group of layers.
     - `stacked`, `hidden`: stacked weights, and the hidden state before the block.
-    - `beside`: other tensors that every layer is called with.
-    - `along`: numbers of the tensors in `beside` that belong to the batch, and are cut into microbatches with it.
+    - `shared_inputs`: other tensors that every layer is called with.
+    - `along`: numbers of the tensors in `shared_inputs` that belong to the batch, and are cut into microbatches with
+      it.
 
     Raises `UserError` if JAX cannot map over the layers' ops.
     """
 
     def run(state: Any, weights: Any) -> Any:
         now, *moving = state
-        given = list(beside)
+        given = list(shared_inputs)
         for k, value in zip(along, moving, strict=True):
             given[k] = value
         return (layer(now, weights, given), *moving)
 
-    state = (hidden, *(beside[k] for k in along))
+    state = (hidden, *(shared_inputs[k] for k in along))
     try:
         return run_stack(run, stacked, state, pipeline, block.repeats, block_words(block))[0]
     except NotImplementedError as error:

@@ -41,7 +41,7 @@ _CONSTANT_ELEMENTS = 1 << 16
 """Largest number of elements of a computed buffer that becomes a constant of the program instead of an argument."""
 
 
-_HELD_ELEMENTS = 1 << 10
+_FOLDED_BUFFER_ELEMENTS = 1 << 10
 """Largest number of elements of a buffer whose values may decide what a module computes.
 
 The limit admits schedules of a few steps and excludes running statistics.
@@ -94,7 +94,7 @@ class TorchFunction:
         self.savable: dict[str, None] = {}
         """Paths of the layers' values that a remat policy may name, as recorded in the traces so far."""
         self.updated_buffers: dict[str, Any] = {}
-        self.keeps_writes = False
+        self.may_become_stateful = False
         """True if `settle` makes a module that writes to its buffers `stateful`."""
         self.written: dict[str, None] = {}
         """Names of the parameters, buffers and constants that the module wrote to in the last call."""
@@ -130,7 +130,7 @@ class TorchFunction:
         """True if the module is computed in 64 bits where torch has 64, because its numbers exceed 32 bits."""
         self.folded = False
         """True if values that follow from sizes alone are computed during the trace, because the module reads them."""
-        self.held = False
+        self.folds_buffers = False
         """True if small buffers that nothing updates become constants with the module's initial values.
 
         The module reads these values while it is traced.
@@ -178,7 +178,7 @@ class TorchFunction:
             for key in child._buffers
         }
         for name, tensor in self.module.named_buffers():
-            fixed = self.held and tensor.numel() <= _HELD_ELEMENTS and name not in updated
+            fixed = self.folds_buffers and tensor.numel() <= _FOLDED_BUFFER_ELEMENTS and name not in updated
             fixed = fixed and (name not in repeated or self._is_in_all(*repeated[name]))
             if name in self.changing:
                 self._add(self.buffers, name, self._fitting("buffer", name, tensor), repeated)
@@ -407,7 +407,7 @@ class TorchFunction:
             try:
                 jax.eval_shape(run, self.params, batch, *extra)
                 check_names(remat_text(self.remat.parts), self.remat.names, self.savable, label)
-                if self._all_kept(label):
+                if self._writes_are_returned(label):
                     break
             except (UserError, *ENDINGS):
                 raise
@@ -422,7 +422,7 @@ class TorchFunction:
                 if asks_for_values(error) and not self.folded:
                     self.folded = True
                     continue
-                if asks_for_values(error) and not self.held and self._hold_buffers():
+                if asks_for_values(error) and not self.folds_buffers and self._fold_buffers():
                     continue
                 if not self.blocks:
                     raise lowering_error(error, label, self.module) from error
@@ -439,10 +439,10 @@ class TorchFunction:
         if self.pipeline is not None:
             self._stage(self.pipeline, run, batch, label)
 
-    def _all_kept(self, label: str) -> bool:
+    def _writes_are_returned(self, label: str) -> bool:
         """Return True if every write of the module to its buffers is a result of the call.
 
-        If not, and if `keeps_writes`, the settings change so that the next trace returns the written buffers.
+        If not, and if `may_become_stateful`, the settings change so that the next trace returns the written buffers.
 
         Raises `UserError` if the module writes to its own parameters, since a step returns the optimizer's update of
         them.
@@ -455,7 +455,7 @@ class TorchFunction:
                 )
         labels = {name: f"{block.label(offset)}.{key}" for name, (block, offset, key) in self.shared.items()}
         constants = [name for name in (*self.constants, *labels) if labels.get(name, name) in self.written]
-        if constants and self.keeps_writes:
+        if constants and self.may_become_stateful:
             self.changing.update(constants)
             self._describe()
             return False
@@ -463,16 +463,16 @@ class TorchFunction:
         if not lost:
             return True
         more = f" and {len(lost) - 1} more" if len(lost) > 1 else ""
-        if self.keeps_writes:
+        if self.may_become_stateful:
             self.stateful = True
             self.notes.append(f"The module writes to its buffers (`{lost[0]}`{more}): a step gives them back.")
             return False
         self.notes.append(f"What the module writes to its buffers (`{lost[0]}`{more}) is not kept from call to call.")
         return True
 
-    def _hold_buffers(self) -> bool:
+    def _fold_buffers(self) -> bool:
         """Make small buffers constants with the values that they have in the module; return False if there are none."""
-        self.held = True
+        self.folds_buffers = True
         before = set(self.constants)
         self._describe()
         names = sorted(set(self.constants) - before)

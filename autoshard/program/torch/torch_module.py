@@ -115,7 +115,7 @@ def from_torch(
     example_inputs, kwargs, targets = one_microbatch(example_inputs, kwargs, targets)
     inputs = tuple(example_inputs) if isinstance(example_inputs, (tuple, list)) else (example_inputs,)
     notes = ["Dropout is off: the module runs in evaluation mode."] if _has_dropout(module) else []
-    if asking := _asking(module) if not notes else None:
+    if asking := _class_reading_training(module) if not notes else None:
         notes.append(f"The module runs in evaluation mode: `{asking}` asks whether it is being trained.")
     learning = train if batch_statistics is None else batch_statistics
     pipeline = read_pipeline(stages, microbatches, schedule)
@@ -134,7 +134,7 @@ def from_torch(
         imbalance=imbalance or 1.0,
         pipeline=pipeline,
     )
-    function.keeps_writes = True
+    function.may_become_stateful = True
     if train:
         _check_storages(module, label)
     kwargs = dict(kwargs or {})
@@ -208,7 +208,7 @@ def from_torch(
             optimizer,
             param_dtype or "",
             state_dtype or "float32",
-            in_turn(microbatches, pipeline),
+            sequential_microbatches(microbatches, pipeline),
             1 if gradient_groups is None else gradient_groups,
             own_loss=loss is not None,
         )
@@ -403,7 +403,7 @@ def _model_flops(count: Sequence[float], train: TrainOptions | None) -> float:
     return forward if train is None else (3.0 * forward - without) * (train.microbatches * train.gradient_groups)
 
 
-def in_turn(microbatches: int | None, pipeline: Pipeline | None) -> int:
+def sequential_microbatches(microbatches: int | None, pipeline: Pipeline | None) -> int:
     """Return the number of microbatches that each have a backward pass of their own; 1 for a pipeline."""
     return 1 if microbatches is None or pipeline is not None else microbatches
 
@@ -547,7 +547,7 @@ def _check_dtype(name: str, text: str | None) -> None:
         raise UserError(f"{name} `{text}` is not supported; use bfloat16, float32 or float16.")
 
 
-def _asking(module: Any) -> str | None:
+def _class_reading_training(module: Any) -> str | None:
     """Return the class of a module in training mode whose own code reads that mode, or None."""
     for kind in dict.fromkeys(type(child) for child in module.modules() if child.training):
         if kind.__module__.partition(".")[0] not in ("torch", "transformers"):

@@ -13,7 +13,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from autoshard.base.processes import told_by
+from autoshard.base.processes import run_script
 from autoshard.base.tested_versions import PACKAGES, TESTED, known_versions
 
 
@@ -102,7 +102,7 @@ def _devices() -> tuple[list[str], str, str]:
     If JAX starts no backend, the backend is the reason. A separate process runs JAX, since plugins of absent
     accelerators print on the terminal and may wait for their device.
     """
-    answer = told_by(_LOOK, _WAIT_S)
+    answer = run_script(_LOOK, _WAIT_S)
     if answer is None:
         return [], f"none: JAX found no device in {_WAIT_S:.0f} s; JAX_PLATFORMS=cpu looks for no accelerator", ""
     out, complaints, code = answer

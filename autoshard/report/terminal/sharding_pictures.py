@@ -55,9 +55,9 @@ def visualize_tensor_sharding(tensor: Any, **options: Any) -> Any:
         raise UserError(
             f"visualize_tensor_sharding draws JAX arrays and tensors on the XLA device, not a {type(tensor).__name__}."
         )
-    from autoshard.exec.torch_xla_hook import held_spec
+    from autoshard.exec.torch_xla_hook import sharding_text
 
-    text = held_spec(tensor)
+    text = sharding_text(tensor)
     return _draw(parts_of_string(text or "{replicated}", shape, _devices_here()), **options)
 
 

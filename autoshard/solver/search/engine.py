@@ -7,7 +7,7 @@ import numpy as np
 from autoshard.solver.flat_graph import flatten
 from autoshard.solver.job_process import Clock, OnThread
 from autoshard.solver.residual_graph import Graph, Ints
-from autoshard.solver.search.local_search import Climber, Stage, make_stage
+from autoshard.solver.search.local_search import LocalSearch, Stage, make_stage
 from autoshard.solver.search.message_passing import Dual
 from autoshard.solver.search.milp_worker import Answer, PartJob, Worker
 
@@ -49,7 +49,7 @@ class Engine:
         self.found, self.bounded, self.stopped = found, bounded, stopped
         self.random = np.random.default_rng(seed)
         self.dual = Dual(self.flat)
-        self.climber = Climber(self.flat, seed)
+        self.climber = LocalSearch(self.flat, seed)
         self.cost = np.inf
         self.best: Ints | None = None
         self.entries = _ENTRIES if iterations is None else 4_000
@@ -135,7 +135,7 @@ class Engine:
         self.climber.penalty = max(self.climber.penalty, 3 * float(self.dual.prices.max(initial=0.0)))
         self.climber.start(chosen)
 
-    def _climb(self, climber: Climber, prices: np.ndarray, slack: float = 0.0) -> None:
+    def _climb(self, climber: LocalSearch, prices: np.ndarray, slack: float = 0.0) -> None:
         """Run one turn of local search."""
         if self.iterations is not None:
             climber.run(prices, 1, slack)

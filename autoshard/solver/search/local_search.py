@@ -23,7 +23,7 @@ _PAUSE_S = 0.2
 """Longest seconds between two checks of `due` in a timed run; slower chunks are halved."""
 
 
-class Climber:
+class LocalSearch:
     """Local search on one flat graph; used by one thread at a time."""
 
     def __init__(self, flat: Flat, seed: int):
@@ -93,7 +93,7 @@ class Climber:
 class Stage:
     """Local search on a smaller graph, with the mapping back to the larger one."""
 
-    climber: Climber
+    climber: LocalSearch
     prices: np.ndarray
     """[times of the smaller graph] memory prices."""
     offset: float
@@ -146,6 +146,6 @@ def make_stage(
         # A time that the reductions dropped is implied by a nearby one.
         places = np.searchsorted(small.times, graph.times).clip(0, len(small.times) - 1)
         np.add.at(merged, places, prices)
-    climber = Climber(arrays, seed)
+    climber = LocalSearch(arrays, seed)
     climber.start(np.array([choices[name] for name in inner], dtype=np.int64))
     return Stage(climber, merged, float(small.offset - graph.offset), small, inner, after, names)

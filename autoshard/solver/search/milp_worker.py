@@ -6,7 +6,7 @@ import math
 import numpy as np
 
 from autoshard.solver.flat_graph import Flat
-from autoshard.solver.job_process import Apart, Clock, Due, serve
+from autoshard.solver.job_process import Clock, Due, JobProcess, serve
 from autoshard.solver.mip_rows import MipResult, solve_mip
 from autoshard.solver.residual_graph import Graph, Ints
 from autoshard.solver.search.pruning import Restricted, restricted
@@ -57,25 +57,25 @@ class Worker:
     """The child process, or its successor; all jobs restrict one graph."""
 
     def __init__(self, graph: Graph, names: list[int], flat: Flat):
-        self._told = graph, names, flat
+        self._problem_parts = graph, names, flat
         self._begin()
 
     def start(self, job: PartJob) -> None:
         """Send a job."""
-        self._apart.give([*self._first, job])
+        self._process.send([*self._first, job])
         self._first = []
 
     def done(self) -> bool:
         """Return True if the answer has arrived."""
-        return self._apart.done()
+        return self._process.done()
 
     def wait(self, seconds: float) -> None:
         """Wait up to `seconds` for the answer."""
-        self._apart.wait(seconds)
+        self._process.wait(seconds)
 
     def answer(self) -> Answer:
         """Wait for the answer and return it; start a new process if a run still occupies this one."""
-        answer: Answer = self._apart.answer()
+        answer: Answer = self._process.answer()
         if answer.stopped:
             self.end()
             self._begin()
@@ -83,12 +83,12 @@ class Worker:
 
     def end(self) -> None:
         """Terminate the process."""
-        self._apart.end()
+        self._process.end()
 
     def _begin(self) -> None:
         """Start a process, whose first message is the graph."""
-        self._apart = Apart(__name__)
-        self._first: list[object] = [self._told]
+        self._process = JobProcess(__name__)
+        self._first: list[object] = [self._problem_parts]
 
 
 class _Sizer:

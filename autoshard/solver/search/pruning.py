@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from autoshard.solver.flat_graph import Flat, Floats, offsets, ragged
 from autoshard.solver.job_process import Due, never
-from autoshard.solver.network import CLOSED, Messages, Narrowed, Network
+from autoshard.solver.network import CLOSED, Messages, Network, Pruned
 from autoshard.solver.reductions import reduce, restrict
 from autoshard.solver.residual_graph import Graph, InfeasibleGraph, Ints, OverLimit, table_entries
 
@@ -25,9 +25,9 @@ _PATIENCE = 5
 """Turns without a better bound before pruning ends."""
 
 
-def narrow(
+def prune(
     network: Network, hint: Ints | None = None, start: Messages | None = None, enough: float = math.inf
-) -> Narrowed:
+) -> Pruned:
     """Prune alternatives that cannot be part of choices as good as the best found, `hint` included.
 
     Message passing computes a lower bound on the cost of every alternative. An alternative is pruned if its slack
@@ -43,7 +43,7 @@ def narrow(
         # No choices are feasible; the solver reports this.
         allowed = (np.flatnonzero(cost < CLOSED) for cost in network.costs)
         left = (mine if len(mine) else np.arange(len(c)) for mine, c in zip(allowed, network.costs, strict=True))
-        return Narrowed(tuple(left), -math.inf, None, True)
+        return Pruned(tuple(left), -math.inf, None, True)
     if start is not None:
         state.begin(start)
     messages: Messages | None = None
@@ -69,7 +69,7 @@ def narrow(
     if not complete:
         state.dual.ascend(_SWEEPS, upper, 1.0)
         state.cut_to(_MOST, best)
-    return Narrowed(state.left(), bound, best, complete, messages)
+    return Pruned(state.left(), bound, best, complete, messages)
 
 
 class _State:
@@ -109,10 +109,10 @@ class _State:
         """Start from the messages of a network with the same links, if they cover all remaining alternatives."""
         if start.ends != self._ends():
             return
-        counts = np.array([len(old) for old in start.kept], dtype=np.int64)
+        counts = np.array([len(old) for old in start.alternatives], dtype=np.int64)
         old_at = offsets(counts)
         place = np.full(len(self.packer.cost), -1, dtype=np.int64)
-        old = np.concatenate(start.kept) + np.repeat(self.packer.whole_at[:-1], counts)
+        old = np.concatenate(start.alternatives) + np.repeat(self.packer.whole_at[:-1], counts)
         place[old] = np.arange(len(old)) - np.repeat(old_at[:-1], counts)
         places = place[self.kept]
         if (places < 0).any():

@@ -112,7 +112,10 @@ def test_a_cache_whose_heads_come_first_is_copied_nowhere() -> None:
         graph = read_graph(decode(heads_first).module)
         cache = graph.tensors[graph.arguments[3]]
         counts = [
-            sum(graph.tensors[each.tensor].shape == cache.shape for each in analyse(graph, gpu_kernels=gpu).passes)
+            sum(
+                graph.tensors[each.tensor].shape == cache.shape
+                for each in analyse(graph, gpu_kernels=gpu).extra_traffic
+            )
             for gpu in (False, True)
         ]
         # The two stacks that the loop fills begin as zeros. Caches of both layouts are copied before and after the

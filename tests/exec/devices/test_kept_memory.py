@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from autoshard.exec.devices.local_devices import _glibc, memory_kept
+from autoshard.exec.devices.local_devices import _glibc, retained_memory
 from autoshard.exec.run.planned_steps import run_in_turn
 
 
@@ -49,8 +49,8 @@ def pages_of_steps() -> tuple[list[float], dict[str, list[float]]]:
 
 
 def pages_after_failure() -> tuple[int, int]:
-    """Return the fresh pages inside of `memory_kept`, and after its body has failed."""
-    with contextlib.suppress(ZeroDivisionError), memory_kept():
+    """Return the fresh pages inside of `retained_memory`, and after its body has failed."""
+    with contextlib.suppress(ZeroDivisionError), retained_memory():
         fresh_pages()
         kept = fresh_pages()
         raise ZeroDivisionError

@@ -66,6 +66,6 @@ def test_an_entry_that_says_nothing_is_not_used(count: list[int], monkeypatch: p
 def test_a_mesh_is_found_again(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     monkeypatch.setenv("AUTOSHARD_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr(decision_cache, "registrations", tuple)  # without the registrations of other tests
-    made = decision_cache.kept_mesh(taken(), "cpu:8")
+    made = decision_cache.cached_mesh(taken(), "cpu:8")
     monkeypatch.setattr(decision_cache, "best_mesh", lambda *_: {})
-    assert decision_cache.kept_mesh(taken(), "cpu:8") == made != {}
+    assert decision_cache.cached_mesh(taken(), "cpu:8") == made != {}

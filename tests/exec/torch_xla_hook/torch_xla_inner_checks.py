@@ -60,9 +60,9 @@ def told_ops() -> dict[str, Any]:
     import torch
     from torch.utils._python_dispatch import _get_current_dispatch_mode
 
-    from autoshard.exec.torch_xla_hook.capture.op_events import Ops, stand_in, unseen
+    from autoshard.exec.torch_xla_hook.capture.op_events import OpObserver, stand_in, without_observers
 
-    class Told(Ops):
+    class Told(OpObserver):
         def __init__(self, *kinds: str) -> None:
             super().__init__(kinds)
             self.before_them: list[str] = []
@@ -88,7 +88,7 @@ def told_ops() -> dict[str, Any]:
         with inner:
             second = torch.addmm(b, first, here)
             modes.append(_get_current_dispatch_mode() is not None)
-            with unseen():
+            with without_observers():
                 second = second @ here
         with moded:
             modes.append(_get_current_dispatch_mode() is not None)
@@ -121,7 +121,7 @@ def made_inside() -> dict[str, Any]:
     """Create tensors from nothing in an observed block. Write to them through views, and read them through others."""
     import torch
 
-    from autoshard.exec.torch_xla_hook.capture.op_events import Ops
+    from autoshard.exec.torch_xla_hook.capture.op_events import OpObserver
     from autoshard.exec.torch_xla_hook.values.lazy_tensors import xlac
 
     x = torch.randn(4, 6)
@@ -145,7 +145,7 @@ def made_inside() -> dict[str, Any]:
 
     here = x.to("xla")
     alone = make(here)
-    with Ops():
+    with OpObserver():
         told = make(here)
     graphs = [xlac()._get_xla_tensors_text(made) for made in (alone, told)]
     return {
@@ -195,9 +195,9 @@ def told_parts() -> dict[str, Any]:
     import torch
     from torch_xla.experimental.scan import scan
 
-    from autoshard.exec.torch_xla_hook.capture.op_events import Ops, stand_in
+    from autoshard.exec.torch_xla_hook.capture.op_events import OpObserver, stand_in
 
-    class Told(Ops):
+    class Told(OpObserver):
         def __init__(self) -> None:
             super().__init__({"xla.scan", "aten.convolution_backward.default"})
             self.told: list[Any] = []

@@ -10,7 +10,7 @@ import pytest
 from autoshard.cost import Topology
 from autoshard.planning import Options, PlanResult, make_plan, plan_recipes
 from autoshard.planning.recipes.recipe import Recipe, RecipeOutcome, RecipeTried
-from autoshard.planning.recipes.recipe_follow_ups import Roomy
+from autoshard.planning.recipes.recipe_follow_ups import MemoryPruning
 from autoshard.program import Program, trace
 from tests.graph.programs import f32
 from tests.planning.recipes import tried
@@ -47,7 +47,7 @@ def test_nothing_is_computed_again_where_memory_gains_nothing(monkeypatch: pytes
     monkeypatch.setattr("autoshard.planning.recipes.recipe_search.make_plan", recorded)
     recipe, result = plan_recipes(stack, {"remat": ("none", "dots")}, options, of_source=True)
     assert recipe.arguments == {"remat": "none"} and len(planned) == 1
-    assert 0 < result.free_s <= result.plan.prediction.expected_s * (1 + 1e-9)
+    assert 0 < result.unconstrained_bound_s <= result.plan.prediction.expected_s * (1 + 1e-9)
     row = tried(result)["remat dots"]
     assert row["verdict"] == "not planned: more memory gains less with remat none than this computes"
     again = make_plan(stack("dots"), options).plan.prediction
@@ -66,4 +66,6 @@ def test_where_memory_is_short_more_is_computed() -> None:
 @pytest.mark.parametrize(("remat", "known"), [("full", False), ("none", False)])
 def test_only_what_is_known_to_compute_longer_is_left_out(remat: str, known: bool) -> None:
     rows = [RecipeTried(Recipe((("remat", "dots"), ("stages", 2))), RecipeOutcome.UNMOVED)]
-    assert bool(Roomy(Topology.parse(TOPOLOGY)).slower(Recipe((("remat", remat), ("stages", 2))), rows)) is known
+    assert (
+        bool(MemoryPruning(Topology.parse(TOPOLOGY)).slower(Recipe((("remat", remat), ("stages", 2))), rows)) is known
+    )

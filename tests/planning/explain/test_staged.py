@@ -14,7 +14,7 @@ from autoshard.cli import main
 from autoshard.cost import Schedule, Topology
 from autoshard.errors import InfeasibleError
 from autoshard.planning import Options, Plan, load_plan, make_plan, save_plan
-from autoshard.planning.price.analysed_program import price_again, read_program
+from autoshard.planning.price.analysed_program import analyse_program, reprice
 from autoshard.planning.space.user_constraints import Asked
 from autoshard.planning.stages.segment_prices import SegmentPrices, segment_prices
 from autoshard.planning.stages.stage_cut import cut_memory, cut_seconds
@@ -66,7 +66,7 @@ def priced(net: str, topology: str, mesh: str) -> tuple[Plan, SegmentPrices, lis
         program = open_source(net, train=True)
     asked = Asked(axis_only=(("stage", ()),))
     made = make_plan(program, Options(topology=topology, mesh=mesh, refine_axes=False, asked=asked)).plan
-    model, choices = price_again(made, program, read_program(program, Topology.parse(topology).backend))
+    model, choices = reprice(made, program, analyse_program(program, Topology.parse(topology).backend))
     return made, segment_prices(model, choices, segments.may_cut, "stage", 4), segments.names
 
 

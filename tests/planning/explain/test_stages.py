@@ -10,7 +10,7 @@ import pytest
 from autoshard.cost import Topology, load_calibration
 from autoshard.errors import InfeasibleError, UserError
 from autoshard.planning import Options, make_plan, plan_recipes, source_choices
-from autoshard.planning.price.analysed_program import Task, least_seconds, read_program
+from autoshard.planning.price.analysed_program import Task, analyse_program, least_seconds
 from autoshard.planning.recipes.pipeline_meshes import PipelineMeshes
 from autoshard.planning.recipes.pipeline_recipes import arithmetic_of, in_order, is_sensible, pipeline_of, promise
 from autoshard.planning.recipes.recipe import Recipe
@@ -50,7 +50,7 @@ def test_the_best_of_all_recipes_is_taken(width: int, tokens: int, schedules: tu
             steps[recipe] = make_plan(each, options).plan.prediction.expected_s
         except (InfeasibleError, UserError):
             continue
-        graph = read_program(each, "tpu", False).graph
+        graph = analyse_program(each, "tpu", False).graph
         least = least_seconds(graph, Topology.parse("v5e:2x2*2"), load_calibration("v5e"))
         pipeline = pipeline_of(recipe)
         if pipeline is None:
@@ -70,7 +70,7 @@ def test_the_best_of_all_recipes_is_taken(width: int, tokens: int, schedules: tu
 def test_layers_outside_of_the_stages_are_computed_once(pipeline: Pipeline) -> None:
     topology, figures = Topology.parse("v5e:2x2*2"), load_calibration("v5e")
     plain, staged = (
-        read_program(program(64, 16, 8, **how), "tpu", False).graph for how in ({}, dataclasses.asdict(pipeline))
+        analyse_program(program(64, 16, 8, **how), "tpu", False).graph for how in ({}, dataclasses.asdict(pipeline))
     )
     assert pipeline.outside(LAYERS) == 2
     alone = arithmetic_of(plain, least_seconds(plain, topology, figures), 1, LAYERS)
@@ -147,11 +147,11 @@ def test_of_pipelines_that_are_planned_in_vain_less_promising_ones_are_left_out(
     def recipe(stages: int, microbatches: int) -> Recipe:
         return Recipe((("stages", stages), ("schedule", "circular:4"), ("microbatches", microbatches)))
 
-    search.slower(recipe(4, 8), 16)
-    assert not search.outdone(recipe(4, 16), 16)  # few meshes were searched
+    search.record_slower(recipe(4, 8), 16)
+    assert not search.dominated(recipe(4, 16), 16)  # few meshes were searched
     search.planned = 100_000_000
-    assert search.outdone(recipe(4, 16), 16) and search.outdone(recipe(4, 8), 16)
-    assert not search.outdone(recipe(4, 4), 16) and not search.outdone(recipe(2, 16), 16)
+    assert search.dominated(recipe(4, 16), 16) and search.dominated(recipe(4, 8), 16)
+    assert not search.dominated(recipe(4, 4), 16) and not search.dominated(recipe(2, 16), 16)
 
 
 def test_the_bubble_is_the_share_of_ticks_that_nobody_uses() -> None:

@@ -9,11 +9,11 @@ import pytest
 
 import autoshard
 from autoshard import InfeasibleError, UserError
-from autoshard.planning import FORMS, Plan, Rest, Spec, form_named, held_specs, price_form, splits_nothing
+from autoshard.planning import FORMS, Plan, Rest, Spec, expressible_specs, form_named, price_form, splits_nothing
 from autoshard.planning.forms.export_forms import parameter_of
 from autoshard.planning.forms.propagated_specs import Propagation
 from autoshard.planning.forms.within_form import plan_within
-from autoshard.planning.price.analysed_program import build_model, read_program
+from autoshard.planning.price.analysed_program import analyse_program, build_model
 from autoshard.planning.price.evaluate import evaluate, tensor_spec
 from autoshard.planning.solve.weight_search import search
 from autoshard.planning.space.plan_options import Limits
@@ -49,7 +49,7 @@ def test_what_only_pins_split_is_lost_and_its_price_says_so(form: str):
     held = price_form(plan, program, form_named(form))
     assert held is not None and held.step_time_s > 1.5 * plan.prediction.step_time_s
     assert held.collectives == ()
-    given = held_specs(form_named(form), plan.arguments, plan.shapes, plan.roles, plan.mesh)
+    given = expressible_specs(form_named(form), plan.arguments, plan.shapes, plan.roles, plan.mesh)
     assert splits_nothing(given, plan.mesh)
 
 
@@ -83,7 +83,7 @@ def _model(program: Program):
     from autoshard.cost import Topology, make_mesh
 
     mesh = make_mesh(Topology.parse("v5e:2x4"), MESH)
-    return build_model(program, read_program(program, "tpu"), mesh, mesh.topology.usable_bytes)
+    return build_model(program, analyse_program(program, "tpu"), mesh, mesh.topology.usable_bytes)
 
 
 @pytest.mark.parametrize("form", ["jax", "torch-xla", "dtensor", "maxtext"])
@@ -131,7 +131,7 @@ def test_where_nothing_for_a_form_fits_it_says_the_least():
     model, form = _model(mlp()), form_named("dtensor")
     limit = model.mesh.topology.usable_bytes
     searched = search(model, [], Limits(limit, 10.0, 0), lambda line: None)
-    groups = read_program(model.program, "tpu").groups
+    groups = analyse_program(model.program, "tpu").groups
     with pytest.raises(InfeasibleError, match=r"that the dtensor form can hold fits into 1 B .* the least found is"):
         plan_within(form, model, groups, searched, Required({}, {}), Limits(1, 10.0, 0), lambda line: None)
 

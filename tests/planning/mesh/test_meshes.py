@@ -9,15 +9,15 @@ from typing import Any
 import pytest
 
 import autoshard
-from autoshard.base.workers import Crew
+from autoshard.base.workers import WorkerCrew
 from autoshard.cost import Topology, candidate_meshes, load_calibration
 from autoshard.errors import InfeasibleError, UserError
 from autoshard.planning import Options, Plan, PlanResult, make_plan, read_asked
-from autoshard.planning.mesh.mesh_attempt import Trials
+from autoshard.planning.mesh.mesh_attempt import MeshAttempts
 from autoshard.planning.mesh.mesh_search import MeshSearch
-from autoshard.planning.price.analysed_program import Task, read_program
+from autoshard.planning.price.analysed_program import Task, analyse_program
 from autoshard.planning.record.plan_files import plan_to_json
-from autoshard.planning.solve.weight_search import Climb
+from autoshard.planning.solve.weight_search import WeightSearch
 from autoshard.planning.space.derived_axes import LEAST_GAIN
 from autoshard.planning.space.user_constraints import Asked
 from autoshard.program import trace
@@ -122,7 +122,7 @@ def test_equal_input_gives_equal_bytes() -> None:
 def test_helpers_do_not_change_the_plan(name: str, topology: str, helpers: int) -> None:
     options: dict[str, Any] = {"topology": topology, "mesh": "auto", "refine_axes": False, "time_limit": math.inf}
     lines: list[str] = []
-    with Crew(helpers, "autoshard.planning.warm_planner:ready") as crew:
+    with WorkerCrew(helpers, "autoshard.planning.warm_planner:ready") as crew:
         wait_for_helpers(crew)
         before = crew.jobs_helped
         helped = make_plan(made.program(name), Options(**options), crew=crew, progress=lines.append)
@@ -133,7 +133,7 @@ def test_helpers_do_not_change_the_plan(name: str, topology: str, helpers: int) 
 def test_a_helper_that_dies_does_not_change_the_plan() -> None:
     options: dict[str, Any] = {"topology": "v5e:4x4", "mesh": "auto", "refine_axes": False, "time_limit": math.inf}
     lines: list[str] = []
-    with Crew(1, "autoshard.planning.warm_planner:ready") as crew:
+    with WorkerCrew(1, "autoshard.planning.warm_planner:ready") as crew:
         wait_for_helpers(crew)
         (helper,) = set(crew.map(nap, [0.1] * 4, lambda seconds: (seconds,))) - {os.getpid()}
         os.kill(helper, signal.SIGSTOP)  # the worker starts a job and is killed during it
@@ -196,10 +196,10 @@ def test_when_nothing_fits_the_nearest_mesh_is_explained() -> None:
 def test_a_limit_that_no_choice_can_keep_is_seen_before_anything_is_solved(monkeypatch: pytest.MonkeyPatch) -> None:
     program = made.program("mlp")
     topology = Topology.parse("cpu:8")
-    reading, figures = read_program(program, topology.backend), load_calibration(topology.chip)
-    trials = Trials(Task(program, reading, Asked(), 4000, 0, figures), 10.0)
-    monkeypatch.setattr(Climb, "run", lambda *_: pytest.fail("solved"))
-    chosen = MeshSearch(trials, lambda line: None).run(topology, Crew())
+    reading, figures = analyse_program(program, topology.backend), load_calibration(topology.chip)
+    trials = MeshAttempts(Task(program, reading, Asked(), 4000, 0, figures), 10.0)
+    monkeypatch.setattr(WeightSearch, "run", lambda *_: pytest.fail("solved"))
+    chosen = MeshSearch(trials, lambda line: None).run(topology, WorkerCrew())
     assert chosen.choices is None and all(tried.step_time_s is None for tried in chosen.tried)
     assert {t.verdict for t in chosen.tried} == {"chosen", "no plan on it fits"}
 

@@ -11,7 +11,7 @@ from autoshard.cost import Topology, make_mesh
 from autoshard.errors import UserError
 from autoshard.planning import Options, PlanResult, load_plan, make_plan, plan_recipes, read_asked
 from autoshard.planning.mesh.portfolio import DIFFERENCE, MEMORY_TARGETS, SLOWEST, differ
-from autoshard.planning.price.analysed_program import build_model, read_program
+from autoshard.planning.price.analysed_program import analyse_program, build_model
 from autoshard.planning.price.evaluate import Outcome, evaluate
 from autoshard.planning.record.plan_files import plan_to_json
 from autoshard.planning.record.plan_parts import Collective
@@ -106,7 +106,7 @@ def test_other_meshes_are_offered_with_choices_of_their_own():
     for each in elsewhere:
         assert each.name == ",".join(f"{axis}={size}" for axis, size in each.plan.mesh.items())
         mesh = make_mesh(topology, each.plan.mesh)
-        model = build_model(program, read_program(program, "tpu"), mesh, topology.usable_bytes)
+        model = build_model(program, analyse_program(program, "tpu"), mesh, topology.usable_bytes)
         outcome = evaluate(model, np.array(each.plan.choices.split(), np.int64))
         assert outcome.step_time_s == pytest.approx(each.plan.prediction.step_time_s, rel=1e-9)
     assert plans.plan.meshes and not any(each.plan.meshes for each in elsewhere)

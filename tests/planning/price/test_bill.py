@@ -9,7 +9,7 @@ import pytest
 from autoshard.cost import STEP, Bill, Database, Observation, Topology, compiler_version, load_calibration
 from autoshard.errors import UserError
 from autoshard.planning import Options, explain_plan, make_plan, plan_bills
-from autoshard.planning.price.analysed_program import build_model, read_program
+from autoshard.planning.price.analysed_program import analyse_program, build_model
 from autoshard.planning.price.evaluate import evaluate
 from autoshard.planning.price.prediction import bill_of
 from autoshard.planning.record.plan_files import plan_to_json
@@ -27,7 +27,7 @@ def test_a_bill_takes_the_step_time_of_its_choices_whatever_the_figures(name: st
     )  # fmt: skip
     rng = np.random.default_rng(0)
     model = programs.model(name, topology, mesh)
-    again = build_model(program, read_program(program, parsed.backend), model.mesh, parsed.usable_bytes, other)
+    again = build_model(program, analyse_program(program, parsed.backend), model.mesh, parsed.usable_bytes, other)
     for _ in range(5):
         choices = programs.random_choices(model, rng)
         bill = bill_of(model, choices)

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from autoshard.planning import Options, make_plan
-from autoshard.planning.price.analysed_program import price_again, read_program
-from autoshard.planning.price.remat_forecast import _sets, _Values, foresee
+from autoshard.planning.price.analysed_program import analyse_program, reprice
+from autoshard.planning.price.remat_forecast import _SavableValues, _sets, forecast_remat
 from autoshard.planning.price.remat_values import find_values
 from autoshard.planning.record.plan_parts import Prediction
 from autoshard.program import Policy, Program, open_source, short_names
@@ -48,10 +48,10 @@ def planned(config: str, remat: str) -> Prediction:
 
 
 @functools.cache
-def values(config: str) -> _Values:
+def values(config: str) -> _SavableValues:
     program = step(config, "full")
     plan = make_plan(program, OPTIONS).plan
-    return _Values(*price_again(plan, program, read_program(program, "tpu")))
+    return _SavableValues(*reprice(plan, program, analyse_program(program, "tpu")))
 
 
 def foreseen(config: str, policy: Policy) -> tuple[float, float]:
@@ -81,15 +81,15 @@ def test_what_is_foreseen_is_what_is_planned(config: str, policy: Policy) -> Non
 
 def test_every_value_that_is_computed_again_is_found(config: str) -> None:
     program = step(config, "full")
-    savable = find_values(program, read_program(program, "tpu").graph)
+    savable = find_values(program, analyse_program(program, "tpu").graph)
     again = {"self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj", "context"}
     assert {place.path for place in savable} == again | {"mlp.gate_proj", "mlp.up_proj", "input"}
-    assert len({(place.loop, place.loop_again) for place in savable}) == 1 and len(savable) == 8
+    assert len({(place.loop, place.recompute_loop) for place in savable}) == 1 and len(savable) == 8
 
 
 def test_a_module_whose_name_ends_another_is_not_taken_for_it(config: str) -> None:
     program = step(config, "full")
-    graph = read_program(program, "tpu").graph
+    graph = analyse_program(program, "tpu").graph
     more = dataclasses.replace(program, savable=("q_proj", *program.savable, "proj"))
     assert find_values(more, graph) == find_values(program, graph)
 
@@ -101,11 +101,11 @@ def test_the_best_set_fits_and_no_other_that_fits_is_faster(config: str) -> None
     steps, peaks = found.times(kept, away)[0], found.peaks(kept, away)
     before = found.outcome.step_time_s
     for limit in (int(0.99 * base), int(1.1 * base), 2 * base, 1 << 40):
-        best = foresee(found.model, found.choices, limit)
+        best = forecast_remat(found.model, found.choices, limit)
         assert best is not None and best.peak_bytes <= limit
         assert best.step_time_s == pytest.approx(steps[peaks <= limit].min(), rel=1e-12)
         assert best.step_time_s < before
-    assert foresee(found.model, found.choices, 1) is None
+    assert forecast_remat(found.model, found.choices, 1) is None
 
 
 def test_sets_are_all_there_are() -> None:

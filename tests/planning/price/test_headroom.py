@@ -10,7 +10,7 @@ import pytest
 
 from autoshard.cost import Topology
 from autoshard.planning import Options, Plan, make_plan
-from autoshard.planning.price.device_memory import FORWARD, load_headroom, roomy_bytes, tight_seconds
+from autoshard.planning.price.device_memory import FORWARD, load_headroom, lower_memory_targets, tight_seconds
 from autoshard.program import Program, trace
 
 
@@ -108,6 +108,6 @@ def test_nothing_changes_with_room_to_spare(monkeypatch: pytest.MonkeyPatch):
 
 
 def test_peaks_to_look_below_are_where_the_charge_falls():
-    even, roomy = roomy_bytes(V5E)
+    even, roomy = lower_memory_targets(V5E)
     assert roomy < even < V5E.usable_bytes
     assert tight_seconds(V5E, roomy, 1.0, 1.0) < 0.1 * tight_seconds(V5E, even, 1.0, 1.0)

@@ -6,7 +6,7 @@ import pytest
 
 from autoshard.cost import Topology
 from autoshard.planning import Options, Plan, make_plan
-from autoshard.planning.price.analysed_program import price_again, read_program
+from autoshard.planning.price.analysed_program import analyse_program, reprice
 from autoshard.planning.price.device_memory import JOINED, _Buffered, _joined
 from autoshard.planning.price.evaluate import Outcome, evaluate
 from autoshard.program import Program, trace
@@ -40,7 +40,7 @@ def test_small_collectives_are_joined_and_wait_for_one_another() -> None:
 
 
 def priced(program: Program, plan: Plan) -> Outcome:
-    return evaluate(*price_again(plan, program, read_program(program, Topology.parse(plan.topology).backend)))
+    return evaluate(*reprice(plan, program, analyse_program(program, Topology.parse(plan.topology).backend)))
 
 
 @pytest.mark.parametrize("topology", ["h100:8", "v5e:2x4", "cpu:8"])

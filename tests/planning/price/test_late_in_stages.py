@@ -1,7 +1,7 @@
 """Pipelines on chips whose compiler schedules the gradient of the head last."""
 
 from autoshard.cost import Topology, make_mesh
-from autoshard.planning.price.analysed_program import LATE_IN_STAGES, build_model, read_program
+from autoshard.planning.price.analysed_program import LATE_IN_STAGES, analyse_program, build_model
 from autoshard.program import DecoderDims, Pipeline, decoder_program
 
 
@@ -12,7 +12,7 @@ DIMS = DecoderDims(
 
 def test_they_hold_the_gradients_of_logits_through_the_backward_pass() -> None:
     program = decoder_program(DIMS, batch=8, seq=128, attention="flash", pipeline=Pipeline(2, 4))
-    reading = read_program(program, "tpu")
+    reading = analyse_program(program, "tpu")
     last, held = max(loop.stop for loop in reading.graph.loops), {}
     for chip in ("v6e", "v5e"):
         mesh = make_mesh(Topology.parse(f"{chip}:2x2"), {"stage": 2, "data": 2})

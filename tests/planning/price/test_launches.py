@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import pytest
 
 from autoshard.cost import Topology, make_mesh
-from autoshard.planning.price.analysed_program import build_model, read_program
+from autoshard.planning.price.analysed_program import analyse_program, build_model
 from autoshard.planning.space.decision_model import Model
 from autoshard.program import trace
 
@@ -28,7 +28,7 @@ def model_of(topology: str) -> Model:
     given = jax.ShapeDtypeStruct((64, 128), jnp.float32), jax.ShapeDtypeStruct((TRIPS, 64, 128), jnp.float32)
     program, parsed = trace(run, given), Topology.parse(topology)
     mesh = make_mesh(parsed, {"data": parsed.num_devices})
-    return build_model(program, read_program(program, parsed.backend), mesh, parsed.usable_bytes)
+    return build_model(program, analyse_program(program, parsed.backend), mesh, parsed.usable_bytes)
 
 
 @pytest.mark.parametrize("topology", ["v5e:1x1", "h100:1"])
@@ -49,7 +49,7 @@ def test_every_fusion_is_started_in_every_trip(topology: str):
 def build_again(model: Model, overhead: float) -> float:
     """Return the seconds of the loop's compute with another launch overhead."""
     figures = dataclasses.replace(model.compute.calibration, op_overhead_s=overhead)
-    reading = read_program(model.program, model.mesh.topology.backend)
+    reading = analyse_program(model.program, model.mesh.topology.backend)
     again = build_model(model.program, reading, model.mesh, 1 << 40, figures)
     (loop,) = again.graph.loops
     return sum(float(n.time[loop.id, "compute"][0]) for n in again.nodes if (loop.id, "compute") in n.time)

@@ -7,13 +7,13 @@ import jax.numpy as jnp
 import pytest
 
 from autoshard.cost import Topology, load_calibration
-from autoshard.planning.price.analysed_program import least_seconds, read_program
+from autoshard.planning.price.analysed_program import analyse_program, least_seconds
 from autoshard.program import trace
 from tests.graph.programs import bf16
 
 
 def seconds(fn: Any, *args: Any) -> float:
-    graph = read_program(trace(fn, args), "tpu").graph
+    graph = analyse_program(trace(fn, args), "tpu").graph
     return least_seconds(graph, Topology.parse("v5e:4x4"), load_calibration("v5e"))
 
 

@@ -9,7 +9,7 @@ import pytest
 from autoshard.exec import compile_plan
 from autoshard.graph import OpClass, read_graph
 from autoshard.planning import Options, make_plan
-from autoshard.planning.price.device_memory import HeldBuffer, reserve
+from autoshard.planning.price.device_memory import LiveBuffer, reserve
 from autoshard.program import Program, trace
 
 
@@ -56,14 +56,14 @@ def graph_of_three() -> object:
     return graph
 
 
-def peak(buffers: list[HeldBuffer]) -> int:
+def peak(buffers: list[LiveBuffer]) -> int:
     return max(sum(b.size for b in buffers if b.start <= at < b.stop) for at in range(4))
 
 
 def test_one_buffer_at_a_time_lies_in_a_result_that_is_as_large() -> None:
     graph = graph_of_three()
-    result = HeldBuffer(2, 4, 100, "gradients", 9)
-    early, beside, wide = (HeldBuffer(0 + 1, 2, size, "temporaries", t) for size, t in ((80, 1), (70, 2), (120, 3)))
+    result = LiveBuffer(2, 4, 100, "gradients", 9)
+    early, beside, wide = (LiveBuffer(0 + 1, 2, size, "temporaries", t) for size, t in ((80, 1), (70, 2), (120, 3)))
     assert peak(reserve(graph, [result], {9})) == 100  # type: ignore[arg-type]
     assert peak(reserve(graph, [result, early], {9})) == 100  # type: ignore[arg-type]
     assert peak(reserve(graph, [result, early, beside], {9})) == 170  # type: ignore[arg-type]
@@ -72,7 +72,7 @@ def test_one_buffer_at_a_time_lies_in_a_result_that_is_as_large() -> None:
 
 def test_an_elementwise_op_writes_its_result_over_an_operand_of_the_same_size() -> None:
     graph = graph_of_three()
-    result = HeldBuffer(2, 4, 100, "gradients", 9)
+    result = LiveBuffer(2, 4, 100, "gradients", 9)
     for size, most in ((100, 100), (90, 190)):
-        operand = HeldBuffer(1, 3, size, "temporaries", 1)
+        operand = LiveBuffer(1, 3, size, "temporaries", 1)
         assert peak(reserve(graph, [result, operand], {9})) == most  # type: ignore[arg-type]

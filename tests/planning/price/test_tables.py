@@ -5,7 +5,7 @@ import pickle
 import numpy as np
 
 from autoshard.cost import Topology, make_mesh
-from autoshard.planning.price.analysed_program import build_model, read_program
+from autoshard.planning.price.analysed_program import analyse_program, build_model
 from autoshard.planning.price.reshard_paths import PathTables
 from tests.planning import programs as made
 
@@ -15,7 +15,7 @@ def test_prices_are_the_same_with_tables_of_another_program() -> None:
     mesh, tables = make_mesh(topology, {"data": 2, "model": 4}), PathTables(1 << 30)
     for name in ("mlp", "wide mlp", "mlp"):
         program = made.program(name)
-        reading = read_program(program, topology.backend)
+        reading = analyse_program(program, topology.backend)
         plain = build_model(program, reading, mesh, topology.usable_bytes)
         shared = build_model(program, reading, mesh, topology.usable_bytes, tables=tables)
         assert len(plain.reshards) == len(shared.reshards)

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from autoshard.cost import Topology, make_mesh
-from autoshard.planning.price.analysed_program import read_program
+from autoshard.planning.price.analysed_program import analyse_program
 from autoshard.planning.price.evaluate import evaluate
 from autoshard.planning.solve.problem_builder import kept_of, least_bytes, least_seconds
 from tests.planning import programs as made
@@ -22,7 +22,7 @@ CASES = [
 def test_no_choice_is_below(name: str, topology: str, mesh: str) -> None:
     model = made.model(name, topology, mesh)
     parsed = Topology.parse(topology)
-    reading = read_program(model.program, parsed.backend)
+    reading = analyse_program(model.program, parsed.backend)
     seconds = least_seconds(model.program, reading, make_mesh(parsed, dict(model.mesh.axes)), parsed.usable_bytes)
     size = least_bytes(model, kept_of(model, None))
     assert seconds > 0 and size > 0

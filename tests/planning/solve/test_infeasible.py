@@ -13,7 +13,7 @@ import pytest
 from autoshard.cost import Topology, make_mesh
 from autoshard.errors import InfeasibleError
 from autoshard.planning import Options, make_plan, read_asked
-from autoshard.planning.price.analysed_program import build_model, read_program
+from autoshard.planning.price.analysed_program import analyse_program, build_model
 from autoshard.planning.solve import infeasible
 from autoshard.planning.solve.infeasible import _advice
 from autoshard.planning.solve.mesh_solve import Terms
@@ -34,7 +34,7 @@ def advice(kind: str, **options: Any) -> str:
     """Return the advice for a training step of a known model in which `kind` needs most of the memory."""
     program = open_source("hf:gpt2-tiny", train=True, batch=8, seq=16, **options)
     mesh = make_mesh(Topology.parse("v5e:2x2"), {"data": 4})
-    model = build_model(program, read_program(program, "tpu"), mesh, 1 << 20)
+    model = build_model(program, analyse_program(program, "tpu"), mesh, 1 << 20)
     return _advice(model, kind, 1 << 20, False)
 
 

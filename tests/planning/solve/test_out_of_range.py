@@ -10,10 +10,10 @@ import pytest
 
 import autoshard
 from autoshard.errors import OutOfRangeError
-from autoshard.planning.solve.mesh_solve import LONG, Terms, solve_within
-from autoshard.planning.solve.problem_builder import DEAREST, build_network, build_problem, kept_of
+from autoshard.planning.solve.mesh_solve import OUT_OF_RANGE, Terms, solve_within
+from autoshard.planning.solve.problem_builder import MAX_COST, build_network, build_problem, kept_of
 from autoshard.planning.solve.time_weights import even_weights
-from autoshard.solver import FORBIDDEN, evaluate, narrow
+from autoshard.solver import FORBIDDEN, evaluate, prune
 from tests.planning import programs as made
 
 
@@ -35,12 +35,12 @@ def test_costs_stay_apart_from_what_is_forbidden(factor: float):
     for before, after in ((usual.node_costs, long.node_costs), (usual.edge_costs, long.edge_costs)):
         assert ((before == FORBIDDEN) == (after == FORBIDDEN)).all()
         allowed = after[after != FORBIDDEN]
-        assert ((allowed >= 0) & (allowed < DEAREST + 1024)).all()
-    assert factor < 1e12 or long.edge_costs[long.edge_costs < FORBIDDEN].max() >= LONG
+        assert ((allowed >= 0) & (allowed < MAX_COST + 1024)).all()
+    assert factor < 1e12 or long.edge_costs[long.edge_costs < FORBIDDEN].max() >= OUT_OF_RANGE
     network = build_network(slower(model, factor), weights, None, kept_of(model, None))
     for cost in network.costs:
         assert (cost < FORBIDDEN).all()
-    narrowed = narrow(network)
+    narrowed = prune(network)
     assert narrowed.choices is None or narrowed.bound <= evaluate(long, narrowed.choices).cost
 
 
@@ -49,7 +49,7 @@ def test_a_program_that_takes_months_is_refused():
     terms = Terms(None, 30.0, 0)
     weights = even_weights(model)
     solved = solve_within(slower(model, 1e6), weights, terms)
-    assert 0 < solved.solution.lower_bound <= solved.solution.cost < LONG
+    assert 0 < solved.solution.lower_bound <= solved.solution.cost < OUT_OF_RANGE
     with pytest.raises(OutOfRangeError, match="11 days of one step"):
         solve_within(slower(model, 1e13), weights, terms)
 

@@ -15,7 +15,7 @@ from autoshard.planning.solve.repeats import Repeats, find_repeats
 from autoshard.planning.solve.time_weights import even_weights, normalise
 from autoshard.planning.space.baselines import baselines
 from autoshard.planning.space.decision_model import Model
-from autoshard.solver import evaluate, narrow
+from autoshard.solver import evaluate, prune
 from experiments.lib.programs.jax_case import train_program
 from experiments.lib.programs.jax_layers import layered
 from tests.planning import programs as made
@@ -93,12 +93,12 @@ def test_lifted_messages_bound_the_whole_as_closely() -> None:
     whole = model(8, "data=2,seq=2,model=2")
     repeats = shared(whole)
     weights = normalise(even_weights(whole))
-    small = narrow(build_network(repeats, weights, None, kept_of(repeats, None)))
+    small = prune(build_network(repeats, weights, None, kept_of(repeats, None)))
     lifted = repeats.lift(whole, weights, small.messages)
     assert small.messages is not None and lifted is not None
     least = solve_within(whole, weights, Terms(None, math.inf, 0)).solution
     # Stop after a single round of message passing, which gives the bound.
-    first = narrow(build_network(whole, weights, None, kept_of(whole, None)), start=lifted, enough=0.0)
+    first = prune(build_network(whole, weights, None, kept_of(whole, None)), start=lifted, enough=0.0)
     assert 0.99 * least.cost <= first.bound <= least.cost * (1 + 1e-6)
 
 

@@ -50,7 +50,7 @@ def test_a_pin_covers_the_dims_of_one_layer_and_the_rest_is_chosen() -> None:
 )
 def test_specs_may_be_written_in_many_ways(spec: Any) -> None:
     (pin,) = read_asked({UP: spec}).pins
-    assert pin.dims == (("model",), ()) and pin.said == f"--pin {UP}=model,None"
+    assert pin.dims == (("model",), ()) and pin.flag == f"--pin {UP}=model,None"
 
 
 @pytest.mark.parametrize(
@@ -68,7 +68,7 @@ def test_dims_behind_the_last_entry_of_a_partition_spec_are_whole(spec: Any, dim
     plan = autoshard.plan(two_matmuls(), topology="cpu:8", mesh=MESH, pins={"up": spec})
     assert plan.arguments["params.up"] == Spec(dims)
     read = read_asked({"up": spec})
-    assert parse_lines([pin.said for pin in read.pins]) == read, "reports write it so that it is read again"
+    assert parse_lines([pin.flag for pin in read.pins]) == read, "reports write it so that it is read again"
 
 
 def test_a_short_spec_of_a_stack_is_that_of_one_layer() -> None:
@@ -84,8 +84,8 @@ def test_one_name_is_no_list_of_letters() -> None:
 @pytest.mark.parametrize("text", ["64/model x 32", "*/model x *", "4 x 64/model x 32", " 64/model  x  32 "])
 def test_what_reports_print_may_be_pinned(text: str) -> None:
     (pin,) = read_asked({UP: text}).pins
-    assert pin.dims[-2:] == (("model",), ()) and pin.said == f"--pin {UP}={text.strip()}"
-    assert parse_lines([pin.said]) == read_asked({UP: text})
+    assert pin.dims[-2:] == (("model",), ()) and pin.flag == f"--pin {UP}={text.strip()}"
+    assert parse_lines([pin.flag]) == read_asked({UP: text})
 
 
 def test_a_plan_is_what_its_own_printed_specs_pin() -> None:

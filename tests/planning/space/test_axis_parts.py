@@ -10,7 +10,7 @@ import autoshard
 from autoshard.cost import Topology, make_mesh
 from autoshard.planning import Options, Plan, axis_words, load_plan, mesh_words, read_asked
 from autoshard.planning.plan_builder import make_plan
-from autoshard.planning.price.analysed_program import read_program
+from autoshard.planning.price.analysed_program import analyse_program
 from autoshard.planning.record.spec import Spec, original_mesh, part_names
 from autoshard.planning.space.derived_axes import find_axis_parts
 from autoshard.program import Program
@@ -55,7 +55,7 @@ def test_a_mesh_is_written_as_it_was_asked_for() -> None:
 
 
 def found(source: Program, topology: str, **sizes: int) -> tuple[str, ...] | None:
-    read = read_program(source, "tpu")
+    read = analyse_program(source, "tpu")
     groups = read.groups
     parts = find_axis_parts(read.graph, read.structure, groups, make_mesh(Topology.parse(topology), sizes))
     return None if parts is None else parts.mesh.names
@@ -74,7 +74,7 @@ def test_an_axis_that_divides_every_dim_stays_whole() -> None:
 
 def test_parts_lie_one_inside_the_other() -> None:
     source = grouped_query(kv=4)
-    read = read_program(source, "tpu")
+    read = analyse_program(source, "tpu")
     groups = read.groups
     mesh = make_mesh(Topology.parse("cpu:8"), {"model": 8})
     parts = find_axis_parts(read.graph, read.structure, groups, mesh)

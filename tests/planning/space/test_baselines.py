@@ -243,7 +243,7 @@ def test_a_contracted_dim_is_never_gathered_in_a_row_parallel_matmul() -> None:
 
 
 def test_tensor_parallelism_splits_heads_of_latent_attention_not_what_they_are_made_from() -> None:
-    latent = LatentDims(key_rank=32, plain=16, turned=8, value=16, query_rank=48)
+    latent = LatentDims(key_rank=32, nope_size=16, rope_size=8, value=16, query_rank=48)
     decoder = Decoder(3, 64, 160, 4, 4, latent.head_size, 128, latent=latent)
     program = decoder_program(decoder, batch=8, seq=16, remat="none", attention="plain")
     model = made.model_of(program, "cpu:8", "data=4,model=2")

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import pytest
 
 from autoshard.cost import Topology, make_mesh
-from autoshard.planning.price.analysed_program import build_model, read_program
+from autoshard.planning.price.analysed_program import analyse_program, build_model
 from autoshard.planning.space.overlap import Overlap
 from autoshard.program import trace
 
@@ -42,7 +42,9 @@ def overlaps(loss: Callable[[Any, Any], Any]) -> dict[str, set[Overlap]]:
     params = {name: jax.ShapeDtypeStruct(shape, jnp.float32) for name, shape in shapes.items()}
     program = trace(step, (params, jax.ShapeDtypeStruct((64, WIDTH), jnp.float32)), donate_argnums=0)
     topology = Topology.parse("tpu7x:2x2x1")
-    model = build_model(program, read_program(program, "tpu"), make_mesh(topology, {"data": 8}), topology.usable_bytes)
+    model = build_model(
+        program, analyse_program(program, "tpu"), make_mesh(topology, {"data": 8}), topology.usable_bytes
+    )
     names = {a.name: t for a, t in zip(program.arguments, model.graph.arguments, strict=True)}
     kinds: dict[str, set[Overlap]] = {}
     for name in shapes:

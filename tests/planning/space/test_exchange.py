@@ -10,7 +10,7 @@ from autoshard.cost import Topology, make_mesh
 from autoshard.errors import UserError
 from autoshard.graph import find_attentions
 from autoshard.planning import Options, Plan, make_plan, read_asked
-from autoshard.planning.price.analysed_program import build_model, read_program
+from autoshard.planning.price.analysed_program import analyse_program, build_model
 from autoshard.planning.price.evaluate import evaluate
 from autoshard.planning.solve.mesh_solve import Terms, solve_within
 from autoshard.planning.solve.time_weights import even_weights, normalise
@@ -56,7 +56,7 @@ def test_a_split_sequence_gathers_keys_and_values_or_sends_them_around() -> None
 
 def test_permutes_of_a_ring_are_counted_by_turn() -> None:
     """Count a ring's permutes: seven of keys and values forward in two layers, and again in the gradient plus one."""
-    forward = find_attentions(read_program(program("ring"), "tpu").graph)
+    forward = find_attentions(analyse_program(program("ring"), "tpu").graph)
     assert [each.forward for each in forward] == [True, True, False], "the forward pass is computed again"
     permutes = [c for c in planned("ring", "sequence").prediction.collectives if c.kind == "collective-permute"]
     assert sum(c.count for c in permutes) == 2 * (7 + 7 + 7 + 7 + 1)
@@ -70,7 +70,7 @@ def waiting(seq: int) -> tuple[float, float]:
     wide = dataclasses.replace(DIMS, kv_heads=8, head_size=128)  # 2k tokens of a device compute less than they send
     small = decoder_program(wide, batch=2, seq=seq, exchange="ring", optimizer="sgd")
     mesh = make_mesh(Topology.parse("v5p:2x2x2"), {"context": 8})
-    reading = read_program(small, "tpu")
+    reading = analyse_program(small, "tpu")
     model = build_model(small, reading, mesh, 1 << 62)
     whole = wait = 0.0
     for each in find_attentions(reading.graph):
@@ -93,7 +93,7 @@ def free(exchange: str) -> tuple[str, ...]:
     """Return the words of a plan that splits the sequence in all matmuls. Its attention may use the exchange."""
     made = decoder_program(DIMS, batch=2, seq=65536, exchange=exchange, optimizer="sgd")
     mesh = make_mesh(Topology.parse("v5p:2x2x1"), {"context": 4})
-    reading = read_program(made, "tpu")
+    reading = analyse_program(made, "tpu")
     model = build_model(made, reading, mesh, 1 << 62)
     held = stated(model, reading.groups, "held", Uses((), (), (), context=(0,), exchange="heads"))
     assert held is not None or exchange == "ring"
@@ -137,7 +137,7 @@ def test_what_cannot_be_says_why(exchange: str, attention: str, mesh: dict[str, 
     made = program(exchange, attention=attention)
     count = int(np.prod(list(mesh.values())))
     given = make_mesh(Topology.parse({16: "v5p:2x2x4", 8: "v5p:2x2x2", 4: "v5p:2x2x1", 1: "v5e:1x1"}[count]), mesh)
-    graph = read_program(made, "tpu").graph
+    graph = analyse_program(made, "tpu").graph
     if not line:
         check_exchange(made, graph, given)
         return
@@ -154,5 +154,5 @@ def test_a_name_that_there_is_not() -> None:
 def test_a_ring_that_no_attention_can_have() -> None:
     windowed = dataclasses.replace(DIMS, window=512, global_every=1)
     made = program("ring", dims=dataclasses.replace(windowed, layers=2))
-    graph = read_program(made, "tpu").graph
+    graph = analyse_program(made, "tpu").graph
     check_exchange(made, graph, None)  # the last layer of a group sees everything

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from autoshard.cost import Compute, Topology, make_mesh
-from autoshard.planning.price.analysed_program import build_model, read_program
+from autoshard.planning.price.analysed_program import analyse_program, build_model
 from autoshard.program import trace
 
 
@@ -22,7 +22,7 @@ def seconds(fn: Callable, *args: jax.ShapeDtypeStruct, topology: str = "v5e:2x2"
     program = trace(fn, args, name="heavy")
     parsed = Topology.parse(topology)
     model = build_model(
-        program, read_program(program, parsed.backend), make_mesh(parsed, {"data": parsed.num_devices}), 1 << 40
+        program, analyse_program(program, parsed.backend), make_mesh(parsed, {"data": parsed.num_devices}), 1 << 40
     )
     (found,) = (node for node in model.nodes if node.kind == "op" and model.graph.ops[node.ref].kind == kind)
     return next(iter(found.time.values()))

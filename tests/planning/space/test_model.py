@@ -104,7 +104,11 @@ def test_a_copy_is_the_tensor_itself_or_another_of_its_own() -> None:
                 tuple(a for a, d in zip(model.axis_names, state, strict=True) if d == k) for k in range(len(spec.dims))
             ]
             (term,) = copy.memory
-            assert (tuple(dims) == spec.dims) == (not copy.held[choices[number]]) == (term.usage[choices[number]] == 0)
+            assert (
+                (tuple(dims) == spec.dims)
+                == (not copy.has_memory[choices[number]])
+                == (term.usage[choices[number]] == 0)
+            )
 
 
 @pytest.mark.parametrize(("name", "topology", "mesh"), [CASES[2], CASES[-1]])

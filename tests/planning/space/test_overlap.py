@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 
 from autoshard.cost import Collectives, Topology, make_mesh
-from autoshard.planning.price.analysed_program import build_model, read_program
+from autoshard.planning.price.analysed_program import analyse_program, build_model
 from autoshard.planning.price.reshard_times import reshard_overlap
 from autoshard.planning.space.decision_model import EXPOSED, Model, link_names
-from autoshard.planning.space.overlap import Overlap, columns_beside, hidden_share, lanes
+from autoshard.planning.space.overlap import Overlap, hidden_share, lanes, macs_per_element
 from autoshard.program import trace
 
 
@@ -121,7 +121,7 @@ def test_a_matmul_that_computes_little_for_what_is_sent_has_nothing_pipelined_in
         states = model.nodes[node].states
         contracted = next(f for f, size in enumerate(op.rule.sizes) if size == 8 * tokens)
         (split,) = np.flatnonzero((states == contracted).all(axis=1))
-        assert columns_beside(op, len(op.operands), states, model.axis_sizes)[split] == tokens
+        assert macs_per_element(op, len(op.operands), states, model.axis_sizes)[split] == tokens
         (out,) = (r for r in model.reshards if r.source == node)
         whole = np.flatnonzero((states != contracted).any(axis=1))
         assert out.narrow is None or (bool(out.narrow[split]) != pipelined and not out.narrow[whole].any())
@@ -142,4 +142,4 @@ def _gradient(tokens: int) -> Model:
     program = trace(lambda x, y: jnp.einsum("td,tf->df", x, y), tuple(given))
     topology = Topology.parse("v6e:2x4")
     mesh = make_mesh(topology, {"data": 8})
-    return build_model(program, read_program(program, "tpu"), mesh, topology.usable_bytes)
+    return build_model(program, analyse_program(program, "tpu"), mesh, topology.usable_bytes)

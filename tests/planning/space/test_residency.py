@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from autoshard.cost import Topology, make_mesh
-from autoshard.planning.price.analysed_program import build_model, read_program
+from autoshard.planning.price.analysed_program import analyse_program, build_model
 from autoshard.planning.space.decision_model import RESERVED, Model, Residency
 from autoshard.planning.space.op_strategies import heavy_seconds
 from autoshard.program import Program, trace
@@ -42,7 +42,7 @@ def scanned(rows: int, layers: int = 4) -> Program:
 def built(program: Program, topology: str = "v5e:4x4") -> Model:
     parsed = Topology.parse(topology)
     mesh = make_mesh(parsed, {"data": parsed.num_devices})
-    return build_model(program, read_program(program, parsed.backend), mesh, parsed.usable_bytes)
+    return build_model(program, analyse_program(program, parsed.backend), mesh, parsed.usable_bytes)
 
 
 def between(model: Model) -> int:

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from autoshard.cost import Topology, make_mesh, tile_padding
-from autoshard.planning.price.analysed_program import build_model, read_program
+from autoshard.planning.price.analysed_program import analyse_program, build_model
 from autoshard.planning.price.evaluate import evaluate
 from autoshard.planning.space.decision_model import Model
 from autoshard.program import DecoderDims, decoder_program, trace
@@ -24,7 +24,7 @@ def whole(run: Any, *given: Any, topology: str = "v5e:1x1") -> Model:
     parsed = Topology.parse(topology)
     program = trace(run, given, name="padded")
     mesh = make_mesh(parsed, {"data": parsed.num_devices})
-    return build_model(program, read_program(program, parsed.backend), mesh, parsed.usable_bytes)
+    return build_model(program, analyse_program(program, parsed.backend), mesh, parsed.usable_bytes)
 
 
 @pytest.mark.parametrize(
@@ -71,7 +71,7 @@ def test_a_product_with_single_rows_is_no_matmul_whose_batch_dims_are_in_no_tile
     cache, x = half(256, 4, 3, 64), half(256, 4, queries, 64)
     model = whole(lambda cache, x: jnp.einsum("bhkd,bhqd->bhkq", cache, x), cache, x)
     number = model.graph.arguments[0]
-    assert model.padding.lies(number)[0] == outer
+    assert model.padding.tile_layout(number)[0] == outer
     ratio = float(model.padding.ratio(number, np.array([[-1]]), [1])[0])
     assert (ratio == 1.0) == (queries == 1)
 
@@ -84,7 +84,7 @@ def test_stacks_of_matrices_that_kernels_take_lie_in_order() -> None:
     )  # fmt: skip
     parsed = Topology.parse("v5p:2x2x1")
     model = build_model(
-        program, read_program(program, parsed.backend), make_mesh(parsed, {"data": 4}), parsed.usable_bytes
+        program, analyse_program(program, parsed.backend), make_mesh(parsed, {"data": 4}), parsed.usable_bytes
     )
     padding, graph = model.padding, model.graph
     found = {(graph.tensors[t].shape, graph.tensors[t].dtype.startswith("bf")) for t in padding.in_order}
@@ -125,7 +125,7 @@ def test_states_that_a_recurrence_saves_are_padded(width: int, topology: str, ra
     assert saved
     elements = int(np.prod(shape)) * 4
     for tensor, start, stop in saved:
-        assert model.padding.held(tensor, shape, 4) == ratio * elements
+        assert model.padding.shard_bytes(tensor, shape, 4) == ratio * elements
         node = model.nodes[model.cluster_node[model.structure.cluster_of[tensor]]]
         assert any((m.start, m.stop, int(m.usage[0])) == (start, stop, ratio * elements) for m in node.memory)
     outcome = evaluate(model, np.zeros(len(model.nodes), dtype=np.int64))
@@ -167,7 +167,7 @@ def test_caches_of_narrow_heads_are_not_padded() -> None:
 
     model = whole(run, f32(4, 8, 2, 64), f32(3, 4, 8, 1024, 64))
     cache = model.graph.arguments[1]
-    assert model.padding.held(cache, (3, 4, 8, 1024, 64), 4) == 3 * 4 * 8 * 1024 * 64 * 4
+    assert model.padding.shard_bytes(cache, (3, 4, 8, 1024, 64), 4) == 3 * 4 * 8 * 1024 * 64 * 4
 
 
 @pytest.mark.parametrize(("dim", "read"), [(0, 0.5), (3, 1.0)])

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from autoshard.cost import Topology, make_mesh
-from autoshard.planning.price.analysed_program import build_model, read_program
+from autoshard.planning.price.analysed_program import analyse_program, build_model
 from autoshard.planning.price.evaluate import memory_events
 from autoshard.planning.xla.array_layouts import padded_bytes
 from autoshard.program import Program, trace
@@ -57,7 +57,7 @@ def test_padded_copies_are_the_compilers(kind: str, shape: tuple[int, int], item
 def test_narrow_shards_of_a_table_take_whole_registers(topology: str, padded: bool) -> None:
     program, parsed = recommender(), Topology.parse(topology)
     mesh = make_mesh(parsed, {"data": 32})
-    model = build_model(program, read_program(program, parsed.backend), mesh, parsed.usable_bytes)
+    model = build_model(program, analyse_program(program, parsed.backend), mesh, parsed.usable_bytes)
     (scatter,) = (number for op, number in model.op_node.items() if model.graph.ops[op].kind == "scatter")
     node, op = model.nodes[scatter], model.graph.ops[model.nodes[scatter].ref]
     assert op.rule is not None
@@ -88,7 +88,7 @@ def test_rows_of_an_argument_are_copied_and_those_that_the_program_makes_are_pad
 
     given = jax.ShapeDtypeStruct((edges, width), jnp.float32), jax.ShapeDtypeStruct((edges,), jnp.int32)
     program, parsed = trace(step, given), Topology.parse("v5e:2x4")
-    model = build_model(program, read_program(program, "tpu"), make_mesh(parsed, {"data": 8}), parsed.usable_bytes)
+    model = build_model(program, analyse_program(program, "tpu"), make_mesh(parsed, {"data": 8}), parsed.usable_bytes)
     (scatter,) = (number for op, number in model.op_node.items() if model.graph.ops[op].kind == "scatter")
     node, op = model.nodes[scatter], model.graph.ops[model.nodes[scatter].ref]
     assert op.rule is not None

@@ -11,7 +11,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from autoshard.cost import Collectives, Mesh, Topology, make_mesh
 from autoshard.exec import read_collectives, wire_by_axis
-from autoshard.planning.explain.plan_pins import stages
+from autoshard.planning.explain.plan_pins import intermediate_states
 from autoshard.planning.xla.axis_assignments import PARTIAL, WHOLE, Step, enumerate_states, transition
 
 
@@ -259,10 +259,10 @@ def test_tpus_sum_once_after_what_they_scatter() -> None:
 def test_what_a_sum_scatters_is_said_at_once() -> None:
     """Pass no whole stage: it would cause one sum over both axes and a slice of the sum."""
     tpu = Collectives(make_mesh(Topology.parse("v5e:4x4"), {"a": 4, "b": 4}))
-    assert list(stages((PARTIAL, PARTIAL), (WHOLE, 0), tpu)) == []
-    assert list(stages((PARTIAL, WHOLE), (0, WHOLE), tpu)) == [(WHOLE, WHOLE)]
-    assert list(stages((PARTIAL, PARTIAL), (0, 1), tpu)) == [(0, WHOLE)]
-    assert list(stages((PARTIAL, PARTIAL), (WHOLE, 0), Collectives(cpu(**SIZES)))) == [(WHOLE, WHOLE)]
+    assert list(intermediate_states((PARTIAL, PARTIAL), (WHOLE, 0), tpu)) == []
+    assert list(intermediate_states((PARTIAL, WHOLE), (0, WHOLE), tpu)) == [(WHOLE, WHOLE)]
+    assert list(intermediate_states((PARTIAL, PARTIAL), (0, 1), tpu)) == [(0, WHOLE)]
+    assert list(intermediate_states((PARTIAL, PARTIAL), (WHOLE, 0), Collectives(cpu(**SIZES)))) == [(WHOLE, WHOLE)]
 
 
 def test_what_a_sum_scatters_is_said_before_what_is_gathered() -> None:
@@ -270,9 +270,9 @@ def test_what_a_sum_scatters_is_said_before_what_is_gathered() -> None:
     exchange.
     """
     collectives = Collectives(cpu(**SIZES))
-    assert list(stages((PARTIAL, 0), (1, WHOLE), collectives)) == [(WHOLE, 0), (1, 0)]
-    assert list(stages((PARTIAL, 0), (0, WHOLE), collectives)) == [(WHOLE, 0)]
-    assert list(stages((PARTIAL, 0), (1, 0), collectives)) == [(WHOLE, 0)]
+    assert list(intermediate_states((PARTIAL, 0), (1, WHOLE), collectives)) == [(WHOLE, 0), (1, 0)]
+    assert list(intermediate_states((PARTIAL, 0), (0, WHOLE), collectives)) == [(WHOLE, 0)]
+    assert list(intermediate_states((PARTIAL, 0), (1, 0), collectives)) == [(WHOLE, 0)]
 
 
 # Other meshes and shapes

@@ -10,7 +10,7 @@ from typing import Any
 from autoshard.exec.devices.torch_names import own_name
 from autoshard.exec.torch_xla_hook.capture.compiled_modules import lazily
 from autoshard.exec.torch_xla_hook.capture.lazy_graph import Known
-from autoshard.exec.torch_xla_hook.capture.op_events import Ops, unseen
+from autoshard.exec.torch_xla_hook.capture.op_events import OpObserver, without_observers
 from autoshard.exec.torch_xla_hook.values.call_sites import LazyOp, Place, is_value, nodes_between
 from autoshard.exec.torch_xla_hook.values.lazy_tensors import (
     handles,
@@ -234,7 +234,7 @@ class Watch:
         """Save a copy of the tensor's current value, since in-place ops may follow."""
         import torch
 
-        with torch.no_grad(), unseen():
+        with torch.no_grad(), without_observers():
             self.recorded[where] = tensor.detach().clone()
 
     def hold(self, where: Place, tensor: Any) -> None:
@@ -297,7 +297,7 @@ class Watch:
         self.learn(named, lambda _: Role.OPTIMIZER_STATE)
 
 
-class _RecordedOps(Ops):
+class _RecordedOps(OpObserver):
     """Observer that records operands and results of ops."""
 
     def __init__(

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from autoshard.exec.torch_xla_hook.capture.op_events import unseen
+from autoshard.exec.torch_xla_hook.capture.op_events import without_observers
 from autoshard.exec.torch_xla_hook.values.device_kernels import replace_kernels
 from autoshard.exec.torch_xla_hook.values.lazy_tensors import compute, on_xla
 
@@ -67,7 +67,7 @@ def _run(name: str, op: Any, whole: Callable[[Any], Any], *args: Any, **kwargs: 
     """Run an op on the host: copy its tensors there, and copy the results and written arguments back."""
     _ran.add(name)
     given = [each for each in tree_leaves((args, kwargs)) if isinstance(each, torch.Tensor) and on_xla(each)]
-    with torch.no_grad(), unseen():
+    with torch.no_grad(), without_observers():
         compute(given)
         here = {id(each): _copied(whole(each), "cpu") for each in given}
         device_tensors = {id(here[id(each)]): each for each in given}

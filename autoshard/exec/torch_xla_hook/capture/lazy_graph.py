@@ -9,7 +9,7 @@ from typing import Any
 from autoshard import mlir
 from autoshard.errors import UserError
 from autoshard.exec.torch_xla_hook.values.lazy_tensors import handles, xlac
-from autoshard.exec.torch_xla_hook.values.live_marks import LiveMesh, UserMarks, held_spec, is_split
+from autoshard.exec.torch_xla_hook.values.live_marks import LiveMesh, UserMarks, is_split, sharding_text
 from autoshard.program import Argument, Program, Result, Role
 
 
@@ -84,7 +84,7 @@ def capture(
         number: each.whole for number, each in enumerate(named) if each is not None and each.whole is not None
     }
     mlir.give_whole(module, full_shapes)
-    shardings = {number: held_spec(value) for number, value in enumerate(data) if value.dim() > 0}
+    shardings = {number: sharding_text(value) for number, value in enumerate(data) if value.dim() > 0}
     theirs = marks.data() if any(shardings.values()) else set()
     marked = {
         number
@@ -185,13 +185,13 @@ def _fingerprint(module: Any, arguments: Sequence[Argument]) -> str:
     return digest.hexdigest()
 
 
-def own_sharding(taken: Capture, number: int | None, mesh: LiveMesh) -> Any:
+def own_sharding(capture: Capture, number: int | None, mesh: LiveMesh) -> Any:
     """Return the user's own sharding of an argument that the mesh cannot express; the argument's update is split so
     too.
 
     None if the user has not marked the argument, or if the mesh can express the mark.
     """
-    if number is None or number not in taken.users:
+    if number is None or number not in capture.users:
         return None
-    value, text = taken.inputs[number], taken.split[number]
+    value, text = capture.inputs[number], capture.split[number]
     return None if mesh.read(text, value.dim()) is not None else xlac()._get_xla_op_sharding(value)

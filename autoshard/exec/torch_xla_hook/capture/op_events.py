@@ -67,7 +67,7 @@ _KERNELS = (
 """Ops whose kernels can be replaced. None accepts a number as a tensor, which a kernel in Python could not pass on."""
 
 
-class Ops:
+class OpObserver:
     """Observer of ops of some kinds (all kinds, if None) that run on this thread while it is entered.
 
     Copies of views are neither counted nor observed: earlier steps' changes of a base decide if its view is computed
@@ -82,14 +82,14 @@ class Ops:
 
     def __enter__(self) -> None:
         self._turns.clear()
-        _thread.told.append(self)
+        _thread.observers.append(self)
         if self._mode is not None:
             self._mode.__enter__()
 
     def __exit__(self, *_: object) -> None:
         if self._mode is not None:
             self._mode.__exit__(None, None, None)
-        _thread.told.remove(self)
+        _thread.observers.remove(self)
 
     def around(self, node: Any) -> None:
         """Enter this observer whenever an autograd node runs."""
@@ -119,7 +119,7 @@ class Ops:
 class _Mode(TorchDispatchMode):
     """Dispatch mode that reports ops whose kernels are not replaced."""
 
-    def __init__(self, ops: Ops) -> None:
+    def __init__(self, ops: OpObserver) -> None:
         super().__init__()
         self._ops = ops
 
@@ -130,10 +130,10 @@ class _Mode(TorchDispatchMode):
         if kind is None or kind in _BY_KERNEL or not self._ops.tells(kind):
             return _run(func, args, kwargs or {})
         turn = self._ops.turn(kind)
-        with unseen():
+        with without_observers():
             args = self._ops.before(kind, turn, args)
         made = _run(func, args, kwargs or {})
-        with unseen():
+        with without_observers():
             self._ops.after(kind, turn, _results(made))
         return made
 
@@ -166,7 +166,7 @@ class _Thread(threading.local):
     """The observers of one thread."""
 
     def __init__(self) -> None:
-        self.told: list[Ops] = []
+        self.observers: list[OpObserver] = []
         """The observers that are entered, the innermost last."""
 
 
@@ -174,22 +174,22 @@ _thread = _Thread()
 
 
 @contextlib.contextmanager
-def unseen() -> Iterator[None]:
+def without_observers() -> Iterator[None]:
     """Hide the ops in the context from all observers."""
-    observers, _thread.told = _thread.told, []
+    observers, _thread.observers = _thread.observers, []
     try:
         with contextlib.nullcontext() if _get_current_dispatch_mode() is None else _disable_current_modes():
             yield
     finally:
-        _thread.told = observers
+        _thread.observers = observers
 
 
-def untold(function: Callable[..., Any]) -> Callable[..., Any]:
+def hidden_from_observers(function: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap a function that traces another program, so that its modules and ops are not observed."""
 
     @functools.wraps(function)
     def run(*args: Any, **kwargs: Any) -> Any:
-        with traced(), unseen() if _thread.told else contextlib.nullcontext():
+        with traced(), without_observers() if _thread.observers else contextlib.nullcontext():
             return function(*args, **kwargs)
 
     return run
@@ -221,7 +221,7 @@ def _telling(name: str) -> Callable[..., Any]:
     keys = torch._C.DispatchKeySet(torch._C.DispatchKey.XLA)
 
     def run(*args: Any, **kwargs: Any) -> Any:
-        observers = _thread.told
+        observers = _thread.observers
         asking = [each for each in observers if each.tells(kind)] if observers else ()
         if not asking:
             return kernel(keys, *args, **kwargs)
@@ -245,23 +245,23 @@ def _telling(name: str) -> Callable[..., Any]:
 @contextlib.contextmanager
 def _telling_no_one() -> Iterator[None]:
     """Hide the ops that an observed op runs inside from all observers."""
-    observers, _thread.told = _thread.told, []
+    observers, _thread.observers = _thread.observers, []
     try:
         yield
     finally:
-        _thread.told = observers
+        _thread.observers = observers
 
 
 def tell_of_loop(loop: Callable[..., Sequence[Any]], args: Sequence[Any]) -> Sequence[Any]:
     """Run a loop of PyTorch/XLA's as one op, and notify all entered observers."""
-    asking = [each for each in _thread.told if each.tells(LOOP)]
+    asking = [each for each in _thread.observers if each.tells(LOOP)]
     if not asking:
         return loop(*args)
     with _telling_no_one():
         return _tell(asking, LOOP, loop, args, {})
 
 
-def _tell(asking: Sequence[Ops], kind: str, run: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+def _tell(asking: Sequence[OpObserver], kind: str, run: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     """Run an op. The innermost observer sees the operands first; the outermost sees the results first.
 
     - `asking`: the observers of this kind of op, the innermost last.

@@ -17,15 +17,22 @@ from typing import Any
 
 from autoshard.cost import Topology
 from autoshard.exec.torch_xla_hook.capture.lazy_graph import Capture, Known, capture
-from autoshard.exec.torch_xla_hook.capture.op_events import untold
+from autoshard.exec.torch_xla_hook.capture.op_events import hidden_from_observers
 from autoshard.exec.torch_xla_hook.lifecycle.offline_marks import move_marked
 from autoshard.exec.torch_xla_hook.pins.input_placement import answer_here
-from autoshard.exec.torch_xla_hook.pins.later_steps import Applied
+from autoshard.exec.torch_xla_hook.pins.later_steps import LaterMarks
 from autoshard.exec.torch_xla_hook.planning.decision_cache import kept_decision
 from autoshard.exec.torch_xla_hook.planning.runtime_topology import live_mesh, memory_limit_here
 from autoshard.exec.torch_xla_hook.values.lazy_tensors import handles, leaves, live_data, on_xla, pending, plain
-from autoshard.exec.torch_xla_hook.values.live_marks import LiveMesh, UserMarks, annotated, held_spec, is_split, mark
-from autoshard.exec.torch_xla_hook.values.module_hooks import is_strict, said_of
+from autoshard.exec.torch_xla_hook.values.live_marks import (
+    LiveMesh,
+    UserMarks,
+    annotated,
+    is_split,
+    mark,
+    sharding_text,
+)
+from autoshard.exec.torch_xla_hook.values.module_hooks import error_text, is_strict
 from autoshard.planning import Spec
 from autoshard.program import Role
 
@@ -35,10 +42,10 @@ log = logging.getLogger("autoshard.torch_xla")
 AHEAD_VARIABLE = "XLA_AUTO_PLAN_AHEAD"
 
 
-class Ahead:
+class UploadPlanner:
     """Modules that were moved to the device, but whose tensors no op has used there yet."""
 
-    def __init__(self, marks: UserMarks, applied: Applied) -> None:
+    def __init__(self, marks: UserMarks, applied: LaterMarks) -> None:
         from torch.utils.weak import WeakIdKeyDictionary
 
         self.waiting: Any = WeakIdKeyDictionary()
@@ -97,7 +104,7 @@ class Ahead:
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore", DeprecationWarning)
-                step = untold(AbstractStep)(module, *call)
+                step = hidden_from_observers(AbstractStep)(module, *call)
                 read = functools.partial(step.capture, marks=self._marks)
                 mesh = find_mesh(read)
                 captured = read(mesh)
@@ -110,7 +117,7 @@ class Ahead:
                 raise
             warnings.warn(
                 f"autoshard: {type(module).__name__} is split evenly before its first step, which could not be "
-                f"planned with nothing on the devices: {said_of(error)}",
+                f"planned with nothing on the devices: {error_text(error)}",
                 stacklevel=6,
             )
         step = read = captured = None
@@ -214,12 +221,12 @@ class AbstractStep:
         own = frozenset((mesh.write(Spec(((),) * len(shape))), shape) for shape in shapes)
         return capture(self._roots, [], known, self.trains, self._title, mesh, marks, own)
 
-    def fixed(self, taken: Capture, mesh: LiveMesh) -> dict[int, Spec]:
+    def fixed(self, capture: Capture, mesh: LiveMesh) -> dict[int, Spec]:
         """Return the specs of arguments that the script has already marked."""
         specs = {}
-        for number, argument in enumerate(taken.program.arguments):
+        for number, argument in enumerate(capture.program.arguments):
             own = self.tensors.get(argument.name)
-            text = held_spec(plain(own)) if own is not None and on_xla(own) else ""
+            text = sharding_text(plain(own)) if own is not None and on_xla(own) else ""
             spec = mesh.read(text, len(argument.shape)) if is_split(text) else None
             if spec is not None:
                 specs[number] = spec

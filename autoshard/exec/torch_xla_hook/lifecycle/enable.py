@@ -10,14 +10,14 @@ from typing import Any
 from autoshard.errors import UserError
 from autoshard.exec.torch_xla_hook.capture.compiled_modules import train_all_lazily
 from autoshard.exec.torch_xla_hook.capture.host_ops import keep_out_of_regions
-from autoshard.exec.torch_xla_hook.capture.op_events import tell_of_loop, untold
+from autoshard.exec.torch_xla_hook.capture.op_events import hidden_from_observers, tell_of_loop
 from autoshard.exec.torch_xla_hook.capture.value_reads import read_whole
 from autoshard.exec.torch_xla_hook.lifecycle.hook_session import Session
 from autoshard.exec.torch_xla_hook.pins.compiled_regions import pin_regions
 from autoshard.exec.torch_xla_hook.pins.input_placement import PlannedInputs, watch_moves
 from autoshard.exec.torch_xla_hook.values.device_kernels import expand_norms, lower_to_slices
 from autoshard.exec.torch_xla_hook.values.lazy_tensors import leaves, live_on_xla, xlac
-from autoshard.exec.torch_xla_hook.values.live_marks import held_spec, is_split
+from autoshard.exec.torch_xla_hook.values.live_marks import is_split, sharding_text
 
 
 AUTO_VARIABLE = "XLA_AUTO_SPMD"
@@ -90,7 +90,7 @@ def enable(use_spmd: Callable[[], None]) -> Session:
     # The flag of the same name in C++ would turn buffer aliasing off and reshard parameters in every step.
     os.environ.pop(AUTO_VARIABLE, None)
     made = Session()
-    made.marks.record(tensor for tensor in live_on_xla() if is_split(held_spec(tensor)))
+    made.marks.record(tensor for tensor in live_on_xla() if is_split(sharding_text(tensor)))
     _session.append(made)
     _stand_in(made)
     expand_norms()
@@ -182,11 +182,11 @@ def _tell_of_scans() -> None:
     """Report PyTorch/XLA's `scan` as one op; hide the ops that it runs to trace and lower its body."""
     scan = importlib.import_module("torch_xla.experimental.scan")
     for name in ("value_and_grad_partitioned", "_scan_impl_flat"):
-        setattr(scan, name, untold(getattr(scan, name)))
+        setattr(scan, name, hidden_from_observers(getattr(scan, name)))
     loop: Any = vars(scan)["_scan_impl_flat"]
 
     @functools.wraps(loop)
-    def told(fn: Any, init: Any, xs: Any, reverse: bool = False) -> tuple[list[Any], list[Any]]:
+    def observed_scan(fn: Any, init: Any, xs: Any, reverse: bool = False) -> tuple[list[Any], list[Any]]:
         """Run a scan as one op with flat operands and results."""
 
         def flat(*args: Any) -> Sequence[Any]:
@@ -196,4 +196,4 @@ def _tell_of_scans() -> None:
         made = tell_of_loop(flat, (*init, *xs))
         return list(made[: len(init)]), list(made[len(init) :])
 
-    vars(scan)["_scan_impl_flat"] = told
+    vars(scan)["_scan_impl_flat"] = observed_scan

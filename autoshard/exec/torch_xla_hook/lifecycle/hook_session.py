@@ -14,9 +14,9 @@ from autoshard.errors import UserError
 from autoshard.exec.torch_xla_hook.capture.first_step import Watch
 from autoshard.exec.torch_xla_hook.capture.host_ops import stand_in_on_host
 from autoshard.exec.torch_xla_hook.capture.lazy_graph import Capture, capture, own_sharding
-from autoshard.exec.torch_xla_hook.capture.op_events import stand_in, unseen
+from autoshard.exec.torch_xla_hook.capture.op_events import stand_in, without_observers
 from autoshard.exec.torch_xla_hook.capture.value_reads import Reads, from_shards
-from autoshard.exec.torch_xla_hook.lifecycle.abstract_first_step import Ahead
+from autoshard.exec.torch_xla_hook.lifecycle.abstract_first_step import UploadPlanner
 from autoshard.exec.torch_xla_hook.pins.input_placement import (
     fits_whole,
     group_here,
@@ -24,9 +24,9 @@ from autoshard.exec.torch_xla_hook.pins.input_placement import (
     replay,
     split_inputs,
 )
-from autoshard.exec.torch_xla_hook.pins.later_steps import Applied
+from autoshard.exec.torch_xla_hook.pins.later_steps import LaterMarks
 from autoshard.exec.torch_xla_hook.pins.pinned_values import Pins
-from autoshard.exec.torch_xla_hook.planning.decision_cache import kept_decision, kept_mesh
+from autoshard.exec.torch_xla_hook.planning.decision_cache import cached_mesh, kept_decision
 from autoshard.exec.torch_xla_hook.planning.runtime_topology import live_mesh, mesh_here, topology_here
 from autoshard.exec.torch_xla_hook.values.lazy_tensors import (
     become,
@@ -40,8 +40,15 @@ from autoshard.exec.torch_xla_hook.values.lazy_tensors import (
     shared_storages,
     xlac,
 )
-from autoshard.exec.torch_xla_hook.values.live_marks import LiveMesh, UserMarks, annotated, held_spec, is_split, mark
-from autoshard.exec.torch_xla_hook.values.module_hooks import Guard, is_strict, said_of
+from autoshard.exec.torch_xla_hook.values.live_marks import (
+    LiveMesh,
+    UserMarks,
+    annotated,
+    is_split,
+    mark,
+    sharding_text,
+)
+from autoshard.exec.torch_xla_hook.values.module_hooks import Guard, error_text, is_strict
 from autoshard.planning import Plan, Spec
 from autoshard.program import Role
 
@@ -68,8 +75,8 @@ class Session:
         self._mesh: dict[str, int] | None = None
         self.guard = Guard(self._give_up)
         self.marks = UserMarks()
-        self.applied = Applied(self.guard)
-        self.ahead = Ahead(self.marks, self.applied)
+        self.applied = LaterMarks(self.guard)
+        self.ahead = UploadPlanner(self.marks, self.applied)
         self.armed = False
         self.failed = False
         self._watch: Watch | None = None
@@ -253,12 +260,12 @@ class Session:
 
         if self._live is None or not on_xla(tensor) or not tensor.dim() or is_traced():
             return tensor
-        with self.guard, unseen():
+        with self.guard, without_observers():
             inner = plain(tensor)
             if type(inner) not in (torch.Tensor, torch.nn.Parameter):
                 return tensor  # the tensor wraps other tensors
             compute([inner])
-            if not is_split(held_spec(inner)):
+            if not is_split(sharding_text(inner)):
                 return tensor
             goes_back = torch.is_grad_enabled() and tensor.requires_grad
             read = None if goes_back else from_shards(inner)
@@ -339,7 +346,7 @@ class Session:
                 raise
             if not self.failed:
                 warnings.warn(
-                    f"autoshard: this step runs replicated, since it could not be planned: {said_of(error)}",
+                    f"autoshard: this step runs replicated, since it could not be planned: {error_text(error)}",
                     stacklevel=3,
                 )
             self.failed = True
@@ -351,7 +358,7 @@ class Session:
         """Return the mesh of these sizes; if they are None, search the best mesh for the captured graph."""
         if sizes is None:
             one_axis = live_mesh(topology, {"data": Topology.parse(topology).num_devices})
-            sizes = self.mesh = kept_mesh(read(one_axis), topology)
+            sizes = self.mesh = cached_mesh(read(one_axis), topology)
         return live_mesh(topology, sizes)
 
     def _plan_pending(
@@ -420,7 +427,7 @@ class Session:
             if result.shape:
                 own = own_sharding(captured, result.argument, mesh)
                 mark(root, mesh.sharding(plan.results[result.name]) if own is None else own)
-        self.applied.take(
+        self.applied.apply_decision(
             captured,
             decision,
             mesh,

@@ -6,7 +6,7 @@ from autoshard.mlir import Flow, Value
 from autoshard.planning import Plan, Spec
 
 
-class Planned:
+class PlannedSpecs:
     """The specs of a plan, by the values of the captured graph."""
 
     def __init__(self, plan: Plan) -> None:
@@ -22,7 +22,7 @@ class Planned:
                 path = self._handed.setdefault(value, {})
                 path[pin.operand[0]] = (*path.get(pin.operand[0], ()), pin.spec)
 
-    def held(self, value: Value) -> tuple[Spec, ...]:
+    def specs_of(self, value: Value) -> tuple[Spec, ...]:
         """Return the specs of a value in order: its pins, or the spec of an argument; empty if propagation decides."""
         return self.made.get(value, self._arguments[value[1] : value[1] + 1] if value[0] < 0 else ())
 
@@ -32,7 +32,7 @@ class Planned:
 
     def axes(self, value: Value, ops: Collection[int] | None = None) -> set[str]:
         """Return the axes that split the value in any of its specs; with `ops`, the axes as these ops read it."""
-        specs = self.held(value)
+        specs = self.specs_of(value)
         seen = specs if ops is None else [path[-1] for path in self.handed_to(value, ops)] or specs[-1:]
         return {axis for spec in seen for axis in spec.axes}
 
@@ -48,7 +48,7 @@ class Following:
     others if it reaches the value and no other axis does.
     """
 
-    def __init__(self, planned: Planned, flow: Flow, fixed: Collection[Value]) -> None:
+    def __init__(self, planned: PlannedSpecs, flow: Flow, fixed: Collection[Value]) -> None:
         self._planned = planned
         self._flow = flow
         self._fixed = fixed
@@ -73,7 +73,7 @@ class Following:
                 if other not in seen:
                     seen.add(other)
                     queue.append(other)
-        return bool(self._planned.held(value))
+        return bool(self._planned.specs_of(value))
 
     def around(self, value: Value) -> set[str]:
         """Collect the axes of all values near this one, up to the next fixed values.
@@ -93,17 +93,17 @@ class Following:
         for each in queue:  # grows as it is walked
             yield each
             for op in () if each in self._fixed else self._flow.users.get(each, ()):
-                if (op in self._flow.views or self._flow.alike[op]) and (op, 0) not in seen:
+                if (op in self._flow.views or self._flow.elementwise_operands[op]) and (op, 0) not in seen:
                     seen.add((op, 0))
                     queue.append((op, 0))
 
     def _before(self, value: Value) -> tuple[Value | None, ...]:
         op = value[0]
-        return self._flow.operands[op] if op in self._flow.views else self._flow.alike[op]
+        return self._flow.operands[op] if op in self._flow.views else self._flow.elementwise_operands[op]
 
     def _same(self, value: Value, before: Value) -> bool:
         """Return True if a value has the split of the value `before` that it is computed from."""
-        specs = [self._planned.held(each)[-1:] for each in (value, before)]
+        specs = [self._planned.specs_of(each)[-1:] for each in (value, before)]
         if not all(specs):
             return False
         (ours,), (theirs,) = specs
@@ -118,7 +118,7 @@ def is_split_alike(flow: Flow, op: int, before: Spec, after: Spec) -> bool:
     - `before`, `after`: specs of the operand and of the result.
     """
     if op not in flow.views:
-        return splits(before, flow.kept.get(op)) == splits(after)
+        return splits(before, flow.unreduced_dims.get(op)) == splits(after)
     expected = {place: axes for axes, place in zip(before.dims, flow.views[op], strict=True) if axes}
     return expected == {dim: axes for dim, axes in enumerate(after.dims) if axes}
 

@@ -13,10 +13,10 @@ from autoshard.exec.torch_xla_hook.values.lazy_tensors import handles, hold, pen
 from autoshard.exec.torch_xla_hook.values.live_marks import (
     LiveMesh,
     annotated,
-    held_spec,
     is_split,
     mark,
     partition,
+    sharding_text,
     unmark,
 )
 from autoshard.planning import Plan, Spec, spec_text
@@ -149,18 +149,18 @@ def answer_here(variable: str, yes: str, no: str) -> bool | None:
     return _ANSWERS.get(text)
 
 
-def fits_whole(taken: Capture, decision: Decision) -> bool:
+def fits_whole(capture: Capture, decision: Decision) -> bool:
     """Return True if a device has room for the whole inputs that will be split, in addition to the plan's peak."""
     input_bytes = sum(
         value.numel() * value.element_size()
-        for value, spec in zip(taken.inputs, decision.specs, strict=True)
+        for value, spec in zip(capture.inputs, decision.specs, strict=True)
         if spec is not None
     )
     return input_bytes + decision.plan.prediction.peak_bytes <= decision.plan.memory_limit_bytes
 
 
 def split_inputs(
-    taken: Capture, decision: Decision, mesh: LiveMesh, group: bool, shared: Container[int]
+    capture: Capture, decision: Decision, mesh: LiveMesh, group: bool, shared: Container[int]
 ) -> tuple[list[Any], list[Any]]:
     """Split the graph's inputs as decided. Return them, and the user's tensors that the planned run must compute.
 
@@ -170,8 +170,8 @@ def split_inputs(
     The user's tensors own the split data afterwards, except tensors that the step gives a new value. An input that has
     another split already is split again.
     """
-    inputs: list[Any] = list(taken.inputs)
-    stays = _still_held(taken)
+    inputs: list[Any] = list(capture.inputs)
+    stays = _still_held(capture)
     for number, tensor in sorted(stays.items(), key=lambda each: xlac()._xla_get_tensor_id(each[1])):
         # Reading the graph moves the data to a new tensor, and only that tensor can donate it. The user's tensor
         # becomes the new tensor here and gets another number. The loop retains the order of the earlier numbers:
@@ -186,18 +186,18 @@ def split_inputs(
     return inputs, [tensor for tensor, waits in zip(followed, pending(followed), strict=True) if waits]
 
 
-def _still_held(taken: Capture) -> dict[int, Any]:
+def _still_held(capture: Capture) -> dict[int, Any]:
     """Return the user's tensor of each argument if it still has the argument's data, by argument number."""
-    known = {number: tensor for number, tensor in enumerate(taken.tensors) if tensor is not None}
+    known = {number: tensor for number, tensor in enumerate(capture.tensors) if tensor is not None}
     waits = pending(list(known.values()))
     stays = [number for number, waiting in zip(known, waits, strict=True) if not waiting]
     current_handles = handles([known[number] for number in stays])
-    return {n: known[n] for n, handle in zip(stays, current_handles, strict=True) if handle == taken.handles[n]}
+    return {n: known[n] for n, handle in zip(stays, current_handles, strict=True) if handle == capture.handles[n]}
 
 
 def _split(value: Any, spec: Spec | None, mesh: LiveMesh, group: bool) -> Any:
     """Split device data by a spec; return the data unchanged if the spec is None."""
-    text = held_spec(value)
+    text = sharding_text(value)
     if spec is None or (text and mesh.read(text, value.dim()) == spec):  # one spec has several HLO strings
         return value
     if group:

@@ -8,17 +8,17 @@ from autoshard.cost import Compute, Topology
 from autoshard.exec.torch_xla_hook.capture.compiled_modules import train_lazily
 from autoshard.exec.torch_xla_hook.capture.first_step import Watch, optimizer_state
 from autoshard.exec.torch_xla_hook.capture.lazy_graph import Capture
-from autoshard.exec.torch_xla_hook.pins.pin_hooks import ModulePins, Now
+from autoshard.exec.torch_xla_hook.pins.pin_hooks import CurrentPlan, ModulePins
 from autoshard.exec.torch_xla_hook.pins.pinned_values import Pins
 from autoshard.exec.torch_xla_hook.planning.capture_planning import Decision
 from autoshard.exec.torch_xla_hook.values.lazy_tensors import on_xla, pending
-from autoshard.exec.torch_xla_hook.values.live_marks import LiveMesh, held_spec, is_split, mark
+from autoshard.exec.torch_xla_hook.values.live_marks import LiveMesh, is_split, mark, sharding_text
 from autoshard.exec.torch_xla_hook.values.module_hooks import CallHook, Guard
 from autoshard.planning import Plan, Spec
 from autoshard.program import Role
 
 
-class Applied:
+class LaterMarks:
     """Shardings that later steps apply. They are stored as ready-made objects, since every step applies them."""
 
     def __init__(self, guard: Guard) -> None:
@@ -39,12 +39,12 @@ class Applied:
         """A hash of each optimizer's state tensors when all of them were known; None before."""
         self._pinned: Any = WeakIdKeyDictionary()
         """The pins on the outputs of each module."""
-        self.now = Now()
+        self.now = CurrentPlan()
         self.pins: list[frozenset[tuple[str, tuple[int, ...]]]] = []
         """Sharding strings and shapes of the pinned values, by plan number."""
         self._guard = guard
 
-    def decided(self, taken: Capture, modules: Iterable[Any]) -> dict[int, Spec]:
+    def decided(self, capture: Capture, modules: Iterable[Any]) -> dict[int, Spec]:
         """Return the specs, by argument number, that an earlier plan gave to the same tensors; they are split so
         already.
 
@@ -53,26 +53,26 @@ class Applied:
         """
         again = any(CallHook.on(module) for module in modules)
         specs = {}
-        for number, tensor in enumerate(taken.tensors):
+        for number, tensor in enumerate(capture.tensors):
             if tensor is not None and tensor in self.specs:
                 specs[number] = self.specs[tensor]
-        for number, (value, argument) in enumerate(zip(taken.inputs, taken.program.arguments, strict=True)):
+        for number, (value, argument) in enumerate(zip(capture.inputs, capture.program.arguments, strict=True)):
             key = (tuple(value.shape), value.dtype)
-            if argument.role is Role.BATCH and key in self.batches and (again or number in taken.split):
+            if argument.role is Role.BATCH and key in self.batches and (again or number in capture.split):
                 specs[number] = self.batches[key][0]
         return specs
 
-    def moves(self, taken: Capture, decision: Decision) -> bool:
+    def moves(self, capture: Capture, decision: Decision) -> bool:
         """Return True if a decision gives any tensor another spec than an earlier plan."""
         return any(
             tensor is not None and spec is not None and self.specs.get(tensor, spec) != spec
-            for tensor, spec in zip(taken.tensors, decision.specs, strict=True)
+            for tensor, spec in zip(capture.tensors, decision.specs, strict=True)
         )
 
-    def take(self, taken: Capture, decision: Decision, mesh: LiveMesh, pins: Pins, watch: Watch) -> None:
+    def apply_decision(self, capture: Capture, decision: Decision, mesh: LiveMesh, pins: Pins, watch: Watch) -> None:
         """Remember the specs of a script's tensors, and pin the modules' outputs from the next call on.
 
-        - `taken`: the captured graph and its tensors.
+        - `capture`: the captured graph and its tensors.
         - `decision`: the plan of the graph, with specs by argument.
         - `pins`: places in the script and in the graph of the recorded values.
         - `watch`: the watcher of the step, with its modules and optimizers.
@@ -84,10 +84,10 @@ class Applied:
         plan = decision.plan
         unsplit = {
             (tuple(value.shape), value.dtype)
-            for value, handle in zip(taken.inputs, taken.handles, strict=True)
+            for value, handle in zip(capture.inputs, capture.handles, strict=True)
             if handle in watch.read_whole and _is_small(value, plan)
         }
-        inputs = zip(taken.inputs, taken.tensors, taken.program.arguments, decision.specs, strict=True)
+        inputs = zip(capture.inputs, capture.tensors, capture.program.arguments, decision.specs, strict=True)
         for value, tensor, argument, spec in inputs:
             if spec is None:
                 continue
@@ -95,13 +95,15 @@ class Applied:
                 if (tuple(value.shape), value.dtype) not in unsplit:
                     self.batches[tuple(value.shape), value.dtype] = (spec, mesh)
             elif tensor is not None:
-                self.keep(tensor, spec, mesh, taken.program.training)
-        results = {id(root): plan.results[r.name] for root, r in zip(taken.roots, taken.program.results, strict=True)}
+                self.keep(tensor, spec, mesh, capture.program.training)
+        results = {
+            id(root): plan.results[r.name] for root, r in zip(capture.roots, capture.program.results, strict=True)
+        }
         for optimizer in watch.optimizers:
             self._optimizers[optimizer] = None
             for _, _, tensor in optimizer_state(optimizer):
                 if id(tensor) in results and results[id(tensor)].dims:
-                    self.keep(tensor, results[id(tensor)], mesh, taken.program.training)
+                    self.keep(tensor, results[id(tensor)], mesh, capture.program.training)
         pinned = pins.of(plan)
         for (place, shape), specs in pinned.items():
             module = watch.modules[place.module]
@@ -151,7 +153,7 @@ class Applied:
     def mark_input(self, tensor: Any) -> None:
         """Split an input as planned, unless it is split already or needs a gradient."""
         planned = self.batch_spec(tensor)
-        if planned is not None and on_xla(tensor) and not tensor.requires_grad and not is_split(held_spec(tensor)):
+        if planned is not None and on_xla(tensor) and not tensor.requires_grad and not is_split(sharding_text(tensor)):
             spec, mesh = planned
             mark(tensor, mesh.sharding(spec))
 

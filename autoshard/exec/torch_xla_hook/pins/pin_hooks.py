@@ -5,7 +5,7 @@ import itertools as it
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from autoshard.exec.torch_xla_hook.capture.op_events import WITH_BIAS, Ops, whole_kind
+from autoshard.exec.torch_xla_hook.capture.op_events import WITH_BIAS, OpObserver, whole_kind
 from autoshard.exec.torch_xla_hook.values.call_sites import LazyOp, Place, nodes_between
 from autoshard.exec.torch_xla_hook.values.lazy_tensors import is_wrapped, leaves, on_xla, pending
 from autoshard.exec.torch_xla_hook.values.live_marks import annotated, constrain
@@ -34,7 +34,7 @@ class OpPins:
                 yield number, values[number], shardings
 
 
-class PinnedOps(Ops):
+class PinnedOps(OpObserver):
     """Observer of ops that pins their operands, for these ops alone, and their results."""
 
     def __init__(self, pins: OpPins, guard: Guard) -> None:
@@ -121,7 +121,7 @@ class CallPins:
             constrain(gradient, shardings)
 
 
-class Now:
+class CurrentPlan:
     """Numbers of the current plan, whose pins are active, and of the current step."""
 
     def __init__(self) -> None:
@@ -135,7 +135,7 @@ class Now:
 class ModulePins:
     """Hooks that pin the values of one module's calls in turn, for each plan that includes the module."""
 
-    def __init__(self, module: Any, now: Now, guard: Guard) -> None:
+    def __init__(self, module: Any, now: CurrentPlan, guard: Guard) -> None:
         self._now = now
         self._guard = guard
         self._plans: dict[int, list[CallPins]] = {}

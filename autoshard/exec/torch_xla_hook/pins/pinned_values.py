@@ -10,7 +10,7 @@ import collections
 import dataclasses
 from collections.abc import Collection, Iterable, Mapping, Sequence
 
-from autoshard.exec.torch_xla_hook.pins.captured_specs import Following, Planned, is_split_alike
+from autoshard.exec.torch_xla_hook.pins.captured_specs import Following, PlannedSpecs, is_split_alike
 from autoshard.exec.torch_xla_hook.values.call_sites import LazyOp, Place
 from autoshard.mlir import Flow, Value
 from autoshard.planning import Plan, Spec
@@ -46,7 +46,7 @@ class _Choice:
 
     def __init__(self, pins: Pins, plan: Plan) -> None:
         self.flow = pins.flow
-        self.planned = Planned(plan)
+        self.planned = PlannedSpecs(plan)
         self.made = self.planned.made
         self.every = [(call, shape, place) for call, shape, place in pins.values if place is not None]
         self.given = [place for call, _, place in self.every if call.op is None]
@@ -66,7 +66,7 @@ class _Choice:
             for call, _, place in self.every
             if call in self.taken or (call.what == "result" and place in viewed)
         }
-        turning = self._turning()
+        turning = self._changing_axes()
         fully_pinned |= {op for op in turning if op in self.moved or self.inside[op] & self.flow.lookups}
         turning |= {call.op for call, _, place in self.every if call.what == "operand" and place in self.resplit}
         loose = self._loose(turning - fully_pinned)
@@ -126,7 +126,7 @@ class _Choice:
                 if each in self.made:
                     inherited[value] = self._last(each)
                     break
-                for other in self.flow.alike[each[0]] if each[0] >= 0 else ():
+                for other in self.flow.elementwise_operands[each[0]] if each[0] >= 0 else ():
                     if other is not None and other not in seen:
                         seen.add(other)
                         queue.append(other)
@@ -152,14 +152,14 @@ class _Choice:
         The plan states such a spec, or it follows from the result of a broadcast of the value. For arguments it can
         also follow from the result of a view of them.
         """
-        own = self.planned.held(value)[-1:]
+        own = self.planned.specs_of(value)[-1:]
         spread, viewed = set(), set()
         for op in self.flow.users.get(value, ()):
             if op not in ops or (op, 0) not in self.made:
                 continue
             dims = self.made[op, 0][0].dims
-            if op in self.flow.spread:
-                spread.add((Spec(tuple(dims[dim] for dim in self.flow.spread[op])),))
+            if op in self.flow.broadcast_dims:
+                spread.add((Spec(tuple(dims[dim] for dim in self.flow.broadcast_dims[op])),))
             elif op in self.flow.views and value[0] < 0 and own:
                 if not is_split_alike(self.flow, op, own[0], self.made[op, 0][0]):
                     sized = zip(self.flow.views[op], shape, strict=True)
@@ -187,7 +187,7 @@ class _Choice:
             if not (around[op] <= set().union(*map(self.planned.axes, values)) and following.reaches(value))
         }
 
-    def _turning(self) -> set[LazyOp | None]:
+    def _changing_axes(self) -> set[LazyOp | None]:
         """Return the mixing ops whose result is split over other axes than their operands.
 
         XLA derives such an op's spec from its neighbours, and they may bring in an axis that the op must not have. The
@@ -224,7 +224,7 @@ class _Choice:
 
     def _viewed(self) -> set[Value]:
         """Return values that an unobserved op passes on in other axes."""
-        observed = self._told()
+        observed = self._observed_ops()
         return {
             value
             for op, operands in enumerate(self.flow.operands)
@@ -245,7 +245,7 @@ class _Choice:
     def _resplit(self) -> set[Value]:
         """Return the results of views that change the split, and the unobserved single-operand ops on them."""
         views = {(op, 0) for op in self.flow.views for value in self.flow.operands[op] if self._splits_anew(op, value)}
-        observed = self._told()
+        observed = self._observed_ops()
         queue = list(views)
         for value in queue:  # grows as it is walked
             for op in self.flow.users.get(value, ()):
@@ -254,7 +254,7 @@ class _Choice:
                     queue.append((op, 0))
         return views
 
-    def _told(self) -> set[int]:
+    def _observed_ops(self) -> set[int]:
         """Return the numbers of all graph ops that an observed op of the script lowers to."""
         return set().union(*self.inside.values())
 

@@ -24,22 +24,22 @@ class Decision:
     """Sentences about decisions that differ from the planner's own; they are also among the plan's warnings."""
 
     @classmethod
-    def of(cls, taken: Capture, plan: Plan, notes: tuple[str, ...]) -> "Decision":
+    def of(cls, capture: Capture, plan: Plan, notes: tuple[str, ...]) -> "Decision":
         """Make a decision from a plan of a captured graph: scalars and arguments that the user marked get no spec."""
         specs = [
-            None if not argument.shape or number in taken.users else plan.arguments[argument.name]
-            for number, argument in enumerate(taken.program.arguments)
+            None if not argument.shape or number in capture.users else plan.arguments[argument.name]
+            for number, argument in enumerate(capture.program.arguments)
         ]
         return cls(plan, tuple(specs), notes)
 
 
-def best_mesh(taken: Capture, topology: str) -> dict[str, int]:
+def best_mesh(capture: Capture, topology: str) -> dict[str, int]:
     """Search all meshes that the devices can form; return the one with the fastest plan of a captured graph."""
     options = Options(topology=topology, mesh="auto", refine_axes=False, memory_limit=memory_limit_here())
-    return make_plan(taken.program, options).plan.mesh
+    return make_plan(capture.program, options).plan.mesh
 
 
-def decide(taken: Capture, topology: str, mesh: LiveMesh, fixed: Mapping[int, Spec], free: bool = False) -> Decision:
+def decide(capture: Capture, topology: str, mesh: LiveMesh, fixed: Mapping[int, Spec], free: bool = False) -> Decision:
     """Plan a captured graph.
 
     - `fixed`: specs by argument number that an earlier plan or an earlier step gave.
@@ -51,38 +51,38 @@ def decide(taken: Capture, topology: str, mesh: LiveMesh, fixed: Mapping[int, Sp
     Batch arrays of one shape and dtype get one spec, since nothing distinguishes such batches when they are moved
     later. Raises `UserError` if no plan satisfies the marks.
     """
-    arguments = taken.program.arguments
+    arguments = capture.program.arguments
     pins: dict[str, Spec] = {arguments[number].name: spec for number, spec in fixed.items()}
     notes: list[str] = []
-    for number in sorted(taken.users):
-        name, shape, text = arguments[number].name, arguments[number].shape, taken.split[number]
+    for number in sorted(capture.users):
+        name, shape, text = arguments[number].name, arguments[number].shape, capture.split[number]
         spec = mesh.read(text, len(shape))
         if spec is None:
             notes.append(f"your own mark on {name}, {text}, is kept, but the mesh {mesh.sizes} cannot express it.")
         else:
             pins[name] = spec
             notes.append(f"your own mark on {name}, {spec_text(spec, shape)}, is kept.")
-    loose = {} if free else _followed(taken, mesh, fixed)
+    loose = {} if free else _followed(capture, mesh, fixed)
     axis_only: dict[str, tuple[str, ...]] = {}
     limit = memory_limit_here()
 
     def make() -> tuple[Plan, tuple[str, ...]]:
         """Return a plan, and the sentences that describe how the plan was chosen."""
         plan, explanation = choose()
-        return _without_ffts(taken, plan), explanation
+        return _without_ffts(capture, plan), explanation
 
     def choose() -> tuple[Plan, tuple[str, ...]]:
         # Splits that merely follow from earlier plans give way to an explicit restriction of the axes.
         """Plan under the current pins; choose a baseline that splits something if the plan splits nothing."""
         asked = read_asked((loose if not axis_only else {}) | pins, axis_only=axis_only)
         options = Options(topology=topology, mesh=mesh.sizes, asked=asked, refine_axes=False, memory_limit=limit)
-        made = make_plan(taken.program, options)
+        made = make_plan(capture.program, options)
         if splits(made.plan):
             return made.plan, ()
         if axis_only and not any(axis_only.values()):
             return made.plan, ()  # no axis may split anything
         allowed = (p for p in made.baseline_plans.values() if not (axis_only and p.regions))
-        split = [p for p in allowed if splits(p) and _holds(taken, p, pins, bool(axis_only))]
+        split = [p for p in allowed if splits(p) and _holds(capture, p, pins, bool(axis_only))]
         if not split:
             return made.plan, ()
         best = min(split, key=lambda plan: plan.prediction.step_time_s)
@@ -112,34 +112,34 @@ def decide(taken: Capture, topology: str, mesh: LiveMesh, fixed: Mapping[int, Sp
             axis_only = {}
             plan, explanation = dataclasses.replace(whole[0], regions=()), whole[1]
             notes.append("what convolutions exchange along the edges of images is left to XLA, not planned.")
-    if _has_groups(taken) and len(_axes(mesh)) > 1:
+    if _has_groups(capture) and len(_axes(mesh)) > 1:
         axis_only = dict.fromkeys(mesh.sizes, ("batch",))
-        notes += _idle_marks(taken, mesh, pins)
-        data, why = _all_or_nothing(taken, mesh)
+        notes += _idle_marks(capture, mesh, pins)
+        data, why = _all_or_nothing(capture, mesh)
         pins |= {name: spec for name, spec in data.items() if name not in pins}
         if not any(axes for spec in pins.values() for axes in spec.dims):
             axis_only = dict.fromkeys(mesh.sizes, ())  # values inside of the step stay whole too
         notes.append(why)
         plan, explanation = make()
-    agreed = _agreed(taken, plan, loose | pins)
+    agreed = _agreed(capture, plan, loose | pins)
     if agreed:
         pins |= agreed
         plan, explanation = make()
     notes = list(dict.fromkeys((*notes, *explanation)))
     if notes:
         plan = dataclasses.replace(plan, warnings=(*plan.warnings, *notes))
-    return Decision.of(taken, plan, tuple(notes))
+    return Decision.of(capture, plan, tuple(notes))
 
 
-def _followed(taken: Capture, mesh: LiveMesh, fixed: Mapping[int, Spec]) -> dict[str, Spec]:
+def _followed(capture: Capture, mesh: LiveMesh, fixed: Mapping[int, Spec]) -> dict[str, Spec]:
     """Return the specs of arguments that are split, but neither by the user nor by an earlier plan.
 
     Propagation split these arguments, since they are computed from split tensors.
     """
-    arguments, specs = taken.program.arguments, {}
-    for number, text in taken.split.items():
+    arguments, specs = capture.program.arguments, {}
+    for number, text in capture.split.items():
         spec = mesh.read(text, len(arguments[number].shape))
-        if spec is not None and number not in taken.users and number not in fixed:
+        if spec is not None and number not in capture.users and number not in fixed:
             specs[arguments[number].name] = spec
     return specs
 
@@ -149,41 +149,41 @@ def splits(plan: Plan) -> bool:
     return any(spec.shards(plan.mesh) > 1 for spec in plan.arguments.values())
 
 
-def _holds(taken: Capture, plan: Plan, pins: Mapping[str, Spec], batch_only: bool) -> bool:
+def _holds(capture: Capture, plan: Plan, pins: Mapping[str, Spec], batch_only: bool) -> bool:
     """Return True if a baseline satisfies the pins, and with `batch_only` splits no dim but that of the batch.
 
     Baselines are built without regard to the pins.
     """
     if any(plan.arguments[name] != spec for name, spec in pins.items()):
         return False
-    inner = [plan.arguments[a.name].dims[a.role is Role.BATCH :] for a in taken.program.arguments]
+    inner = [plan.arguments[a.name].dims[a.role is Role.BATCH :] for a in capture.program.arguments]
     return not batch_only or not any(axes for dims in inner for axes in dims)
 
 
-def _without_ffts(taken: Capture, plan: Plan) -> Plan:
+def _without_ffts(capture: Capture, plan: Plan) -> Plan:
     """Return the plan without manual regions of ffts: XLA's partitioner gathers their operands where it must."""
     if not plan.regions:
         return plan
-    ffts = {op.number for op in read_graph(taken.program.module).ops if op.kind == "fft"}
+    ffts = {op.number for op in read_graph(capture.program.module).ops if op.kind == "fft"}
     return dataclasses.replace(plan, regions=tuple(region for region in plan.regions if region.op not in ffts))
 
 
-def _has_groups(taken: Capture) -> bool:
+def _has_groups(capture: Capture) -> bool:
     """Return True if a captured graph has a grouped convolution."""
-    return any(op.grouped for op in read_graph(taken.program.module).ops)
+    return any(op.grouped for op in read_graph(capture.program.module).ops)
 
 
 _WRONG = "PyTorch/XLA gives wrong gradients of convolutions of groups where an axis is idle"
 
 
-def _all_or_nothing(taken: Capture, mesh: LiveMesh) -> tuple[dict[str, Spec], str]:
+def _all_or_nothing(capture: Capture, mesh: LiveMesh) -> tuple[dict[str, Spec], str]:
     """Return specs for all batch arrays, and the sentence that explains them.
 
     Every array is split over all axes along its first dim. If one array does not divide, all arrays stay whole. A split
     over only the axes that divide would leave other axes idle, where PyTorch/XLA computes wrong gradients. Evidence:
     docs/compiler_behaviour.md, "Gradients of grouped convolutions in PyTorch/XLA".
     """
-    data = _batch(taken)
+    data = _batch(capture)
     axes = _axes(mesh)
     parts = math.prod(mesh.sizes[axis] for axis in axes)
     odd = next((a for a in data if a.shape[0] % parts), None)
@@ -196,10 +196,10 @@ def _all_or_nothing(taken: Capture, mesh: LiveMesh) -> tuple[dict[str, Spec], st
     return {a.name: Spec((() if odd is not None else axes, *[()] * (len(a.shape) - 1))) for a in data}, why
 
 
-def _idle_marks(taken: Capture, mesh: LiveMesh, pins: Mapping[str, Spec]) -> list[str]:
+def _idle_marks(capture: Capture, mesh: LiveMesh, pins: Mapping[str, Spec]) -> list[str]:
     """Return a warning for each batch array that the user or an earlier plan splits over only some of the axes."""
     axes, marks = _axes(mesh), []
-    for argument in _batch(taken):
+    for argument in _batch(capture):
         spec = pins.get(argument.name)
         used = set() if spec is None else {axis for dim in spec.dims for axis in dim}
         idle = [axis for axis in axes if axis not in used]
@@ -209,8 +209,8 @@ def _idle_marks(taken: Capture, mesh: LiveMesh, pins: Mapping[str, Spec]) -> lis
     return marks
 
 
-def _batch(taken: Capture) -> list[Argument]:
-    return [a for a in taken.program.arguments if a.role is Role.BATCH and a.shape]
+def _batch(capture: Capture) -> list[Argument]:
+    return [a for a in capture.program.arguments if a.role is Role.BATCH and a.shape]
 
 
 def _axes(mesh: LiveMesh) -> tuple[str, ...]:
@@ -218,16 +218,16 @@ def _axes(mesh: LiveMesh) -> tuple[str, ...]:
     return tuple(axis for axis, size in mesh.sizes.items() if size > 1)
 
 
-def _agreed(taken: Capture, plan: Plan, pins: Mapping[str, Spec]) -> dict[str, Spec]:
+def _agreed(capture: Capture, plan: Plan, pins: Mapping[str, Spec]) -> dict[str, Spec]:
     """Choose one spec for batch arrays of one shape and dtype that the plan splits in several ways.
 
     The spec is the one that the script marks some of these arrays with, else the one with the most shards.
     """
     alike: dict[tuple[tuple[int, ...], str], list[str]] = {}
-    for argument in taken.program.arguments:
+    for argument in capture.program.arguments:
         if argument.role is Role.BATCH and argument.shape:
             alike.setdefault((argument.shape, argument.dtype), []).append(argument.name)
-    marked = {taken.program.arguments[number].name for number in taken.users}
+    marked = {capture.program.arguments[number].name for number in capture.users}
     agreed = {}
     for names in alike.values():
         loose = [name for name in names if name not in pins]

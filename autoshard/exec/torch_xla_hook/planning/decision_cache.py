@@ -25,7 +25,7 @@ _SOURCES = ("*.py", *(f"{room}/**/*.{kind}" for room in _ROOMS for kind in ("py"
 
 
 def kept_decision(
-    taken: Capture, topology: str, mesh: LiveMesh, fixed: Mapping[int, Spec], free: bool = False
+    capture: Capture, topology: str, mesh: LiveMesh, fixed: Mapping[int, Spec], free: bool = False
 ) -> Decision:
     """Return what `decide` returns, from the disk cache if it has an entry; else call `decide` and store its
     decision.
@@ -34,32 +34,32 @@ def kept_decision(
         "mesh": list(mesh.sizes.items()),
         "devices": mesh.devices,
         "fixed": [[number, spec.dims] for number, spec in sorted(fixed.items())],
-        "split": sorted(taken.split.items()),
-        "users": sorted(taken.users),
+        "split": sorted(capture.split.items()),
+        "users": sorted(capture.users),
         "free": free,
     }
-    key = _key(taken, topology, here)
+    key = _key(capture, topology, here)
     entry = _read(key)
     if entry is not None:
         try:
             plan, notes = plan_from_json(entry["plan"]), tuple(entry["notes"])
-            return Decision.of(taken, plan, notes)
+            return Decision.of(capture, plan, notes)
         except (KeyError, TypeError, UserError):
             pass  # the entry is not one that this module wrote
-    made = decide(taken, topology, mesh, fixed, free)
+    made = decide(capture, topology, mesh, fixed, free)
     _write(key, {"plan": plan_to_json(made.plan), "notes": made.notes})
     return made
 
 
-def kept_mesh(taken: Capture, topology: str) -> dict[str, int]:
+def cached_mesh(capture: Capture, topology: str) -> dict[str, int]:
     """Return what `best_mesh` returns, from the disk cache if it has an entry; else call `best_mesh` and store its
     mesh.
     """
-    key = _key(taken, topology, "best mesh")
+    key = _key(capture, topology, "best mesh")
     entry = _read(key)
     if isinstance(entry, dict):
         return entry
-    made = best_mesh(taken, topology)
+    made = best_mesh(capture, topology)
     _write(key, made)
     return made
 
@@ -67,11 +67,11 @@ def kept_mesh(taken: Capture, topology: str) -> dict[str, int]:
 _KIND = "torch-xla"
 
 
-def _key(taken: Capture, topology: str, here: Any) -> str | None:
+def _key(capture: Capture, topology: str, here: Any) -> str | None:
     """Hash all inputs of a decision into a cache key; None if rules were registered, since no file of ours has them."""
     if registrations():
         return None
-    program = taken.program
+    program = capture.program
     inputs = [
         program.fingerprint,
         [program.name, program.training, [repr(each) for each in (*program.arguments, *program.results)]],

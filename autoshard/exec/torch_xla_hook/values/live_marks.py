@@ -93,7 +93,7 @@ def annotated(tensor: Any, shardings: Sequence[Any]) -> Any:
     return value
 
 
-def held_spec(tensor: Any) -> str:
+def sharding_text(tensor: Any) -> str:
     """Return the tensor's HLO sharding string; empty if it has none yet."""
 
     return xlac()._get_xla_sharding_spec(tensor)
@@ -133,7 +133,7 @@ class UserMarks:
         @functools.wraps(mark)
         def recorded_mark(tensor: Any, *args: Any, **kwargs: Any) -> Any:
             """Mark a tensor for the script; replace our own split if PyTorch/XLA rejects a second mark."""
-            ours = not self.holds(plain(tensor)) and is_split(held_spec(tensor))
+            ours = not self.holds(plain(tensor)) and is_split(sharding_text(tensor))
             self.record([tensor])
             try:
                 return mark(tensor, *args, **kwargs)

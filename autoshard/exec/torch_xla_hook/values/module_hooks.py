@@ -21,7 +21,7 @@ def is_strict() -> bool:
     return os.environ.get(STRICT_VARIABLE, "0") not in ("", "0")
 
 
-def said_of(error: Exception) -> str:
+def error_text(error: Exception) -> str:
     """Describe an error in a sentence."""
     return str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {error}"
 
@@ -47,13 +47,13 @@ class Guard:
         if not self.failed:
             self.failed = True
             warnings.warn(
-                f"autoshard: auto-sharding is off from here on, since watching this script failed: {said_of(error)}",
+                f"autoshard: auto-sharding is off from here on, since watching this script failed: {error_text(error)}",
                 stacklevel=3,
             )
             try:
                 self._give_up()
             except Exception as another:  # ending a partly started step may fail too
-                warnings.warn(f"autoshard: {said_of(another)}", stacklevel=3)
+                warnings.warn(f"autoshard: {error_text(another)}", stacklevel=3)
         return True
 
 
