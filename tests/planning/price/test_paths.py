@@ -91,7 +91,7 @@ def test_equal_pairs_are_priced_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(transition_kernels, "charge_pairs", counted)
     once = prices.compiled(path, Overlap.MATMUL)
     rows, columns = np.repeat(np.arange(len(path.source)), 3), np.tile(np.arange(len(path.target)), 2)
-    ends = {"held": path.source_dims[rows], "kept": path.passed_dims[rows], "source": path.source[rows]}
+    ends = {"source_dims": path.source_dims[rows], "passed_dims": path.passed_dims[rows], "source": path.source[rows]}
     more = prices.compiled(dataclasses.replace(path, **ends, target=path.target[columns]), Overlap.MATMUL)
     assert priced == [len(path.source) * len(path.target)] * 2
     assert list(more) == list(once) and all((more[k] == once[k][rows[:, None], columns]).all() for k in once)
