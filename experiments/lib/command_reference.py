@@ -17,8 +17,17 @@ SHARED_BY = 3
 """Commands that must share a flag for its row to stand in a table of shared flags."""
 
 SETS = {
-    ("plan", "measure", "compile", "compare", "sweep", "refine", "graph"): "all that open a program",
-    ("plan", "measure", "compile", "compare", "sweep", "estimate", "refine", "graph"): "all that open a program, and `estimate`",
+    ("plan", "measure", "compile", "compare", "sweep", "refine", "graph"): "all with a program",
+    (
+        "plan",
+        "measure",
+        "compile",
+        "compare",
+        "sweep",
+        "estimate",
+        "refine",
+        "graph",
+    ): "all with a program, `estimate`",
     ("plan", "measure", "compare", "sweep", "refine"): "all that plan",
 }
 """Short words for frequent sets of commands."""
@@ -97,7 +106,7 @@ def reference() -> str:
     parts.append(table(("command", "what it does"), rows))
 
     openers, planners = (", ".join(f"`{name}`" for name in names) for names in (next(iter(SETS)), list(SETS)[-1]))
-    parts.append(f"\nAll that open a program: {openers}. All that plan: {planners}.\n")
+    parts.append(f"\nAll with a program: {openers}. All that plan: {planners}.\n")
     for title in dict.fromkeys(groups[row] for row in groups if row in shared):
         heading = TITLES.get(title, title[0].upper() + title[1:].split(" (")[0].split(";")[0])
         lines = []
