@@ -11,10 +11,14 @@ import pytest
 import autoshard
 from autoshard.cli import main
 from autoshard.cli.parser import build_parser, parser_of
+from experiments.lib import command_reference
 from tests.compiling import QUICKLY
 
 
 DOCS = Path(__file__).parent.parent / "docs"
+FILES = ("start.md", "first-plan.md", "rules.md", "command.md", "fitting.md", "pipelines.md")
+"""Pages with files that examples and commands of any page use."""
+
 BLOCK = re.compile(r"```(\w+)([^\n]*)\n(.*?)```", re.DOTALL)
 
 
@@ -27,9 +31,7 @@ def blocks(page: str, language: str) -> list[tuple[str, str]]:
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Write the files of the docs to a folder."""
     folder = tmp_path_factory.mktemp("docs")
-    for info, body in [
-        block for page in ("start.md", "rules.md", "command.md", "pipelines.md") for block in blocks(page, "python")
-    ]:
+    for info, body in [block for page in FILES for block in blocks(page, "python")]:
         if info.startswith("file="):
             (folder / info.removeprefix("file=")).write_text(body)
     return folder
@@ -44,7 +46,8 @@ def run(command: list[str], folder: Path, **variables: str) -> str:
 
 EXECUTED = (
     "start",
-    "command",
+    "first-plan",
+    "fitting",
     "reading",
     "constraints",
     "rules",
@@ -122,6 +125,21 @@ def commands(page: str) -> list[str]:
     return [line.removeprefix("$ autoshard ") for line in lines if line.startswith("$ autoshard ")]
 
 
+COMMANDS = (
+    "start.md",
+    "first-plan.md",
+    "fitting.md",
+    "constraints.md",
+    "comparing.md",
+    "diagnosing.md",
+    "graphs.md",
+    "sweeping.md",
+    "serving.md",
+    "command.md",
+    "pipelines.md",
+)
+"""Pages whose commands run, in the order in which they stand."""
+
 LONG = re.compile(r"sweep |.* --(remat|stages) auto ")
 """Commands that plan many times; other tests run them on smaller programs."""
 
@@ -129,8 +147,8 @@ LONG = re.compile(r"sweep |.* --(remat|stages) auto ")
 @pytest.mark.parametrize(
     ("page", "long"),
     [
-        *((page, False) for page in ("start.md", "constraints.md", "command.md", "pipelines.md")),
-        *(pytest.param(page, True, marks=pytest.mark.full) for page in ("command.md", "pipelines.md")),
+        *((page, False) for page in COMMANDS),
+        *(pytest.param(page, True, marks=pytest.mark.full) for page in ("fitting.md", "sweeping.md", "pipelines.md")),
     ],
 )
 def test_the_commands_shown_work(
@@ -154,6 +172,11 @@ def test_every_command_shown_anywhere_has_its_flags():
         assert {word for word in words if word.startswith("-")} <= known, line
 
 
+def test_the_reference_of_the_command_is_the_parsers():
+    text = command_reference.PAGE.read_text(encoding="utf-8")
+    assert text == command_reference.page(text), "run `python experiments/lib/command_reference.py`"
+
+
 def test_no_example_is_left_out():
     """Allow Python that is not executed only on pages of PyTorch/XLA, whose scripts other tests run."""
     left_out = {
@@ -162,7 +185,8 @@ def test_no_example_is_left_out():
         for info, _ in blocks(page.name, "python")
         if not info.startswith(("after=", "file="))
     }
-    assert left_out <= {"torch-xla", "code-bases"}  # MaxText needs another Python
+    # EasyDeL and MaxText need another Python.
+    assert left_out <= {"torch-xla", "code-bases", "maxtext"}
     assert {page.stem for page in DOCS.glob("*.md") if "```python after=" in page.read_text()} == set(EXECUTED)
 
 

@@ -147,7 +147,7 @@ def build_parser() -> argparse.ArgumentParser:
     compile_.add_argument("--time-limit", type=seconds, default=600.0, metavar="S", help="in all (default: 600)")
 
     compare = _command(
-        commands, "compare", runs.run_compare, "set the plan beside every plan that people write", PROGRAM_HELP
+        commands, "compare", runs.run_compare, "compare the plan with the plans that people write", PROGRAM_HELP
     )
     add_program(compare)
     add_candidates(compare)
