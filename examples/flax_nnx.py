@@ -17,18 +17,19 @@ from autoshard.exec import ensure_devices
 
 
 TOPOLOGY, MESH = "cpu:8", {"data": 4, "model": 2}
-BATCH, SIZE, CHANNELS, WIDTH, CLASSES, STEPS = 64, 16, 32, 256, 8, 5
+BATCH, SIZE, CHANNELS, WIDTH, CLASSES, STEPS = 64, 32, 32, 256, 8, 4
 
 
 class Classifier(nnx.Module):
     def __init__(self, rngs: nnx.Rngs):
-        self.conv = nnx.Conv(3, CHANNELS, (3, 3), strides=2, rngs=rngs)
+        self.first = nnx.Conv(3, CHANNELS, (3, 3), strides=2, rngs=rngs)
         self.norm = nnx.BatchNorm(CHANNELS, rngs=rngs)
+        self.second = nnx.Conv(CHANNELS, CHANNELS, (3, 3), rngs=rngs)
         self.up = nnx.Linear(CHANNELS, WIDTH, rngs=rngs)
         self.down = nnx.Linear(WIDTH, CLASSES, rngs=rngs)
 
     def __call__(self, images):
-        x = nnx.relu(self.norm(self.conv(images)))
+        x = nnx.relu(self.second(nnx.relu(self.norm(self.first(images)))))
         return self.down(nnx.relu(self.up(x.mean((1, 2)))))
 
 

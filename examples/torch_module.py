@@ -18,7 +18,7 @@ import autoshard
 
 
 TOPOLOGY, MESH, PROCESSES = "cpu:4", {"data": 2, "model": 2}, 4
-BATCH, LENGTH, WIDTH, HEADS, VOCABULARY, STEPS = 32, 64, 64, 4, 256, 4
+BATCH, LENGTH, WIDTH, HEADS, VOCABULARY, STEPS = 16, 32, 128, 4, 256, 4
 
 
 class Decoder(nn.Module):
@@ -26,14 +26,15 @@ class Decoder(nn.Module):
         super().__init__()
         self.embedding, self.head = nn.Embedding(VOCABULARY, WIDTH), nn.Linear(WIDTH, VOCABULARY)
         self.norm_attention, self.norm_mlp = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
-        self.attention_qkv, self.attention_out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.q_proj, self.k_proj, self.v_proj, self.o_proj = (nn.Linear(WIDTH, WIDTH) for _ in range(4))
         self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
 
     def forward(self, tokens):
         x = self.embedding(tokens)
-        q, k, v = self.attention_qkv(self.norm_attention(x)).unflatten(-1, (3, HEADS, -1)).permute(2, 0, 3, 1, 4)
+        y, projections = self.norm_attention(x), (self.q_proj, self.k_proj, self.v_proj)
+        q, k, v = (project(y).unflatten(-1, (HEADS, -1)).transpose(1, 2) for project in projections)
         attended = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
-        x = x + self.attention_out(attended.transpose(1, 2).flatten(2))
+        x = x + self.o_proj(attended.transpose(1, 2).flatten(2))
         return self.head(x + self.down(functional.gelu(self.up(self.norm_mlp(x)))))
 
 
@@ -60,6 +61,7 @@ def make():
 
 
 def work(rank, folder):
+    torch.set_num_threads(1)  # the processes share the processors of one host
     torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=PROCESSES)
     plan = autoshard.load(f"{folder}/plan.json")
     mesh = init_device_mesh("cpu", tuple(plan.mesh.values()), mesh_dim_names=tuple(plan.mesh))
@@ -80,7 +82,7 @@ def main():
     with torch.device("meta"):  # nothing is allocated to plan
         module, tokens = Decoder(), torch.zeros(BATCH, LENGTH, dtype=torch.int64)
     program = autoshard.from_torch(module, tokens, train=True, loss=loss, targets=tokens)
-    plan = autoshard.plan(program, topology=TOPOLOGY, mesh=MESH)
+    plan = autoshard.plan(program, topology=TOPOLOGY, mesh=MESH, axis_only={"data": "batch"})
     print(plan, *plan.words, sep="\n", flush=True)
     with tempfile.TemporaryDirectory() as folder:
         plan.save(Path(folder, "plan.json"))
