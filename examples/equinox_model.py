@@ -75,7 +75,8 @@ def main():
     batch = {"tokens": tokens, "tags": (3 * tokens + 1) % VOCABULARY}
     model, losses = train(plan.jit(step), batch)
     plain_model, plain_losses = train(eqx.filter_jit(step), batch)
-    print("mlp.layers[0].weight:", model.mlp.layers[0].weight.sharding.spec)
+    weight = model.mlp.layers[0].weight
+    print("a device holds", weight.sharding.shard_shape(weight.shape), "of the MLP's first weight", weight.shape)
     print("planned losses:", *(f"{loss:.4f}" for loss in losses))
     print("plain losses:  ", *(f"{loss:.4f}" for loss in plain_losses))
     np.testing.assert_allclose(losses, plain_losses, rtol=1e-4)

@@ -67,7 +67,8 @@ def main():
     (model, optimizer), (plain_model, plain_optimizer) = make(), make()
     losses = [float(planned(model, optimizer, batch)) for _ in range(STEPS)]
     plain_losses = [float(step(plain_model, plain_optimizer, batch)) for _ in range(STEPS)]
-    print("up.kernel:", model.up.kernel[...].sharding.spec)  # the module stays split between steps
+    kernel = model.up.kernel[...]  # the module stays split between steps
+    print("a device holds", kernel.sharding.shard_shape(kernel.shape), "of the kernel", kernel.shape)
     print("planned losses:", *(f"{loss:.4f}" for loss in losses))
     print("plain losses:  ", *(f"{loss:.4f}" for loss in plain_losses))
     np.testing.assert_allclose(losses, plain_losses, rtol=1e-3)

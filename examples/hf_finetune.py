@@ -47,6 +47,7 @@ def finetune(folder, trained):
     print(plan, *plan.words, sep="\n")
     step = plan.jit(program)
     params = plan.load_weights(folder, program)  # every device reads its own part
+    assert program.make_args is not None
     _, state, _ = program.make_args(0)  # an AdamW that starts
     losses = []
     for batch in plan.load_batches(batches()):

@@ -7,6 +7,7 @@ where TPUs are, the kernel is compiled.
 """
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -59,7 +60,7 @@ attend_by_kernel = jax.custom_vjp(forward)
 attend_by_kernel.defvjp(lambda q, k, v: (forward(q, k, v), (q, k, v)), lambda saved, grad: backward(*saved, grad))
 
 
-def step(params, x, attend=attend_by_kernel):
+def step(params, x, attend: Any = attend_by_kernel):
     def loss(params):
         q, k, v = jnp.einsum("bsd,ndhk->nbhsk", x, params["attention_qkv"])
         out = jnp.einsum("bhsk,hkd->bsd", attend(q, k, v), params["attention_out"])

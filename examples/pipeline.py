@@ -15,7 +15,7 @@ from autoshard.exec import ensure_devices
 
 TOPOLOGY, MESH, STEPS = "cpu:8", {"stage": 4, "data": 2}, 3
 STAGES, LAYERS, MICROBATCHES, MICROBATCH, LENGTH = 4, 2, 8, 2, 64
-WIDTH, HEADS, INNER, VOCABULARY = 128, 4, 512, 512
+WIDTH, HEADS, INNER, VOCABULARY = 64, 4, 256, 256
 
 
 def layer(x, weights):
@@ -58,7 +58,7 @@ def step(params, tokens):
         return -jnp.take_along_axis(jax.nn.log_softmax(logits), tokens[..., 1:, None], axis=-1).mean()
 
     value, grads = jax.value_and_grad(loss)(params)
-    return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads), value
+    return jax.tree.map(lambda p, g: p - g, params, grads), value
 
 
 def init(layers=LAYERS):

@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.multiprocessing.spawn import spawn
 from torch.nn import functional
 
 import autoshard
@@ -66,10 +67,11 @@ def work(rank, folder):
     plan = autoshard.load(f"{folder}/plan.json")
     mesh = init_device_mesh("cpu", tuple(plan.mesh.values()), mesh_dim_names=tuple(plan.mesh))
     model, tokens = make()
-    losses, grads = train(plan.distribute(model, mesh, gather_outputs=True), tokens)
+    planned = plan.distribute(model, mesh, gather_outputs=True)
+    losses, grads = train(planned, tokens)
     plain_losses, plain_grads = train(*make())
     if rank == 0:
-        print("up.weight:", *model.up.weight.placements, "over", *plan.mesh)
+        print("up.weight:", *planned.up.weight.placements, "over", *plan.mesh)
         print("planned losses:", *(f"{loss:.4f}" for loss in losses))
         print("plain losses:  ", *(f"{loss:.4f}" for loss in plain_losses))
     torch.testing.assert_close(losses, plain_losses, rtol=1e-4, atol=0.0)
@@ -86,7 +88,7 @@ def main():
     print(plan, *plan.words, sep="\n", flush=True)
     with tempfile.TemporaryDirectory() as folder:
         plan.save(Path(folder, "plan.json"))
-        torch.multiprocessing.spawn(work, (folder,), PROCESSES)  # raises if one of them does
+        spawn(work, (folder,), PROCESSES)  # raises if one of them does
     print("AGREES with the plain module, losses and gradients")
 
 

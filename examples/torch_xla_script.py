@@ -62,7 +62,9 @@ def main():
     xr.use_spmd(auto=True)  # before the model is moved to the device
     losses, model = train("xla")
     plain_losses, plain_model = train("cpu")
-    for plan in session().plans:
+    watched = session()
+    assert watched is not None
+    for plan in watched.plans:
         print(plan, *plan.words, sep="\n")
     print("planned losses:", *(f"{loss:.4f}" for loss in losses))
     print("plain losses:  ", *(f"{loss:.4f}" for loss in plain_losses))
