@@ -14,7 +14,7 @@ from autoshard.exec import ensure_devices
 
 
 TOPOLOGY, MESH, STEPS = "cpu:8", {"stage": 4, "data": 2}, 3
-STAGES, LAYERS, MICROBATCHES, MICROBATCH, LENGTH = 4, 2, 8, 2, 64
+STAGES, LAYERS, MICROBATCHES, MICROBATCH, LENGTH = 4, 2, 8, 4, 32
 WIDTH, HEADS, INNER, VOCABULARY = 64, 4, 256, 256
 
 
