@@ -13,6 +13,7 @@ from autoshard.program.torch_ops import (
     masked_reads,
     math_lowerings,
     op_lowerings,
+    pooling,
     recurrent,
 )
 from autoshard.program.torch_ops.torchax_environment import environment
@@ -26,7 +27,7 @@ def lowered_environment() -> Any:
     from torchax.ops import ops_registry
 
     lowerings = op_lowerings.operation_table() | layer_lowerings.layer_table() | recurrent.recurrent_table()
-    lowerings |= indexed_writes.write_table() | recurrent.pooling_table()
+    lowerings |= indexed_writes.write_table() | pooling.pooling_table()
     lowerings |= math_lowerings.math_table() | math_lowerings.edge_table()
     for operation, lowering in lowerings.items():
         env._ops[operation] = ops_registry.Operator(

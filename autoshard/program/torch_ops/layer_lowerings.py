@@ -1,4 +1,4 @@
-"""JAX lowerings of torch's layers: attention, losses, norms, convolution and pooling.
+"""JAX lowerings of torch's layers: attention, losses, norms and convolution.
 
 Like the elementary lowerings they leave dims unmerged and follow torch's dtypes.
 """
@@ -26,8 +26,6 @@ def layer_table() -> dict[Any, Callable[..., Any]]:
         functional.layer_norm: layer_norm,
         torch.layer_norm: layer_norm,
         functional.rms_norm: rms_norm,
-        torch.max_pool2d: max_pool2d,
-        functional.max_pool2d: max_pool2d,
         torch.ops.aten._upsample_bilinear2d_aa: resizing("linear"),
         torch.ops.aten._upsample_bicubic2d_aa: resizing("cubic"),
     }
@@ -325,49 +323,3 @@ def resizing(method: str) -> Callable[..., Any]:
         return jax.image.resize(x, (*x.shape[:-2], *size), method, antialias=True)
 
     return resize
-
-
-def max_pool2d(
-    x: Any,
-    kernel_size: Any,
-    stride: Any = None,
-    padding: Any = 0,
-    dilation: Any = 1,
-    ceil_mode: bool = False,
-    return_indices: bool = False,
-) -> Any:
-    """Lower `torch.max_pool2d` as one window reduction, which XLA differentiates and partitions along space.
-
-    Raises `UserError` if indices are to be returned.
-    """
-    import jax
-    import jax.numpy as jnp
-    import numpy as np
-
-    if return_indices:
-        raise UserError(
-            "max_pool2d with `return_indices=True` has no lowering that can be split; pool without indices."
-        )
-
-    def pair(value: Any) -> tuple[int, int]:
-        values = tuple(value) if isinstance(value, (tuple, list)) else (value, value)
-        return (values[0], values[0]) if len(values) == 1 else (values[0], values[1])
-
-    window, pads, spread = pair(kernel_size), pair(padding), pair(dilation)
-    steps = pair(stride) if stride not in (None, [], ()) else window
-    edges = []
-    for size, width, step, pad, gap in zip(x.shape[-2:], window, steps, pads, spread, strict=True):
-        reach = gap * (width - 1) + 1
-        spare = (size + 2 * pad - reach) % step
-        edges.append((pad, pad + (step - spare if ceil_mode and spare else 0)))
-    lead = (1,) * (x.ndim - 2)
-    lowest = -jnp.inf if jnp.issubdtype(x.dtype, jnp.floating) else jnp.iinfo(x.dtype).min
-    return jax.lax.reduce_window(
-        x,
-        np.asarray(lowest, x.dtype)[()],
-        jax.lax.max,
-        (*lead, *window),
-        (*lead, *steps),
-        ((0, 0),) * len(lead) + tuple(edges),
-        window_dilation=(*lead, *spread),
-    )
