@@ -1,7 +1,7 @@
 """Fine-tune a Hugging Face causal language model under a plan, from its saved weights and back to files.
 
-Run `python examples/hf_finetune.py`: it makes a tiny Llama (nothing is downloaded), trains it on eight CPU devices, and
-checks losses and saved weights against transformers and torch.
+Run `python examples/hf_finetune.py`. It makes a tiny Llama (nothing is downloaded) and trains it on eight CPU devices.
+Losses and saved weights are checked against transformers and torch.
 For real hardware, change `TOPOLOGY` (such as "v5p:2x2x2"), set `MESH` to "auto" or another one, and give
 `finetune` the folder of a downloaded model.
 """
@@ -59,7 +59,7 @@ def finetune(folder, trained):
 
 
 def finetune_plainly(folder):
-    """Do the same with transformers and torch; return the losses and the model."""
+    """Train with transformers and torch; return the losses and the model."""
     model = transformers.LlamaForCausalLM.from_pretrained(folder)
     optimizer = torch.optim.AdamW(model.parameters(), 3e-4, betas=(0.9, 0.95), weight_decay=0.1)
     losses = []

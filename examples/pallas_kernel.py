@@ -2,8 +2,8 @@
 
 Run `python examples/pallas_kernel.py`: eight CPU devices interpret the kernel on their shards, and attention in plain
 JAX on one device checks losses and parameters.
-For real hardware, change `TOPOLOGY` (such as "v5e:4x4"), set `MESH` to "auto" or another one, and raise the sizes:
-where TPUs are, the kernel is compiled.
+For real hardware, change `TOPOLOGY` (such as "v5e:4x4"), set `MESH` to "auto" or another one, and raise the sizes.
+TPUs compile the kernel.
 """
 
 import functools
@@ -52,7 +52,7 @@ RULE = "b h s d, b h t d, b h t d, b h s d -> b h s d, b h t d, b h t d"
 
 @autoshard.register_rule(RULE, need_replication="s t d", flops="10 b h s t d")
 def backward(q, k, v, grad):
-    """Stand for a kernel that has no grid to be read: every device runs it on its own examples and heads."""
+    """Return the gradients, as a kernel without a grid would on each device's own examples and heads."""
     return jax.vjp(attend, q, k, v)[1](grad)
 
 

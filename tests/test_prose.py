@@ -144,7 +144,7 @@ def files(*places: pathlib.Path) -> list[pathlib.Path]:
     return sorted(file for place in places for file in (place.rglob("*.py") if place.is_dir() else [place]))
 
 
-CHECKED = ("autoshard", "experiments", "tests", "tests-browser")
+CHECKED = ("autoshard", "examples", "experiments", "tests", "tests-browser")
 """Folders whose modules follow the rules, without exceptions."""
 
 

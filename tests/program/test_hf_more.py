@@ -196,20 +196,20 @@ def test_rows_under_a_mask_are_not_mixed():
 @pytest.mark.parametrize("counted", [False, True])
 def test_means_over_windows_are_those_of_torch(ceil, counted):
     """Average over windows larger than the image, as EfficientNet does."""
-    from autoshard.program.torch_ops.recurrent import avg_pool
+    from autoshard.program.torch_ops.pooling import avg_pool
 
     x = np.random.default_rng(0).standard_normal((2, 3, 7, 9), np.float32)
     options = {"ceil_mode": ceil, "count_include_pad": counted}
     for kernel, stride, padding in ((3, 2, 1), ((2, 4), (2, 3), 0), (5, 5, 2), (2, 1, 0)):
         wanted = torch.nn.functional.avg_pool2d(torch.tensor(x), kernel, stride, padding, **options)
         pair = [each if isinstance(each, tuple) else (each, each) for each in (kernel, stride, padding)]
-        close(avg_pool(x, *pair, ceil, counted), wanted.numpy(), 1e-6)
+        close(avg_pool(2, x, *pair, ceil, counted), wanted.numpy(), 1e-6)
     if ceil:
         wanted = torch.nn.functional.avg_pool2d(torch.tensor(x), 50, ceil_mode=True, count_include_pad=counted)
-        close(avg_pool(x, (50, 50), (), (0, 0), True, counted), wanted.numpy(), 1e-6)
+        close(avg_pool(2, x, (50, 50), (), (0, 0), True, counted), wanted.numpy(), 1e-6)
     wanted = torch.nn.functional.avg_pool1d(torch.tensor(x[0]), 3, 2, 1, ceil, counted)
-    close(avg_pool(x[0], (3,), (2,), (1,), ceil, counted), wanted.numpy(), 1e-6)
-    gradient = jax.jit(jax.grad(lambda y: (avg_pool(y, (3, 3), (2, 2), (1, 1), ceil, counted) ** 2).sum()))(x)
+    close(avg_pool(1, x[0], (3,), (2,), (1,), ceil, counted), wanted.numpy(), 1e-6)
+    gradient = jax.jit(jax.grad(lambda y: (avg_pool(2, y, (3, 3), (2, 2), (1, 1), ceil, counted) ** 2).sum()))(x)
     given = torch.tensor(x, requires_grad=True)
     (torch.nn.functional.avg_pool2d(given, 3, 2, 1, **options) ** 2).sum().backward()
     close(gradient, given.grad.numpy(), 1e-5)

@@ -107,3 +107,22 @@ POOLS = [
 def test_edges_of_pools_are_torchs(text):
     torch.manual_seed(0)
     check(text, x=torch.randn(2, 3, 5, 5))
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["x.std(0, correction=0.5)", "torch.std_mean(x, 1, correction=0, keepdim=True)", "x.var(1, correction=0.5)"],
+)
+def test_corrections_of_deviations_are_torchs(text):
+    check(text, x=torch.randn(4, 5, generator=torch.Generator().manual_seed(0)))
+
+
+@pytest.mark.parametrize("mode", ["trunc", "floor"])
+def test_whole_quotients_are_exact(mode):
+    x = torch.tensor([(1 << 26) + 7, -(1 << 26) - 7, 7, -7], dtype=torch.int32)
+    check(f"torch.div(x, y, rounding_mode={mode!r})", x=x, y=torch.tensor([1, 1, 2, 2], dtype=torch.int32))
+
+
+def test_a_safe_softmax_has_the_dtype_that_it_is_given():
+    x = torch.tensor([[float("-inf")] * 3, [0.0, 1.0, 2.0]])
+    check("torch.ops.aten._safe_softmax(x, -1, torch.float32)", x=x)

@@ -117,7 +117,9 @@ def std(x: Any, dim: Any = None, *, correction: float | None = None, keepdim: bo
     """Lower `torch.std`, whose gradient is zero where all elements are equal."""
     import jax.numpy as jnp
 
-    return _root(jnp.var(x, axis=_axes(dim), ddof=int(1 if correction is None else correction), keepdims=keepdim))
+    # A fractional correction is what jnp.var computes with too, though its type says int.
+    ddof: Any = 1 if correction is None else correction
+    return _root(jnp.var(x, axis=_axes(dim), ddof=ddof, keepdims=keepdim))
 
 
 def std_mean(x: Any, dim: Any = None, *, correction: float | None = None, keepdim: bool = False) -> Any:
@@ -237,6 +239,10 @@ def safe_softmax(x: Any, dim: int, dtype: Any = None) -> Any:
     import jax
     import jax.numpy as jnp
 
+    if dtype is not None:
+        from torchax.ops import mappings
+
+        x = x.astype(mappings.t2j_dtype(dtype))
     none = jnp.all(jnp.isneginf(x), axis=dim, keepdims=True)
     return jnp.where(none, 0, jax.nn.softmax(jnp.where(none, 0, x), axis=dim))
 

@@ -367,6 +367,7 @@ def mul(x: Any, y: Any) -> Any:
 
 def div(x: Any, y: Any, *, rounding_mode: str | None = None) -> Any:
     """Return `x / y`; integers divide to floats unless a rounding mode is given."""
+    import jax
     import jax.numpy as jnp
 
     x, y = _promoted(x, y)
@@ -374,8 +375,11 @@ def div(x: Any, y: Any, *, rounding_mode: str | None = None) -> Any:
         return x / y
     if rounding_mode == "floor":
         return jnp.floor_divide(x, y)
-    quotient = jnp.trunc(x / y)
-    return quotient.astype(jnp.result_type(x, y))
+    dtype = jnp.result_type(x, y)
+    if jnp.issubdtype(dtype, jnp.integer):
+        # Floats of 32 bits cannot represent every integer above 2^24.
+        return jax.lax.div(*jnp.broadcast_arrays(jnp.asarray(x, dtype), jnp.asarray(y, dtype)))
+    return jnp.trunc(x / y).astype(dtype)
 
 
 def power(x: Any, y: Any) -> Any:
