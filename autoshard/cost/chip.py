@@ -28,8 +28,9 @@ _DTYPE_CLASS = {name: cls for cls, names in _DTYPES.items() for name in names}
 def dtype_class(dtype: str) -> str:
     """Return the row of a chip's peak table for a dtype name: `bf16`, `f32`, `int8` or `fp8`.
 
-    JAX, torch and MLIR spellings are understood (`bfloat16`, `torch.float32`, `f8E4M3FN`). Wide integers and booleans
-    are priced as `f32`, since no matrix unit computes with them.
+    JAX, torch and MLIR spellings are understood (`bfloat16`, `torch.float32`, `f8E4M3FN`). `float16` counts as `bf16`,
+    and 4-bit integers as `int8`. Any other name is `f32`, also an unknown one: no matrix unit computes with wide
+    integers and booleans.
     """
     name = dtype.removeprefix("torch.").lower()
     if name.startswith(("f8", "float8")):
@@ -102,6 +103,7 @@ class Chip:
         return BACKENDS[self.backend]
 
     def __hash__(self) -> int:
+        """Hash the name and the main rates, since mappings such as `sources` have no hash."""
         return hash(
             (self.name, self.memory_bytes_per_s, self.link_oneway_bytes_per_s, tuple(self.peak_flops_per_s.items()))
         )
@@ -148,7 +150,11 @@ def load_chip_file(path: str | pathlib.Path) -> Chip:
 
 @functools.cache
 def _chips() -> dict[str, Chip]:
-    """Load every chip file by the chip's name. Raises: UserError if two chips share a name, alias or device kind."""
+    """Load the chip files of the package by the chip's name, sorted by file name.
+
+    Raises: UserError for an invalid file, for a file without its chip's name, and if two chips share a name, alias or
+    device kind.
+    """
     chips: dict[str, Chip] = {}
     words: dict[str, str] = {}
     for path in sorted(_FOLDER.glob("*.json")):
@@ -176,7 +182,9 @@ def chip_names() -> tuple[str, ...]:
 
 
 def load_chip(name: str) -> Chip:
-    """Return the chip with that name or alias. Raises: UserError with near matches for an unknown one."""
+    """Return the chip with that name or alias, in upper or lower case. Raises: UserError with near matches for an
+    unknown one.
+    """
     wanted = name.lower()
     for chip in _chips().values():
         if wanted == chip.name or wanted in chip.aliases:
@@ -230,10 +238,11 @@ _BINARY = 2**30 / 1e9
 
 
 def check_chip(data: Mapping[str, Any], kinds: Mapping[str, Any], dtypes: Sequence[str], origin: str) -> None:
-    """Refuse a chip file's content that does not have the types of the fields, or that no chip can have.
+    """Refuse a chip file's content with wrong types, with missing sources, or with figures that no chip can have.
 
     `kinds` has the type of every field, all of which are in `data`; `dtypes` are the rows of the table of peaks.
-    Raises: UserError with one sentence that names the file (`origin`), the field, its value and the expected value.
+    `sources` must have one text for each of `SOURCES`. Raises: UserError with one sentence that names the file
+    (`origin`), the field, its value and the expected value.
     """
     _check_kinds(data, kinds, origin)
     _expect(data["backend"] in BACKENDS, origin, "backend", data["backend"], " or ".join(BACKENDS))
@@ -262,7 +271,11 @@ def _expect(holds: bool, origin: str, name: str, found: object, expected: str) -
 
 
 def _check_kinds(data: Mapping[str, Any], kinds: Mapping[str, Any], origin: str) -> None:
-    """Refuse values that do not have the types of their fields."""
+    """Refuse values without the types of their fields, a name that is no lower-case word, and blank aliases or device
+    kinds.
+
+    Elements of other lists are not checked.
+    """
     for name, kind in kinds.items():
         value = data[name]
         if kind is int:
@@ -326,7 +339,10 @@ def _check_peaks(peaks: Mapping[str, Any], dtypes: Sequence[str], origin: str) -
 
 
 def _check_shapes(data: Mapping[str, Any], origin: str) -> None:
-    """Refuse shapes, hosts, cubes and wrap rules that do not fit the backend or one another."""
+    """Refuse shapes, hosts, cubes and wrap rules that do not fit the backend, `max_chips` or one another.
+
+    A TPU without device kinds is refused too.
+    """
     tpu, shapes = BACKENDS[data["backend"]].torus, data["small_shapes"]
     dims = data["torus_dims"] if tpu else 1
     of_dims = f"{dims} whole numbers >= 1"

@@ -25,7 +25,11 @@ class GpuStep:
 
 
 def price_step(run: GpuRun, figures: HostFigures | None = None) -> GpuStep:
-    """Price one step of a run."""
+    """Price one step of a run: seconds of all microbatches, the bubble, the sums of gradients and the update.
+
+    `figures` replace the shipped ones of `host_figures`. If a stage has no work, the step has infinite seconds and
+    bytes, and no parts.
+    """
     stages = gpu_stages(run)
     if stages is None:
         return GpuStep(float("inf"), float("inf"), False, {})
@@ -58,7 +62,11 @@ def price_step(run: GpuRun, figures: HostFigures | None = None) -> GpuStep:
 
 
 def _gathered(prices: GpuPrices, forward: Pass, backward: Pass) -> tuple[Pass, Pass]:
-    """Return the passes with the next layer's gather and the last layer's reduce-scatter overlapped."""
+    """Return the passes of one layer under ZeRO stage 3, overlapped with its collectives over replicas.
+
+    The forward pass overlaps a gather of a layer's parameters. The backward pass overlaps such a gather and the
+    reduce-scatter of a layer's gradients.
+    """
     run = prices.run
     size = 2.0 * run.decoder.layer_parameters / run.tp
     gather = prices.collective("all-gather", "dp", size) if run.dp > 1 else 0.0
@@ -74,7 +82,14 @@ def _gathered(prices: GpuPrices, forward: Pass, backward: Pass) -> tuple[Pass, P
 
 
 def _beside(each: Pass, sent: float, contention: float) -> Pass:
-    """Return a pass overlapped with communication, whose kernels compete for multiprocessors and bandwidth."""
+    """Return a pass overlapped with communication: the longer of both times, plus the exposed share of the shorter.
+
+    - `sent`: seconds of the communication.
+    - `contention`: share of the shorter time that is exposed, because kernels compete for multiprocessors and
+      bandwidth.
+
+    The host's time is unchanged.
+    """
     longer, shorter = max(each.device, sent), min(each.device, sent)
     return Pass(longer + contention * shorter, each.host)
 
@@ -88,7 +103,11 @@ def _parameters(run: GpuRun, stage: GpuStage) -> float:
 
 
 def _updated(prices: GpuPrices, stages: tuple[GpuStage, ...]) -> tuple[float, float]:
-    """Return the seconds of the sums over replicas, and of the update, on the stage with most parameters."""
+    """Return seconds of the sums over replicas, and of the optimizer's update, on the stage with most parameters.
+
+    ZeRO stages 1 and 2 reduce-scatter gradients and gather parameters. The sums of stage 3 are zero here, since the
+    passes contain them. The update includes the zeroing, norm and clipping of gradients.
+    """
     run = prices.run
     parameters = max(_parameters(run, stage) for stage in stages)
     sums = 0.0

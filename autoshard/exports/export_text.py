@@ -23,7 +23,9 @@ MAKE_MESH = '''def make_mesh(devices=None):
 
 
 def head(plan: Plan, lacks: tuple[str, ...], sentence: str, mark: str = "#") -> str:
-    """Return the first comment lines of an export: origin, predicted step (`sentence`), and omissions (`lacks`)."""
+    """Return the first comment lines of an export: origin, `sentence` (the predicted step), axis parts, and omissions
+    (`lacks`).
+    """
     mesh = mesh_words(plan.mesh)
     lines = [f"Shardings of {clean(plan.program_name, 80)} on {plan.topology}, mesh {mesh}; made by autoshard."]
     lines.append(sentence)
@@ -34,7 +36,7 @@ def head(plan: Plan, lacks: tuple[str, ...], sentence: str, mark: str = "#") -> 
 
 
 def comment(line: str, mark: str = "#") -> str:
-    """Return one comment line; characters in names cannot end the line."""
+    """Return one comment line and its line end; characters in names cannot end the line."""
     return f"{mark} {clean(line)}\n"
 
 
@@ -44,7 +46,11 @@ def _parts(plan: Plan, axis: str) -> list[str]:
 
 
 def unpinned(plan: Plan, instead: str = "XLA's propagation chooses them instead") -> tuple[str, ...]:
-    """Return a sentence for each kind of decision inside the step that an export of shardings alone omits."""
+    """Return a sentence for each kind of decision that an export of shardings alone omits.
+
+    The kinds are pinned intermediates, ops and calls that run on shards, and tensors in host memory. `instead` ends the
+    sentence on intermediates.
+    """
     lacks = []
     if plan.pins:
         lacks.append(f"the {len(plan.pins)} intermediates that the plan pins; {instead}.")
@@ -103,8 +109,9 @@ _DOTS = tuple(name for name in MAXTEXT if name not in ("decoder_layer_input", "c
 def maxtext_remat(plan: Plan) -> tuple[str, list[str]]:
     """Return the remat lines of MaxText's configuration, and sentences on the parts of the policy that they omit.
 
-    There are no lines if the plan has no remat policy. MaxText places a tensor on the `device` or its host (`offload`),
-    or recomputes it (`remat`), in all layers.
+    There are no lines and sentences if the plan names no remat policy, or only the program's own. MaxText places a
+    tensor on the `device` or its host (`offload`), or recomputes it (`remat`), in all layers. If layers differ, all get
+    the policy of the first layer.
     """
     try:
         planned = planned_remat(plan)
@@ -126,12 +133,15 @@ def maxtext_remat(plan: Plan) -> tuple[str, list[str]]:
 
 
 def _means(name: str, value: str) -> bool:
-    """Return True if a policy's name equals a value's name, or one of them ends with the other."""
+    """Return True if two names are equal, or if the parts between dots of one are the last parts of the other."""
     return name == value or name.endswith(f".{value}") or value.endswith(f".{name}")
 
 
 def _place(policy: Policy, name: str, values: tuple[str, ...]) -> str:
-    """Return MaxText's place of a tensor under a policy: `device`, `offload` or `remat`."""
+    """Return MaxText's place of a tensor under a policy: `device`, `offload` or `remat`.
+
+    A layer's input stays on the `device` unless the policy offloads it.
+    """
     for names, place in ((policy.keep, "device"), (policy.offload, "offload")):
         if any(_means(own, value) for own in names for value in values):
             return place

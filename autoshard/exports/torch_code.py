@@ -63,7 +63,10 @@ def _tuple(spec: Spec) -> str:
 
 
 def torch_xla_text(plan: Plan, sentence: str) -> str:
-    """Return the plan's code for PyTorch/XLA."""
+    """Return the plan's code for PyTorch/XLA.
+
+    Its first comment lines contain the predicted step (`sentence`) and the decisions that the code does not express.
+    """
     specs, lost = plan_parameters(plan)
     lacks = (*unpinned(plan), *lost, "optimizer state; state made like its parameter is split like it.")
     rows = {module_pattern(plan, name): _tuple(spec) for name, spec in specs.items()}
@@ -116,7 +119,11 @@ def distribute_inputs(mesh, **inputs):
 
 
 def dtensor_text(plan: Plan, sentence: str) -> str:
-    """Return the plan's code for DTensor."""
+    """Return the plan's code for DTensor.
+
+    A tensor with a dim split by axes in another order than the mesh's is replicated. The first comment lines contain
+    the predicted step (`sentence`) and such omissions.
+    """
     specs, lost = plan_parameters(plan)
     unlike: list[str] = []
 

@@ -140,9 +140,10 @@ def fold_pooling(function: Any) -> None:
 
 
 def unfold_pooling(module: Any) -> Any:
-    """Split padded select_and_scatters into pad, select_and_scatter and slice (in place).
+    """Split padded select_and_scatters into pad, select_and_scatter and slice (in place), and return the module.
 
-    Compilers of some platforms cannot pad in a select_and_scatter.
+    Ops that select neither the largest nor the smallest value stay padded. Compilers of some platforms cannot pad in a
+    select_and_scatter.
     """
     with module.context:
         for op in collect(module.operation, {_SCATTER}):

@@ -17,7 +17,10 @@ Dims = tuple[tuple[str, ...], ...]
 
 
 def run_propagation(module: Any) -> Any:
-    """Run Shardy's whole propagation pipeline on the module (in place): every op gets `sdy.sharding`."""
+    """Run Shardy's whole propagation pipeline on the module (in place), and return the module.
+
+    Ops have `sdy.sharding` afterwards, except those for which Shardy finds no split.
+    """
     from jaxlib.mlir import passmanager
 
     with module.context:
@@ -28,11 +31,14 @@ def run_propagation(module: Any) -> Any:
 def propagated_specs(
     module: bytes, sizes: Mapping[str, int], arguments: Sequence[SpecLike | None], results: Sequence[SpecLike | None]
 ) -> dict[tuple[int, int], Dims | None]:
-    """Propagate specs of arguments and results alone with Shardy; None leaves a spec open.
+    """Propagate specs of arguments and results through a module with Shardy; None leaves a spec open.
+
+    The module is parsed, and its calls are inlined. Its own shardings of arguments and results are replaced; its
+    constraints are not removed.
 
     Return the axes of every dim by (number of the op, number of the result), and by `(-1, i)` for argument `i`. The
-    axes are None where nothing splits the value. The `k`-th value that a loop carries is also under (number of the
-    loop, number of its results + k). Values whose op the passes replaced are missing.
+    axes are None if Shardy gives the value no sharding, thus no split. The `k`-th value that a loop carries is also
+    under (number of the loop, number of its results + k). Values whose op the passes replaced are missing.
     """
     from jaxlib.mlir import ir
 

@@ -25,9 +25,15 @@ _EVERYWHERE = frozenset({-1})
 
 
 def example_position(eqn: Any, places: Sequence[ExampleDim | None], dim: int, result: int) -> ExampleDim | None:
-    """Return the position of examples in a result of `eqn`, or None if examples may be mixed.
+    """Return the position of examples in a result of `eqn`; None if examples may be mixed, or lie on another dim than
+    `dim`.
 
-    `places` are the positions in the operands. `dim` is the dim of the result that grows with the batch.
+    - `places`: positions in the operands.
+    - `dim`: dim of the result that grows with the batch.
+    - `result`: number of the result.
+
+    Calls in `_CALLS` are assumed to mix no examples. Ops without a rule in `_RULES` count as elementwise. An iota or
+    broadcast without examples has a position whose elements are alike.
     """
     name = eqn.primitive.name
     if any(place is not None and place.numbers for place in places):
@@ -53,13 +59,20 @@ def common_position(places: Sequence[ExampleDim | None]) -> ExampleDim | None:
 
 
 def sums_over_examples(*places: ExampleDim | None) -> bool:
-    """Return True if a sum over the dims of examples, or of products along these dims, is a sum over examples."""
+    """Return True if a sum over the dims of examples, or of products along these dims, is a sum over examples.
+
+    Every operand must have a position without numbered columns, in one order of examples; the dims may differ.
+    """
     plain = [dataclasses.replace(place, dim=0) for place in places if place is not None and not place.numbers]
     return len(plain) == len(places) and common_position(plain) is not None
 
 
 def _numbers(eqn: Any, places: Sequence[ExampleDim | None], dim: int) -> ExampleDim | None:
-    """Return the position of examples if operands number them, as the indices of each example's own row do."""
+    """Return the position in a result if elements of an operand number the positions of examples; None if unknown.
+
+    The result still numbers them after a broadcast, reshape, integer cast, wrap of negative indices, or concatenation
+    into columns of indices. A comparison with 0 is alike for all examples. Gathers and scatters follow their own rules.
+    """
     name, plain = eqn.primitive.name, [place for place in places if place is not None]
     if name in ("gather", "scatter", "scatter-add", "scatter_add"):
         place = _RULES[name](eqn, places)
@@ -101,7 +114,10 @@ def _literal(operand: Any) -> Any:
 
 
 def _elementwise(eqn: Any, places: Sequence[ExampleDim | None]) -> ExampleDim | None:
-    """Return the position for an elementwise op, whose operands have the rank of its result or are scalars."""
+    """Return the common position of the operands; None if an operand is no scalar and has another rank than the result.
+
+    This is the rule of every op that `_RULES` lacks.
+    """
     rank = len(eqn.outvars[0].aval.shape)
     return common_position(places) if all(len(operand.aval.shape) in (0, rank) for operand in eqn.invars) else None
 
@@ -123,6 +139,7 @@ def _reshaped(eqn: Any, places: Sequence[ExampleDim | None]) -> ExampleDim | Non
 
 
 def _broadcast(eqn: Any, places: Sequence[ExampleDim | None]) -> ExampleDim | None:
+    """Return the position after a broadcast, on the dim of the result to which the dim of the examples is mapped."""
     place = places[0]
     assert place is not None
     return dataclasses.replace(place, dim=eqn.params["broadcast_dimensions"][place.dim])
@@ -155,7 +172,11 @@ def _along(*names: str) -> Any:
 
 
 def _sliced(eqn: Any, places: Sequence[ExampleDim | None]) -> ExampleDim | None:
-    """Return the position of examples if the result has all of them; starts that are values follow the operands."""
+    """Return the position after a slice or an update of one; None unless all operands and the result have every
+    example.
+
+    Return None also if start indices have a position. Such indices are the last operands of dynamic ops.
+    """
     count = 2 if eqn.primitive.name == "dynamic_update_slice" else 1
     if any(place is not None for place in places[count:]):
         return None
@@ -171,7 +192,11 @@ def _matrices(eqn: Any, places: Sequence[ExampleDim | None]) -> ExampleDim | Non
 
 
 def _joined(eqn: Any, places: Sequence[ExampleDim | None]) -> ExampleDim | None:
-    """Return the position after a concatenation, which may be along the dim of the examples."""
+    """Return the position after a concatenation.
+
+    Along the dim of the examples each operand repeats them, so `outer` becomes the number of operands. Return None
+    there if an operand has no position, or if `outer` is not 1 before.
+    """
     place = common_position(places)
     if place is None or place.dim != eqn.params["dimension"]:
         return place
@@ -223,7 +248,10 @@ def _own_row(
     columns: Sequence[int],
     batching: Sequence[Sequence[int]],
 ) -> bool:
-    """Return True if every example indexes its own row on `dim`, by its number or because the dims are batched.
+    """Return True if every example indexes its own row on `dim`, or an equal one.
+
+    The dims are batched together, a column of the indices numbers the rows, or all rows are alike. Return False if the
+    indices have no examples, or do not address `dim`.
 
     - `place`: position of examples in the operand; None if it has none.
     - `dim`: dim of the operand that the rows lie on.
@@ -241,7 +269,11 @@ def _own_row(
 
 
 def _gathered(eqn: Any, places: Sequence[ExampleDim | None]) -> ExampleDim | None:
-    """Return the position in a gather: whole examples are gathered, or each example indexes its own row."""
+    """Return the position in a gather: whole examples are gathered, or each example indexes its own row.
+
+    If only the indices have examples, as in a lookup in a table, the result follows them; None if they number
+    positions.
+    """
     numbers, place, indices = eqn.params["dimension_numbers"], places[0], places[1]
     rows = [dim for dim in range(len(eqn.outvars[0].aval.shape)) if dim not in numbers.offset_dims]
     if place is None:

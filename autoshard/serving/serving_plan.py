@@ -38,10 +38,10 @@ class ServingPlan:
 def plan_serving(
     config: str, topology: str, asked: ServingRequests, limits: ServingLimits | None = None
 ) -> ServingPlan:
-    """Return the serving points for `hf:CONFIG`, with the best one within the latency limits.
+    """Return the serving points for `hf:CONFIG`, with the best one within the latency limits (None: no limits).
 
-    Raises `UserError` for a model that is no decoder of known form, and for one that fits in no way. Limits that no
-    point satisfies raise it with the best times.
+    Raises `UserError` for a model that is no decoder of known form, and for one that fits in no way. A prompt and
+    answer beyond the model's positions, and limits that no point satisfies, raise it too.
     """
     decoder, limits = config_decoder(config), limits or ServingLimits()
     if decoder is None:
@@ -89,7 +89,7 @@ def _ways_out(decoder: Decoder, place: Topology, asked: ServingRequests, limits:
 
 
 def _bests(points: tuple[ServingPoint, ...]) -> str:
-    """Describe the least of each time that has a limit, and its point."""
+    """Describe the least time to a first token, time of a further token and longest gap, each with its point."""
     first, token, gap = (min(points, key=lambda each: getattr(each, name)) for name in ("first_s", "token_s", "gap_s"))
 
     def words(point: ServingPoint) -> str:

@@ -32,7 +32,7 @@ class Target:
     """Name of the platform in messages."""
     topology: str
     name: str
-    """Name of the topology for the compiler."""
+    """Name of the topology for the compiler; empty for GPUs, whose topology is in `options`."""
     options: Mapping[str, Any]
     environment: Mapping[str, str]
     """Environment variables with which the compiler starts on a machine without such devices."""
@@ -62,7 +62,10 @@ def _island(topology: Topology) -> int:
 
 
 def _described(figures: Mapping[str, Any]) -> Iterator[str]:
-    """Yield the lines of a `GpuTargetConfigProto` as text (XLA's `device_description.proto`)."""
+    """Yield the lines of a `GpuTargetConfigProto` as text (XLA's `device_description.proto`).
+
+    `figures` is a chip's entry in `gpu_targets.json`, with `device`, `compute_capability` and `dnn`.
+    """
     yield "gpu_device_info {"
     for key, value in figures["device"].items():
         yield f"  {key}: {json.dumps(value)}"
@@ -82,7 +85,9 @@ class Compiled:
     text: str
     """Scheduled HLO; empty if the program does not fit."""
     memory: dict[str, int]
-    """Bytes of one device: arguments, results, temporaries, donated, peak; `host` is in its host's memory."""
+    """Bytes of one device: `arguments`, `temporaries` and `host` (in its host's memory); empty if the program does not
+    fit. With machine code also `results`, `donated` and `peak`, without it also `on_chip`.
+    """
     compile_s: float
     needed_bytes: int | None
     """Bytes that the program needs; None if it fits."""
@@ -104,7 +109,10 @@ _SPACE = re.compile(r"Memory Space: \w+ \(color=(\d+)\)\s+Total bytes: (\d+)")
 
 
 def placed(directory: Path) -> str | None:
-    """Return the common prefix of the dumps' names once the program is known to fit; None before."""
+    """Return the common prefix of the dumps' names in `directory/dump`; None until the last of them is written.
+
+    libtpu writes these dumps only if the program fits.
+    """
     dump = directory / "dump"
     for path in dump.glob(f"*.jit_*{_PLACED}"):
         stem = path.name.removesuffix(_PLACED)
@@ -115,6 +123,8 @@ def placed(directory: Path) -> str | None:
 
 def read_placed(directory: Path, stem: str, argument_bytes: int, compile_s: float, log: str) -> Compiled:
     """Read the scheduled program and its memory from the dumps of a compiler that wrote no machine code.
+
+    The dumps are in `directory/dump`. The memory has `on_chip`, but no `results`, `donated` and `peak`.
 
     - `stem`: prefix of the dumps' names (`placed`).
     - `argument_bytes`: bytes of the arguments on one device.

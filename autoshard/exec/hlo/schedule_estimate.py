@@ -92,9 +92,9 @@ class Estimate:
 
     @property
     def error(self) -> float:
-        """Share by which the step time may be wrong.
+        """Share by which the step time may be wrong, at most 1.
 
-        It is the error on published runs, plus the share of time that no published run tests (fixed overheads, vector
+        It is `EstimatorError.within`, plus the share of time that no published run tests (fixed overheads, vector
         units, copies).
         """
         unknown = sum(self.by_kind.get(kind, 0.0) for kind in _UNMEASURED)
@@ -161,7 +161,9 @@ class _Simulator:
         self.cache: dict[str, Clock] = {}
 
     def run(self, computation: Computation) -> Clock:
-        """Return the clock of one computation, cached by its name."""
+        """Walk a computation from time 0, wait for its pending transfers, and return its clock. Clocks are cached by
+        the computation's name.
+        """
         if computation.name not in self.cache:
             clock = Clock()
             for op in computation.instructions:
@@ -171,7 +173,10 @@ class _Simulator:
         return self.cache[computation.name]
 
     def step(self, clock: Clock, owner: Computation, op: Instruction) -> None:
-        """Move the clock past one instruction."""
+        """Move the clock past one instruction.
+
+        A conditional counts as its slowest branch. A send starts a transfer, for which its recv-done waits.
+        """
         if op.opcode in FREE and op.opcode != "copy-done":
             return
         if op.opcode == "while":
@@ -211,7 +216,9 @@ class _Simulator:
         clock.add(self.run(body), 1 if trips is None else trips)
 
     def plain(self, clock: Clock, owner: Computation, op: Instruction) -> None:
-        """Move the clock past compute, a copy, or a collective."""
+        """Run compute or a synchronous collective, or start an asynchronous op. The end of an asynchronous collective
+        fusion waits for that collective.
+        """
         chain = self.chain(op)
         if chain is not None and chain[0] == "done":
             clock.end(chain[1])
@@ -240,12 +247,18 @@ class _Simulator:
         self.roofline(clock, op, self.reader.work(owner, op))
 
     def copy(self, clock: Clock, op: Instruction) -> None:
-        """Start an asynchronous copy between memories."""
+        """Start an asynchronous copy between main and on-chip memory. Such copies queue behind each other, at the speed
+        of main memory.
+        """
         seconds = float(self.compute.memory_seconds(op.shapes[0].padded_bytes))
         clock.transfer(seconds, ("copies",), _title(op), op.name, "copy")
 
     def roofline(self, clock: Clock, op: Instruction, work: InstructionWork) -> None:
-        """Move the clock by the longest of matrix, memory and vector time, plus the fixed overhead."""
+        """Count an instruction's FLOPs, and move the clock by the longest of its matrix, memory and vector time.
+
+        The fixed overhead is added, except for scalar ops and kernels. A kernel call takes only the seconds of
+        `kernel`.
+        """
         clock.flops += work.flops
         clock.remat_flops += work.flops if ".remat" in op.name else 0.0
         if work.kernel is not None:
@@ -264,7 +277,11 @@ class _Simulator:
             clock.work(self.compute.calibration.op_overhead_s, "overhead", "overhead")
 
     def matrix(self, work: InstructionWork) -> float:
-        """Return the seconds of a fusion's matmuls, including the traffic that their blocks cause."""
+        """Return the seconds of a fusion's matmuls without the launch overhead.
+
+        The seconds include the fusion's memory traffic, the repeated reads of blocks, and further passes over the
+        matrix unit.
+        """
         total = sum(x.flops for x in work.matmuls)
         seconds = 0.0
         for x in work.matmuls:
@@ -366,7 +383,7 @@ def _title(op: Instruction) -> str:
 
 
 def _named(collective: CompiledCollective) -> str:
-    """Return the title of a collective's span."""
+    """Return the title of a collective's span: its kind, its mesh axes, and its source or name."""
     return f"{collective.kind} over {', '.join(collective.axes)}: {collective.source or collective.name}"
 
 

@@ -17,7 +17,9 @@ def trip_count(module: HloModule, loop: Instruction) -> int | None:
 def _counted(module: HloModule, owner: Computation, loop: Instruction) -> int | None:
     """Return the trip count of a counting loop, or None for any other loop.
 
-    Such a loop has `carried[k] < limit` in the condition, `carried[k] + step` in the body, and a constant start value.
+    Such a loop compares `carried[k]` with a limit in its condition, and adds a constant to it in its body. The start
+    value is constant. The limit is a constant, or a carried element with a constant start value that is assumed not to
+    change.
     """
     condition = module.computations.get((loop.attribute("condition") or "").lstrip("%"))
     body = module.computations.get((loop.attribute("body") or "").lstrip("%"))

@@ -48,13 +48,14 @@ def sweep(
     - `executor`: any executor with the interface of `concurrent.futures`, also of a cluster; each row is one task.
       Without an executor the rows are planned here, one after the other.
     - `path`: file that stores the rows as they are made. A later run of the same sweep, or of a larger one, reads them
-      from it. A folder, or a path without a suffix, also stores the plan of each row, next to `sweep.json`.
+      from it, failed rows included. A folder, or a path without a suffix, also stores the plan of each row, next to
+      `sweep.json`.
     - `progress`: receives a line for each row.
     - `options`: further options of `autoshard.plan` (`mesh`, `memory_limit`, `time_limit`, ...).
 
-    Raises `UserError` for an unknown topology, a mesh that no topology of the list has, and a file of another kind.
-    Raises it also for workers that die repeatedly, or that read another program or other figures than this process.
-    Failures of one row are reported in that row.
+    Raises `UserError` for an unknown topology or configuration, a mesh that no topology of the list has, and a file of
+    another kind. Raises it also if `path` cannot be read or written. It is raised for workers that die repeatedly, or
+    that read another program or other figures than this process. Failures of one row are reported in that row.
     """
     store = _Store(path)
     say = progress or (lambda line: None)
@@ -95,9 +96,9 @@ def sweep(
 def _results(
     tasks: Sequence[tuple[SweepTask, int, int]], executor: concurrent.futures.Executor | None
 ) -> Iterator[tuple[SweepTask, int, int, MadeRow]]:
-    """Yield each task with its row, as rows are finished.
+    """Yield each task with its indices of batch and remat policy, and its row, as rows are finished.
 
-    Raises `UserError` if a worker dies.
+    Raises `UserError` if workers die repeatedly.
     """
     if executor is None:
         for task, b, r in tasks:
@@ -124,7 +125,9 @@ class _Store:
         self.rows = {} if self.path is None else _read(self.path)
 
     def row(self, key: str) -> SweepRow | None:
-        """Return the stored row; None if it is missing, or if its plan is missing from the folder."""
+        """Return the stored row, also one that failed. Return None if the row is missing, or if the folder lacks the
+        plan of a row that did not fail.
+        """
         row = self.rows.get(key)
         if row is None or self.folder is None or row.failed:
             return row

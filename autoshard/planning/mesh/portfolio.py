@@ -84,8 +84,10 @@ def contender(model: Model, found: SearchResult, each: Candidate, name: str, why
 
 
 def visited_choices(model: Model, found: SearchResult, required: Required) -> list[Contender]:
-    """Return the other choices that a search visited, which fit and satisfy the constraints: of every weighting, and
-    baselines.
+    """Return the choices that a search visited, as contenders.
+
+    They are the fitting choices of every weighting, the best one included, and the completed baselines that fit and
+    satisfy the constraints.
     """
     visited = [contender(model, found, each, each.name, _found_words(each)) for each in found.fitting]
     named = [each for each in found.baselines.values() if each.fits and required.holds(each.choices)]
@@ -154,7 +156,11 @@ def pick(
 
 
 def differ(first: Outcome, second: Outcome) -> bool:
-    """Return True if two choices differ in how the step spends its time, or in memory; names of axes do not count."""
+    """Return True if two choices differ by more than `DIFFERENCE`, in time or in peak memory.
+
+    Differences in seconds of compute and of each kind of collective are summed, as a share of the slower step. Names of
+    axes do not count.
+    """
     mine, theirs = _spending(first), _spending(second)
     moved = sum(abs(mine[what] - theirs[what]) for what in {*mine, *theirs})
     peaks = first.peak_bytes, second.peak_bytes
@@ -163,7 +169,7 @@ def differ(first: Outcome, second: Outcome) -> bool:
 
 
 def _spending(outcome: Outcome) -> dict[str, float]:
-    """Return the seconds of compute and of each kind of collective."""
+    """Return the seconds of compute and of each kind of collective; every other key reads as 0."""
     seconds: dict[str, float] = defaultdict(float, compute=outcome.compute_s)
     for collective in outcome.collectives:
         seconds[collective.kind] += collective.seconds
@@ -171,12 +177,20 @@ def _spending(outcome: Outcome) -> dict[str, float]:
 
 
 def _applied(plan: Plan) -> tuple[object, ...]:
-    """Return the parts of a plan that a compiler receives; two plans with equal parts are the same."""
+    """Return the parts of a plan that a compiler receives: mesh, device order, specs, and ops and calls that run on
+    shards.
+
+    Two plans with equal parts are the same.
+    """
     return plan.mesh, plan.device_order, plan.arguments, plan.results, plan.pins, plan.regions, plan.calls
 
 
 def _found_words(candidate: Candidate) -> str:
-    """Return the weights of the slowest block as words: `weights compute 62 %, ici 38 %`."""
+    """Return words on the source of a visited choice.
+
+    They are the weights of its slowest block, such as `weights compute 62 %, ici 38 %`, or "the solver's optimum" for a
+    single weight. A choice without weights was searched within less memory.
+    """
     weights, outcome = candidate.weights, candidate.outcome
     if weights is None:
         return "chosen to leave memory free"

@@ -110,9 +110,10 @@ def price_ops(model: Model, choices: NDArray[np.int64]) -> OpPrices:
 
 
 def _taken_back(model: Model, owed: dict[int, float], compute: dict[Place, float]) -> dict[Place, float]:
-    """Distribute the negative seconds of softmaxes over their adjacent matmuls, in proportion to the matmuls' compute.
+    """Return the negative seconds of softmaxes by place of their adjacent matmuls, in proportion to the matmuls'
+    compute.
 
-    Such a softmax stores fewer bytes than its matmuls were charged for.
+    Such a softmax stores fewer bytes than its matmuls were charged for. The caller adds the result to `compute`.
 
     - `owed`: negative seconds by cluster.
     - `compute`: seconds of compute by place.
@@ -251,10 +252,11 @@ SHORTEST = 1e-5
 
 
 def planned_ops(model: Model, choices: NDArray[np.int64]) -> tuple[PlannedOp, ...]:
-    """Return the ops of a step, longest first.
+    """Return the rows of a step's ops, longest first.
 
-    Their compute, host traffic and communication add up to the totals of `evaluate` for the same choices. Raises
-    ValueError if a forbidden pair was chosen.
+    Ops that differ only in the number of their layer share a row. The last row sums all ops beyond `MOST_ROWS` or below
+    `SHORTEST`, and has no name. Compute, host traffic and communication of all rows add up to the totals of `evaluate`
+    for the same choices. Raises ValueError if a forbidden pair was chosen.
     """
     prices = price_ops(model, choices)
     row_of: dict[tuple[str, ...], PlannedOp] = {}
@@ -273,10 +275,12 @@ def planned_ops(model: Model, choices: NDArray[np.int64]) -> tuple[PlannedOp, ..
 
 
 def _sort_key(row: PlannedOp) -> tuple[str, ...]:
+    """Return the fields that identify a row: rows with equal fields are merged."""
     return row.name, row.kind, row.line, row.parameter, row.bound
 
 
 def _seconds(row: PlannedOp) -> float:
+    """Return a row's seconds of compute, host traffic and communication, hidden parts included."""
     return row.compute_s + row.host_s + row.sent_s
 
 
@@ -308,7 +312,11 @@ def _places(model: Model, prices: OpPrices) -> list[PlannedOp]:
 
 
 def _parameters(model: Model) -> dict[int, str]:
-    """Return for heavy ops the parameter that they consume, else the parameter whose gradient they compute."""
+    """Return for heavy ops the name pattern of the parameter that they consume, else of the one whose gradient they
+    compute.
+
+    The name is empty if there is neither.
+    """
     roles = {argument.name: argument.role for argument in model.program.arguments}
     named = {cluster: pattern(name) for cluster, name in cluster_names(model).items() if roles[name] in WEIGHTS}
     parameters = {}
@@ -320,7 +328,9 @@ def _parameters(model: Model) -> dict[int, str]:
 
 
 def _place_words(model: Model, place: Place) -> tuple[str, str, str, int]:
-    """Return the name, kind, source line and executions of a place."""
+    """Return the name pattern, kind, source line and executions of a place. A tensor has the kind `copy` and no
+    line.
+    """
     what, number = place
     graph = model.graph
     if what == "op":
@@ -334,7 +344,8 @@ def _place_words(model: Model, place: Place) -> tuple[str, str, str, int]:
 def _bound(work: PlaceWork, compute: float, waited: float, host: float) -> str:
     """Return the resource that bounds a place: network, host, compute, overhead or memory.
 
-    Engines of a device overlap with each other: the one that is busy for half of the compute time is the bound.
+    Network or host is the bound if its seconds (`waited`, `host`) exceed those of compute. Otherwise the bound is
+    compute or overhead if that takes half of the compute time, else memory.
     """
     if max(waited, host) > compute:
         return "network" if waited >= host else "host"

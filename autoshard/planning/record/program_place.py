@@ -48,7 +48,9 @@ def is_same_program(one: str, other: str) -> bool:
 
 
 def _renamed(provenance: dict[str, Any], rename: Callable[[str], str]) -> dict[str, Any]:
-    """Return a provenance with the program's path changed by `rename`."""
+    """Return a provenance with the program's path changed by `rename`. A provenance without a path is returned as it
+    is, such as that of a bundled configuration.
+    """
     source = provenance.get("source")
     if not isinstance(source, dict) or not isinstance(source.get("program"), str):
         return provenance

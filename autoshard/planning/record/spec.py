@@ -11,7 +11,10 @@ _PART = re.compile(r"(.+)\((\d+) of (\d+)(?:, (?:outer|inner))?\)")
 
 
 def part_names(axis: str, sizes: Sequence[int]) -> tuple[str, ...]:
-    """Return the names of the two parts of a refined axis, outer first: `model(8 of 16)` and `model(2 of 16)`."""
+    """Return the names of the two parts that replace a mesh axis, outer first: `model(8 of 16)` and `model(2 of 16)`.
+
+    Parts of equal size are `model(4 of 16, outer)` and `model(4 of 16, inner)`.
+    """
     total = math.prod(sizes)
     marks = ("", "") if len(set(sizes)) == len(sizes) else (", outer", ", inner")
     return tuple(f"{axis}({size} of {total}{mark})" for size, mark in zip(sizes, marks, strict=True))
@@ -39,7 +42,7 @@ def original_mesh(mesh: Mapping[str, int]) -> dict[str, int]:
 
 
 def mesh_words(mesh: Mapping[str, int]) -> str:
-    """Return a mesh as `data=16,model=16`, with the parts of a refined axis: `data=16, model=16 as 8x2`."""
+    """Return a mesh as `data=16, model=16`, and as `data=16, model=16 as 8x2` if two parts replace an axis."""
     parts = {axis: [] for axis in original_mesh(mesh)}
     for axis, size in mesh.items():
         match = _PART.fullmatch(axis)
@@ -67,6 +70,8 @@ def spec_text(spec: "Spec", shape: Sequence[int] | None = None) -> str:
 def parse_spec_text(text: str) -> tuple[tuple[int | None, tuple[str, ...]], ...] | None:
     """Return the size (None for `*`) and the axes of every dim in the text of `spec_text`; None for text of another
     form.
+
+    A lone `*` yields None too, and `scalar` yields `()`.
     """
     if text.strip() == "scalar":
         return ()
@@ -121,7 +126,7 @@ class Spec:
         return tuple(-(-dim // math.prod(sizes[a] for a in axes)) for dim, axes in zip(shape, self.dims, strict=True))
 
     def partition_spec(self) -> Any:
-        """Return the spec as a `jax.sharding.PartitionSpec`."""
+        """Return the spec as a `jax.sharding.PartitionSpec`, without the whole dims at its end."""
         from jax.sharding import PartitionSpec
 
         entries = [None if not axes else axes[0] if len(axes) == 1 else axes for axes in self.dims]
@@ -130,6 +135,7 @@ class Spec:
         return PartitionSpec(*entries)
 
     def __str__(self) -> str:
+        """Return the axes of each dim for readers, as in `[data, -, dataxmodel]`; `-` is a whole dim."""
         return "[" + ", ".join("x".join(axis_words(axes)) if axes else "-" for axes in self.dims) + "]"
 
 
@@ -143,7 +149,10 @@ def is_stacked(name: str) -> bool:
 
 
 def layer_pattern(name: str, layers: int) -> str:
-    """Return a regular expression for the parameter names of the single layers; `layers` is the size of the stack."""
+    """Return a regular expression for the parameter names of the single layers, anchored only at its end.
+
+    A `*` matches any number. A slice such as `[3:61]` matches the numbers of its `layers` layers only.
+    """
     parts = []
     for part in name.split("."):
         match = _SLICE.fullmatch(part)

@@ -56,8 +56,9 @@ def free_of(states: States, axes: Iterable[int]) -> NDArray[np.bool_]:
 def program_demands(graph: OpGraph, structure: Structure, mesh: Mesh) -> list[Demand]:
     """Return the demands of the program's own constraints on a mesh.
 
-    Raises `UserError` if a constraint names an axis that the mesh lacks, or a part of an axis. Raises it also if a
-    constraint splits a dim that does not divide.
+    Constraints on tensors without a cluster are skipped. Raises `UserError` if a constraint names an axis that the mesh
+    lacks, or a part of an axis. Raises it also if axes do not divide their dim, occur twice or are not in the mesh's
+    order, and for an unreduced value.
     """
     return [
         _demand(graph, constraint, mesh)
@@ -160,7 +161,9 @@ def mesh_text(mesh: Mesh | Mapping[str, int]) -> str:
 
 
 def program_mesh(graph: OpGraph, devices: int) -> dict[str, int] | None:
-    """Return the mesh that the program itself names for this number of devices, None if there is none."""
+    """Return the mesh that the program itself names for this number of devices, None if there is none. If there are
+    several, the mesh with most axes is returned.
+    """
     named = [region.mesh for region in graph.regions] + [c.sharding.mesh for c in graph.constraints]
     fitting = [mesh for mesh in named if mesh and math.prod(size for _, size in mesh) == devices]
     return dict(max(fitting, key=len)) if fitting else None
@@ -187,14 +190,14 @@ def check_regions(graph: OpGraph, mesh: Mesh) -> None:
 
 
 def program_constraint_lines(graph: OpGraph) -> list[str]:
-    """Return one line for each spec that the program fixes, in order and without duplicates."""
+    """Return one line for each constraint and then each manual region of the program, without duplicates."""
     lines = [f"{c.where}: {_spec(graph, c)}" for c in graph.constraints]
     lines += [f"{r.where}: by hand over {', '.join(r.axes)}" for r in graph.regions]
     return list(dict.fromkeys(lines))
 
 
 def _spec(graph: OpGraph, constraint: Constraint) -> str:
-    """Format the spec of a constraint."""
+    """Format the spec of a constraint and the dims that further axes may split."""
     dims = tuple(tuple(use.name for use in dim) for dim in constraint.sharding.dims)
     text = constraint.sharding.tiles or spec_text(Spec(dims), graph.tensors[constraint.tensor].shape)
     return f"{text}, more allowed on dims {_open(constraint)}" if any(constraint.sharding.open) else text
@@ -227,8 +230,8 @@ _KINDS: dict[str, Kind] = {
 def by_hand(op: Op, states: States, axes: Mapping[str, int]) -> NDArray[np.bool_]:
     """Return a mask of an op's strategies that respect the manual sharding of the program, [states].
 
-    The program's manual axes split exactly the factors that the program splits over them. `axes` has the sizes of the
-    mesh axes; an axis of size 1 splits nothing.
+    A manual axis splits exactly the factor that the program splits over it, and no other axis splits that factor.
+    `axes` has the sizes of the mesh axes; an axis of size 1 splits nothing.
     """
     allowed = np.ones(len(states), dtype=bool)
     factor_of = {axis: factor for factor, axes in op.fixed for axis in axes}

@@ -33,7 +33,13 @@ _OTHERWISE_IDLE = {"indices"}
 def hf_attention(
     module: Any, query: Any, key: Any, value: Any, attention_mask: Any = None, **options: Any
 ) -> tuple[Any, None]:
-    """Compute attention for HF modules: torch tensors in, `([B, S, H, E], None)` out."""
+    """Compute attention for HF modules: torch tensors `query`, `key` and `value` [B, H, S, D] in, `([B, S, H, E],
+    None)` out.
+
+    A mask [B, T] is padding. Any other mask alone decides which keys a query attends to; `is_causal` and the window are
+    then ignored. If the module passes an option that this attention lacks, the module's `eager_attention_forward`
+    computes the result. Without such a function the option is ignored.
+    """
     causal = options.get("is_causal")
     if causal is None:
         causal = bool(getattr(module, "is_causal", True))
@@ -81,7 +87,7 @@ def _added(mask: Any, like: Any) -> Any:
 
 
 def _added_mask(query: Any, key: Any) -> Any:
-    """Return an additive mask [1, 1, S, T] that hides later keys from queries."""
+    """Return an additive mask [1, 1, S, T] that hides later keys from queries; the last query is at the last key."""
     import torch
 
     rows = torch.arange(query.shape[2])[:, None] + (key.shape[2] - query.shape[2])
@@ -92,8 +98,11 @@ def _added_mask(query: Any, key: Any) -> Any:
 def hf_mask(*, attention_mask: Any = None, mask_function: Any = None, config: Any = None, **options: Any) -> Any:
     """Return the mask that HF modules build before their layers.
 
-    Causal masks, windows and empty masks are reduced to the padding [B, T], since attention computes them from iotas.
-    Any other mask is a boolean [B or 1, 1, S, T].
+    For causal masks, windows and empty masks this is the padding [B, T], or None without padding, since attention
+    computes such masks from iotas. Any other mask is a boolean [B or 1, 1, S, T].
+
+    A window is reduced only if modules pass it to attention, or if it covers all keys of a step without a cache.
+    Nothing is reduced if an option such as `allow_is_causal_skip` is False, or if modules slice a padded mask.
     """
     from transformers import masking_utils
 
@@ -189,7 +198,7 @@ def _attention_options(module: str) -> frozenset[str]:
 
 @functools.cache
 def source_of(module: str) -> str:
-    """Return the source text of a module of transformers; empty if there is none."""
+    """Return the source text of an imported module; empty if the module is not imported or has no file."""
     path = getattr(sys.modules.get(module), "__file__", None)
     if path is None:
         return ""

@@ -56,8 +56,10 @@ def from_config(
     schedule: str | None = None,
     gradient_groups: int | None = None,
 ) -> Program:
-    """Return one training step, or one forward pass, of the model that `config` names or whose fields it has.
+    """Return one training step, forward pass or serving step of the model that `config` names or whose fields it has.
 
+    - `train`: True for a training step; by default a forward pass. `infer`: True to request the forward pass
+      explicitly.
     - `batch`: number of examples, by default 8.
     - `seq`: tokens of a sequence, by default the model's context up to 1024. `image`: pixels of an image's side.
     - `dtype`: compute dtype, by default bfloat16.
@@ -65,7 +67,7 @@ def from_config(
       training. Inference stores parameters in `dtype`.
     - `remat`: `none`, `dots` or `full`. It may list saved and offloaded values (`full,keep=q_proj,offload=input`), or
       have one policy for the first layers and one for the others (`full:20+none`).
-    - `optimizer`: `adamw` or `sgd`.
+    - `optimizer`: `adamw` (the default) or `sgd`.
     - `experts`: dispatch of tokens to experts, by einsums into `slots` (`slots:all`: for every token) or `sorted`
       (`sorted:8`: in 8 groups of experts).
     - `capacity_factor`: slots of an expert, or rows of a group, relative to the mean number of its tokens. The default
@@ -81,7 +83,8 @@ def from_config(
     - `stages`, `schedule`: pipeline of the repeated layers, as in `autoshard.stack`.
     - `gradient_groups`: number of groups of examples with separate gradients until all microbatches are done.
 
-    Raises `UserError` for a configuration or an option that cannot be used.
+    Raises `UserError` for a configuration or an option that cannot be used, such as an option of training in a forward
+    pass.
     """
     name, fields = read_config(config)
     if train and infer:
@@ -188,7 +191,11 @@ def from_config(
 def _settled(
     function: TorchFunction, task: HfTask, name: str, notes: list[str], training: bool
 ) -> tuple[Callable[..., Any], dict[str, Any], Objective]:
-    """Return the function to trace once its scanned layers are known, the shapes of its batch, and its objective.
+    """Trace `function` until its scanned layers are known, and return the step, the shapes of its batch and its
+    objective.
+
+    The step is the loss in training, else the forward pass. The batch has labels of the shape that the outputs require,
+    or none. Changes `function`: its scanned blocks, and `keeps_writes` in training.
 
     - `name`: name of the model in errors.
     - `notes`: receives notes about the objective.

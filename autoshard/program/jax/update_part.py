@@ -61,7 +61,11 @@ class UpdateSplit:
 def split_updates(jaxpr: Any, ties: Mapping[int, int], wanted: Collection[int]) -> UpdateSplit:
     """Split a program into the updates of the arguments `wanted` that can run layer by layer, and all else.
 
-    `ties` maps the position of an argument to that of the result that replaces it.
+    - `ties`: position of an argument -> position of the result that replaces it.
+    - `wanted`: positions of the arguments that may be stored in the hosts' memory.
+
+    In an update, a scan must run over one of the stacks, and no other op may depend on its state. Arguments of `wanted`
+    without such an update are not in the result's `hosted`. Calls are inlined (`flat_equations`).
     """
     equations, outvars = flat_equations(jaxpr)
     returned = {v for v in outvars if is_var(v)}
@@ -140,7 +144,11 @@ def _shape(value: Any) -> tuple[int, ...]:
 
 
 def _is_elementwise(eqn: Any) -> bool:
-    """Return True if each element of the result depends only on the same elements of the operands, or on scalars."""
+    """Return True if an equation's only result is an array, and if its elements depend on the same elements of
+    operands, or on scalars.
+
+    Return False for scalar results and for equations with effects. The broadcast of a scalar counts as elementwise.
+    """
     if len(eqn.outvars) != 1 or eqn.effects:
         return False
     shape = _shape(eqn.outvars[0])
@@ -150,9 +158,10 @@ def _is_elementwise(eqn: Any) -> bool:
 
 
 def _inside(equations: Sequence[Any], state: Collection[Any], returned: Collection[Any]) -> tuple[set[int], set[Any]]:
-    """Return the equations that may belong to updates, and the variables of other equations that depend on state.
+    """Return the numbers of the equations that may belong to updates, and all operands and results of excluded ones.
 
-    Other equations are those that consume state, or values computed from it, but are not elementwise.
+    Elementwise equations belong if they depend on state, or if only such equations use their result and the program
+    does not return it. Excluded equations depend on state, but are not elementwise.
     """
     inside: set[int] = set()
     after, elsewhere = set(state), set[Any]()
@@ -200,7 +209,10 @@ def _is_array(value: Any) -> bool:
 def _update(
     members: Sequence[Any], tied: Mapping[Any, Any], state: Collection[Any], returned: Collection[Any]
 ) -> StackUpdate | None:
-    """Return the update of stacks by connected equations; None if it replaces no state, or if the values are no stacks.
+    """Return the update of stacks by connected equations; None if it replaces no argument in `state`, or if values are
+    no stacks.
+
+    A stack has at least two dims and at least two layers. An output replaces an argument of the same shape and dtype.
 
     - `members`: the equations.
     - `tied`: argument -> the result that replaces it.
@@ -223,11 +235,16 @@ def _update(
 
 
 def _variables(update: StackUpdate) -> set[Any]:
+    """Return all variables that the update's equations consume or compute, scalars and intermediate values included."""
     return {v for eqn in update.equations for v in (*eqn.invars, *eqn.outvars) if is_var(v)}
 
 
 def _layered(equations: Iterable[Any], roots: dict[Any, frozenset[Any]]) -> set[Any]:
-    """Return the arguments over whose leading dim a scan runs; `roots` has the arguments that a variable stands for."""
+    """Return the arguments over whose leading dim a scan runs, also inside called functions.
+
+    `roots` maps a variable to the arguments that it stands for. Results with the shape of the operand at the same
+    position are added to it.
+    """
     scanned: set[Any] = set()
     for eqn in equations:
         behind = [roots.get(v, frozenset()) if is_var(v) else frozenset[Any]() for v in eqn.invars]

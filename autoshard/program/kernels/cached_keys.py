@@ -53,9 +53,9 @@ def lies_in_order(shape: tuple[int, ...]) -> bool:
 def major_to_minor(shape: tuple[int, ...]) -> tuple[int, ...]:
     """Return the dims of a cache in the order in which a TPU's compiler lays it out, major dim first.
 
-    The order is row-major, except that positions are innermost if a head does not fill the 128 lanes of a register and
-    positions do. Heads of 64 would otherwise need twice their bytes. Evidence: docs/compiler_behaviour.md, "Layout of a
-    key-value cache that a program receives".
+    The innermost dim is padded to a multiple of the 128 lanes of a register. The order is row-major, except that
+    positions are innermost if their relative padding is less than a head's. Heads of 64 would otherwise need twice
+    their bytes. Evidence: docs/compiler_behaviour.md, "Layout of a key-value cache that a program receives".
     """
     order = tuple(range(len(shape)))
     length, head = (-(-size // _LANES) * _LANES / size for size in shape[-2:])

@@ -45,8 +45,8 @@ _CALLS = ("jit", "pjit", "closed_call")
 def step_products(jaxpr: Any, grid: Sequence[Any]) -> tuple[Mapping[str, float], Mapping[str, float]]:
     """Return matmul FLOPs of one grid step by dtype: if every branch runs, and as the mean over the grid.
 
-    `grid` are the kernel's own grid dims. A branch with an unknown condition counts as run, and so does every iteration
-    of a loop with known length.
+    `grid` are the kernel's own grid dims. A branch with an unknown condition counts as run. A loop of known length
+    counts with every iteration, any other loop with one. Values from outside of a loop are unknown in its body.
     """
     reader = _Reader(grid)
     reader.read(jaxpr, {}, np.ones((1,) * len(grid), dtype=bool), 1)
@@ -91,7 +91,7 @@ class _Reader:
                     self.read(inner, {}, runs, turns * length)
 
     def place(self, equation: Any, known: _Known) -> None:
-        """Record the values of a `program_id`."""
+        """Record the values of a `program_id` in `known`, if the size of its grid dim is known."""
         axis = equation.params["axis"]
         if isinstance(self.grid[axis], int):
             shape = [-1 if dim == axis else 1 for dim in range(len(self.grid))]

@@ -63,9 +63,10 @@ class EagerTwin:
         return sum(parameter.numel() for parameter in self.function.module.parameters())
 
     def judged(self, parameters: int, flops: float) -> "EagerTwin":
-        """Return the twin to compare: this one, or a reduced form with at most so many parameters and FLOPs.
+        """Return the twin to compare: the reduced form if there is one, else this twin with a description of its form.
 
-        Raises `UserError` if a limit is exceeded and there is no reduced form.
+        The limits on parameters and FLOPs are for a twin without a reduced form; a reduced form is limited in
+        parameters only. Raises `UserError` if a limit is exceeded.
         """
         if self.eager.reduce is not None:
             return self.eager.reduce(parameters)
@@ -110,7 +111,11 @@ class EagerTwin:
             raise UserError(f"the module cannot be copied to the host ({type(error).__name__}: {why})") from error
 
     def inputs(self, module: Any, seed: int) -> Iterator[Mapping[str, Any]]:
-        """Yield inputs to try: first whole numbers that cover their range, then plausible values, then the examples."""
+        """Yield batches to try, with floats of at least 32 bits.
+
+        If the module was traced with examples, the first batch has whole numbers that cover their range. Plausible
+        values follow, then the examples if all of them have values.
+        """
         examples = self.eager.examples
         batch = {key: _wide(value) for key, value in self.make_batch(seed).items()}
         real = {key: _wide(host_array(value)) for key, value in examples.items() if value.device.type != "meta"}
@@ -162,9 +167,11 @@ class EagerTwin:
             raise UserError(f"it does not run on the host ({type(error).__name__}: {why})") from error
 
     def run_traced(self, module: Any, batch: Mapping[str, Any], double: bool = False) -> _Results:
-        """Run the traced step on the weights of `module`, with plain attention.
+        """Run the traced step on the weights of `module`, with plain attention and with room for every token at its
+        experts.
 
-        Floats have 32 bits, or 64 with `double`.
+        Computation is in the dtype of the weights, which have 32 bits, or 64 with `double`. Names of the results are
+        those of the module's tensors.
         """
         import jax
         import numpy as np
@@ -217,7 +224,9 @@ class EagerTwin:
 
 
 def host_tensor(array: Any, dtype: Any) -> Any:
-    """Return a torch tensor with the values of a numpy array: whole numbers in `dtype`, floats in the array's dtype."""
+    """Return a torch tensor with the values of a numpy array: whole numbers and flags in `dtype`, floats with at least
+    32 bits.
+    """
     import torch
 
     value = torch.tensor(_wide(array))
@@ -243,7 +252,10 @@ def first_tensor(out: Any) -> Any:
 
 
 def named_tensors(out: Any) -> list[tuple[str, Any]]:
-    """Return the tensors of a result in torch or JAX with their paths; None entries are left out."""
+    """Return the tensors of a result in torch or JAX with their paths, such as `hidden_states.0`.
+
+    A single tensor has an empty path. None entries are left out before the entries of a list are counted.
+    """
     if isinstance(out, Mapping):
         pairs = list(out.items())
     elif isinstance(out, tuple | list):
@@ -257,7 +269,10 @@ def named_tensors(out: Any) -> list[tuple[str, Any]]:
 
 @contextlib.contextmanager
 def unchanged(module: Any) -> Iterator[None]:
-    """Let `module` run in eager torch while inside, and restore its tensors, attributes and modes afterwards."""
+    """Restore the buffers, attributes and modes of `module` on exit, and the tensors and gradients of its parameters.
+
+    Buffers get their values back. Parameters get their former `data`, whose in-place changes remain.
+    """
     values = [(tensor, tensor.detach().clone()) for tensor in module.buffers() if tensor.device.type != "meta"]
     parameters = [(parameter, parameter.data, parameter.grad) for parameter in module.parameters()]
     try:
@@ -277,7 +292,7 @@ def _arrays(out: Any) -> Any:
 
 
 def _gradients(loss: Any, named: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the gradients of `loss` by name, with zeros for a parameter that has none."""
+    """Return the gradients of `loss` by name as torch tensors, with zeros for a parameter that has none."""
     import torch
 
     try:
@@ -317,10 +332,10 @@ def _first_names(module: Any) -> dict[str, str]:
 
 
 def _covering(value: Any, example: Any, module: Any, seed: int) -> Any:
-    """Return whole numbers that cover their range, with both ends and a tie.
+    """Return random indices that cover the smallest embedding of `module`, with both ends and a tie.
 
-    An example whose elements are not all equal is returned instead. Floats, flags, and numbers that index no embedding
-    stay as they are.
+    An example of whole numbers or flags whose elements are not all equal is returned instead. Without one, these stay
+    as they are: flags, arrays below three elements, and numbers in a module without embeddings. Floats always do.
     """
     import numpy as np
     import torch
@@ -339,7 +354,10 @@ def _covering(value: Any, example: Any, module: Any, seed: int) -> Any:
 
 
 def materialised(module: Any, seed: int) -> Any:
-    """Copy `module` to the host, with random values for tensors on the meta device."""
+    """Copy `module` to the host, with random values for tensors on the meta device, and zeros if they are no floats.
+
+    Tensors with several names are still shared in the copy.
+    """
     import torch
 
     random = torch.Generator().manual_seed(seed)

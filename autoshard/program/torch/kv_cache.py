@@ -39,11 +39,14 @@ class ServingCache:
         self.seen: dict[int, Any] = {}
 
     def stacked(self, block: Block, offset: int) -> dict[str, Any] | None:
-        """Return the stacks [layers, ...] that a scan over a block carries; None if the block has no cache."""
+        """Return the stacks [layers, ...] that a scan over a block carries; None if the block has no cache.
+
+        - `offset`: place of the layers within each group of the block.
+        """
         return self.entries.get(block.label(offset))
 
     def close_block(self, block: Block, offset: int, after: dict[str, Any]) -> None:
-        """Store the stacks that a scan has written."""
+        """Store the stacks that a scan has written for the layers at `offset` of each group of the block."""
         self.entries[block.label(offset)] = after
 
     @contextlib.contextmanager
@@ -63,7 +66,11 @@ class ServingCache:
             self._lent = outer
 
     def update(self, key: Any, value: Any, layer_idx: int, *_: Any, **__: Any) -> tuple[Any, Any]:
-        """Write the new keys and values [B, K, S, D] of a layer, and return the keys and values to attend to."""
+        """Write the new keys and values [B, K, S, D] of a layer, and return the keys and values to attend to.
+
+        These are all of the cache, [B, K, T, D], or only the new ones if the cache was empty. A first trace that only
+        needs shapes records the new ones in `seen`.
+        """
         import jax
 
         new = {"keys": self.env.t2j_iso(key), "values": self.env.t2j_iso(value)}
@@ -112,7 +119,11 @@ class ServingCache:
     def update_conv_state(
         self, conv_states: Any, layer_idx: int, state_idx: int = 0, conv_kernel_size: int | None = None, **_: Any
     ) -> Any:
-        """Store the last of the new inputs [B, C, S], and return all inputs that the convolution reads."""
+        """Store the last K inputs of a convolution, and return all inputs that the convolution reads.
+
+        These are the stored and the new inputs [B, C, S], or the new ones, padded with zeros to K, if the cache was
+        empty. K is `conv_kernel_size`, or by default the width of the state.
+        """
         import jax.numpy as jnp
 
         name = f"conv_state{state_idx}"
@@ -131,7 +142,10 @@ class ServingCache:
         return recurrent_states
 
     def update_indexer(self, indexer_key_states: Any, layer_idx: int) -> Any:
-        """Write the new keys [B, S, D] by which a layer selects its tokens, and return all of them [B, T, D]."""
+        """Write the new keys [B, S, D] by which a layer selects its tokens, and return the keys to select from.
+
+        These are all of the cache, [B, T, D], or only the new ones if the cache was empty.
+        """
         import jax
 
         new, before = self.env.t2j_iso(indexer_key_states), self._held(layer_idx, "indexer")
@@ -183,7 +197,10 @@ class ServingCache:
         return tensor
 
     def _keep(self, layer_idx: int, name: str, value: Any) -> None:
-        """Store a state; in a first trace that only needs shapes, record its value in `seen`."""
+        """Store a state; in a first trace that only needs shapes, record its value in `seen`.
+
+        In-place writes to the same state that `settle` has not stored are dropped.
+        """
         layer_idx = number_of(layer_idx)
         self._lent = [each for each in self._lent if each[:2] != (f"layer.{layer_idx}", name)]
         if self._held(layer_idx, name) is None:

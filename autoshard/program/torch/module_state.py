@@ -86,7 +86,10 @@ def _with(value: Any, given: Mapping[int, Any]) -> Any:
 
 @contextlib.contextmanager
 def own_forward(layer: Any, forward: Any) -> Iterator[None]:
-    """Restore the layer's own `forward`, from its `__dict__` or its class, in place of a stand-in while inside."""
+    """Remove the stand-in from the layer's `forward` while inside, and put the stand-in back on exit.
+
+    - `forward`: entry that the layer's `__dict__` had before the stand-in; None if its class defines `forward`.
+    """
     stand_in = layer.__dict__["forward"]
     replace_forward(layer, forward)
     try:
@@ -140,7 +143,10 @@ class Content:
         return not all(map(operator.is_, values, self.values)) and not all(map(_same, values, self.values))
 
     def assigned(self) -> list[Any]:
-        """List the keys of a dict whose values are numbers or tensors and were replaced."""
+        """List the keys of a dict whose stored values are numbers or tensors, and whose present values differ.
+
+        Booleans and removed keys do not count.
+        """
         import torch
 
         kinds = (int, float, torch.Tensor)
@@ -173,6 +179,7 @@ def _content(holder: Any) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
 
 
 def _same(a: Any, b: Any) -> bool:
+    """Return True for the same object, and for equal texts or numbers of one type."""
     return a is b or isinstance(a, str | int | float) and type(a) is type(b) and a == b
 
 
@@ -224,10 +231,11 @@ def _in_cell(cell: Any) -> Any:
 
 @contextlib.contextmanager
 def without_stale_hooks() -> Iterator[None]:
-    """Remove the saved-tensor hooks that an error inside a torch checkpoint leaves behind.
+    """Remove the saved-tensor hooks that a torch checkpoint leaves behind when an error leaves the context.
 
     torch installs the hooks in a generator, which removes them once no frame of a traceback refers to it. Until then
-    they intercept the tensors of all eager torch code.
+    they intercept the tensors of all eager torch code. The frames of the error and of its causes are cleared, so that
+    their locals are lost.
     """
     from torch._C import _autograd
 

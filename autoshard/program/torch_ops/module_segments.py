@@ -44,7 +44,7 @@ class Segments:
 
     @property
     def may_cut(self) -> list[bool]:
-        """True for each segment that a stage may start with: its module is called once."""
+        """True for each segment that a stage may start with: the first segment, or one whose module is called once."""
         return [index == 0 or self.calls[name] == 1 for index, name in enumerate(self.names)]
 
 
@@ -71,7 +71,11 @@ def asked_segments() -> Segments | None:
 
 
 def one_microbatch(inputs: Any, kwargs: Any, targets: Any) -> tuple[Any, Any, Any]:
-    """Return the first microbatch of the inputs if segments are requested, else the inputs unchanged.
+    """Return the first microbatch of inputs, keyword arguments and targets if segments are requested; else all
+    unchanged.
+
+    Tensors of at least one dim are cut along their first dim. The request's `batch` becomes the first dim of the first
+    tensor.
 
     Raises `NotDividedError` if the microbatches do not divide the first dims of all tensors.
     """
@@ -136,7 +140,9 @@ def watching(module: Any) -> Iterator[None]:
 
 @contextlib.contextmanager
 def op_scope() -> Iterator[None]:
-    """Enter the scope of one torch op; a no-op inside another op, and where no segments are requested."""
+    """Enter the scope of one torch op; a no-op inside another op, and where no segments are requested or recorded
+    yet.
+    """
     asked = _asked.get()
     if asked is None or asked.inside or not asked.names:
         yield

@@ -44,7 +44,8 @@ def draw_boxes(made: "networkx.MultiDiGraph", whole: bool, columns: int) -> Draw
 
     Heavy ops have boxes of their own. The connected light ops of one section between them form one box. A light op that
     only prepares stored tensors for one heavy op (a layer's slice, a conversion) is in that op's box. Arguments,
-    results, constants and values that loops carry have no box. With `whole` every node has a box.
+    results, constants and values that loops carry have no box. With `whole` every node has a box. Edges to a loop's
+    next trip are not drawn.
     """
     import networkx
 
@@ -70,7 +71,11 @@ def draw_boxes(made: "networkx.MultiDiGraph", whole: bool, columns: int) -> Draw
 
 
 def _maker(made: "networkx.MultiDiGraph", node: str, box_of: dict[str, int]) -> str:
-    """Return the producer of a node's value; a loop's value leads to its initial value or to its body."""
+    """Return the node from which the lines of a value begin.
+
+    It is the node itself, except for a loop's value without a box. Lines of that value begin at its initial value
+    (`loop_in`) or at its producer in the body (`loop_out`).
+    """
     while node not in box_of and made.nodes[node]["kind"] in PASSED_THROUGH:
         node = next(source for source, _, back in made.in_edges(node, data="back") if not back)
     return node
@@ -97,7 +102,7 @@ def _sections(made: "networkx.MultiDiGraph", nodes: list[str]) -> tuple[dict[str
 
 
 def _title(made: "networkx.MultiDiGraph", kind: str, block: int, branch: int) -> str:
-    """Name a section by its loop or branch."""
+    """Name a section: arguments or results by `kind`, all others by their loop or branch."""
     if kind:
         return f"{kind}s"
     loops = made.graph["loops"]
@@ -197,7 +202,7 @@ def _place_sources(
 
 
 def _sources(made: "networkx.MultiDiGraph", nodes: list[str], heavy: set[str]) -> list[str]:
-    """List light ops that read only parameters, optimizer state, scalars, and results of other such ops."""
+    """List light ops that read only parameters, optimizer state, scalars, constants, and results of other such ops."""
     sources: dict[str, None] = {}
     for node in nodes:
         operands = [(p, made.nodes[p]) for p, _, shape in made.in_edges(node, data="shape") if shape]

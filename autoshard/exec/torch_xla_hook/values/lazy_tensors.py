@@ -20,7 +20,7 @@ def pending(tensors: Sequence[Any]) -> list[bool]:
 
 
 def compute(tensors: Sequence[Any]) -> None:
-    """Compute the pending ones of these tensors in one program."""
+    """Start the computation of the pending ones of these tensors in one program, without waiting for the device."""
     waiting = [tensor for tensor, waits in zip(tensors, pending(tensors), strict=True) if waits]
     if waiting:
         xlac()._xla_sync_multi(waiting, [], wait=False, sync_xla_data=False)
@@ -56,7 +56,7 @@ def become(tensor: Any, value: Any, shared: Container[int]) -> None:
 
     `shared` are the storages of `shared_storages`. A tensor in one of them receives the node of `value` below
     functionalisation, in the lazy tensor that the aliases share. Any other tensor receives a new storage, which frees
-    the old one. There a gradient may be a view of a tensor that only C++ knows.
+    the old one. The gradient among such tensors may be a view of a tensor that only C++ knows.
     """
     import torch
 
@@ -70,7 +70,10 @@ def become(tensor: Any, value: Any, shared: Container[int]) -> None:
 def hold(tensor: Any, value: Any, shared: Container[int]) -> None:
     """Replace the device data of a tensor and its aliases by `value`, which has the same elements.
 
-    A part of a shared storage stays unchanged.
+    - `shared`: storages of `shared_storages`; a tensor outside of them receives a new storage, as in `become`.
+
+    In a shared storage nothing changes if the tensor is only a part of it, or if functionalisation does not wrap the
+    tensor.
     """
     import torch
 
@@ -116,7 +119,7 @@ def _base_of(tensor: Any) -> Any:
 
 
 def _unwrapped(tensor: Any) -> Any:
-    """Return the lazy tensor inside of the wrapper of functionalisation."""
+    """Return the lazy tensor inside of the wrapper of functionalisation; the tensor unchanged if it has no wrapper."""
     import torch
 
     return vars(torch)["_from_functional_tensor"](tensor) if is_functional(tensor) else tensor
@@ -170,7 +173,8 @@ def _gradient(tensor: Any) -> Any:
 def live_data(but: Container[Any] = ()) -> list[tuple[int, Any]]:
     """Return device data handle and tensor of all computed tensors of at least one dim that Python can see.
 
-    Tensors in `but` are omitted.
+    Tensors in `but` are omitted; it must compare by identity. The function waits for the running step, as `handles`
+    does.
     """
     wrapped = is_wrapped()
     seen = (plain(tensor) for tensor in _tensors_of_process() if on_xla(tensor) and tensor.dim())
@@ -229,7 +233,10 @@ def _subclasses(kind: type) -> set[type]:
 
 
 def leaves(value: Any, name: str) -> Iterator[tuple[str, Any]]:
-    """Yield the tensors in nested tuples, lists, mappings and model outputs, with dotted names."""
+    """Yield (dotted name, tensor) for each tensor in nested tuples, lists and dicts, such as model outputs.
+
+    `name` begins each dotted name; empty for none. The tensor inside of an `XLAShardedTensor` is yielded (`plain`).
+    """
     import torch
 
     if isinstance(value, torch.Tensor):
