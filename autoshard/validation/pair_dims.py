@@ -22,8 +22,8 @@ DIMS = {
 """Keys of a model's dims -> arguments of `Decoder`."""
 _LATENT = {
     "key_rank": ("kv_lora_rank", "kv_lora"),
-    "plain": ("qk_nope", "nope"),
-    "turned": ("qk_rope", "rope"),
+    "nope_size": ("qk_nope", "nope"),
+    "rope_size": ("qk_rope", "rope"),
     "value": ("v_head", "v"),
     "query_rank": ("q_lora_rank", "q_lora"),
 }
