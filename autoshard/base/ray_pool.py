@@ -103,7 +103,7 @@ class RayPool(concurrent.futures.Executor):
         `connect` does.
         """
         if kwargs:
-            raise RuntimeError("arguments by keyword are not taken to another process")
+            raise RuntimeError("keyword arguments cannot be sent to another process")
         self.connect()
         data = pickle.dumps((fn, args), protocol=5)
         future: concurrent.futures.Future[Any] = concurrent.futures.Future()
@@ -180,7 +180,7 @@ def _settle(future: "concurrent.futures.Future[Any]", kind: str, answer: Any) ->
     try:
         done, value = (False, answer) if kind == "failed" else pickle.loads(answer)
     except Exception as error:
-        done, value = False, f"what a node returned cannot be read: {error}"
+        done, value = False, f"the result of a node cannot be read: {error}"
     if done:
         return future.set_result(value)
     if isinstance(value, UserError):

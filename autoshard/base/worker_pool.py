@@ -76,7 +76,7 @@ class HelperPool(concurrent.futures.Executor):
         is a `BrokenExecutor` if the process dies. Raises `RuntimeError` after `shutdown` and for keyword arguments.
         """
         if kwargs:
-            raise RuntimeError("arguments by keyword are not taken to another process")
+            raise RuntimeError("keyword arguments cannot be sent to another process")
         future: concurrent.futures.Future[Any] = concurrent.futures.Future()
         with self._lock:
             if self._ended:

@@ -108,7 +108,7 @@ class WorkerCrew:
                 try:
                     each.data = pickled((each.name, each.sent), earlier)
                 except Exception as error:
-                    self._lines.append(f"helper processes cannot be told of the {each.name} ({error})")
+                    self._lines.append(f"helper processes cannot receive the {each.name} ({error})")
                     self._work_alone()
                     return
                 each.sent = None

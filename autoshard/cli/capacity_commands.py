@@ -246,7 +246,7 @@ def _plan_pages(arguments: argparse.Namespace, rows: "Sequence[SweepRow]") -> di
     from autoshard.report import html_report
 
     if arguments.out is None:
-        raise UserError("--plans writes pages beside that of the sweep; name it with --out sweep.html.")
+        raise UserError("--plans writes pages next to the page of the sweep; name that with --out sweep.html.")
     folder: Path = arguments.plan if arguments.plan.is_dir() else arguments.plan.parent
     names = [row.plan for row in rows if row.plan]
     if not names:

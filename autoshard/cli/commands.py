@@ -261,7 +261,7 @@ def run_report(arguments: argparse.Namespace, answer: TextIO) -> int:
         return report_serving(arguments, serving, answer)
     for flag, value in (("tokens", arguments.tokens), ("price", arguments.price), ("plans", arguments.plans)):
         if value:
-            raise UserError(f"--{flag} is for a sweep; {arguments.plan} is none that `autoshard sweep --out` kept.")
+            raise UserError(f"--{flag} is for a sweep; {arguments.plan} was not saved by `autoshard sweep --out`.")
     plan = load_plan(arguments.plan)
     written: dict[str, str] = {}
     if arguments.perfetto is not None:

@@ -36,7 +36,7 @@ def add_program(parser: argparse.ArgumentParser, several: bool = False, auto: bo
         "--roles",
         type=roles,
         metavar="NAME=ROLE,...",
-        help="what arguments are for where a file does not say: parameter, optimizer_state, batch or other, by name, "
+        help="roles of arguments that a file does not state: parameter, optimizer_state, batch or other, by name, "
         "start of names, or arg0-arg7",
     )
     parser.add_argument(
@@ -59,10 +59,10 @@ def add_program(parser: argparse.ArgumentParser, several: bool = False, auto: bo
         )
     group.add_argument("--seq", type=positive, metavar="N", help="tokens of one sequence")
     group.add_argument("--image", type=positive, metavar="N", help="pixels of one side, for models of images")
-    group.add_argument("--dtype", metavar="DTYPE", help="to compute in (default: bfloat16)")
-    group.add_argument("--param-dtype", metavar="DTYPE", help="of parameters (default: float32 in training)")
-    group.add_argument("--state-dtype", metavar="DTYPE", help="of the optimizer's state (default: float32)")
-    again = "what the backward pass computes again: none, dots, full, full,keep=q_proj,offload=input (by value), "
+    group.add_argument("--dtype", metavar="DTYPE", help="dtype of the computation (default: bfloat16)")
+    group.add_argument("--param-dtype", metavar="DTYPE", help="dtype of parameters (default: float32 in training)")
+    group.add_argument("--state-dtype", metavar="DTYPE", help="dtype of the optimizer's state (default: float32)")
+    again = "recomputation in the backward pass: none, dots, full, full,keep=q_proj,offload=input (by value), "
     again += "or full:20+none for the first 20 layers alone"
     if several:
         group.add_argument("--remat", type=chosen(remats), metavar="R,R,...", help=again + best)
@@ -72,14 +72,13 @@ def add_program(parser: argparse.ArgumentParser, several: bool = False, auto: bo
     group.add_argument(
         "--attention",
         choices=("plain", "splash", "cached", "cudnn", "auto"),
-        help="scores in memory (plain), jax's splash kernel, one over a cache (cached), cuDNN's on GPUs, or (auto) the "
-        "kernels of TPUs or GPUs wherever they can be and gain something",
+        help="plain: scores in memory; splash: JAX's TPU kernel; cached: a kernel over a key-value cache; cudnn: the "
+        "kernel of GPUs; auto: kernels wherever they apply and save time",
     )
     group.add_argument(
         "--exchange",
         choices=("auto", "gather", "heads", "ring"),
-        help="how queries meet keys and values where the sequence is split: gathered, by heads, or around a ring"
-        + best,
+        help="exchange of queries with keys and values of a split sequence: gather, by heads, or around a ring" + best,
     )
     group.add_argument(
         "--microbatches",
@@ -98,31 +97,31 @@ def add_program(parser: argparse.ArgumentParser, several: bool = False, auto: bo
         "--stages",
         type=chosen(positive),
         metavar="N",
-        help="of a pipeline, into which layers that repeat are cut; microbatches go through them one after the other, "
-        "by default as many as there are stages (also for autoshard.stack in JAX programs)" + best,
+        help="stages of a pipeline of repeated layers; default of --microbatches: the same number (also for "
+        "autoshard.stack in JAX programs)" + best,
     )
     group.add_argument(
         "--schedule",
         type=chosen(schedule),
         metavar="S",
-        help="of a pipeline: gpipe (the default), circular:2 (two chunks of layers in each stage, through which "
-        "microbatches go in turn), or circular (as many chunks as there are layers); of torch modules as a program for "
-        "each stage: 1f1b, or interleaved:2 (1F1B with two chunks)" + best,
+        help="schedule of a pipeline: gpipe (the default), circular:2 (two chunks of layers a stage) or circular (a "
+        "chunk for each layer); for torch modules, with a program for each stage: 1f1b, or interleaved:2 (two chunks)"
+        + best,
     )
     group.add_argument(
         "--host",
         choices=("none", "optimizer", "auto") if auto else ("none", "optimizer"),
-        help="what waits in the hosts' memory between steps: nothing (none, the default), or the state of the "
-        "optimizer, updated a layer at a time (optimizer; also of functions in files)" + best,
+        help="state in the hosts' memory between steps: none (the default), or optimizer, updated a layer at a time "
+        "(also of functions in files)" + best,
     )
     group.add_argument("--serve", choices=("prefill", "decode"), help="a step of serving, with a key-value cache")
-    group.add_argument("--cache", type=positive, metavar="N", help="tokens the cache holds (default: --seq)")
+    group.add_argument("--cache", type=positive, metavar="N", help="tokens in the cache (default: --seq)")
     group.add_argument(
         "--experts",
         type=chosen(experts),
         metavar="E",
-        help="how tokens reach experts: einsums into slots (the default; slots:all drops none), sorted, or sorted:8 or "
-        "ragged:8 for experts in 8 groups" + ("; auto: the fastest that drops none" if auto else ""),
+        help="dispatch of tokens to experts: slots (einsums, the default; slots:all drops none), sorted, or sorted:8 "
+        "or ragged:8 for experts in 8 groups" + ("; auto: the fastest that drops none" if auto else ""),
     )
     group.add_argument(
         "--capacity-factor",
@@ -151,10 +150,10 @@ def add_estimated(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--serve", choices=("prefill", "decode"), help="a step of serving, with a key-value cache")
     parser.add_argument("--batch", type=positive, metavar="N", help="sequences in a step (default: one for a device)")
     parser.add_argument("--seq", type=positive, metavar="N", help="tokens of one sequence")
-    parser.add_argument("--cache", type=positive, metavar="N", help="tokens the cache holds (default: --seq)")
+    parser.add_argument("--cache", type=positive, metavar="N", help="tokens in the cache (default: --seq)")
     parser.add_argument("--remat", type=remat, metavar="R", help="none, dots or full (default: one column for each)")
-    parser.add_argument("--param-dtype", metavar="DTYPE", help="of parameters (default: float32 in training)")
-    parser.add_argument("--state-dtype", metavar="DTYPE", help="of the optimizer's state (default: float32)")
+    parser.add_argument("--param-dtype", metavar="DTYPE", help="dtype of parameters (default: float32 in training)")
+    parser.add_argument("--state-dtype", metavar="DTYPE", help="dtype of the optimizer's state (default: float32)")
 
 
 def add_output(
@@ -204,7 +203,7 @@ def add_planning(parser: argparse.ArgumentParser, required: bool, problem: bool 
     fixed.add_argument(
         "--ignore-constraints",
         action="store_true",
-        help="lift what the program itself asks for (with_sharding_constraint, shardings of arguments; not shard_map)",
+        help="remove the program's own constraints (with_sharding_constraint, shardings of arguments; not shard_map)",
     )
     fixed.add_argument("--pin-from", metavar="PLAN.json", type=Path, help="the parameters' specs of another plan")
 
@@ -215,8 +214,8 @@ def add_flags(group: argparse._ActionsContainer) -> None:
         "--xla-flags",
         type=xla_flags,
         metavar='SET|"--xla_A=B ..."',
-        help="compiler flags that the step will run with, as in LIBTPU_INIT_ARGS (which is read without), or a set of "
-        "them (default, async, sparsecore); what they hide is priced so",
+        help="compiler flags of the step (default: those of LIBTPU_INIT_ARGS), or a set of them (default, async, "
+        "sparsecore); prices follow them",
     )
 
 
@@ -236,12 +235,12 @@ def add_limits(group: argparse._ActionsContainer) -> None:
     group.add_argument(
         "--mesh",
         metavar="AXIS=N,...",
-        help="axes and sizes, major first (default: XLA_AUTO_SPMD_MESH, else the best is looked for, as by auto)",
+        help="axes and sizes, major first (default: XLA_AUTO_SPMD_MESH, else auto, which searches the best)",
     )
-    group.add_argument("--memory-limit", type=gib, metavar="GiB", help="of one device (default: what the chip has)")
-    limit = "of processor for each solve (default: 60); its work is bounded anyway, and inf is allowed"
+    group.add_argument("--memory-limit", type=gib, metavar="GiB", help="memory of one device (default: the chip's)")
+    limit = "processor seconds for each solve (default: 60), whose work is bounded separately; inf is allowed"
     group.add_argument("--time-limit", type=seconds_or_none, default=60.0, metavar="S", help=limit)
-    group.add_argument("--seed", type=whole, default=0, metavar="N", help="of searches that draw lots (default: 0)")
+    group.add_argument("--seed", type=whole, default=0, metavar="N", help="seed of randomised searches (default: 0)")
     group.add_argument(
         "--no-refine-axes",
         dest="refine_axes",
@@ -252,12 +251,15 @@ def add_limits(group: argparse._ActionsContainer) -> None:
         "--no-calibration",
         dest="calibration",
         action="store_false",
-        help="price with the shipped figures, whatever `autoshard refine` has seen (AUTOSHARD_DATA_DIR keeps it)",
+        help="price with the shipped figures, not with those that `autoshard refine` learned (in AUTOSHARD_DATA_DIR)",
     )
 
 
 def add_cache(parser: argparse.ArgumentParser) -> None:
     """Add the flag that turns off the disk cache."""
     parser.add_argument(
-        "--no-cache", dest="cached", action="store_false", help="read the program anew (AUTOSHARD_CACHE_DIR keeps it)"
+        "--no-cache",
+        dest="cached",
+        action="store_false",
+        help="trace the program again (AUTOSHARD_CACHE_DIR stores traces)",
     )

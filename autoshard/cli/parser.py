@@ -101,7 +101,7 @@ def build_parser() -> argparse.ArgumentParser:
     add_program(plan, auto=True)
     add_planning(plan, required=True)
     add_candidates(plan)
-    add_output(plan, "--out", metavar="PLAN.json", help="write the plan here, candidates beside it")
+    add_output(plan, "--out", metavar="PLAN.json", help="write the plan here, and candidates next to it")
     plan.add_argument(
         "--for",
         dest="form",
@@ -125,7 +125,10 @@ def build_parser() -> argparse.ArgumentParser:
         help="compare a torch source with eager torch, and the plan with the unplanned run; exit code 1 if one differs",
     )
     measure.add_argument(
-        "--tolerance", type=tolerance, metavar="X", help="of a tensor's own maximum (default: 1e-5 for float32)"
+        "--tolerance",
+        type=tolerance,
+        metavar="X",
+        help="allowed difference, relative to a tensor's maximum (default: 1e-5 for float32)",
     )
     add_output(measure, "--profile", metavar="P.json.gz", help="write a trace of one more step here")
     measure.add_argument("--steps", type=positive, default=10, metavar="N", help="steps to time (default: 10)")
@@ -171,13 +174,15 @@ def build_parser() -> argparse.ArgumentParser:
     sweep.add_argument("--chips", type=positive, metavar="N", help="leave out topologies of more than N chips")
     add_limits(sweep)
     add_flags(sweep)
-    sweep.add_argument("--tokens", type=tokens, metavar="N", help="of a whole run, for its days and cost: 15T, 300B")
+    sweep.add_argument(
+        "--tokens", type=tokens, metavar="N", help="tokens of a whole run, for its days and cost: 15T, 300B"
+    )
     sweep.add_argument(
         "--price",
         type=prices,
         default={},
         metavar="CHIP=X,...",
-        help="of one chip for one hour, in any currency; or a file PRICES.json with the same",
+        help="price of a chip for one hour, in any currency; or a file PRICES.json with the same",
     )
     sweep.add_argument(
         "--jobs",
@@ -223,7 +228,7 @@ def build_parser() -> argparse.ArgumentParser:
     )
     stored = {"choices": ("bf16", "fp8", "int8"), "default": "bf16"}
     serve.add_argument("--weights", **stored, help="as stored and multiplied (default: bf16)")
-    serve.add_argument("--cache-dtype", **stored, help="of keys and values (default: bf16)")
+    serve.add_argument("--cache-dtype", **stored, help="dtype of keys and values (default: bf16)")
     add_output(serve, "--jax", metavar="FILE.py", help="write the best way as shardings in JAX here")
     serve.add_argument(
         "--check", action="store_true", help="plan steps of traced programs at the best way too, and compare"
@@ -284,11 +289,11 @@ def build_parser() -> argparse.ArgumentParser:
     explain.add_argument("plan", metavar="PLAN.json", type=Path, help="written by `autoshard plan --out`")
     explain.add_argument("name", metavar="NAME", help="an argument or result, as reports print it")
     explain.add_argument(
-        "--program", metavar="PROGRAM", help="where the program is now (default: where it was); a Python file is run"
+        "--program", metavar="PROGRAM", help="path of the program (default: its path at planning); a Python file is run"
     )
     explain.add_argument("--entry", metavar="NAME", help="name in model.py (default: as it was)")
     explain.add_argument(
-        "--time-limit", type=seconds, default=60.0, metavar="S", help="of processor, to solve (default: 60)"
+        "--time-limit", type=seconds, default=60.0, metavar="S", help="processor seconds to solve (default: 60)"
     )
 
     report = _command(commands, "report", runs.run_report, "show a plan, a sweep or ways to serve")
@@ -300,15 +305,19 @@ def build_parser() -> argparse.ArgumentParser:
     )
     add_output(report, "-o", "--out", metavar="REPORT.html", help="write a page here instead")
     add_output(report, "--perfetto", metavar="TRACE.json", help="write a trace for ui.perfetto.dev here")
-    report.add_argument("--compiled", metavar="C.json", type=Path, help="what `autoshard compile --json` printed")
-    report.add_argument("--profile", metavar="P.json.gz", type=Path, help="what `autoshard measure --profile` wrote")
-    report.add_argument("--compare", metavar="OTHER.json", type=Path, help="another plan to set beside this one")
-    report.add_argument("--measured", metavar="M.json", type=Path, help="what `autoshard measure --json` printed")
-    report.add_argument("--tokens", type=tokens, metavar="N", help="of a sweep: tokens of a whole run, as 15T, 300B")
+    report.add_argument("--compiled", metavar="C.json", type=Path, help="output of `autoshard compile --json`")
+    report.add_argument("--profile", metavar="P.json.gz", type=Path, help="file of `autoshard measure --profile`")
+    report.add_argument("--compare", metavar="OTHER.json", type=Path, help="another plan to compare with this one")
+    report.add_argument("--measured", metavar="M.json", type=Path, help="output of `autoshard measure --json`")
+    report.add_argument("--tokens", type=tokens, metavar="N", help="for a sweep: tokens of a whole run, as 15T, 300B")
     report.add_argument(
-        "--price", type=prices, default={}, metavar="CHIP=X,...", help="of a sweep: a chip's hour, or PRICES.json"
+        "--price",
+        type=prices,
+        default={},
+        metavar="CHIP=X,...",
+        help="for a sweep: price of a chip's hour, or PRICES.json",
     )
-    report.add_argument("--plans", action="store_true", help="of a sweep: write each plan's page too, and link it")
+    report.add_argument("--plans", action="store_true", help="for a sweep: write each plan's page too, and link it")
 
     export = _command(commands, "export", runs.run_export, "write a plan as code or configuration for elsewhere")
     export.add_argument("plan", metavar="PLAN.json", type=Path, help="written by `autoshard plan --out`")
@@ -320,7 +329,7 @@ def build_parser() -> argparse.ArgumentParser:
         "transformers, torchtitan, hlo or torch-pipelining",
     )
     export.add_argument(
-        "--program", metavar="PROGRAM", help="where the program is now (default: where it was); a Python file is run"
+        "--program", metavar="PROGRAM", help="path of the program (default: its path at planning); a Python file is run"
     )
     export.add_argument("--entry", metavar="NAME", help="name in model.py (default: as it was)")
     add_output(
@@ -349,7 +358,7 @@ def build_parser() -> argparse.ArgumentParser:
     solve = _command(commands, "solve", runs.run_solve, "solve a Problem in the contest's format")
     solve.add_argument("problem", metavar="PROBLEM.json", help="JSON, also gzipped; what --save-problem writes")
     solve.add_argument("--time-limit", type=seconds, default=60.0, metavar="S", help="in all (default: 60)")
-    solve.add_argument("--seed", type=whole, default=0, metavar="N", help="of searches that draw lots (default: 0)")
+    solve.add_argument("--seed", type=whole, default=0, metavar="N", help="seed of randomised searches (default: 0)")
     solve.add_argument("--threads", type=positive, default=2, metavar="N", help="to search with (default: 2)")
     solve.add_argument("--iterations", type=positive, metavar="N", help="stop after so many, to repeat a run exactly")
     add_output(solve, "--out", metavar="OUT.json", help="write choices, cost and bound here")
@@ -376,7 +385,9 @@ def build_parser() -> argparse.ArgumentParser:
 
     list_ = _command(commands, "list", other_commands.run_list, "say which models, topologies and chips can be named")
     list_.add_argument("what", choices=other_commands.LISTS, help="models are bundled configurations, for hf:NAME")
-    list_.add_argument("pattern", nargs="?", metavar="PATTERN", help="of topologies: 'v5e:*', 'v6e:16x16*1-4' ...")
+    list_.add_argument(
+        "pattern", nargs="?", metavar="PATTERN", help="pattern of topologies: 'v5e:*', 'v6e:16x16*1-4' ..."
+    )
 
     completion = _command(
         commands,

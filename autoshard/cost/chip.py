@@ -359,7 +359,7 @@ def _check_shapes(data: Mapping[str, Any], origin: str) -> None:
         name, most = "a shape of small_shapes", data["max_chips"]
         _expect(math.prod(shape) <= most, origin, name, shape, f"at most {most} chips, the max_chips")
         _expect(tuple(shape) == in_order(shape), origin, name, shape, f"{list(in_order(shape))}, as it is looked up")
-    _expect(bool(data["device_kinds"]), origin, "device_kinds", [], "what JAX's device_kind says of a TPU")
+    _expect(bool(data["device_kinds"]), origin, "device_kinds", [], "JAX's device_kind of a TPU")
     edge, rule = data["cube_edge"], data["wrap_rule"]
     _expect(not edge or dims == 3, origin, "cube_edge", edge, "0 on a torus of 2 dims")
     cubes = f"cubes of {edge}" if edge else "length N, for axes of N chips"

@@ -266,7 +266,7 @@ def _unpriced(settings: Mapping[str, str], chip: Chip) -> list[str]:
     counted = {FUSED_GATHERS, SPARSE_GATHERS, SPARSE_SUMS, SPARSE_SCATTERS, WINDOWED, CLOCK} | _HELPERS
     other = [f"--{name}" for name in settings if name not in counted]
     if other:
-        notes.append(f"not in the price, whatever it does: {', '.join(other)}.")
+        notes.append(f"flags without effect on the price: {', '.join(other)}.")
     return notes
 
 

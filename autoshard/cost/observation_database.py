@@ -86,7 +86,7 @@ class Database:
             with contextlib.suppress(FileExistsError):
                 os.close(os.open(self.path, os.O_CREAT | os.O_EXCL | os.O_RDWR, PRIVATE))
         except OSError as error:
-            self._say("write", f"cannot be written ({error.strerror or error}); what is seen is not kept.")
+            self._say("write", f"cannot be written ({error.strerror or error}); new observations are not saved.")
             return False
         return self._work(insert, False)
 

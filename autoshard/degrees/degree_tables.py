@@ -64,8 +64,8 @@ def degree_report(choices: Sequence[DegreeChoice]) -> RenderableType:
     near = sum(each.step.seconds <= fastest.step.seconds * (1 + INDISTINCT) for each in fitting)
     text = (
         f"{len(choices)} plans multiply, {len(fitting)} of them fit, {near} within {100 * INDISTINCT:.0f} % of the "
-        "fastest, as near as nine in ten predictions of measured runs on several nodes of A100 were. Of these the "
-        "first waits least often for messages between nodes, which were far slower than priced in one sweep on H100"
+        "fastest: nine in ten predictions of measured runs on several nodes of A100 were as near. The first of these "
+        "waits least often for messages between nodes, which were far slower than priced in one sweep on H100"
     )
     text += (
         "."

@@ -95,7 +95,7 @@ def explicit_text(plan: Plan, sentence: str, program: Program | None = None) -> 
     check_explicit(plan, program)
     hints: list[Hint] = []
     if sentence.startswith("Predicted"):
-        sentence += " That is `jit_unchanged`; a step with the hints is not priced."
+        sentence += " It is for `jit_unchanged`; a step with the hints is not priced."
     lacks = ["hints inside of the step, for which its program is needed."]
     if program is not None:
         hints, in_gradients = explicit_hints(plan, program)

@@ -121,14 +121,14 @@ def maxtext_remat(plan: Plan) -> tuple[str, list[str]]:
         return "", []
     policy, lacks = planned.of(0), []
     if len(planned.parts) > 1:
-        lacks.append(f"what only the first layers do ({clean(str(planned))}); here all do as the first one.")
+        lacks.append(f"recomputation in the first layers alone ({clean(str(planned))}); here all follow the first one.")
     if not policy.names and policy.base != "dots":
         return f"remat_policy: {policy.base}\n", lacks
     places = {name: _place(policy, name, values) for name, values in MAXTEXT.items()}
     known = {value for values in MAXTEXT.values() for value in values}
     unknown = [name for name in policy.names if not any(_means(name, value) for value in known)]
     if unknown:
-        lacks.append(f"where {', '.join(clean(name) for name in unknown)} wait; MaxText has no such tensor.")
+        lacks.append(f"the places of {', '.join(clean(name) for name in unknown)}; MaxText has no such tensor.")
     return "remat_policy: custom\n" + "".join(f"{name}: {place}\n" for name, place in places.items()), lacks
 
 

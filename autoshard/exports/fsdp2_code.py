@@ -120,7 +120,11 @@ def fsdp2_text(plan: Plan, sentence: str) -> str:
         *lost,
         *([f"{', '.join(unlike)}: split by some of the axes, by several dims or unevenly."] if unlike else []),
         *([f"{', '.join(whole)}: whole over the batch's devices; FSDP splits them as well."] if whole else []),
-        *([f"{', '.join(elsewhere)}: split beside the batch; they are whole there."] if elsewhere else []),
+        *(
+            [f"{', '.join(elsewhere)}: split by axes that do not split the batch; they are whole there."]
+            if elsewhere
+            else []
+        ),
         "optimizer state; state made like its parameter is split like it.",
         "the device order; ranks are laid out row-major over the mesh.",
     )

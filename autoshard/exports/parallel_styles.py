@@ -118,7 +118,7 @@ def read_layers(plan: Plan, form: str) -> Layers:
             lacks.append(f"{name}: it is also split over the batch's devices, which {instead}.")
     for path, name in sorted(biases.items()):
         if styles.get(path, "").removeprefix(COLUMNS_LAST) != "colwise":
-            lacks.append(f"{name}: it is held as its module's weight asks for.")
+            lacks.append(f"{name}: its placement follows its module's weight.")
     return Layers(tuple(tensor), styles, linear, frozenset(tied), tuple(others), tuple(lacks))
 
 

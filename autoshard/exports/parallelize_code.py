@@ -128,7 +128,7 @@ def torchtitan_text(plan: Plan, sentence: str) -> str:
     data = styles.data > 1
     lacks = _lacks(plan, styles.tensor, styles.styles, styles.lacks)
     if data:
-        lacks = (*lacks, "what of a parameter each device of the batch holds: FSDP splits every one by its first dim.")
+        lacks = (*lacks, "the dims by which the batch's devices split parameters: FSDP splits the first dim of each.")
     return head(plan, lacks, sentence) + _TORCHTITAN.format(
         mesh=({"fsdp": styles.data} if data else {}) | {"tp": styles.tensor},
         rows="".join(f"            {name!r}: {_CALLS[style]},\n" for name, style in styles.styles.items()),
@@ -145,5 +145,5 @@ def _lacks(plan: Plan, tensor: int, styles: Mapping[str, str], own: tuple[str, .
     gathers = sorted(name for name, style in styles.items() if style.removeprefix(COLUMNS_LAST) in GATHERED.values())
     if tensor == 1:
         raise UserError("tensor parallelism over one device splits nothing: the plan splits only the batch.")
-    whole = [f"that values stay split around {', '.join(gathers)}: they are gathered there."] if gathers else []
+    whole = [f"values that stay split around {', '.join(gathers)}: they are gathered there."] if gathers else []
     return (*unpinned(plan, "each style gathers and sums what it has to"), *own, *whole)

@@ -84,7 +84,7 @@ def pipelining_text(plan: Plan, sentence: str) -> str:
     lacks = ["the optimizer, which runs in every process on the parameters of its own chunks."]
     if math.prod(inside.values()) > 1:
         axes = ", ".join(f"{axis}={size}" for axis, size in inside.items())
-        lacks.insert(0, f"how the {math.prod(inside.values())} devices of a stage ({axes}) split its modules.")
+        lacks.insert(0, f"the split of modules over the {math.prod(inside.values())} devices of a stage ({axes}).")
     return head(plan, tuple(lacks), sentence) + _CODE.format(
         schedule=SCHEDULES[name],
         stages=pipeline.stages,

@@ -118,8 +118,8 @@ def _refuse_nothing(plan: Plan, form: Form, program: Program | None) -> None:
     count = splits_in_plan(plan)
     if count and splits_nothing(specs, plan.mesh):
         raise UserError(
-            f"in the {form.name} form every device would hold and do everything: all {count} splits of the plan are "
-            f"of values that it cannot hold; plan for it with --for {form.name}, or write it all the same with --force."
+            f"the {form.name} form can express none of the plan's {count} splits, so every device would do all work; "
+            f"plan with --for {form.name}, or write it all the same with --force."
         )
 
 
@@ -141,13 +141,13 @@ def _priced(plan: Plan, form: Form, program: Program | None, problem: str) -> tu
         step, peak = format_seconds(planned.step_time_s), format_bytes(planned.peak_bytes)
         return planned, f"Predicted: a step of {step}, {peak} of one device of the fullest stage."
     if problem and plan.origin.form != form.name:
-        return None, f"What this form holds is not priced: {problem}"
+        return None, f"This form's specs are not priced: {problem}"
     try:
         prediction = plan.prediction if program is None else price_form(plan, program, form)
     except UserError as error:
-        return None, f"What this form holds is not priced: {error}"
+        return None, f"This form's specs are not priced: {error}"
     if prediction is None:
-        return None, "What this form holds is not priced: it splits in ways that are not modelled."
+        return None, "This form's specs are not priced: it splits in ways that are not modelled."
     planned = plan.prediction
     both = f"the plan whole: {format_seconds(planned.step_time_s)}, {format_bytes(planned.peak_bytes)}"
     if (prediction.step_time_s, prediction.peak_bytes) == (planned.step_time_s, planned.peak_bytes):
@@ -243,7 +243,7 @@ def _flax(plan: Plan, sentence: str) -> str:
         rules=f"# For flax.linen.logical_axis_rules, or nnx.logical_axis_rules.\nRULES = (\n{listed})\n",
         parameters="# Names for nn.with_logical_partitioning, or nnx.with_partitioning, of each parameter.\n"
         + table("LOGICAL_AXES", rows),
-        inputs="# The same of what the step takes beside them.\n" + table("INPUT_AXES", inputs),
+        inputs="# The same for the step's other inputs.\n" + table("INPUT_AXES", inputs),
     )
 
 

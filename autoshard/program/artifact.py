@@ -64,7 +64,7 @@ def _hlo_proto(text: str, file: Path) -> bytes:
     """Convert HLO text to a proto. Raises `UserError` for a dump that was written after optimisation."""
     if re.search(r"is_scheduled=true|[ =]fusion\(|[ =]bitcast\(", text):
         raise UserError(
-            f"`{file}` is an HLO dump taken after optimisation; give the one before it, with `before_optimizations` "
+            f"`{file}` is an HLO dump after optimisation; give the one before it, with `before_optimizations` "
             "in its name."
         )
     return mlir.hlo_text_to_proto(text, str(file))

@@ -100,10 +100,9 @@ def user_code(label: str, run: Callable[[], Any]) -> Any:
             ) from error
         if message := re.match(r"Found an unbound axis name: (\S+?)\.?(?:\s|$)", text):
             raise UserError(
-                f"`{label}` has a collective over the axis `{message[1]}`, which only jax.pmap, jax.vmap or "
-                "jax.shard_map around it would bind: give the step over whole arrays without that collective (a plan "
-                "puts the sums where they are needed), or with its own jax.shard_map or jax.vmap(axis_name=...) "
-                "around it."
+                f"`{label}` has a collective over the axis `{message[1]}`, which only an enclosing jax.pmap, "
+                "jax.vmap or jax.shard_map binds: give the step over whole arrays without that collective (the plan "
+                "adds sums), or enclosed in its own jax.shard_map or jax.vmap(axis_name=...)."
             ) from error
         raise UserError(f"`{label}` could not be traced by JAX: {type(error).__name__}: {text}.") from error
 

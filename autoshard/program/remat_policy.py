@@ -59,11 +59,11 @@ def read_policy(text: str) -> Policy:
     named = [name for listed in values.values() for name in listed]
     twice = next((name for name in named if named.count(name) > 1), None)
     if twice is not None:
-        raise UserError(f"remat `{text}` names `{twice}` twice; a value is kept or sent to the host, once.")
+        raise UserError(f"remat `{text}` names `{twice}` twice; a value stays on the device or goes to the host, once.")
     if base == "none" and named:
         raise UserError(
-            f"remat `{text}`: with `none` nothing is computed again and every value stays on the device; write `full` "
-            "or `dots` before what is kept or sent to the host."
+            f"remat `{text}`: `none` recomputes nothing, so every value stays on the device; write `full` or `dots` "
+            "before values to keep or to offload."
         )
     return Policy(base, **values)
 
@@ -71,8 +71,8 @@ def read_policy(text: str) -> Policy:
 def unknown_remat(text: str) -> UserError:
     """Return the error for a text that is no remat policy."""
     return UserError(
-        f"remat `{text}` does not exist; use `none`, `dots` or `full`, values beside them as in "
-        "`full,keep=q_proj/k_proj,offload=input`, or a choice for the first layers and one for the others, such as "
+        f"remat `{text}` does not exist; use `none`, `dots` or `full`, with values as in "
+        "`full,keep=q_proj/k_proj,offload=input`, or one choice for the first layers and another for the rest, as "
         "`full:20+none`."
     )
 

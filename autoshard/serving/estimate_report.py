@@ -132,7 +132,9 @@ def _fit_sentence(chip: str, place: Topology | None, counted: bool) -> str:
     """Return a sentence on the fewest devices of a chip on which the model fits."""
     if place is None:
         return f"It fits on no number of {chip} devices that was tried; give a smaller batch, or another chip."
-    least = "the fewest devices of that chip on which it does are" if counted else "of that chip it needs at least"
+    least = (
+        "the fewest devices of that chip on which it does are" if counted else "it needs at least so many of that chip:"
+    )
     return f"It does not fit on {chip} as asked; {least} {place.num_devices}, {place.name}."
 
 

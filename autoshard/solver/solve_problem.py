@@ -291,7 +291,7 @@ class _Solve:
         if proven and (blind or (dearest >= FORBIDDEN and self.only_dear())):
             raise OutOfRangeError(
                 f"the costs of the problem {costs_text}, and no choices were found whose cost is less than {FORBIDDEN}"
-                f"{' above the least that may be' if blind else ''}: such sums cannot be told from forbidden ones; "
+                f"{' above the least that may be' if blind else ''}: such sums look like forbidden ones; "
                 f"divide all costs by {dearest // FORBIDDEN + 1}"
             )
         if self.nearest is not None:

@@ -74,7 +74,7 @@ def _experts(dims: Mapping[str, Any]) -> dict[str, Any]:
     if whole_number(dims, "experts", 1) == 1:
         return {}
     if not dims.get("top_k"):
-        raise IncompleteError("how many experts see a token is not stated")
+        raise IncompleteError("the number of experts for each token is not stated")
     counts = {key: whole_number(dims, key) if dims.get(key) else 0 for key in ("shared_experts", "first_dense_layers")}
     return {
         "experts": whole_number(dims, "experts"),

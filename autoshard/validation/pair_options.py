@@ -111,7 +111,7 @@ def _spread_state(run: Run, value: Any) -> Run:
     if not isinstance(value, bool):
         raise IncompleteError(f"zero1={value} is neither true nor false")
     if value and (run.copies == 1 or run.spread * run.tensor * run.experts > 1):
-        raise IncompleteError("zero1 beside other degrees than data parallelism is not rebuilt")
+        raise IncompleteError("zero1 with degrees other than data parallelism is not rebuilt")
     return dataclasses.replace(run, spreads_state=value)
 
 
@@ -120,7 +120,7 @@ def _summed_late(run: Run, value: Any) -> Run:
     if not isinstance(value, bool):
         raise IncompleteError(f"deferred_grad_allreduce={value} is neither true nor false")
     if value and (run.copies == 1 or run.spread * run.tensor * run.experts > 1):
-        raise IncompleteError("deferred_grad_allreduce beside other degrees than data parallelism is not rebuilt")
+        raise IncompleteError("deferred_grad_allreduce with degrees other than data parallelism is not rebuilt")
     if value and run.batch // run.accumulation % run.copies:
         raise IncompleteError(f"a microbatch of {run.batch // run.accumulation} does not divide by dp={run.copies}")
     return dataclasses.replace(run, sums_late=value)

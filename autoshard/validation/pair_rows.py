@@ -312,7 +312,7 @@ def _remat(said: Mapping[str, Any], plan: Mapping[str, Any]) -> tuple[str, tuple
     places = {name: "device" for name in SAVED[word]} | {_SAVES.get(k, k): v for k, v in (named | single).items()}
     unknown = sorted(name for name, where in places.items() if where != "remat" and name not in (*SAVABLE, "input"))
     if unknown or not set(places.values()) <= {"device", "offload", "remat"}:
-        raise IncompleteError(f"remat {text!r} with {single or 'nothing'} beside it keeps a value that is not rebuilt")
+        raise IncompleteError(f"remat {text!r} with {single or 'nothing'} saves a value that is not rebuilt")
     offloaded = tuple(name for name, where in places.items() if where == "offload")
     saved = tuple(name for name, where in places.items() if where != "remat" and name != "input")
     return "full", saved, offloaded
@@ -356,7 +356,7 @@ def _dtypes(said: Mapping[str, Any], assumed: list[str]) -> dict[str, Any]:
     if name in ("adafactor", "sgd"):
         dtypes["optimizer"] = "sgd"
     if name == "adafactor":
-        assumed.append("SGD for Adafactor, whose factored moments are small beside the parameters")
+        assumed.append("SGD for Adafactor, whose factored moments are small relative to the parameters")
     return dtypes
 
 

@@ -121,7 +121,7 @@ def _context(group: Mapping[str, Any], assumed: list[str]) -> int:
     phases = [_PHASE.fullmatch(str(row["plan"].get("phase"))) for row in group["rows"] if isinstance(row["plan"], dict)]
     lengths = {int(phase[2]) for phase in phases if phase is not None and phase[1] == "prefill"}
     if len(lengths) != 1:
-        raise IncompleteError("how many tokens stand before the decoded ones is not stated")
+        raise IncompleteError("the context length of the decoded tokens is not stated")
     assumed.append(f"a context of {max(lengths)} tokens, as the prefills have")
     return lengths.pop()
 

@@ -126,7 +126,7 @@ def test_what_cannot_be_pickled_leaves_this_process_alone() -> None:
         before = crew.jobs_helped
         crew.run(Naps(3))
         assert crew.jobs_helped == before
-        assert any("helper processes cannot be told of the secret" in line for line in said)
+        assert any("helper processes cannot receive the secret" in line for line in said)
 
 
 class Naps:

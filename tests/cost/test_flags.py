@@ -89,7 +89,7 @@ def test_flags_that_are_not_in_the_price_are_named() -> None:
     base = load_calibration("v5e")
     flagged = with_flags(base, read_flags("--xla_tpu_scoped_vmem_limit_kib=65536 --xla_made_up=3"))
     assert flagged.calibration == base and not flagged.priced
-    assert flagged.notes == ("not in the price, whatever it does: --xla_tpu_scoped_vmem_limit_kib, --xla_made_up.",)
+    assert flagged.notes == ("flags without effect on the price: --xla_tpu_scoped_vmem_limit_kib, --xla_made_up.",)
     (note,) = with_flags(load_calibration("h100"), read_flags(SPARSE)).notes
     assert note == "XLA flags are not priced on h100: they are TPUs'."
     assert with_flags(base, ()).notes == ()

@@ -176,7 +176,7 @@ def _mistyped(path):
         (_write_bytes(b"\x00\x01\x02\xff" * 9), "noise.pb", "does not convert from HLO to StableHLO"),
         (_truncated, "cut.bc", "is not a readable StableHLO module"),
         (_mistyped, "typo.mlir", "is not a readable StableHLO module: .*tanhh"),
-        (_optimised, "after.hlo", "is an HLO dump taken after optimisation"),
+        (_optimised, "after.hlo", "is an HLO dump after optimisation"),
         (_symbolic, "any.jax_export", "was exported with symbolic shapes"),
         (_dynamic, "any.mlir", r"argument 0 of `main` has the dynamic shape tensor<\?x4xf32>"),
         (_no_main, "f.mlir", r"has no function `main` \(its functions: `f`\)"),

@@ -117,7 +117,7 @@ def test_the_busiest_device_takes_longer_where_groups_are_split() -> None:
 def test_imbalance_is_said() -> None:
     options = {"batch": 2, "seq": 16, "imbalance": 1.5}
     said = [open_source("hf:mixtral-tiny", experts=f"sorted:{n}", **options).notes[1:] for n in (2, 4)]
-    assert said[0][0].startswith("The busiest device is held to have 1.5 times the mean number of tokens")
+    assert said[0][0].startswith("The busiest device is assumed to have 1.5 times the mean number of tokens")
     assert not said[1], "with an expert in each group all rows are multiplied"
 
 

@@ -54,7 +54,7 @@ def test_values_of_buffers_that_decide_what_is_computed():
 
     program, found, wanted = both(Scheduled(), np.arange(6, dtype=np.float32).reshape(2, 3))
     close(found[0], wanted[0].numpy())
-    assert any("follows from values of its buffers: `probability` and 1 more" in note for note in program.notes)
+    assert any("depend on values of its buffers: `probability` and 1 more" in note for note in program.notes)
 
 
 def test_what_is_written_into_known_values_is_known(monkeypatch):

@@ -148,10 +148,10 @@ def test_policies_are_read_and_written() -> None:
         ("full,keep=q_proj/wq", "names `wq`, which is no value of `llama-tiny`: its layers have context, down_proj, "),
         (
             "none,offload=input",
-            "with `none` nothing is computed again and every value stays on the device; write",
+            "`none` recomputes nothing, so every value stays on the device; write",
         ),
-        ("full,keep=input,offload=input", "names `input` twice; a value is kept or sent to the host, once"),
-        ("full,keep=", "does not exist; use `none`, `dots` or `full`, values beside them as in `full,keep="),
+        ("full,keep=input,offload=input", "names `input` twice; a value stays on the device or goes to the host, once"),
+        ("full,keep=", "does not exist; use `none`, `dots` or `full`, with values as in `full,keep="),
         ("full,hold=input", "does not exist"),
         ("full,keep=input,keep=context", "does not exist"),
         ("full,keep=input:0+none", "does not exist"),

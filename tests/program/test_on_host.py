@@ -157,7 +157,7 @@ def test_another_step_than_the_planned_one_is_refused() -> None:
 
 REFUSED = {
     "no state": (optax.sgd(0.1), True, "`step` updates no optimizer state .* with an optimizer that has moments"),
-    "no stack": (CLIPPED, False, "`step` has no stack of layers whose optimizer state is updated element by element"),
+    "no stack": (CLIPPED, False, "`step` has no stack of layers with an element-wise update of optimizer state"),
     "by norms": (optax.lamb(1e-2), True, "`step` has no stack of layers .* an optimizer such as adamw"),
     "by rows": (optax.adafactor(1e-2, min_dim_size_to_factor=8), True, "`step` has no stack of layers"),
 }

@@ -138,7 +138,7 @@ def test_a_module_without_matmuls_is_said() -> None:
     layer = nn.Sequential(nn.Linear(4, 4), nn.Tanh()).double()
     contexts = torch_contexts(read_policy("full,keep=act"), layer, {"act": ("1",)})
     x = torch.randn(2, 4, dtype=torch.float64, requires_grad=True)
-    with pytest.warns(UserWarning, match="No matmul ran in `act`, so nothing of it is kept"):
+    with pytest.warns(UserWarning, match="No matmul ran in `act`, so none of its values is saved"):
         checkpoint(layer, x, use_reentrant=False, context_fn=contexts).sum().backward()
 
 

@@ -150,4 +150,4 @@ def test_what_a_layer_holds_may_be_used_outside_of_the_layers_too():
     module(x, time).square().mean().backward()
     for name, parameter in module.named_parameters():
         np.testing.assert_allclose(found[name], parameter.grad, atol=1e-6)
-    assert function.notes == ["The layers of `blocks` are not scanned: what they hold is used outside of them too."]
+    assert function.notes == ["The layers of `blocks` are not scanned: their parts are used outside of them too."]

@@ -207,7 +207,7 @@ def test_what_no_style_says_is_said(plan: Plan) -> None:
     text = export_plan(made, "torchtitan")
     assert f"{LAYER}.input_layernorm.weight: it is of no linear layer or embedding; it is whole here." in text
     assert "input_layernorm" not in text.partition("parallelize_module(")[2]
-    assert "FSDP splits every one by its first dim" in text
+    assert "FSDP splits the first dim of each" in text
 
 
 @pytest.mark.parametrize("form", ["transformers", "torchtitan"])

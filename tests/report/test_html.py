@@ -185,7 +185,7 @@ def test_what_no_collective_exposes_is_waiting_for_links(plan: Plan):
     (first, *_) = plan.prediction.collectives
     prediction = dataclasses.replace(plan.prediction, collectives=(dataclasses.replace(first, exposed_s=0.1),))
     text = " ".join(Page(html_report(dataclasses.replace(plan, prediction=prediction))).text.split())
-    words = "waiting for links that are busy for longer than the compute beside them"
+    words = "waiting for links that are busy for longer than concurrent compute"
     assert f"exposed: {first.kind} over data 100 ms, {words} 210 ms" in text
     assert "other exposed communication 60 ms" in " ".join(Page(html_report(plan)).text.split())
 

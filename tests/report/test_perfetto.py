@@ -126,5 +126,5 @@ def test_what_is_no_profile_is_refused(tmp_path: Path, content: bytes | None, se
 def test_an_empty_profile_and_an_empty_estimate_are_refused(plan: Plan):
     with pytest.raises(UserError, match="no events with a duration"):
         perfetto_trace(plan, profile=[{"ph": "M"}])
-    with pytest.raises(UserError, match="no estimate laid out in time; give what `autoshard compile --json` printed"):
+    with pytest.raises(UserError, match="has no timeline; give the output of `autoshard compile --json`"):
         perfetto_trace(plan, {"time": None})

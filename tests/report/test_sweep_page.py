@@ -74,7 +74,7 @@ def test_the_pages_of_its_plans_are_written_and_linked(kept: Path, tmp_path: Pat
     [
         ("../out.json", "-o s.html", "is damaged: '../out.json' is no file in the folder of the sweep."),
         ("", "-o s.html", "keeps no plans: sweep with --out FOLDER to have them."),
-        ("a.plan.json", "", "--plans writes pages beside that of the sweep; name it with --out sweep.html."),
+        ("a.plan.json", "", "--plans writes pages next to the page of the sweep; name that with --out sweep.html."),
     ],
 )
 def test_pages_of_plans_need_plans_of_the_sweep(
@@ -109,7 +109,7 @@ def test_names_cannot_leave_their_place(name: str):
         ("kept -o no/where.html", "no/where.html: the directory "),
         ("kept --price v5p=-1", "argument --price: '-1' is not a positive number"),
         ("kept --price v5q=1", "unknown chip 'v5q'; did you mean"),
-        ("plan.json --tokens 1B", "--tokens is for a sweep; plan.json is none that `autoshard sweep --out` kept."),
+        ("plan.json --tokens 1B", "--tokens is for a sweep; plan.json was not saved by `autoshard sweep --out`."),
         ("empty", "empty has no rows yet; run its sweep first."),
         ("damaged.json", "damaged.json is not a file that `autoshard sweep --out` wrote"),
     ],

@@ -60,7 +60,7 @@ def test_rows_say_phase_layout_and_time(tmp_path: pathlib.Path):
         (DECODE | {"attention": "ring"}, "attention='ring' is neither split by heads nor by batch"),
         (DECODE | {"batch": 0}, "batch is 0"),
         (DECODE | {"tp": 4}, "tp=4 is not rebuilt in serving"),
-        (DECODE, "how many tokens stand before the decoded ones is not stated"),
+        (DECODE, "the context length of the decoded tokens is not stated"),
     ],
 )
 def test_what_is_not_rebuilt_says_why(tmp_path: pathlib.Path, plan: dict[str, Any], reason: str):

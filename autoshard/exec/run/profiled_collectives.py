@@ -80,7 +80,7 @@ def time_collectives(
         try:
             ran = [event for file in sorted(directory.rglob("*.xplane.pb")) for event in read_events(file)]
         except ValueError as error:
-            return CollectiveTimes((), f"what the profiler wrote cannot be read: {error}")
+            return CollectiveTimes((), f"the profiler's output cannot be read: {error}")
     return collective_times([event for event in ran if event.module in ("", module)], steps, found)
 
 

@@ -110,7 +110,7 @@ def _results(
             yield *tasks[number], made
     except concurrent.futures.BrokenExecutor as error:
         raise UserError(
-            f"a worker of the sweep died ({error}): run it again with fewer --jobs; what is done is kept."
+            f"a worker of the sweep died ({error}): run it again with fewer --jobs; finished rows are saved."
         ) from error
 
 

@@ -198,8 +198,8 @@ def _granted(topology: Topology, peak_bytes: float) -> list[str]:
         return []
     total = topology.chip.hbm_bytes / topology.chip.devices_per_chip
     return [
-        f"the step needs {format_bytes(peak_bytes)} of a GPU's {format_bytes(total)}, of which JAX takes 75% unless "
-        f"told: set {FRACTION}={fraction:.2f} before Python starts."
+        f"the step needs {format_bytes(peak_bytes)} of a GPU's {format_bytes(total)}, of which JAX allocates 75% "
+        f"by default: set {FRACTION}={fraction:.2f} before Python starts."
     ]
 
 
@@ -233,7 +233,7 @@ def _relaid(model: Model, arguments: Mapping[str, Spec], memory_limit: int) -> l
     what = f"`{argument.name}`" if len(sizes) == 1 else f"`{argument.name}` and {len(sizes) - 1} more arguments"
     size = format_bytes(sum(sizes.values()))
     return [
-        f"{what} of shape {list(argument.shape)} lie with other dims before the batch dims of the dots that take them: "
+        f"{what} of shape {list(argument.shape)} have other dims before the batch dims of their dots: "
         f"the compiler copies them around the loop ({size} more memory); a shape of {list(stack.better)} needs no copy."
     ]
 
@@ -266,8 +266,8 @@ def _host_warning(model: Model, choices: NDArray[np.int64], outcome: Outcome) ->
         return []
     percent = 50 * math.ceil(2 * (outcome.peak_bytes + hosted) / usable)
     return [
-        f"the compiler counts the {format_bytes(hosted)} of arguments on the hosts as memory of a device and would "
-        f"compute values again for want of it: plan and run with `--xla-flags={_REMAT_LIMIT}={percent}`."
+        f"the compiler counts the {format_bytes(hosted)} of arguments on the hosts as memory of a device and "
+        f"would recompute values to save memory: plan and run with `--xla-flags={_REMAT_LIMIT}={percent}`."
     ]
 
 

@@ -218,7 +218,7 @@ def _slower(trial: MeshAttempt, chosen: MeshAttempt) -> str:
         return f"saves {-excess:.2%}, and a further axis must save {LEAST_GAIN:.1%}"
     # Smaller differences print as 0.0%.
     if excess < 5e-4:
-        return "as fast; the simpler, earlier one is taken"
+        return "as fast; the simpler, earlier one is chosen"
     exposed = (mine.step_time_s - mine.compute_s, theirs.step_time_s - theirs.compute_s)
     parts = []
     for name, own, other in (

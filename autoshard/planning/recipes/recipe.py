@@ -122,7 +122,7 @@ def beaten_row(recipe: Recipe, bound_s: float, elements: int, least_bytes: int) 
 
 def implied_row(recipe: Recipe, other: RecipeTried) -> RecipeTried:
     """Return the row of a recipe that is slower because `other` is, which computes less."""
-    reason = f"not planned: {difference(other.recipe, recipe)} is slower whatever fits"
+    reason = f"not planned: {difference(other.recipe, recipe)} is slower in every case"
     return RecipeTried(recipe, RecipeOutcome.IMPLIED, reason)
 
 

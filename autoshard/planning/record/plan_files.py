@@ -94,7 +94,7 @@ def _amounts(plan: Plan) -> Iterator[str]:
         yield from _negative(row, f"ops.{number}")
     for number, held in enumerate(plan.timeline.held if plan.timeline else ()):
         if not 0 <= held.first <= held.last < len(plan.timeline.moments_s if plan.timeline else ()):
-            yield f"`timeline.held.{number}` is held from moment {held.first} to {held.last}, which are not there"
+            yield f"`timeline.held.{number}` is live from moment {held.first} to {held.last}, which are not there"
         yield from _negative(held, f"timeline.held.{number}")
     for number, span in enumerate(plan.timeline.spans if plan.timeline else ()):
         yield from _negative([span.start_s, span.seconds], f"timeline.spans.{number}")

@@ -127,7 +127,7 @@ def check_exchange(program: Program, graph: OpGraph, mesh: Mesh | None) -> None:
             keys, shared = wide.heads
             raise UserError(
                 f"an exchange of heads needs a mesh axis that divides the {keys} key-value heads of an attention"
-                f"{f', or the {shared} query heads of each' if shared > 1 else ''}, and the mesh has {listed}: take a "
+                f"{f', or the {shared} query heads of each' if shared > 1 else ''}, and the mesh has {listed}; use a "
                 "smaller axis, repeat keys and values for more heads, or exchange by `gather` or `ring`."
             )
     if program.exchange == "ring":

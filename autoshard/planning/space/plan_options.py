@@ -84,7 +84,7 @@ def read_options(topology: str, user_options: PlanOptions) -> Options:
             raise UserError(f"pin_from is {pinned!r}; give a plan, or the path of one.")
         asked = read_asked(pins, replicate, forbid, axis_only, None if pinned is None else parameter_specs(pinned))
     elif any((pins, replicate, forbid, axis_only)) or pinned is not None:
-        raise TypeError("`asked` has all demands: leave out pins, replicate, forbid, axis_only and pin_from beside it")
+        raise TypeError("`asked` has all demands: leave out pins, replicate, forbid, axis_only and pin_from with it")
     read = Options(topology=topology, asked=asked, **options)
     _check_kinds(read)
     # Bytes are whole numbers, and a plan's file cannot store numpy scalars.

@@ -178,8 +178,8 @@ def _unreadable(pattern: str, spec: Any) -> UserError:
     """Return the error for a pin of an unknown form."""
     return UserError(
         f"the pin of `{pattern}` is {spec!r}; write it as reports do ('4096/data x 14336'), or an entry for each "
-        "dim, such as 'model,None', with `+` between axes that split one dim, `?` for a dim that is left free, and "
-        "`...` at the end where all further dims are whole."
+        "dim, as 'model,None': `+` joins axes of one dim, `?` leaves a dim free, and a final `...` leaves all further "
+        "dims whole."
     )
 
 
@@ -296,8 +296,8 @@ class _Requirements:
             more = f" after the {stacked} of the stack of layers" if stacked else ""
             raise UserError(
                 f"{pin.flag} has {len(pin.dims)} dims, but {name} of shape {list(shape)} has {len(shape) - stacked}"
-                f"{more}: write an entry for each, None for a whole dim, ? for one that is left free, or ... for all "
-                "further dims, which are whole."
+                f"{more}: write an entry for each: None for a whole dim, ? for a free one, or a final ... if all "
+                "further dims are whole."
             )
         for size, own in zip(pin.sizes or (), shape[missing:], strict=False):
             if size not in (None, own):

@@ -97,8 +97,8 @@ class _Found:
 
 
 _NOT_HANDED_ON = (
-    "hands every value on to the next stage alone, with a gradient (skip connections stay within two stages, masks, "
-    "what is made of inputs alone and shared parameters within one); use fewer stages or chunks."
+    "sends each value to the next stage alone, with a gradient. Skip connections must stay within two stages; masks, "
+    "values of inputs alone and shared parameters within one. Use fewer stages or chunks."
 )
 
 
@@ -281,7 +281,7 @@ class StageSearch:
             if axes.get(AXIS, stages) != stages or math.prod(inner.values()) != own:
                 raise UserError(
                     f"the mesh {given if isinstance(given, str) else axes} is not that of {stages} stages on "
-                    f"{self.topology.num_devices} devices; leave it out, or write {AXIS}={stages} and beside it "
+                    f"{self.topology.num_devices} devices; leave it out, or write {AXIS}={stages} and "
                     f"the axes of one stage, such as data={own}."
                 )
             return [{AXIS: stages, **inner}]

@@ -36,9 +36,9 @@ def on_host(program: Program, what: str) -> Program:
     hosted = split_updates(closed.jaxpr, ties, state).hosted
     if not hosted:
         raise UserError(
-            f"`{program.name}` has no stack of layers whose optimizer state is updated element by element, which is "
-            "what can wait in the hosts' memory: run its layers by jax.lax.scan over parameters with a leading dim of "
-            "layers, with an optimizer such as adamw, or leave out `--host optimizer`."
+            f"`{program.name}` has no stack of layers with an element-wise update of optimizer state, which the "
+            "hosts' memory could store: run its layers by jax.lax.scan over stacked parameters with an optimizer such "
+            "as adamw, or leave out `--host optimizer`."
         )
     fn = Streamed(program.fn, ties, hosted)
     lowered = lower_function(fn, program.args, program.donate_argnums, program.name)

@@ -190,7 +190,7 @@ def mask_refusal(*, bias: bool, padding: bool, position: bool) -> str:
     if bias:
         return "its scores have a bias or a mask of their own, which the kernel does not take"
     if padding:
-        return "it is told which keys are padding, and a query that sees none has no result in the kernel"
+        return "it has a mask of padded keys, and a query that sees none has no result in the kernel"
     return ""
 
 

@@ -309,7 +309,7 @@ def _sorted(x: Any, weights: Any, mask: Any, layers: Experts, active: int, one: 
     busiest = min(how.imbalance, max(1.0, groups * rows / (length * active)))  # at most as many as there are rows
     if busiest > 1 and experts > groups:
         _tell(
-            f"The busiest device is held to have {busiest:g} times the mean number of tokens for its experts: their "
+            f"The busiest device is assumed to have {busiest:g} times the mean number of tokens for its experts: their "
             "matmuls take as much longer where groups of experts are split; the exchange "
             + ("takes as much longer too." if ragged else "is padded, and takes the same.")
         )

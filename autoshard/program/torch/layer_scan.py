@@ -62,7 +62,7 @@ def scanned(
             if not run.ran:  # the module may call parts of a layer directly
                 raise NotRepeatedError(run.block, "the layers are not called one after the other")
             if run.block in elsewhere:
-                raise NotRepeatedError(run.block, "what they hold is used outside of them too")
+                raise NotRepeatedError(run.block, "their parts are used outside of them too")
         compared.update(run.block for run in runs)
     finally:
         for layer, forward in reversed(replaced):

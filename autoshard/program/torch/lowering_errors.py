@@ -48,15 +48,15 @@ def lowering_error(error: BaseException, label: str, module: Any) -> UserError:
     if isinstance(error, TorchGradientError):
         return UserError(
             f"`{label}` could not be lowered: its code asks torch for gradients{place} (`torch.autograd.grad`, "
-            "`backward`, `jacobian`), which torch does not follow through lowered operations; "
-            "write the derivative out, or give the program as a JAX function with `jax.grad`."
+            "`backward`, `jacobian`), which lowered operations do not record; "
+            "write the derivative out, or give a JAX function with `jax.grad`."
         )
     if kind not in _VALUES and _passes(error.__traceback__, _TRANSFORMS):
         return UserError(
             f"`{label}` could not be lowered: its code calls a transform of torch.func"
             f"{_place(error.__traceback__, module, _TRANSFORMS)} (`vmap`, `grad`, "
-            "`jacrev`, `jvp`) around an operation that has no lowering there; write it for the whole batch, or give "
-            "the program as a JAX function with `jax.vmap` or `jax.grad`."
+            "`jacrev`, `jvp`) around an operation without lowering there; write it for the whole batch, or give "
+            "a JAX function with `jax.vmap` or `jax.grad`."
         )
     if unlowerable := re.search(r"returned a value of type <class '([^']*)'>.*not a valid JAX type", text):
         returned, how = unlowerable[1].rpartition(".")[2], "return tensors, in tuples, lists or dicts"
@@ -71,14 +71,14 @@ def lowering_error(error: BaseException, label: str, module: Any) -> UserError:
     if isinstance(error, SharedWriteError):
         return UserError(
             f"`{label}` could not be lowered: its code writes in place{place} to a tensor that may share elements with "
-            "another, and reads that afterwards; how they share them is not known (`reshape` of what lies in another "
-            "order, `expand`, `unfold`, `as_strided` or `t_`): write to a `clone()`, or to a slice."
+            "another, which is read afterwards (`reshape` of a tensor in another order, `expand`, `unfold`, "
+            "`as_strided` or `t_`): write to a `clone()`, or to a slice."
         )
     if kind in _VALUES:
         return UserError(
-            f"`{label}` could not be lowered: its code asks for the values of a tensor{place}, and a plan is made from "
+            f"`{label}` could not be lowered: its code asks for the values of a tensor{place}, but plans are made from "
             "shapes alone; replace the `if`, `.item()`, `nonzero`, mask index or numpy call by torch.where or a "
-            "mask of a fixed size."
+            "fixed mask."
         )
     if _passes(error.__traceback__, ("triton",)):
         return UserError(

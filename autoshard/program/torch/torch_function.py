@@ -467,7 +467,7 @@ class TorchFunction:
             self.stateful = True
             self.notes.append(f"The module writes to its buffers (`{lost[0]}`{more}): a step gives them back.")
             return False
-        self.notes.append(f"What the module writes to its buffers (`{lost[0]}`{more}) is not kept from call to call.")
+        self.notes.append(f"The module's writes to its buffers (`{lost[0]}`{more}) are lost after each call.")
         return True
 
     def _fold_buffers(self) -> bool:
@@ -479,8 +479,8 @@ class TorchFunction:
         if names:
             more = f" and {len(names) - 1} more" if len(names) > 1 else ""
             self.notes.append(
-                f"What the module computes follows from values of its buffers: `{names[0]}`{more} has those of the "
-                "module as it is made, and is no argument of the program."
+                f"The module's ops depend on values of its buffers: `{names[0]}`{more} has the values of the "
+                "module at construction, and is no argument of the program."
             )
         return bool(names)
 
@@ -507,8 +507,8 @@ class TorchFunction:
             raise
         except BaseException as error:  # the user's code runs on an unexpected batch
             raise UserError(
-                f"`{label}` cannot be cut into stages: its layers are given tensors with as many rows as the batch, "
-                "and which of them belong to it is not known, since the module does not run on a larger one."
+                f"`{label}` cannot be cut into stages: its layers receive tensors with as many rows as the batch, "
+                "and their batch dims are unknown, since the module does not run on a larger batch."
             ) from error
         self.staged = dict.fromkeys(staged, pipeline)
         jax.eval_shape(run, self.params, batch, *extra)

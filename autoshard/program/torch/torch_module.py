@@ -370,7 +370,7 @@ def _note_widths(function: TorchFunction, names: Sequence[str], inputs: tuple[An
         if reason:
             raise UserError(
                 f"input `{leaf_name(path)}` {reason}, and a planned step takes whole numbers of 32 bits: hash or "
-                "number them anew before the step."
+                "renumber them before the step."
             )
 
 

@@ -109,12 +109,12 @@ def torch_contexts(policy: Policy, module: Any, marks: Mapping[str, Sequence[str
     if policy.offload:
         raise UserError(
             f"remat `{policy}` sends {', '.join(policy.offload)} to the host, which torch's checkpoints cannot; plan "
-            "with values that are kept on the device, such as `full,keep=q_proj`."
+            "with values that stay on the device, such as `full,keep=q_proj`."
         )
     for name in (INPUT, CONTEXT):
         if name in marks:
             raise UserError(
-                f"`names` has `{name}`, which no module makes: torch is told it by the op, or always keeps it."
+                f"`names` has `{name}`, which no module makes: torch finds it by its op, or always saves it."
             )
     modules = _modules(policy, module, marks)
     if policy.base == "full" and not modules and CONTEXT not in policy.keep:
@@ -235,7 +235,7 @@ class _Watched:
         if without and error[0] is None:
             self.layer_pass.owner.unseen -= without
             names = ", ".join(f"`{name}`" for name in sorted(without))
-            warnings.warn(f"No matmul ran in {names}, so nothing of it is kept.", UserWarning, stacklevel=2)
+            warnings.warn(f"No matmul ran in {names}, so none of its values is saved.", UserWarning, stacklevel=2)
         return handled
 
 

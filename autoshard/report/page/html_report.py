@@ -139,7 +139,7 @@ def _time_bar(prediction: Prediction, scale: float) -> dict[str, Any]:
     if rest > 1e-9 * max(prediction.step_time_s, 1e-12):
         known = prediction.collectives and all(c.exposed_s is not None for c in prediction.collectives)
         label = "other exposed communication" if parts else "exposed communication"
-        label = "waiting for links that are busy for longer than the compute beside them" if known else label
+        label = "waiting for links that are busy for longer than concurrent compute" if known else label
         parts.append({"kind": "other", "label": label, "seconds": rest, "width": width(rest)})
     return {
         "compute": width(prediction.compute_s),

@@ -98,9 +98,7 @@ def _compiled(figures: Mapping[str, Any]) -> list[Event]:
     """Return the events of the compiled program's estimate."""
     rows = (figures.get("time") or {}).get("spans")
     if not rows:
-        raise UserError(
-            "what was compiled has no estimate laid out in time; give what `autoshard compile --json` printed."
-        )
+        raise UserError("the compiled program has no timeline; give the output of `autoshard compile --json`.")
     spans = [(row["name"], row["lane"], None, row["start_s"], row["seconds"]) for row in rows]
     return _spans(COMPILED, "compiled, estimated from its schedule", spans)
 

@@ -59,7 +59,7 @@ def _explained(found: Explanation) -> RenderableType:
         lines.append(Text("It is a constant or of one element: there is nothing to choose."))
         return Group(*lines)
     table = Table(box=SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0), header_style="dim")
-    for column, right in (("spec", 0), ("step", 1), ("against it", 1), ("peak", 1), ("what it adds, what it takes", 0)):
+    for column, right in (("spec", 0), ("step", 1), ("against it", 1), ("peak", 1), ("adds, removes", 0)):
         table.add_column(column, justify="right" if right else "left", no_wrap=bool(right))
     for one in found.alternatives[: SHOWN + 1]:
         table.add_row(
@@ -187,7 +187,7 @@ def _time(plan: Plan) -> list[str]:
     share = prediction.exposed_comm_s / total
     if plan.by_stage and plan.pipeline is not None:
         bubble = plan.pipeline.bubble()
-        return [f"Of the time in the stages {bubble:.1%} is bubble; inside of them {share:.1%} is communication."]
+        return [f"{bubble:.1%} of the time in the stages is bubble; inside of them {share:.1%} is communication."]
     if share < 0.005:
         return ["Compute sets the step time: hardly any communication is exposed."]
     worst = _worst_exposed(prediction)
@@ -196,8 +196,8 @@ def _time(plan: Plan) -> list[str]:
     waits = sum(s.seconds for s in plan.timeline.spans if s.name == WAITS_FOR_HOST) if plan.timeline else 0.0
     if waits > 0.005 * total:
         lines.append(
-            f"Of it the step waits {format_seconds(waits)} for what comes from the hosts' memory or goes there, beyond "
-            "what is computed meanwhile."
+            f"The step waits {format_seconds(waits)} of it for transfers from and to the hosts' memory that compute "
+            "does not hide."
         )
     return lines
 

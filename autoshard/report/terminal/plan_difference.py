@@ -264,7 +264,7 @@ def _inside_parts(found: PlanChange) -> list[RenderableType]:
         table.add_row(Text(f"{times}{clean(name, 44)}", no_wrap=True), Text(a), Text(f"-> {b}"))
     parts: list[RenderableType] = [
         Text(),
-        Text(f"{len(found.inside)} values inside the step are held differently.", style="bold"),
+        Text(f"{len(found.inside)} values inside the step have other specs.", style="bold"),
         table,
     ]
     if len(rows) > SHOWN:

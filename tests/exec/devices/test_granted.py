@@ -46,7 +46,7 @@ def test_a_plan_above_what_jax_takes_says_which_share_it_needs():
     plan = planned(70.0)
     (line,) = (line for line in plan.warnings if "XLA_PYTHON_CLIENT_MEM_FRACTION" in line)
     assert line.endswith(
-        "of which JAX takes 75% unless told: set XLA_PYTHON_CLIENT_MEM_FRACTION=0.88 before Python starts."
+        "of which JAX allocates 75% by default: set XLA_PYTHON_CLIENT_MEM_FRACTION=0.88 before Python starts."
     )
     assert plan.provenance["memory_fraction"] == 0.88
     assert "memory_fraction" not in planned(50.0).provenance

@@ -58,7 +58,7 @@ def test_a_profile_that_cannot_be_read_is_a_note(mlp: Program, monkeypatch: pyte
 
     monkeypatch.setattr(profiled_collectives, "read_events", refuse)
     measurement = measure(mlp, handmade(mlp, {"data": 4, "model": 2}, SPECS), steps=1, warmup=0, timed_collectives=1)
-    assert measurement_figures(measurement)["profiler"] == "what the profiler wrote cannot be read: it is no profile"
+    assert measurement_figures(measurement)["profiler"] == "the profiler's output cannot be read: it is no profile"
 
 
 def one(opcode: str) -> CompiledCollective:

@@ -181,13 +181,13 @@ def test_a_pinned_plan_runs_and_equals_the_unplanned() -> None:
         (
             {"pins": {"model.norm.weight": "model,None"}},
             "--pin model.norm.weight=model,None has 2 dims, but model.norm.weight of shape [64] has 1: write an entry "
-            "for each, None for a whole dim, ? for one that is left free, or ... for all further dims, which are "
+            "for each: None for a whole dim, ? for a free one, or a final ... if all further dims are "
             "whole.",
         ),
         (
             {"pins": {UP: "model"}},
             f"--pin {UP}=model has 1 dims, but {UP} of shape [4, 128, 64] has 2 after the 1 of the stack of layers: "
-            "write an entry for each, None for a whole dim, ? for one that is left free, or ... for all further dims",
+            "write an entry for each: None for a whole dim, ? for a free one, or a final ... if all further dims",
         ),
         (
             {"pins": {UP: "model,None,None"}},
@@ -217,9 +217,9 @@ def test_a_pinned_plan_runs_and_equals_the_unplanned() -> None:
         ),
         (
             {"pins": {UP: 3}},
-            f"the pin of `{UP}` is 3; write it as reports do ('4096/data x 14336'), or an entry for each dim, such as "
-            "'model,None', with `+` between axes that split one dim, `?` for a dim that is left free, and "
-            "`...` at the end where all further dims are whole.",
+            f"the pin of `{UP}` is 3; write it as reports do ('4096/data x 14336'), or an entry for each dim, as "
+            "'model,None': `+` joins axes of one dim, `?` leaves a dim free, and a final `...` leaves all "
+            "further dims whole.",
         ),
         ({"pins": {UP: {"model": 1}}}, f"the pin of `{UP}` is {{'model': 1}}; write it as reports do"),
         ({"pins": {UP: (5, None)}}, f"the pin of `{UP}` is (5, None); write it as reports do"),

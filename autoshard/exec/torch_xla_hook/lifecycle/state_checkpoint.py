@@ -85,7 +85,7 @@ def _predicted(file: Path, plan: Plan | None) -> StateReshard | None:
     try:
         reshard = predict_reshard(load_plan(file), plan)
     except UserError as error:
-        log.warning("what loading takes is not predicted: %s", error)
+        log.warning("memory and bytes of loading are not predicted: %s", error)
         return None
     log.info(
         "loading %s: each device receives at most %s and holds at most %s; a host reads at most %s",

@@ -58,10 +58,10 @@ def decide(capture: Capture, topology: str, mesh: LiveMesh, fixed: Mapping[int, 
         name, shape, text = arguments[number].name, arguments[number].shape, capture.split[number]
         spec = mesh.read(text, len(shape))
         if spec is None:
-            notes.append(f"your own mark on {name}, {text}, is kept, but the mesh {mesh.sizes} cannot express it.")
+            notes.append(f"your own mark on {name}, {text}, stays, but the mesh {mesh.sizes} cannot express it.")
         else:
             pins[name] = spec
-            notes.append(f"your own mark on {name}, {spec_text(spec, shape)}, is kept.")
+            notes.append(f"your own mark on {name}, {spec_text(spec, shape)}, stays.")
     loose = {} if free else _followed(capture, mesh, fixed)
     axis_only: dict[str, tuple[str, ...]] = {}
     limit = memory_limit_here()
@@ -111,7 +111,7 @@ def decide(capture: Capture, topology: str, mesh: LiveMesh, fixed: Mapping[int, 
             # Splits of an earlier plan stay, even if they are not of the batch.
             axis_only = {}
             plan, explanation = dataclasses.replace(whole[0], regions=()), whole[1]
-            notes.append("what convolutions exchange along the edges of images is left to XLA, not planned.")
+            notes.append("the exchange of convolutions along the edges of images is left to XLA, not planned.")
     if _has_groups(capture) and len(_axes(mesh)) > 1:
         axis_only = dict.fromkeys(mesh.sizes, ("batch",))
         notes += _idle_marks(capture, mesh, pins)
