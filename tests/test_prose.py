@@ -15,6 +15,8 @@ from collections.abc import Iterator
 
 ROOT = pathlib.Path(__file__).parents[1]
 MOST_WORDS = 25
+MOST_WORDS_OF_A_MESSAGE = 40
+"""Words of a sentence that a user reads: it names the cause, the place and the remedy."""
 OPENINGS = frozenset(("what", "whether", "of", "those", "where", "how", "which", "who", "whose", "why", "that"))
 """Words that open no sentence: the subject must stand first."""
 BANNED = (
@@ -113,13 +115,13 @@ def comments(text: str) -> Iterator[tuple[int, str]]:
         yield start, "\n".join(block)
 
 
-def faults(text: str) -> Iterator[str]:
+def faults(text: str, most_words: int = MOST_WORDS) -> Iterator[str]:
     """Yield the rules that a text breaks, wherever it stands."""
     for sentence in sentences(text):
         words = sentence.split()
         if words[0].strip("'\"(,").lower() in OPENINGS and not sentence.endswith("?"):
             yield f"begins with {words[0]!r}: {' '.join(words[:8])}"
-        if len(words) > MOST_WORDS:
+        if len(words) > most_words:
             yield f"has {len(words)} words: {' '.join(words[:8])}"
         for word in BANNED:
             if re.search(rf"\b{word}\b", sentence, re.IGNORECASE):
@@ -139,6 +141,29 @@ def problems(path: str, text: str) -> Iterator[str]:
             yield f"{path}:{line}: {fault}"
 
 
+def messages(tree: ast.Module) -> Iterator[tuple[int, str]]:
+    """Yield line and text of strings with at least five words that are no docstrings; `{...}` counts as one word.
+
+    Continuations, which begin with a blank, and lists of names before `.split()` are left out.
+    """
+    skipped = {
+        id(part)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Expr | ast.JoinedStr)
+        or (isinstance(node, ast.Attribute) and node.attr == "split" and isinstance(node.value, ast.Constant))
+        for part in (node.values if isinstance(node, ast.JoinedStr) else [node.value])
+    }
+    for node in ast.walk(tree):
+        parts = node.values if isinstance(node, ast.JoinedStr) else [node] if id(node) not in skipped else []
+        if not all(isinstance(part, ast.Constant | ast.FormattedValue) for part in parts):
+            continue
+        text = "".join(
+            part.value if isinstance(part, ast.Constant) and isinstance(part.value, str) else "`X`" for part in parts
+        )
+        if len(text.split()) >= 5 and not text[0].isspace() and "\n" not in text.strip():
+            yield node.lineno, text
+
+
 def files(*places: pathlib.Path) -> list[pathlib.Path]:
     """List the modules below some folders, or the files themselves."""
     return sorted(file for place in places for file in (place.rglob("*.py") if place.is_dir() else [place]))
@@ -155,6 +180,26 @@ def test_docstrings_and_comments_follow_the_rules():
         for line in problems(str(file.relative_to(ROOT)), file.read_text(encoding="utf-8"))
     ]
     assert not broken, "\n".join(broken)
+
+
+def test_messages_follow_the_rules():
+    broken = [
+        f"{file.relative_to(ROOT)}:{line}: {fault}"
+        for file in files(ROOT / "autoshard")
+        for line, text in messages(ast.parse(file.read_text(encoding="utf-8")))
+        for fault in faults(text, MOST_WORDS_OF_A_MESSAGE)
+    ]
+    assert not broken, "\n".join(broken)
+
+
+def test_planted_messages_are_found():
+    planted = (
+        'def f(x):\n    """Fail, as users are told here."""\n    raise ValueError(f"What {x} has is kept anew.")\n'
+    )
+    (line, text) = next(messages(ast.parse(planted)))
+    assert (line, text) == (3, "What `X` has is kept anew.")
+    assert len(list(faults(text, MOST_WORDS_OF_A_MESSAGE))) == 3
+    assert not list(messages(ast.parse('NAMES = "abs add and ceil cos".split()\n')))
 
 
 def test_planted_prose_is_found():

@@ -121,10 +121,10 @@ def gpu_pair_report(found: GpuPairs) -> RenderableType:
     if any(each.row.fits is False for each in found.rows):
         parts += [
             Text(
-                f"does it fit: right in {right} of {counted} rows that are not within 10 % of the limit "
+                f"does it fit: right in {right} of {counted} rows farther than 10 % from the limit "
                 f'({100 * right / max(1, counted):.1f} %); false "fits" {false_fits} of {stated} '
-                f"({100 * false_fits / max(1, stated):.1f} %), {found.not_for_memory()} of which did not fail for "
-                "memory: a run with as much memory succeeded"
+                f"({100 * false_fits / max(1, stated):.1f} %), {found.not_for_memory()} of which did not fail "
+                "for memory: a run with as much succeeded"
             ),
             Text(),
         ]

@@ -149,9 +149,9 @@ def _beside(groups: Mapping[str, dict[str, Any]]) -> list[RenderableType]:
     if not table.row_count:
         return []
     meaning = (
-        "Median and 90th percentile of the errors. unseen: figures fitted without the run's source; by MFU: the chip's "
-        "median MFU of other sources (of all chips where there are none); by other runs: of all other runs on it, "
-        "its own source's too."
+        "Median and 90th percentile of the errors. Unseen: figures fitted without the run's source. By MFU: the chip's "
+        "median MFU of other sources, or of all chips if it has none. By other runs: median MFU of all other runs on "
+        "the chip, of its own source too."
     )
     return [Text(), table, Text(meaning, style="dim")]
 

@@ -71,8 +71,8 @@ def lowering_error(error: BaseException, label: str, module: Any) -> UserError:
     if isinstance(error, SharedWriteError):
         return UserError(
             f"`{label}` could not be lowered: its code writes in place{place} to a tensor that may share elements with "
-            "another, which is read afterwards (`reshape` of a tensor in another order, `expand`, `unfold`, "
-            "`as_strided` or `t_`): write to a `clone()`, or to a slice."
+            "another (`reshape` of a tensor in another order, `expand`, `unfold`, `as_strided` or `t_`), which is read "
+            "afterwards: write to a `clone()`."
         )
     if kind in _VALUES:
         return UserError(

@@ -57,9 +57,9 @@ def inputs_by_shape(inputs: Mapping[str, tuple[tuple[int, ...], Spec]], mesh: Li
         other, first = known.setdefault(shape, (name, spec))
         if first != spec:
             raise UserError(
-                f"the inputs {other} and {name} are both of shape {list(shape)}, but the plan splits one as "
-                f"{spec_text(first, shape)} and the other as {spec_text(spec, shape)}: a loader cannot tell them apart "
-                "in a nested batch; give it a flat dict, or pin both to one spec."
+                f"the inputs {other} and {name} are both of shape {list(shape)}, but the plan splits them as "
+                f"{spec_text(first, shape)} and {spec_text(spec, shape)}: a loader cannot distinguish them in a nested "
+                "batch; give it a flat dict, or pin both to one spec."
             )
 
     def find(tensor: Any) -> tuple[Spec, LiveMesh] | None:
