@@ -7,10 +7,11 @@ from collections import defaultdict
 import numpy as np
 from numpy.typing import NDArray
 
-from autoshard.cost import WORK
+from autoshard.cost import TRAFFIC, WORK, Charge, Compute
 from autoshard.graph import OpClass
 from autoshard.planning.price.evaluate import cluster_names, reshard_cause, reshard_line, tensor_spec
-from autoshard.planning.price.node_prices import RecordedCompute, streams
+from autoshard.planning.price.node_prices import streams
+from autoshard.planning.price.recorded_compute import RecordedCompute
 from autoshard.planning.price.reshard_times import (
     ReshardStep,
     relayout_seconds,
@@ -20,7 +21,7 @@ from autoshard.planning.price.reshard_times import (
 )
 from autoshard.planning.record.plan_parts import Collective, PlannedOp
 from autoshard.planning.record.spec import pattern
-from autoshard.planning.space.decision_model import EXPOSED, HOST, Channel, Model, Node, link_names
+from autoshard.planning.space.decision_model import EXPOSED, HOST, Channel, Model, link_names
 from autoshard.planning.space.op_strategies import FOLDED_OPS, heavy_seconds
 from autoshard.planning.space.overlap import lanes
 from autoshard.program import WEIGHTS
@@ -94,7 +95,10 @@ def price_ops(model: Model, choices: NDArray[np.int64]) -> OpPrices:
                     work[place].overhead_s += launch_s * share / total
                     work[place].moved_bytes += max(0.0, seconds - launch_s) / one_byte * share / total
         if node.kind == "op":
-            _add_work(work["op", node.ref], model, node, choice, notes)
+            op, states = model.graph.ops[node.ref], node.states[choice : choice + 1]
+            heavy_seconds(model.graph, op, states, model.axis_sizes, notes, model.residency, model.padding)  # type: ignore[arg-type]
+            for charge in notes.pop_charges(op.loop, model.graph.trips(op.loop)):
+                _add_charge(work["op", node.ref], charge, model.compute)
     for reshard in model.reshards:
         if relayout_s := relayout_seconds(model, reshard, choices):
             place = ("op", reshard.op) if reshard.op >= 0 else ("tensor", reshard.tensor)
@@ -133,33 +137,28 @@ def _taken_back(model: Model, owed: dict[int, float], compute: dict[Place, float
     return credits
 
 
-def _add_work(work: PlaceWork, model: Model, node: Node, choice: int, notes: RecordedCompute) -> None:
-    """Add the work of a heavy op in its chosen state, from the calls that `heavy_seconds` makes to the cost model."""
-    op, compute = model.graph.ops[node.ref], model.compute
-    trips = model.graph.trips(op.loop)
-    states = node.states[choice : choice + 1]
-    heavy_seconds(model.graph, op, states, model.axis_sizes, notes, model.residency, model.padding)  # type: ignore[arg-type]
-    for name, keywords, amounts in notes.pop_calls():
-        given = dict(keywords)
-        if name == "again":
-            work.busy_s += float(WORK[name](compute, *amounts, **given)) * trips
-            continue
-        if name == "steps":
-            work.overhead_s += float(WORK[name](compute, *amounts)) * trips
-            continue
-        # Positions of the amounts that are bytes of memory traffic.
-        sizes = (4, 5) if name == "dot" else (1,)
-        still = tuple(0.0 if at in sizes else amount for at, amount in enumerate(amounts))
-        started = compute.calibration.op_overhead_s
-        work.moved_bytes += sum(amounts[at] for at in sizes) * trips
-        work.busy_s += max(0.0, float(WORK[name](compute, *still, **given)) - started) * trips
-        work.overhead_s += started * trips
-        if name == "dot":
-            work.flops += 2.0 * math.prod(amounts[:4]) * trips
-        elif name == "attention":
-            work.flops += amounts[0] * given["matmuls"] * (given["head"] + given["value_head"]) * trips
-        elif name == "op":
-            work.flops += amounts[0] * trips
+def _add_charge(work: PlaceWork, charge: Charge, compute: Compute) -> None:
+    """Add the work of one charge of a heavy op."""
+    named = dict(zip(WORK[charge.op].amounts, charge.amounts, strict=True))
+    if charge.op == "again":
+        work.busy_s += charge.seconds(compute) * charge.count
+        return
+    if charge.op == "steps":
+        work.overhead_s += charge.seconds(compute) * charge.count
+        return
+    traffic = {name: amount for name, amount in named.items() if name in TRAFFIC}
+    still = dataclasses.replace(charge, amounts=tuple((named | dict.fromkeys(traffic, 0.0)).values()))
+    started = compute.calibration.op_overhead_s
+    work.moved_bytes += sum(traffic.values()) * charge.count
+    work.busy_s += max(0.0, still.seconds(compute) - started) * charge.count
+    work.overhead_s += started * charge.count
+    if charge.op == "dot":
+        work.flops += 2.0 * math.prod(named[name] for name in ("m", "n", "k", "batch")) * charge.count
+    elif charge.op == "attention":
+        given = dict(charge.properties)
+        work.flops += named["scores"] * given["matmuls"] * (given["head"] + given["value_head"]) * charge.count
+    elif charge.op == "op":
+        work.flops += named["flops"] * charge.count
 
 
 def _traffic(model: Model, choices: NDArray[np.int64]) -> dict[tuple[int, Channel], dict[Place, float]]:

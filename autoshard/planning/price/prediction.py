@@ -10,7 +10,7 @@ from autoshard.cost import FLAG_SETS, Bill, Calibration, Charge, flag_set, with_
 from autoshard.errors import UserError
 from autoshard.planning.price.device_memory import tight_seconds
 from autoshard.planning.price.evaluate import Outcome
-from autoshard.planning.price.node_prices import RecordedCompute
+from autoshard.planning.price.recorded_compute import RecordedCompute
 from autoshard.planning.price.reshard_times import reshard_overlap, reshard_relayouts, reshard_steps
 from autoshard.planning.price.softmax_credit import uncharged_bytes
 from autoshard.planning.record.plan_parts import Collective, Prediction
@@ -95,7 +95,7 @@ def _work(model: Model, choices: NDArray[np.int64]) -> Iterator[Charge]:
             trips = model.graph.trips(op.loop)
             states, axes = node.states[choice : choice + 1], model.axis_sizes
             heavy_seconds(model.graph, op, states, axes, notes, model.residency, model.padding)  # type: ignore[arg-type]
-            yield from (Charge(*called, op.loop, trips) for called in notes.pop_calls())
+            yield from notes.pop_charges(op.loop, trips)
         else:
             yield from _streamed(model, node, choice)
 
