@@ -26,6 +26,7 @@ from autoshard.planning.price.replicated_work import (
     shares_of,
     unruled_lines,
 )
+from autoshard.planning.price.step_ledger import itemise
 from autoshard.planning.price.step_timeline import make_timeline
 from autoshard.planning.record.plan_parts import MeshTried, Prediction, Unruled
 from autoshard.planning.record.plan_record import Plan
@@ -73,6 +74,7 @@ class Writer:
             a.name: tensor_spec(model, choices, t).of_rank(len(a.shape))
             for a, t in zip(program.arguments, graph.arguments, strict=True)
         }
+        ledger = itemise(model, choices)
         timeline = make_timeline(model, choices)
         origin = {"weightings": each.weightings, "bound_s": each.bound_s, **self.provenance}
         fraction = fraction_for(model.mesh.topology, each.outcome.peak_bytes)
@@ -109,7 +111,7 @@ class Writer:
             choices=" ".join(str(int(c)) for c in choices),
             meshes=meshes,
             host=_on_host(model),
-            ops=planned_ops(model, choices),
+            ops=planned_ops(ledger),
             uses=parameter_uses(model, choices),
             activations=activations(model, choices),
         )
