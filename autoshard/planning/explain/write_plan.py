@@ -75,7 +75,7 @@ class Writer:
             for a, t in zip(program.arguments, graph.arguments, strict=True)
         }
         ledger = itemise(model, choices)
-        timeline = make_timeline(model, choices)
+        timeline = make_timeline(ledger)
         origin = {"weightings": each.weightings, "bound_s": each.bound_s, **self.provenance}
         fraction = fraction_for(model.mesh.topology, each.outcome.peak_bytes)
         origin |= {} if fraction is None else {"memory_fraction": fraction}

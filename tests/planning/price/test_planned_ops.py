@@ -88,7 +88,7 @@ def test_what_is_not_split_does_all_flops_of_the_program(name: str, topology: st
 def test_what_is_held_is_what_the_chart_shows(name: str, topology: str, mesh: str):
     model = programs.model(name, topology, mesh)
     choices = programs.random_choices(model, np.random.default_rng(2))
-    timeline = make_timeline(model, choices)
+    timeline = make_timeline(itemise(model, choices))
     assert timeline.held
     small = 0
     for moment in range(len(timeline.moments_s)):
