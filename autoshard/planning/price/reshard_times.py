@@ -56,11 +56,6 @@ def laid_out_seconds(model: Model, reshard: Reshard, choices: NDArray[np.int64],
     return (seconds + float(model.compute.memory_seconds(unpaid)) if unpaid else seconds) * reshard.trips
 
 
-def reshard_relayouts(model: Model, reshard: Reshard, choices: NDArray[np.int64]) -> Relayouts:
-    """Return the relayouts in one execution of a reshard under a choice."""
-    return reshard_time(model, reshard, choices).relayouts
-
-
 @dataclasses.dataclass(slots=True)
 class _Known:
     """Cached reshard times of one path."""
