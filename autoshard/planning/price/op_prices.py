@@ -82,7 +82,8 @@ def price_ops(ledger: Ledger) -> OpPrices:
     for place, seconds in _taken_back(model, owed, compute).items():
         compute[place] += seconds
         work[place].moved_bytes = max(0.0, work[place].moved_bytes + seconds / one_byte)
-    at_ops, at_operands = ({at: tuple(made) for at, made in found.items()} for found in (inside, moved))
+    at_ops = {op: tuple(made) for op, made in inside.items()}
+    at_operands = {at: tuple(made) for at, made in moved.items()}
     return OpPrices(dict(compute), dict(host), at_ops, dict(work), at_operands)
 
 

@@ -8,7 +8,6 @@ from numpy.typing import NDArray
 
 from autoshard.cost import Collectives
 from autoshard.planning.price.reshard_paths import Relayouts, path_steps, relayouts
-from autoshard.planning.price.softmax_credit import uncharged_bytes
 from autoshard.planning.space.decision_model import Model, Path, Reshard
 from autoshard.planning.space.overlap import AT_NARROW, Overlap
 
@@ -41,19 +40,6 @@ def reshard_overlap(model: Model, reshard: Reshard, choices: NDArray[np.int64]) 
 def reshard_steps(model: Model, reshard: Reshard, choices: NDArray[np.int64]) -> tuple[ReshardStep, ...]:
     """Return (kind, axes, bytes, seconds) of the collectives in one execution of a reshard under a choice."""
     return reshard_time(model, reshard, choices).steps
-
-
-def relayout_seconds(model: Model, reshard: Reshard, choices: NDArray[np.int64]) -> float:
-    """Return the seconds in one step of a reshard's relayouts, plus the correction for `uncharged_bytes`."""
-    return laid_out_seconds(model, reshard, choices, reshard_time(model, reshard, choices))
-
-
-def laid_out_seconds(model: Model, reshard: Reshard, choices: NDArray[np.int64], taken: ReshardTime) -> float:
-    """Return `relayout_seconds` for a reshard whose time (`taken`) is already known."""
-    seconds, unpaid = 0.0, uncharged_bytes(model, reshard, choices)
-    if taken.relays:
-        seconds = float(taken.relayouts.seconds(model.compute))
-    return (seconds + float(model.compute.memory_seconds(unpaid)) if unpaid else seconds) * reshard.trips
 
 
 @dataclasses.dataclass(slots=True)
