@@ -86,7 +86,7 @@ class MemoryPass:
     times: float
     """Number of passes in one step."""
     size: float
-    """Bytes of one pass on one device that take as long as the tensor's bytes do (`Residency.streamed`)."""
+    """Main-memory bytes of one device that take as long as one pass (`Residency.streamed`), without padding."""
     on_host: bool
     """True if the bytes go to or from the host's memory."""
     axes: tuple[str, ...]
@@ -198,7 +198,7 @@ def _relaid(reshard: Reshard, relayouts: Relayouts, uncharged: float) -> tuple[C
 
 
 def _memory_passes(model: Model, choices: NDArray[np.int64]) -> Iterator[MemoryPass]:
-    """Yield the memory traffic whose time `NodePricer` adds up in clusters."""
+    """Yield the memory traffic of fusions and copies, which `NodePricer` adds up by cluster."""
 
     def passes(place: Place, tensor: int, block: int, times: float) -> Iterator[MemoryPass]:
         if model.structure.cluster_of[tensor] < 0:
