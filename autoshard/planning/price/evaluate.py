@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from autoshard.graph import TO_HOST
 from autoshard.planning.price.device_memory import LiveBuffer, collective_buffers, reserve
-from autoshard.planning.price.reshard_times import ReshardTime, reshard_overlap, reshard_steps, reshard_time
+from autoshard.planning.price.reshard_times import ReshardTime, reshard_overlap, reshard_time
 from autoshard.planning.price.softmax_credit import uncharged_bytes
 from autoshard.planning.record.plan_parts import Collective
 from autoshard.planning.record.spec import Spec
@@ -262,7 +262,7 @@ def live_buffers(model: Model, choices: NDArray[np.int64]) -> list[LiveBuffer]:
         buffers = reserve(model.graph, buffers, model.liveness.reserved)
     if not model.mesh.topology.traits.separate_collective_buffers:
         return buffers
-    steps = [reshard_steps(model, reshard, choices) for reshard in model.reshards]
+    steps = [reshard_time(model, reshard, choices).steps for reshard in model.reshards]
     return [*buffers, *(LiveBuffer(*each) for each in collective_buffers(model, choices, steps))]
 
 

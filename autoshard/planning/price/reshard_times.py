@@ -37,11 +37,6 @@ def reshard_overlap(model: Model, reshard: Reshard, choices: NDArray[np.int64]) 
     return AT_NARROW[overlap] if reshard.narrow[choices[reshard.source if at_source else reshard.target]] else overlap
 
 
-def reshard_steps(model: Model, reshard: Reshard, choices: NDArray[np.int64]) -> tuple[ReshardStep, ...]:
-    """Return (kind, axes, bytes, seconds) of the collectives in one execution of a reshard under a choice."""
-    return reshard_time(model, reshard, choices).steps
-
-
 @dataclasses.dataclass(slots=True)
 class _Known:
     """Cached reshard times of one path."""
