@@ -46,6 +46,10 @@ class Charge:
     hides: tuple[str, ...] = ()
     """Figures that hide a collective; the largest is the share that overlaps with compute. None expose all of it."""
 
+    def seconds(self, compute: Compute) -> float:
+        """Return the seconds of one execution of work; a collective has no such price."""
+        return float(WORK[self.op].price(compute, *self.amounts, **dict(self.properties)))
+
 
 Price = Callable[..., NDArray[np.float64]]
 
@@ -82,19 +86,32 @@ def _launch(compute: Compute, ops: Any) -> NDArray[np.float64]:
     return ops * compute.calibration.op_overhead_s
 
 
-WORK: dict[str, Price] = {
-    "dot": _dot,
-    "op": _op,
-    "again": _again,
-    "attention": _attention,
-    "steps": Compute.step_seconds,
-    "sort": _sort,
-    "launch": _launch,
-    "stream": Compute.memory_seconds,
-    "relayout": Compute.relayout_seconds,
-    "host": Compute.host_seconds,
+@dataclasses.dataclass(frozen=True, slots=True)
+class WorkKind:
+    """A kind of work: its price, and the names of its amounts."""
+
+    price: Price
+    """Function of `Compute`, amounts and properties that returns the seconds of one execution."""
+    amounts: tuple[str, ...]
+    """Names of the amounts, in the order that `price` expects; those in `TRAFFIC` are bytes."""
+
+
+WORK: dict[str, WorkKind] = {
+    "dot": WorkKind(_dot, ("m", "n", "k", "batch", "size", "fused")),
+    "op": WorkKind(_op, ("flops", "size", "used")),
+    "again": WorkKind(_again, ("flops", "used")),
+    "attention": WorkKind(_attention, ("scores", "size")),
+    "steps": WorkKind(Compute.step_seconds, ("steps",)),
+    "sort": WorkKind(_sort, ("elements", "size")),
+    "launch": WorkKind(_launch, ("ops",)),
+    "stream": WorkKind(Compute.memory_seconds, ("size",)),
+    "relayout": WorkKind(Compute.relayout_seconds, ("size",)),
+    "host": WorkKind(Compute.host_seconds, ("size",)),
 }
-"""Kind of work -> its price: (`Compute`, amounts, properties) -> seconds of one execution."""
+"""Kinds of work by name, the `op` of their charges."""
+
+TRAFFIC = frozenset({"size", "fused"})
+"""Names of the amounts that are bytes of memory traffic."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -124,7 +141,7 @@ class Bill:
         sent: dict[str, list[float]] = collections.defaultdict(lambda: [0.0, 0.0])
         for batch in _batches(self.charges):
             if batch.op in WORK:
-                seconds = WORK[batch.op](compute, *batch.amounts, **batch.properties) @ batch.counts
+                seconds = WORK[batch.op].price(compute, *batch.amounts, **batch.properties) @ batch.counts
                 lanes[batch.block, "host" if batch.op == "host" else "compute"] += float(seconds)
                 spent[batch.op] += float(seconds)
                 continue

@@ -13,6 +13,7 @@ from autoshard.planning import Options, make_plan
 from autoshard.planning.price.analysed_program import analyse_program, build_model
 from autoshard.planning.price.evaluate import evaluate, spec_of
 from autoshard.planning.price.op_prices import price_ops
+from autoshard.planning.price.step_ledger import itemise
 from autoshard.planning.space.decision_model import Model
 from autoshard.program import Program, trace
 from tests.planning import programs as made
@@ -129,7 +130,7 @@ def test_what_is_taken_back_is_taken_off_the_matmuls_that_paid():
     for row in back.tolist():
         choices = np.zeros(len(built.nodes), dtype=np.int64)  # nothing is split
         choices[at] = row
-        compute = price_ops(built, choices).compute
+        compute = price_ops(itemise(built, choices)).compute
         assert all(seconds >= 0 for seconds in compute.values())
         alone = sum(float(node.time[softmax.loop, "compute"][0]) for node in built.nodes if node.kind == "op")
         matmuls = [op.id for op in built.graph.ops if op.kind == "dot_general"]

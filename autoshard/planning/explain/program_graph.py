@@ -15,7 +15,8 @@ from autoshard.graph import Op, OpClass, OpGraph, Tensor
 from autoshard.planning.explain.explanation import reopen
 from autoshard.planning.price.analysed_program import AnalysedProgram, analyse_program, as_planned, reprice
 from autoshard.planning.price.evaluate import spec_of, tensor_spec
-from autoshard.planning.price.op_prices import OpPrices, Place, price_ops
+from autoshard.planning.price.op_prices import OpPrices, price_ops
+from autoshard.planning.price.step_ledger import Place, itemise
 from autoshard.planning.record.hlo_shardings import hlo_sharding
 from autoshard.planning.record.plan_parts import Collective
 from autoshard.planning.record.plan_record import Plan
@@ -136,7 +137,7 @@ def program_graph(program: Program, plan: Plan | None = None) -> ProgramGraph:
         )
     reading = analyse_program(program, Topology.parse(plan.topology).backend)
     model, choices = reprice(plan, program, reading)
-    return ProgramGraph(program, reading, Priced(plan, model, choices, price_ops(model, choices)))
+    return ProgramGraph(program, reading, Priced(plan, model, choices, price_ops(itemise(model, choices))))
 
 
 class _Maker:

@@ -26,6 +26,7 @@ from autoshard.planning.price.replicated_work import (
     shares_of,
     unruled_lines,
 )
+from autoshard.planning.price.step_ledger import Ledger, itemise
 from autoshard.planning.price.step_timeline import make_timeline
 from autoshard.planning.record.plan_parts import MeshTried, Prediction, Unruled
 from autoshard.planning.record.plan_record import Plan
@@ -68,12 +69,13 @@ class Writer:
         """Return a choice as a plan, with its bounds and the meshes that were tried for it."""
         model, choices, step_s = each.model(), each.choices, each.outcome.step_time_s
         program, graph = self.program, model.graph
-        unruled = find_unruled(model, choices, step_s)
+        ledger = itemise(model, choices)
+        unruled = find_unruled(ledger, step_s)
         arguments = {
             a.name: tensor_spec(model, choices, t).of_rank(len(a.shape))
             for a, t in zip(program.arguments, graph.arguments, strict=True)
         }
-        timeline = make_timeline(model, choices)
+        timeline = make_timeline(ledger)
         origin = {"weightings": each.weightings, "bound_s": each.bound_s, **self.provenance}
         fraction = fraction_for(model.mesh.topology, each.outcome.peak_bytes)
         origin |= {} if fraction is None else {"memory_fraction": fraction}
@@ -96,7 +98,7 @@ class Writer:
             plan_gap=max(0.0, 1.0 - each.bound_s / step_s) if step_s > 0 else 0.0,
             words=describe(model, self.groups, choices),
             axis_roles=axis_roles(model, self.groups, choices),
-            warnings=(*self._warnings(model, each, unruled, arguments), *self.notes),
+            warnings=(*self._warnings(ledger, each, unruled, arguments), *self.notes),
             provenance=_provenance(model, self.seed, origin),
             shapes={a.name: tuple(a.shape) for a in program.arguments},
             dtypes={a.name: a.dtype for a in program.arguments},
@@ -109,7 +111,7 @@ class Writer:
             choices=" ".join(str(int(c)) for c in choices),
             meshes=meshes,
             host=_on_host(model),
-            ops=planned_ops(model, choices),
+            ops=planned_ops(ledger),
             uses=parameter_uses(model, choices),
             activations=activations(model, choices),
         )
@@ -123,12 +125,13 @@ class Writer:
         return specs
 
     def _warnings(
-        self, model: Model, each: Contender, unruled: tuple[Unruled, ...], arguments: Mapping[str, Spec]
+        self, ledger: Ledger, each: Contender, unruled: tuple[Unruled, ...], arguments: Mapping[str, Spec]
     ) -> tuple[str, ...]:
         """Return the warnings of a plan, each once."""
-        program, graph, choices, outcome = self.program, model.graph, each.choices, each.outcome
+        model, choices, outcome = ledger.model, ledger.choices, each.outcome
+        program, graph = self.program, model.graph
         lines = [*program.notes, *_batch_warning(program, model.mesh), *unruled_lines(unruled)]
-        lines.extend(replicated_work_lines(model, self.groups, choices, outcome.step_time_s))
+        lines.extend(replicated_work_lines(ledger, self.groups, outcome.step_time_s))
         lines.extend(call_lines(model))
         for loop in graph.loops:
             if not loop.known:

@@ -27,6 +27,7 @@ from autoshard.planning.price.evaluate import evaluate
 from autoshard.planning.price.prediction import bill_of
 from autoshard.planning.price.pricing import price
 from autoshard.planning.price.reshard_paths import PathTables
+from autoshard.planning.price.step_ledger import itemise
 from autoshard.planning.record.plan_record import Plan
 from autoshard.planning.space.decision_model import Model
 from autoshard.planning.space.derived_axes import axis_parts_of, stage_axis
@@ -188,7 +189,7 @@ def plan_bills(program: Program, plans: Sequence[Plan]) -> list[Bill]:
     if not plans:
         return []
     reading = analyse_program(program, Topology.parse(plans[0].topology).backend)
-    return [bill_of(*reprice(plan, program, reading)) for plan in plans]
+    return [bill_of(itemise(*reprice(plan, program, reading))) for plan in plans]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

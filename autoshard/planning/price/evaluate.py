@@ -16,7 +16,8 @@ from numpy.typing import NDArray
 
 from autoshard.graph import TO_HOST
 from autoshard.planning.price.device_memory import LiveBuffer, collective_buffers, reserve
-from autoshard.planning.price.reshard_times import laid_out_seconds, reshard_overlap, reshard_steps, reshard_time
+from autoshard.planning.price.reshard_times import ReshardTime, reshard_overlap, reshard_time
+from autoshard.planning.price.softmax_credit import uncharged_bytes
 from autoshard.planning.record.plan_parts import Collective
 from autoshard.planning.record.spec import Spec
 from autoshard.planning.space.attention_exchange import is_ring, ring_memory
@@ -116,7 +117,7 @@ def evaluate(model: Model, choices: NDArray[np.int64]) -> Outcome:
     link_of, named = link_names(model.mesh), cluster_names(model)
     for reshard in model.reshards:
         timing = reshard_time(model, reshard, choices)
-        if relayout_s := laid_out_seconds(model, reshard, choices, timing):
+        if relayout_s := _relayout_seconds(model, reshard, choices, timing):
             channels[reshard.block, "compute"] += relayout_s
         overlap = reshard_overlap(model, reshard, choices) if timing.steps else Overlap.NONE
         for kind, axes, size, seconds in timing.steps:
@@ -158,6 +159,14 @@ def evaluate(model: Model, choices: NDArray[np.int64]) -> Outcome:
     if model.mesh.topology.traits.separate_collective_buffers or model.liveness.reserved:
         solved, _, _ = _memory(model, solved_buffers(model, choices))
     return Outcome(dict(channels), tuple(collectives), peak, when, memory, host_bytes(model, choices), solved)
+
+
+def _relayout_seconds(model: Model, reshard: Reshard, choices: NDArray[np.int64], timing: ReshardTime) -> float:
+    """Return the seconds in one step of a reshard's relayouts, plus the correction for `uncharged_bytes`."""
+    seconds, unpaid = 0.0, uncharged_bytes(model, reshard, choices)
+    if timing.relays:
+        seconds = float(timing.relayouts.seconds(model.compute))
+    return (seconds + float(model.compute.memory_seconds(unpaid)) if unpaid else seconds) * reshard.trips
 
 
 def host_bytes(model: Model, choices: NDArray[np.int64]) -> int:
@@ -253,7 +262,7 @@ def live_buffers(model: Model, choices: NDArray[np.int64]) -> list[LiveBuffer]:
         buffers = reserve(model.graph, buffers, model.liveness.reserved)
     if not model.mesh.topology.traits.separate_collective_buffers:
         return buffers
-    steps = [reshard_steps(model, reshard, choices) for reshard in model.reshards]
+    steps = [reshard_time(model, reshard, choices).steps for reshard in model.reshards]
     return [*buffers, *(LiveBuffer(*each) for each in collective_buffers(model, choices, steps))]
 
 

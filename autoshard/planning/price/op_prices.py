@@ -4,30 +4,14 @@ import dataclasses
 import math
 from collections import defaultdict
 
-import numpy as np
-from numpy.typing import NDArray
-
-from autoshard.cost import WORK
+from autoshard.cost import TRAFFIC, WORK, Charge, Compute
 from autoshard.graph import OpClass
-from autoshard.planning.price.evaluate import cluster_names, reshard_cause, reshard_line, tensor_spec
-from autoshard.planning.price.node_prices import RecordedCompute, streams
-from autoshard.planning.price.reshard_times import (
-    ReshardStep,
-    relayout_seconds,
-    reshard_overlap,
-    reshard_relayouts,
-    reshard_steps,
-)
+from autoshard.planning.price.evaluate import cluster_names
+from autoshard.planning.price.step_ledger import Ledger, LedgerRow, Place
 from autoshard.planning.record.plan_parts import Collective, PlannedOp
 from autoshard.planning.record.spec import pattern
-from autoshard.planning.space.decision_model import EXPOSED, HOST, Channel, Model, Node, link_names
-from autoshard.planning.space.op_strategies import FOLDED_OPS, heavy_seconds
-from autoshard.planning.space.overlap import lanes
+from autoshard.planning.space.decision_model import EXPOSED, HOST, Channel, Model, Node, Reshard
 from autoshard.program import WEIGHTS
-
-
-Place = tuple[str, int]
-"""`("op", id)`, or `("tensor", id)` for a tensor that is copied at no op: a loop's initial value, or a result."""
 
 
 @dataclasses.dataclass(slots=True)
@@ -42,6 +26,12 @@ class PlaceWork:
     """Seconds that the compute units need without memory traffic."""
     overhead_s: float = 0.0
     """Seconds of launching ops and of the grid steps of kernels."""
+
+    def add(self, other: "PlaceWork", share: float, total: float) -> None:
+        """Add `share` parts of `total` of other work."""
+        for field in dataclasses.fields(PlaceWork):
+            mine, more = getattr(self, field.name), getattr(other, field.name)
+            setattr(self, field.name, mine + more * share / total)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -60,53 +50,54 @@ class OpPrices:
     """Collectives that reshard an operand, by (tensor, consuming op); op -1 for results tied to an argument."""
 
 
-def price_ops(model: Model, choices: NDArray[np.int64]) -> OpPrices:
-    """Return all seconds and collectives that `evaluate` counts for the same choices, by their place in the program.
-
-    Raises ValueError if a forbidden pair was chosen.
-    """
+def price_ops(ledger: Ledger) -> OpPrices:
+    """Return all seconds and collectives of a ledger by their place in the program."""
+    model = ledger.model
     compute: dict[Place, float] = defaultdict(float)
     host: dict[Place, float] = defaultdict(float)
     work: dict[Place, PlaceWork] = defaultdict(PlaceWork)
-    traffic, notes = _traffic(model, choices), RecordedCompute(model.compute)
+    inside: dict[int, list[Collective]] = defaultdict(list)
+    moved: dict[tuple[int, int], list[Collective]] = defaultdict(list)
     owed: dict[int, float] = defaultdict(float)
-    one_byte, overhead = float(model.compute.memory_seconds(1.0)), model.compute.calibration.op_overhead_s
-    for node, choice in zip(model.nodes, choices.tolist(), strict=True):
-        for channel, table in node.time.items():
-            seconds = float(table[choice])
-            if channel == EXPOSED or not seconds:
-                continue
+    traffic = _traffic(ledger)
+    for row in ledger.rows:
+        where, seconds = row.where, row.step_s
+        if row.axes:
+            if isinstance(where, Node) or (row.op >= 0 and where.tensor in model.graph.ops[row.op].results):
+                inside[row.op].append(_collective(model, row))
+            else:
+                moved[where.tensor, row.op].append(_collective(model, row))
+        elif seconds < 0 and isinstance(where, Node):
             # The node of a softmax has negative seconds where its matmuls were charged for tensors that it does not
             # store.
-            if seconds < 0:
-                owed[node.ref] += seconds
-                continue
-            shares: dict[Place, float] = {("op", node.ref): 1.0}
-            if node.kind == "cluster":
-                shares = traffic.get((node.ref, channel)) or {
-                    ("tensor", model.structure.clusters[node.ref].tensors[0]): 1.0
-                }
+            owed[where.ref] += seconds
+        elif seconds:
+            shares, done = _shares(model, row, traffic), _work(row, model.compute)
             total = sum(shares.values())
             for place, share in shares.items():
-                (host if channel[1] == HOST else compute)[place] += seconds * share / total
-                if node.kind != "op" and channel[1] != HOST:
-                    launch_s = node.launches.get(channel[0], 0.0) * overhead
-                    work[place].overhead_s += launch_s * share / total
-                    work[place].moved_bytes += max(0.0, seconds - launch_s) / one_byte * share / total
-        if node.kind == "op":
-            _add_work(work["op", node.ref], model, node, choice, notes)
-    for reshard in model.reshards:
-        if relayout_s := relayout_seconds(model, reshard, choices):
-            place = ("op", reshard.op) if reshard.op >= 0 else ("tensor", reshard.tensor)
-            launch_s = float(reshard_relayouts(model, reshard, choices).ops) * overhead * reshard.trips
-            compute[place] += relayout_s
-            work[place].overhead_s += launch_s
-            work[place].moved_bytes += max(0.0, relayout_s - launch_s) / one_byte
+                (host if row.kind == HOST else compute)[place] += seconds * share / total
+                if row.kind != HOST:
+                    work[place].add(done, share, total)
+    one_byte = float(model.compute.memory_seconds(1.0))
     for place, seconds in _taken_back(model, owed, compute).items():
         compute[place] += seconds
         work[place].moved_bytes = max(0.0, work[place].moved_bytes + seconds / one_byte)
-    inside, moved = _collectives(model, choices)
-    return OpPrices(dict(compute), dict(host), inside, dict(work), moved)
+    at_ops = {op: tuple(made) for op, made in inside.items()}
+    at_operands = {at: tuple(made) for at, made in moved.items()}
+    return OpPrices(dict(compute), dict(host), at_ops, dict(work), at_operands)
+
+
+def _shares(model: Model, row: LedgerRow, traffic: dict[tuple[int, Channel], dict[Place, float]]) -> dict[Place, float]:
+    """Return the places of a row of work, in proportion to which its seconds are divided.
+
+    `traffic` is the result of `_traffic`.
+    """
+    if isinstance(row.where, Node) and row.where.kind == "cluster":
+        found = traffic.get((row.where.ref, (row.block, row.kind)))
+        return found or {("tensor", model.structure.clusters[row.where.ref].tensors[0]): 1.0}
+    if isinstance(row.where, Reshard) and row.op < 0:
+        return {("tensor", row.where.tensor): 1.0}
+    return {("op", row.op): 1.0}
 
 
 def _taken_back(model: Model, owed: dict[int, float], compute: dict[Place, float]) -> dict[Place, float]:
@@ -133,116 +124,61 @@ def _taken_back(model: Model, owed: dict[int, float], compute: dict[Place, float
     return credits
 
 
-def _add_work(work: PlaceWork, model: Model, node: Node, choice: int, notes: RecordedCompute) -> None:
-    """Add the work of a heavy op in its chosen state, from the calls that `heavy_seconds` makes to the cost model."""
-    op, compute = model.graph.ops[node.ref], model.compute
-    trips = model.graph.trips(op.loop)
-    states = node.states[choice : choice + 1]
-    heavy_seconds(model.graph, op, states, model.axis_sizes, notes, model.residency, model.padding)  # type: ignore[arg-type]
-    for name, keywords, amounts in notes.pop_calls():
-        given = dict(keywords)
-        if name == "again":
-            work.busy_s += float(WORK[name](compute, *amounts, **given)) * trips
-            continue
-        if name == "steps":
-            work.overhead_s += float(WORK[name](compute, *amounts)) * trips
-            continue
-        # Positions of the amounts that are bytes of memory traffic.
-        sizes = (4, 5) if name == "dot" else (1,)
-        still = tuple(0.0 if at in sizes else amount for at, amount in enumerate(amounts))
-        started = compute.calibration.op_overhead_s
-        work.moved_bytes += sum(amounts[at] for at in sizes) * trips
-        work.busy_s += max(0.0, float(WORK[name](compute, *still, **given)) - started) * trips
-        work.overhead_s += started * trips
-        if name == "dot":
-            work.flops += 2.0 * math.prod(amounts[:4]) * trips
-        elif name == "attention":
-            work.flops += amounts[0] * given["matmuls"] * (given["head"] + given["value_head"]) * trips
-        elif name == "op":
-            work.flops += amounts[0] * trips
+def _work(row: LedgerRow, compute: Compute) -> PlaceWork:
+    """Return the work behind a row: kernels for a heavy op, else launches and memory traffic."""
+    work = PlaceWork()
+    if isinstance(row.where, Node) and row.where.kind == "op":
+        for charge in row.charges:
+            _add_kernel(work, charge, compute)
+    else:
+        work.overhead_s = sum(each.seconds(compute) * each.count for each in row.charges if each.op == "launch")
+        work.moved_bytes = max(0.0, row.step_s - work.overhead_s) / float(compute.memory_seconds(1.0))
+    return work
 
 
-def _traffic(model: Model, choices: NDArray[np.int64]) -> dict[tuple[int, Channel], dict[Place, float]]:
-    """Return by (cluster, channel) the bytes at every place: the fusions and copies whose time `NodePricer` adds up."""
+def _add_kernel(work: PlaceWork, charge: Charge, compute: Compute) -> None:
+    """Add the work of a kernel, or of its further passes and grid steps."""
+    if charge.op == "again":
+        work.busy_s += charge.seconds(compute) * charge.count
+        return
+    if charge.op == "steps":
+        work.overhead_s += charge.seconds(compute) * charge.count
+        return
+    named = dict(zip(WORK[charge.op].amounts, charge.amounts, strict=True))
+    traffic = {name: amount for name, amount in named.items() if name in TRAFFIC}
+    still = dataclasses.replace(charge, amounts=tuple((named | dict.fromkeys(traffic, 0.0)).values()))
+    started = compute.calibration.op_overhead_s
+    work.moved_bytes += sum(traffic.values()) * charge.count
+    work.busy_s += max(0.0, still.seconds(compute) - started) * charge.count
+    work.overhead_s += started * charge.count
+    if charge.op == "dot":
+        work.flops += 2.0 * math.prod(named[name] for name in ("m", "n", "k", "batch")) * charge.count
+    elif charge.op == "attention":
+        given = dict(charge.properties)
+        work.flops += named["scores"] * given["matmuls"] * (given["head"] + given["value_head"]) * charge.count
+    elif charge.op == "op":
+        work.flops += named["flops"] * charge.count
+
+
+def _traffic(ledger: Ledger) -> dict[tuple[int, Channel], dict[Place, float]]:
+    """Return by (cluster, channel) the bytes that pass through memory at every place."""
     traffic: dict[tuple[int, Channel], dict[Place, float]] = defaultdict(lambda: defaultdict(float))
-
-    def note(place: Place, tensor: int, block: int, times: float) -> None:
-        record, cluster = model.graph.tensors[tensor], model.structure.cluster_of[tensor]
-        if cluster < 0:
-            return
-        shape = tensor_spec(model, choices, tensor).local_shape(record.shape, model.mesh.axes)
-        local = math.prod(shape) * record.itemsize
-        away = tensor in model.liveness.hosted
-        size = float(local) if away else float(model.residency.streamed(tensor, local))
-        if size * times > 0:
-            traffic[cluster, (block, HOST if away else "compute")][place] += size * times
-
-    for fusion in model.liveness.fusions:
-        op = model.graph.ops[fusion.root]
-        if op.op_class is not OpClass.HEAVY or op.kind in FOLDED_OPS:
-            for tensor in (*fusion.moved, *fusion.reads):
-                note(("op", op.id), tensor, op.loop, model.graph.trips(op.loop))
-    for each in model.liveness.extra_traffic:
-        note(("tensor", each.tensor), each.tensor, each.block, streams(each, model.graph, model.compute))
+    for each in ledger.passes:
+        if each.size * each.times > 0:
+            channel = (each.block, HOST if each.on_host else "compute")
+            cluster = ledger.model.structure.cluster_of[each.tensor]
+            traffic[cluster, channel][each.place] += each.size * each.times
     return traffic
 
 
-def _collectives(
-    model: Model, choices: NDArray[np.int64]
-) -> tuple[dict[int, tuple[Collective, ...]], dict[tuple[int, int], tuple[Collective, ...]]]:
-    """Return the collectives inside ops or at their results, by op, and those of operands.
-
-    The latter are by (tensor, consuming op).
-    """
-    inside: dict[int, list[Collective]] = defaultdict(list)
-    moved: dict[tuple[int, int], tuple[Collective, ...]] = {}
-    for node, choice in zip(model.nodes, choices.tolist(), strict=True):
-        for inner in node.inner:
-            size = float(inner.size[choice])
-            if size > 0:
-                op = model.graph.ops[node.ref]
-                axes = tuple(model.axis_names[a] for a in inner.axes)
-                seconds, exposed = (float(each[0]) / inner.count for each in inner.times(model.collectives, choice))
-                step = (inner.kind, axes, size * inner.senders, seconds)
-                trips, waited = model.graph.trips(op.loop) * inner.count, exposed / seconds if seconds else 1.0
-                inside[op.id].append(_collective(model, step, trips, waited, node.name, op.line))
-    for (tensor, op_id), collectives in _reshards(model, choices).items():
-        if op_id >= 0 and tensor in model.graph.ops[op_id].results:
-            inside[op_id] += collectives
-        else:
-            moved[tensor, op_id] = tuple(collectives)
-    return {op_id: tuple(collectives) for op_id, collectives in inside.items()}, moved
-
-
-def _reshards(model: Model, choices: NDArray[np.int64]) -> dict[tuple[int, int], list[Collective]]:
-    """Return the collectives of every reshard, by (tensor, op that it enters or leaves)."""
-    collectives: dict[tuple[int, int], list[Collective]] = defaultdict(list)
-    link_of, named = link_names(model.mesh), cluster_names(model)
-    for reshard in model.reshards:
-        overlap = reshard_overlap(model, reshard, choices)
-        for step in reshard_steps(model, reshard, choices):
-            kind, axes, size, _ = step
-            where = lanes(model.collectives, link_of, overlap, kind, axes, size, reshard.block)
-            cause, line = reshard_cause(model, reshard, named), reshard_line(model, reshard)
-            collective = _collective(model, step, reshard.trips, where.get(EXPOSED, 0.0), cause, line)
-            collectives[reshard.tensor, reshard.op].append(collective)
-    return collectives
-
-
-def _collective(model: Model, step: ReshardStep, trips: float, exposed: float, cause: str, line: str) -> Collective:
-    """Return the record of one collective with all its executions in a step.
-
-    - `step`: kind, axes, bytes and seconds of one execution.
-    - `trips`: executions in a step.
-    - `exposed`: share of its seconds that compute waits for.
-    - `cause`, `line`: the resharded tensor and the line of the source code.
-    """
-    kind, axes, size, seconds = step
-    wire = sum(float(v) for v in model.collectives.wire_bytes(kind, axes, size * trips).values())  # type: ignore[arg-type]
-    whole = seconds * trips
+def _collective(model: Model, row: LedgerRow) -> Collective:
+    """Return the record of a row's collective with all its executions in a step."""
+    wire = sum(float(v) for v in model.collectives.wire_bytes(row.kind, row.axes, row.bytes * row.times).values())  # type: ignore[arg-type]
+    exposed = row.lanes.get(EXPOSED, 0.0)
     return Collective(
-        kind, axes, math.ceil(trips), round(wire), whole, exposed < 0.5, cause, line, exposed_s=whole * exposed
-    )
+        row.kind, row.axes, math.ceil(row.times), round(wire), row.step_s, exposed < 0.5, row.cause, row.line,
+        exposed_s=row.step_s * exposed,
+    )  # fmt: skip
 
 
 MOST_ROWS = 400
@@ -251,16 +187,16 @@ SHORTEST = 1e-5
 """Least share of the step for an op to have its own row; all other ops share one row."""
 
 
-def planned_ops(model: Model, choices: NDArray[np.int64]) -> tuple[PlannedOp, ...]:
+def planned_ops(ledger: Ledger) -> tuple[PlannedOp, ...]:
     """Return the rows of a step's ops, longest first.
 
     Ops that differ only in the number of their layer share a row. The last row sums all ops beyond `MOST_ROWS` or below
     `SHORTEST`, and has no name. Compute, host traffic and communication of all rows add up to the totals of `evaluate`
-    for the same choices. Raises ValueError if a forbidden pair was chosen.
+    for the same choices.
     """
-    prices = price_ops(model, choices)
+    prices = price_ops(ledger)
     row_of: dict[tuple[str, ...], PlannedOp] = {}
-    for each in _places(model, prices):
+    for each in _places(ledger.model, prices):
         key = _sort_key(each)
         row_of[key] = _together(row_of[key], each) if key in row_of else each
     rows = sorted(row_of.values(), key=lambda row: (-_seconds(row), *_sort_key(row)))

@@ -1,22 +1,17 @@
 """Predictions of a choice in the form that plans store: its bill, and the gains of other compiler flags."""
 
 from collections import defaultdict
-from collections.abc import Iterator
 
 import numpy as np
 from numpy.typing import NDArray
 
-from autoshard.cost import FLAG_SETS, Bill, Calibration, Charge, flag_set, with_flags
+from autoshard.cost import FLAG_SETS, Bill, Calibration, flag_set, with_flags
 from autoshard.errors import UserError
 from autoshard.planning.price.device_memory import tight_seconds
 from autoshard.planning.price.evaluate import Outcome
-from autoshard.planning.price.node_prices import RecordedCompute
-from autoshard.planning.price.reshard_times import reshard_overlap, reshard_relayouts, reshard_steps
-from autoshard.planning.price.softmax_credit import uncharged_bytes
+from autoshard.planning.price.step_ledger import Ledger, itemise
 from autoshard.planning.record.plan_parts import Collective, Prediction
-from autoshard.planning.space.decision_model import HOST, Model, Node
-from autoshard.planning.space.op_strategies import heavy_seconds
-from autoshard.planning.space.overlap import hiding_figures
+from autoshard.planning.space.decision_model import Model
 
 
 def predict(model: Model, outcome: Outcome, memory_limit: int) -> Prediction:
@@ -78,62 +73,12 @@ def _op_name(model: Model, moment: int) -> str:
     return f"{op.kind} {op.name}".strip()
 
 
-def bill_of(model: Model, choices: NDArray[np.int64]) -> Bill:
+def bill_of(ledger: Ledger) -> Bill:
     """Return all work and communication of one step.
 
     The bill, priced with the model's calibration, adds up to the step time of `evaluate`.
     """
-    return Bill.of(model.mesh, [*_work(model, choices), *_communication(model, choices)])
-
-
-def _work(model: Model, choices: NDArray[np.int64]) -> Iterator[Charge]:
-    """Yield the charges of nodes: the calls to the cost model for heavy ops, and the memory traffic of clusters."""
-    notes = RecordedCompute(model.compute)
-    for node, choice in zip(model.nodes, choices.tolist(), strict=True):
-        if node.kind == "op":
-            op = model.graph.ops[node.ref]
-            trips = model.graph.trips(op.loop)
-            states, axes = node.states[choice : choice + 1], model.axis_sizes
-            heavy_seconds(model.graph, op, states, axes, notes, model.residency, model.padding)  # type: ignore[arg-type]
-            yield from (Charge(*called, op.loop, trips) for called in notes.pop_calls())
-        else:
-            yield from _streamed(model, node, choice)
-
-
-def _streamed(model: Model, node: Node, choice: int) -> Iterator[Charge]:
-    """Yield the charges for the memory traffic and launches of a cluster's fusions, which make up the node's time."""
-    overhead = model.compute.calibration.op_overhead_s
-    for (block, what), seconds in node.time.items():
-        name = "host" if what == HOST else "stream"
-        byte_s = model.compute.host_seconds(1.0) if what == HOST else model.compute.memory_seconds(1.0)
-        launches = node.launches.get(block, 0.0) if what == "compute" else 0.0
-        traffic_s = float(seconds[choice]) - launches * overhead
-        yield Charge(name, (), (traffic_s / float(byte_s),), block, 1.0)
-        if launches:
-            yield Charge("launch", (), (1.0,), block, launches)
-
-
-def _communication(model: Model, choices: NDArray[np.int64]) -> Iterator[Charge]:
-    """Yield the charges of reshards, with their relayouts and softmax corrections, and of collectives inside ops."""
-    for reshard in model.reshards:
-        relayout = reshard_relayouts(model, reshard, choices)
-        for name, amount in (("launch", float(relayout.ops)), ("relayout", float(relayout.size))):
-            if amount:
-                yield Charge(name, (), (amount,), reshard.block, reshard.trips)
-        if unpaid := uncharged_bytes(model, reshard, choices):
-            yield Charge("stream", (), (unpaid,), reshard.block, reshard.trips)
-        overlap = reshard_overlap(model, reshard, choices)
-        for kind, axes, size, _ in reshard_steps(model, reshard, choices):
-            hides = hiding_figures(model.collectives, overlap, kind, axes)
-            yield Charge(kind, (("axes", axes),), (size,), reshard.block, reshard.trips, hides)
-    for node, choice in zip(model.nodes, choices.tolist(), strict=True):
-        for inner in node.inner:
-            if inner.size[choice] > 0:
-                axes = tuple(model.axis_names[a] for a in inner.axes)
-                loop = model.graph.ops[node.ref].loop
-                exposed = 1.0 if inner.hidden is None else 1.0 - float(inner.hidden[choice])
-                times = model.graph.trips(loop) * inner.count * exposed
-                yield Charge(inner.as_kind or inner.kind, (("axes", axes),), (float(inner.size[choice]),), loop, times)
+    return Bill.of(ledger.model.mesh, (charge for row in ledger.rows for charge in row.charges))
 
 
 WORTH_SAYING = 0.02
@@ -159,7 +104,7 @@ def flag_gains(model: Model, choices: NDArray[np.int64], plain: Calibration) -> 
         if name == "default" or not flagged.figures:
             continue
         if bill is None:
-            bill = bill_of(model, choices)
+            bill = bill_of(itemise(model, choices))
             now = bill.seconds(model.compute.calibration)
         step = bill.seconds(flagged.calibration)
         if step < (1.0 - WORTH_SAYING) * now:

@@ -22,9 +22,8 @@ from autoshard.graph import OpGraph, is_copied
 from autoshard.planning.price.device_memory import tight_seconds
 from autoshard.planning.price.evaluate import evaluate, memory_events, tensor_spec
 from autoshard.planning.price.remat_values import AGAIN, Occurrence, find_values
-from autoshard.planning.price.reshard_times import relayout_seconds, reshard_overlap, reshard_steps
-from autoshard.planning.space.decision_model import EXPOSED, HOST, Channel, Model, link_names
-from autoshard.planning.space.overlap import lanes
+from autoshard.planning.price.step_ledger import Ledger, itemise
+from autoshard.planning.space.decision_model import EXPOSED, HOST, Channel, Model
 from autoshard.program import INPUT, Policy, short_names
 
 
@@ -67,7 +66,7 @@ class _SavableValues:
     def __init__(self, model: Model, choices: NDArray[np.int64]) -> None:
         self.model, self.choices = model, choices
         self.outcome = evaluate(model, choices)
-        self.seconds = _op_seconds(model, choices)
+        self.seconds = _op_seconds(itemise(model, choices))
         places: dict[str, list[Occurrence]] = defaultdict(list)
         for place in find_values(model.program, model.graph):
             places[place.path].append(place)
@@ -242,23 +241,12 @@ def _kept_by_loops(graph: OpGraph) -> set[int]:
     return set(graph.results) | {t for loop in graph.loops for c in loop.carries for t in (c.init, c.update)}
 
 
-def _op_seconds(model: Model, choices: NDArray[np.int64]) -> Mapping[int, dict[Channel, float]]:
+def _op_seconds(ledger: Ledger) -> Mapping[int, dict[Channel, float]]:
     """Return for every recomputed heavy op its seconds by channel in one step, including the reshards at its ends."""
-    again = {op.id for op in model.graph.ops if AGAIN in op.name}
+    again = {op.id for op in ledger.model.graph.ops if AGAIN in op.name}
     op_seconds: dict[int, dict[Channel, float]] = defaultdict(lambda: defaultdict(float))
-    for node, choice in zip(model.nodes, choices.tolist(), strict=True):
-        if node.kind == "op" and node.ref in again:
-            for channel, seconds in node.time.items():
-                op_seconds[node.ref][channel] += float(seconds[choice])
-    link_of = link_names(model.mesh)
-    for reshard in model.reshards:
-        if reshard.op not in again:
-            continue
-        mine = op_seconds[reshard.op]
-        mine[reshard.block, "compute"] += relayout_seconds(model, reshard, choices)
-        overlap = reshard_overlap(model, reshard, choices)
-        for kind, axes, size, seconds in reshard_steps(model, reshard, choices):
-            shares = lanes(model.collectives, link_of, overlap, kind, axes, size, reshard.block)
-            for channel, share in shares.items():
-                mine[channel] += seconds * share * reshard.trips
+    for row in ledger.rows:
+        if row.op in again:
+            for channel, seconds in row.channels():
+                op_seconds[row.op][channel] += seconds
     return op_seconds

@@ -1,6 +1,7 @@
 """Work that several devices repeat, the sharded share of each dim group, and ops without a sharding rule."""
 
 import dataclasses
+import itertools
 import math
 import re
 from collections import defaultdict
@@ -9,11 +10,12 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from autoshard.graph import SMALL, Op, OpClass
+from autoshard.graph import SMALL, Op
 from autoshard.planning.price.evaluate import tensor_spec
+from autoshard.planning.price.step_ledger import Ledger
 from autoshard.planning.record.plan_parts import Unruled
 from autoshard.planning.record.spec import axis_words
-from autoshard.planning.space.decision_model import Model
+from autoshard.planning.space.decision_model import Model, Node
 from autoshard.planning.space.dim_groups import Groups, tensor_groups
 from autoshard.planning.space.op_strategies import FOLDED_OPS
 from autoshard.planning.xla.partitioner_rules import whole_factors
@@ -36,12 +38,13 @@ class ReplicatedWork:
     """True if the ops are calls of a kernel, whose work the planner cannot inspect."""
 
 
-def find_replicated_work(model: Model, groups: Groups, choices: NDArray[np.int64]) -> list[ReplicatedWork]:
+def find_replicated_work(ledger: Ledger, groups: Groups) -> list[ReplicatedWork]:
     """Return all repeated work, longest first."""
+    model = ledger.model
     seconds: dict[tuple[str, tuple[str, ...]], float] = defaultdict(float)
     splits: dict[tuple[str, tuple[str, ...]], tuple[str, ...]] = {}
     calls: set[tuple[str, tuple[str, ...]]] = set()
-    for op, used, op_s in (*_heavy(model, choices), *_fused(model, choices)):
+    for op, used, op_s in (*_heavy(ledger), *_fused(ledger)):
         idle = tuple(a for a, n in model.mesh.axes.items() if n > 1 and a not in used and a not in op.manual)
         if idle and op_s > 0:
             key = (_words(op), idle)
@@ -53,14 +56,14 @@ def find_replicated_work(model: Model, groups: Groups, choices: NDArray[np.int64
     return sorted(repeated, key=lambda each: (-each.seconds, each.what, each.axes))
 
 
-def replicated_work_lines(model: Model, groups: Groups, choices: NDArray[np.int64], step_time_s: float) -> list[str]:
+def replicated_work_lines(ledger: Ledger, groups: Groups, step_time_s: float) -> list[str]:
     """Return a sentence for each noticeable piece of repeated work, and one for the rest along the same axes.
 
     The rest is omitted if its sum is not noticeable. `step_time_s` is the predicted step.
     """
-    lines = []
+    lines, model = [], ledger.model
     rest: dict[tuple[str, ...], list[ReplicatedWork]] = defaultdict(list)
-    for each in find_replicated_work(model, groups, choices) if step_time_s > 0 else []:
+    for each in find_replicated_work(ledger, groups) if step_time_s > 0 else []:
         if each.seconds < NOTICEABLE * step_time_s:
             rest[each.axes].append(each)
             continue
@@ -84,41 +87,33 @@ def _devices(model: Model, axes: tuple[str, ...]) -> str:
     return f"the {count} devices along {' x '.join(axis_words(axes))} do the same work in"
 
 
-def _heavy(model: Model, choices: NDArray[np.int64]) -> Iterator[tuple[Op, set[str], float]]:
+def _heavy(ledger: Ledger) -> Iterator[tuple[Op, set[str], float]]:
     """Yield ops that have strategies of their own, with the axes that split them and their compute seconds.
 
     Ops without a rule are reported by `find_unruled` instead.
     """
-    for op_id, number in sorted(model.op_node.items()):
-        op, node = model.graph.ops[op_id], model.nodes[number]
-        if op.rule is None or op.kind in FOLDED_OPS:
+    model = ledger.model
+    for row in ledger.rows:
+        if row.kind != "compute" or row.op < 0:
             continue
-        chosen = int(choices[number])
-        used = {model.axis_names[a] for a in np.flatnonzero(node.states[chosen] >= 0)}
-        yield op, used, sum(float(s[chosen]) for (_, what), s in node.time.items() if what == "compute")
+        op, number = model.graph.ops[row.op], model.op_node[row.op]
+        if op.rule is not None and op.kind not in FOLDED_OPS:
+            split = np.flatnonzero(model.nodes[number].states[ledger.choices[number]] >= 0)
+            yield op, {model.axis_names[a] for a in split}, row.step_s
 
 
-def _fused(model: Model, choices: NDArray[np.int64]) -> Iterator[tuple[Op, set[str], float]]:
+def _fused(ledger: Ledger) -> Iterator[tuple[Op, set[str], float]]:
     """Yield the same for fusions of elementwise work.
 
     The axes that split a fusion are those that split any tensor which the fusion reads or writes.
     """
-    for fusion in model.liveness.fusions:
-        op = model.graph.ops[fusion.root]
-        if op.op_class is OpClass.HEAVY and op.kind not in FOLDED_OPS:
-            continue
-        used: set[str] = set()
-        size = 0.0
-        for tensor in (*fusion.moved, *fusion.reads):
-            record = model.graph.tensors[tensor]
-            if model.structure.cluster_of[tensor] < 0 or tensor in model.liveness.hosted:
-                continue
-            spec = tensor_spec(model, choices, tensor)
-            used.update(spec.axes)
-            item = record.itemsize
-            local = float(math.prod(spec.local_shape(record.shape, model.mesh.axes))) * item
-            size += float(model.residency.streamed(tensor, np.array([local]))[0])
-        yield op, used, float(model.compute.memory_seconds(size)) * model.graph.trips(op.loop)
+    model = ledger.model
+    for (what, number), passes in itertools.groupby(ledger.passes, key=lambda each: each.place):
+        if what == "op":
+            op, near = model.graph.ops[number], [each for each in passes if not each.on_host]
+            used = {axis for each in near for axis in each.axes}
+            seconds = float(model.compute.memory_seconds(sum(each.size for each in near)))
+            yield op, used, seconds * model.graph.trips(op.loop)
 
 
 def _words(op: Op) -> str:
@@ -175,13 +170,18 @@ def shares_of(
     return {(g, a): size / total[g] for (g, a), size in split.items()}
 
 
-def find_unruled(model: Model, choices: NDArray[np.int64], step_time_s: float) -> tuple[Unruled, ...]:
+def find_unruled(ledger: Ledger, step_time_s: float) -> tuple[Unruled, ...]:
     """Return the ops that are planned as replicated for lack of a rule, by kind or call target, longest first."""
+    graph = ledger.model.graph
+    op_seconds: dict[int, float] = defaultdict(float)
+    for row in ledger.rows:
+        if isinstance(row.where, Node):
+            op_seconds[row.op] += row.exposed_s if row.axes else row.step_s
     groups: dict[tuple[str, bool], list[tuple[float, Op]]] = defaultdict(list)
-    for op_id in model.graph.without_rule:
-        op = model.graph.ops[op_id]
+    for op_id in graph.without_rule:
+        op = graph.ops[op_id]
         kind = op.opaque.target if op.opaque else op.kind
-        groups[(kind, op.opaque is not None)].append((_seconds(model, choices, op), op))
+        groups[(kind, op.opaque is not None)].append((op_seconds[op_id], op))
     unruled = []
     for (kind, custom), ops in groups.items():
         seconds = sum(each for each, _ in ops)
@@ -189,14 +189,6 @@ def find_unruled(model: Model, choices: NDArray[np.int64], step_time_s: float) -
         share = seconds / step_time_s if step_time_s > 0 else 0.0
         unruled.append(Unruled(kind, custom, len(ops), seconds, share, worst.name))
     return tuple(sorted(unruled, key=lambda u: (-u.seconds, u.kind)))
-
-
-def _seconds(model: Model, choices: NDArray[np.int64], op: Op) -> float:
-    """Return the seconds of an op's node, 0 if the op has none."""
-    number = model.op_node.get(op.id)
-    if number is None:
-        return 0.0
-    return sum(float(seconds[int(choices[number])]) for seconds in model.nodes[number].time.values())
 
 
 def _is_small(target: str) -> bool:

@@ -8,7 +8,6 @@ from numpy.typing import NDArray
 
 from autoshard.cost import Collectives
 from autoshard.planning.price.reshard_paths import Relayouts, path_steps, relayouts
-from autoshard.planning.price.softmax_credit import uncharged_bytes
 from autoshard.planning.space.decision_model import Model, Path, Reshard
 from autoshard.planning.space.overlap import AT_NARROW, Overlap
 
@@ -36,29 +35,6 @@ def reshard_overlap(model: Model, reshard: Reshard, choices: NDArray[np.int64]) 
         return overlap
     at_source = model.nodes[reshard.source].kind == "op"
     return AT_NARROW[overlap] if reshard.narrow[choices[reshard.source if at_source else reshard.target]] else overlap
-
-
-def reshard_steps(model: Model, reshard: Reshard, choices: NDArray[np.int64]) -> tuple[ReshardStep, ...]:
-    """Return (kind, axes, bytes, seconds) of the collectives in one execution of a reshard under a choice."""
-    return reshard_time(model, reshard, choices).steps
-
-
-def relayout_seconds(model: Model, reshard: Reshard, choices: NDArray[np.int64]) -> float:
-    """Return the seconds in one step of a reshard's relayouts, plus the correction for `uncharged_bytes`."""
-    return laid_out_seconds(model, reshard, choices, reshard_time(model, reshard, choices))
-
-
-def laid_out_seconds(model: Model, reshard: Reshard, choices: NDArray[np.int64], taken: ReshardTime) -> float:
-    """Return `relayout_seconds` for a reshard whose time (`taken`) is already known."""
-    seconds, unpaid = 0.0, uncharged_bytes(model, reshard, choices)
-    if taken.relays:
-        seconds = float(taken.relayouts.seconds(model.compute))
-    return (seconds + float(model.compute.memory_seconds(unpaid)) if unpaid else seconds) * reshard.trips
-
-
-def reshard_relayouts(model: Model, reshard: Reshard, choices: NDArray[np.int64]) -> Relayouts:
-    """Return the relayouts in one execution of a reshard under a choice."""
-    return reshard_time(model, reshard, choices).relayouts
 
 
 @dataclasses.dataclass(slots=True)

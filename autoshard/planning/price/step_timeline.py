@@ -9,12 +9,11 @@ from collections import defaultdict
 import numpy as np
 from numpy.typing import NDArray
 
-from autoshard.planning.price.evaluate import cluster_names, live_buffers, reshard_cause
-from autoshard.planning.price.reshard_times import relayout_seconds, reshard_overlap, reshard_steps
+from autoshard.planning.price.evaluate import cluster_names, live_buffers
+from autoshard.planning.price.step_ledger import Ledger
 from autoshard.planning.record.plan_parts import HeldTensors, Span, Timeline
 from autoshard.planning.record.spec import pattern
-from autoshard.planning.space.decision_model import EXPOSED, HOST, Model, link_names
-from autoshard.planning.space.overlap import lanes
+from autoshard.planning.space.decision_model import EXPOSED, Model, Node
 
 
 SAMPLES = 240
@@ -38,14 +37,14 @@ class _Block:
     links: dict[str, float] = dataclasses.field(default_factory=lambda: defaultdict(float))
 
 
-def make_timeline(model: Model, choices: NDArray[np.int64]) -> Timeline:
+def make_timeline(ledger: Ledger) -> Timeline:
     """Lay out one schedule of the step that takes the predicted time.
 
     Ops are in program order. All trips of a loop are drawn as one, so a span is as long as its op in all trips
     together. A hidden collective overlaps with its block's compute, on its link. An exposed one delays compute. Compute
     waits at the end of a block whose links are busy for longer than its compute.
     """
-    jobs = sorted([*_computes(model, choices), *_collectives(model, choices)], key=lambda job: (job[0], job[1]))
+    jobs = sorted(_jobs(ledger), key=lambda job: (job[0], job[1]))
     blocks: dict[int, _Block] = {}
     last = {block: moment for moment, _, block, *_ in jobs}
     clock = 0.0
@@ -69,7 +68,7 @@ def make_timeline(model: Model, choices: NDArray[np.int64]) -> Timeline:
         spans += (wait := _wait(blocks[-1], -1, clock))
         clock += sum(span.seconds for span in wait)
     stored = tuple(span for span in spans if span.seconds >= SHORTEST * clock)
-    return Timeline(clock, stored, *_Sampler(model, choices).sampled(starts, clock))
+    return Timeline(clock, stored, *_Sampler(ledger.model, ledger.choices).sampled(starts, clock))
 
 
 def _wait(block: _Block, number: int, clock: float) -> list[Span]:
@@ -83,46 +82,33 @@ _Job = tuple[int, int, int, str, str, float]
 """(op id, order at the op, block, lane, name, seconds of the whole step)."""
 
 
-def _computes(model: Model, choices: NDArray[np.int64]) -> list[_Job]:
-    """Return the jobs of nodes: compute, host traffic, and the exposed collectives inside ops."""
+def _jobs(ledger: Ledger) -> list[_Job]:
+    """Return the jobs of a ledger: one for all collectives inside an op, else one for each row and lane."""
+    model, graph = ledger.model, ledger.model.graph
+    inside: dict[tuple[int, int, str], float] = defaultdict(float)
     jobs: list[_Job] = []
-    for number, node in enumerate(model.nodes):
-        for (block, what), seconds in node.time.items():
-            spent = float(seconds[int(choices[number])])
-            if what == EXPOSED[1] and spent > 0:
-                op = model.graph.ops[node.ref]
-                jobs.append((op.id, 0, op.loop, what, f"inside {node.name}", spent))
-            elif what in ("compute", HOST) and spent > 0:
-                jobs.append((_moment(model, number, block), 1, block, what, node.name, spent))
-    return jobs
+    for row in ledger.rows:
+        where = row.where
+        if isinstance(where, Node) and row.axes:
+            inside[row.op, row.block, row.cause] += row.exposed_s
+            continue
+        if isinstance(where, Node):
+            moment, turn, name = _moment(model, where, row.block), 1, row.cause
+        else:
+            moment = row.op if row.op >= 0 else _moment(model, model.nodes[where.source], row.block)
+            turn = 2 if where.tensor in graph.ops[moment].results else 0
+            name = f"{row.kind} over {', '.join(row.axes)}: {row.cause}" if row.axes else f"layout of {row.cause}"
+        jobs += [(moment, turn, row.block, lane, name, s) for (_, lane), s in sorted(row.channels()) if s > 0]
+    # An op waits for its own collectives before those of its operands.
+    waits = [(op, 0, block, EXPOSED[1], f"inside {name}", s) for (op, block, name), s in inside.items() if s > 0]
+    return waits + jobs
 
 
-def _collectives(model: Model, choices: NDArray[np.int64]) -> list[_Job]:
-    """Return the jobs of reshards: relayouts, and collectives split over their lanes."""
-    jobs: list[_Job] = []
-    link_of, named = link_names(model.mesh), cluster_names(model)
-    for reshard in model.reshards:
-        moment = reshard.op if reshard.op >= 0 else _moment(model, reshard.source, reshard.block)
-        turn = 2 if reshard.tensor in model.graph.ops[moment].results else 0
-        if layout_s := relayout_seconds(model, reshard, choices):
-            jobs.append(
-                (moment, turn, reshard.block, "compute", f"layout of {reshard_cause(model, reshard, named)}", layout_s)
-            )
-        overlap = reshard_overlap(model, reshard, choices)
-        for kind, axes, size, seconds in reshard_steps(model, reshard, choices):
-            where = lanes(model.collectives, link_of, overlap, kind, axes, size, reshard.block)
-            name = f"{kind} over {', '.join(axes)}: {reshard_cause(model, reshard, named)}"
-            for (_, lane), share in sorted(where.items()):
-                jobs.append((moment, turn, reshard.block, lane, name, seconds * share * reshard.trips))
-    return jobs
-
-
-def _moment(model: Model, number: int, block: int) -> int:
+def _moment(model: Model, node: Node, block: int) -> int:
     """Return the op at which a node's work in a block is drawn.
 
     This is the node's own op, or the first op in the block that computes one of its tensors.
     """
-    node = model.nodes[number]
     if node.kind == "op":
         return node.ref
     tensors = model.structure.clusters[node.ref].tensors if node.kind == "cluster" else (node.ref,)

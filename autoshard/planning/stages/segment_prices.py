@@ -16,9 +16,8 @@ from numpy.typing import NDArray
 
 from autoshard.graph import Op, OpClass, OpGraph
 from autoshard.planning.price.evaluate import tensor_spec
-from autoshard.planning.price.reshard_times import relayout_seconds, reshard_overlap, reshard_steps
-from autoshard.planning.space.decision_model import EXPOSED, Model, Node, link_names
-from autoshard.planning.space.overlap import lanes
+from autoshard.planning.price.step_ledger import Ledger
+from autoshard.planning.space.decision_model import HOST, Model, Node, Reshard
 from autoshard.planning.stages.stage_cut import SegmentCosts
 from autoshard.program import WEIGHTS, Role, segment_of
 
@@ -49,26 +48,24 @@ class SegmentPrices:
     """Parts of the fixed bytes by kind, each [K]."""
 
 
-def segment_prices(
-    model: Model, choices: NDArray[np.int64], may_cut: Sequence[bool], axis: str, microbatches: int
-) -> SegmentPrices:
+def segment_prices(ledger: Ledger, may_cut: Sequence[bool], axis: str, microbatches: int) -> SegmentPrices:
     """Price the segments of a step of one microbatch.
 
-    - `model`, `choices`: the priced plan of the step. No tensor may be split over `axis`.
+    - `ledger`: work of the step under its plan. No tensor may be split over `axis`.
     - `may_cut`: True for each segment that may begin a stage, K in all.
     - `axis`: mesh axis along which the stages are laid out.
     - `microbatches`: number of microbatches whose batch arguments a device stores.
 
     A parameter used by several segments forces these segments into one stage.
     """
-    count = len(may_cut)
+    model, count = ledger.model, len(may_cut)
     places = _SegmentPlaces(model.graph, model.program.training, count)
     seconds, exposed = np.zeros((3, count)), np.zeros((3, count))
-    for place, spent, waits in _spent(model, choices, places):
+    for place, spent, waits in _spent(ledger, places):
         part, segment = place
         seconds[part, segment] += spent
         exposed[part, segment] += spent if waits else 0.0
-    sizes = _Sizes(model, choices)
+    sizes = _Sizes(model, ledger.choices)
     owners, tied = _owners(model, places)
     kinds = _fixed(model, sizes, owners, count, microbatches)
     handed = _handed(model, places, sizes, count)
@@ -205,43 +202,35 @@ class _Sizes:
         return float(math.prod(local) * (record.itemsize if itemsize is None else itemsize))
 
 
-def _spent(model: Model, choices: NDArray[np.int64], places: _SegmentPlaces) -> Iterator[tuple[Place, float, bool]]:
+def _spent(ledger: Ledger, places: _SegmentPlaces) -> Iterator[tuple[Place, float, bool]]:
     """Yield the seconds of one step by place, each with True for communication."""
-    once = places.summed_once()
+    model, once = ledger.model, places.summed_once()
+    for row in ledger.rows:
+        where, waits = row.where, bool(row.axes)
+        spent = row.exposed_s if waits else row.step_s
+        if spent <= 0 or row.kind == HOST:
+            continue
+        if isinstance(where, Reshard):
+            yield _reshard_place(model, where, places, once), spent, waits
+        elif where.kind == "op":
+            part, segment = places.place(where.ref)
+            # Sums that run once belong to the update.
+            yield (Part.UPDATE if waits and where.ref in once else part, segment), spent, waits
+        else:
+            for place, share in _shares(model, where, places):
+                yield place, spent * share, False
 
-    def summed(op: int) -> Place:
-        """Return the place of an op's communication; sums that run once belong to the update."""
-        part, segment = places.place(op)
-        return (Part.UPDATE if op in once else part), segment
 
-    for number, node in enumerate(model.nodes):
-        for (_, what), seconds in node.time.items():
-            spent = float(seconds[int(choices[number])])
-            if spent <= 0 or what not in ("compute", EXPOSED[1]):
-                continue
-            if node.kind == "op":
-                waits = what == EXPOSED[1]
-                yield (summed(node.ref) if waits else places.place(node.ref)), spent, waits
-            else:
-                for place, share in _shares(model, node, places):
-                    yield place, spent * share, what == EXPOSED[1]
-    link_of = link_names(model.mesh)
-    for reshard in model.reshards:
-        producer_place = places.maker.get(reshard.tensor, (Part.UPDATE, 0))
-        place = places.place(reshard.op) if reshard.op >= 0 else producer_place
-        if place[0] is Part.UPDATE:
-            place = Part.UPDATE, producer_place[1]
-        producer = model.graph.tensors[reshard.tensor].producer
-        if producer in once:
-            place = Part.UPDATE, producer_place[1]
-        if relayout_s := relayout_seconds(model, reshard, choices):
-            yield place, relayout_s, False
-        overlap = reshard_overlap(model, reshard, choices)
-        for kind, axes, size, seconds in reshard_steps(model, reshard, choices):
-            shares = lanes(model.collectives, link_of, overlap, kind, axes, size, reshard.block)
-            waits = shares.get(EXPOSED, 0.0) * seconds * reshard.trips
-            if waits:
-                yield place, waits, True
+def _reshard_place(model: Model, reshard: Reshard, places: _SegmentPlaces, once: set[int]) -> Place:
+    """Return the place of a reshard: that of its op, or the update for sums that run once and for ops of the update.
+
+    `once` is the result of `summed_once`.
+    """
+    producer_place = places.maker.get(reshard.tensor, (Part.UPDATE, 0))
+    place = places.place(reshard.op) if reshard.op >= 0 else producer_place
+    if place[0] is Part.UPDATE or model.graph.tensors[reshard.tensor].producer in once:
+        return Part.UPDATE, producer_place[1]
+    return place
 
 
 def _shares(model: Model, node: Node, places: _SegmentPlaces) -> list[tuple[Place, float]]:

@@ -9,6 +9,7 @@ from autoshard.base.units import format_bytes
 from autoshard.cost import Schedule, Topology, make_schedule, parse_mesh
 from autoshard.errors import InfeasibleError, UserError
 from autoshard.planning.price.analysed_program import analyse_program, reprice
+from autoshard.planning.price.step_ledger import itemise
 from autoshard.planning.record.plan_parts import Timeline
 from autoshard.planning.record.plan_record import Plan
 from autoshard.planning.space.decision_model import Model
@@ -215,7 +216,7 @@ class StageSearch:
             except InfeasibleError:  # if all stages together do not fit, no cut does
                 break
             model, choices = reprice(plan, program, reading)
-            prices = segment_prices(model, choices, segments.may_cut, AXIS, count)
+            prices = segment_prices(itemise(model, choices), segments.may_cut, AXIS, count)
             refused = []
             for schedule in schedules:
                 self.progress(f"cutting into {schedule.words()}")

@@ -16,6 +16,7 @@ from autoshard.errors import UserError
 from autoshard.planning import Plan, ProgramGraph, parse_hlo_sharding, save_plan, spec_text
 from autoshard.planning.price.evaluate import evaluate
 from autoshard.planning.price.op_prices import price_ops
+from autoshard.planning.price.step_ledger import itemise
 from autoshard.planning.space.decision_model import HOST, Model
 from autoshard.program import Program, trace
 from tests.graph.programs import f32
@@ -48,7 +49,7 @@ def test_the_parts_of_a_step_add_up_to_its_prediction(case: tuple[str, str, str]
     rng = np.random.default_rng(0)
     for _ in range(5):
         choices = programs.random_choices(model, rng)
-        outcome, prices = evaluate(model, choices), price_ops(model, choices)
+        outcome, prices = evaluate(model, choices), price_ops(itemise(model, choices))
         assert sum(prices.compute.values()) == pytest.approx(outcome.compute_s, rel=1e-9)
         host = sum(seconds for (_, what), seconds in outcome.channels.items() if what == HOST)
         assert sum(prices.host.values()) == pytest.approx(host, rel=1e-9)

@@ -15,6 +15,7 @@ from autoshard.cost import Schedule, Topology
 from autoshard.errors import InfeasibleError
 from autoshard.planning import Options, Plan, load_plan, make_plan, save_plan
 from autoshard.planning.price.analysed_program import analyse_program, reprice
+from autoshard.planning.price.step_ledger import itemise
 from autoshard.planning.space.user_constraints import Asked
 from autoshard.planning.stages.segment_prices import SegmentPrices, segment_prices
 from autoshard.planning.stages.stage_cut import cut_memory, cut_seconds
@@ -67,7 +68,7 @@ def priced(net: str, topology: str, mesh: str) -> tuple[Plan, SegmentPrices, lis
     asked = Asked(axis_only=(("stage", ()),))
     made = make_plan(program, Options(topology=topology, mesh=mesh, refine_axes=False, asked=asked)).plan
     model, choices = reprice(made, program, analyse_program(program, Topology.parse(topology).backend))
-    return made, segment_prices(model, choices, segments.may_cut, "stage", 4), segments.names
+    return made, segment_prices(itemise(model, choices), segments.may_cut, "stage", 4), segments.names
 
 
 def test_segments_have_every_second_and_every_parameter(tmp_path: Path) -> None:

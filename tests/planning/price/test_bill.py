@@ -12,6 +12,7 @@ from autoshard.planning import Options, explain_plan, make_plan, plan_bills
 from autoshard.planning.price.analysed_program import analyse_program, build_model
 from autoshard.planning.price.evaluate import evaluate
 from autoshard.planning.price.prediction import bill_of
+from autoshard.planning.price.step_ledger import itemise
 from autoshard.planning.record.plan_files import plan_to_json
 from tests.planning import programs
 
@@ -30,7 +31,7 @@ def test_a_bill_takes_the_step_time_of_its_choices_whatever_the_figures(name: st
     again = build_model(program, analyse_program(program, parsed.backend), model.mesh, parsed.usable_bytes, other)
     for _ in range(5):
         choices = programs.random_choices(model, rng)
-        bill = bill_of(model, choices)
+        bill = bill_of(itemise(model, choices))
         assert bill.seconds(shipped) == pytest.approx(evaluate(model, choices).step_time_s, rel=1e-9)
         assert bill.seconds(other) == pytest.approx(evaluate(again, choices).step_time_s, rel=1e-9)
         assert Bill.from_json(json.loads(json.dumps(bill.to_json()))) == bill

@@ -8,6 +8,7 @@ from autoshard.graph import OpClass
 from autoshard.planning import Plan
 from autoshard.planning.price.evaluate import evaluate
 from autoshard.planning.price.op_prices import MOST_ROWS, planned_ops, price_ops
+from autoshard.planning.price.step_ledger import itemise
 from autoshard.planning.price.step_timeline import make_timeline
 from autoshard.planning.record.plan_files import plan_from_json, plan_to_json
 from autoshard.planning.space.decision_model import HOST
@@ -22,7 +23,7 @@ def test_the_rows_add_up_to_the_prediction(name: str, topology: str, mesh: str):
     rng = np.random.default_rng(0)
     for _ in range(5):
         choices = programs.random_choices(model, rng)
-        outcome, rows = evaluate(model, choices), planned_ops(model, choices)
+        outcome, rows = evaluate(model, choices), planned_ops(itemise(model, choices))
         assert len(rows) <= MOST_ROWS + 1
         assert sum(row.compute_s for row in rows) == pytest.approx(outcome.compute_s, rel=1e-9)
         host = sum(seconds for (_, what), seconds in outcome.channels.items() if what == HOST)
@@ -43,7 +44,7 @@ def test_elementwise_ops_move_what_they_read_and_write():
     count = 8192 * 4096
     model = programs.model_of(trace(fn, (f32(8192, 4096),)), "v5e:2x2", "data=4")
     assert all((node.states[0] < 0).all() for node in model.nodes)
-    rows = planned_ops(model, np.zeros(len(model.nodes), dtype=np.int64))
+    rows = planned_ops(itemise(model, np.zeros(len(model.nodes), dtype=np.int64)))
     # The second result is written by the same fusion, from operands that the first one has read.
     assert {row.kind: row.moved_bytes for row in rows} == pytest.approx({"tanh": 8 * count, "convert": 2 * count})
     assert all(row.flops == 0 and row.bound == "memory" for row in rows)
@@ -53,7 +54,7 @@ def test_elementwise_ops_move_what_they_read_and_write():
 def test_collectives_of_a_result_are_those_of_the_op_that_makes_it(name: str, topology: str, mesh: str):
     model, rng, inside = programs.model(name, topology, mesh), np.random.default_rng(0), set()
     for _ in range(8):
-        prices = price_ops(model, programs.random_choices(model, rng))
+        prices = price_ops(itemise(model, programs.random_choices(model, rng)))
         assert all(op < 0 or tensor not in model.graph.ops[op].results for tensor, op in prices.moved)
         inside |= {op for op, collectives in prices.inside.items() if collectives}
     heavy = [op.id for op in model.graph.ops if op.op_class is OpClass.HEAVY and op.flops]
@@ -64,7 +65,7 @@ def test_collectives_of_a_result_are_those_of_the_op_that_makes_it(name: str, to
 def test_no_op_runs_faster_than_the_chip(name: str, topology: str, mesh: str):
     model = programs.model(name, topology, mesh)
     peak = max(model.compute.topology.peak_flops(dtype) for dtype in ("bf16", "f32"))
-    prices = price_ops(model, programs.random_choices(model, np.random.default_rng(1)))
+    prices = price_ops(itemise(model, programs.random_choices(model, np.random.default_rng(1))))
     for place, seconds in prices.compute.items():
         assert prices.work[place].flops <= peak * seconds * (1 + 1e-9)
 
@@ -74,7 +75,7 @@ def test_what_is_not_split_does_all_flops_of_the_program(name: str, topology: st
     """Price a plan with nothing split: each device performs all FLOPs of the program."""
     model = programs.model(name, topology, mesh)
     assert all((node.states[0] < 0).all() for node in model.nodes)
-    prices = price_ops(model, np.zeros(len(model.nodes), dtype=np.int64))
+    prices = price_ops(itemise(model, np.zeros(len(model.nodes), dtype=np.int64)))
     heavy = [op for op in model.graph.ops if op.op_class is OpClass.HEAVY and op.flops > 0]
     done = {op.id: prices.work["op", op.id].flops for op in heavy}
     assert any(done.values())
@@ -87,7 +88,7 @@ def test_what_is_not_split_does_all_flops_of_the_program(name: str, topology: st
 def test_what_is_held_is_what_the_chart_shows(name: str, topology: str, mesh: str):
     model = programs.model(name, topology, mesh)
     choices = programs.random_choices(model, np.random.default_rng(2))
-    timeline = make_timeline(model, choices)
+    timeline = make_timeline(itemise(model, choices))
     assert timeline.held
     small = 0
     for moment in range(len(timeline.moments_s)):

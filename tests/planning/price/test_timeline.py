@@ -13,6 +13,7 @@ import pytest
 import autoshard
 from autoshard.planning import WAITS_FOR_HOST, Plan, Span, Timeline
 from autoshard.planning.price.evaluate import evaluate
+from autoshard.planning.price.step_ledger import itemise
 from autoshard.planning.price.step_timeline import make_timeline
 from tests.graph.programs import f32
 from tests.planning import programs
@@ -98,7 +99,8 @@ def test_any_choices_end_when_they_are_judged_to_end(name: str, topology: str, m
     model, rng = programs.model(name, topology, mesh), np.random.default_rng(0)
     for _ in range(4):
         choices = programs.random_choices(model, rng)
-        assert make_timeline(model, choices).end_s == pytest.approx(evaluate(model, choices).step_time_s, rel=1e-9)
+        timeline = make_timeline(itemise(model, choices))
+        assert timeline.end_s == pytest.approx(evaluate(model, choices).step_time_s, rel=1e-9)
 
 
 def sums_again():
@@ -115,7 +117,7 @@ def test_a_loop_is_drawn_in_one_piece(name: str, topology: str, mesh: str):
     built = programs.model_of(sums_again(), topology, mesh) if name == "sums" else None
     model, rng = built or programs.model(name, topology, mesh), np.random.default_rng(0)
     for _ in range(4):
-        spans = make_timeline(model, programs.random_choices(model, rng)).spans
+        spans = make_timeline(itemise(model, programs.random_choices(model, rng))).spans
         spans = sorted((s for s in spans if s.lane in ("compute", "exposed")), key=lambda s: s.start_s)
         pieces = [block for block, _ in itertools.groupby(span.block for span in spans) if block >= 0]
         assert sorted(pieces) == [loop.id for loop in model.graph.loops]
@@ -127,7 +129,7 @@ def test_operands_are_moved_before_an_op_runs_and_its_results_after():
     (dot,) = (model.nodes[number].name for op, number in model.op_node.items() if op == 0)
     before, after = 0, 0
     for _ in range(20):
-        spans = make_timeline(model, programs.random_choices(model, rng)).spans
+        spans = make_timeline(itemise(model, programs.random_choices(model, rng))).spans
         # The compute on the loop's results has its name too.
         op = max((span for span in spans if span.name == dot), key=lambda span: span.seconds)
         for span in spans:
