@@ -1,17 +1,22 @@
 """CONTRIBUTING.md is true: its recipes work, its files exist, and its rooms and shelves are complete."""
 
+import inspect
 import json
 import re
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 import autoshard
+from autoshard import exports
 from autoshard.base import call_rules
+from autoshard.cli import main
 from autoshard.cost import Topology, calibration, chip_of_kind, load_chip
 from autoshard.cost import chip as chips
-from autoshard.planning import FORMS
+from autoshard.exports import form_writers
+from autoshard.planning import FORMS, Form, Rest
 from tests.planning import programs as made
 from tests.test_rooms import ROOMS, SHELVES
 
@@ -127,12 +132,38 @@ def test_the_recipe_of_a_model_family(tmp_path: Path):
     assert "model.layers.*.mlp.down_proj.weight" in plan.arguments and plan.prediction.fits
 
 
-def test_every_form_is_said_where_the_recipe_of_an_export_says():
-    from autoshard.cli.parser import build_parser, parser_of
+def test_the_recipe_of_an_export(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+    """Follow the recipe's two steps of code, a fact and a file: each use of forms knows the new one."""
+    monkeypatch.setitem(FORMS, "words", Form("words", "a reader of words", Rest.XLA, state=False))
+    (tmp_path / "spoken_words.py").write_text(
+        "from autoshard.exports.form_writers import writes\n\n\n"
+        "@writes('words')\ndef words_text(plan, sentence):\n    return f'{sentence} ' + ', '.join(plan.arguments)\n"
+    )
+    monkeypatch.setattr(exports, "__path__", [*exports.__path__, str(tmp_path)])
+    program, mesh = made.two_matmuls(), {"data": 4, "model": 2}
+    plan = autoshard.plan(program, topology="v5e:2x4", mesh=mesh, form="words")
+    try:
+        text = exports.export_plan(plan, "words", program)
+    finally:
+        form_writers._WRITERS.pop("words", None)
+        sys.modules.pop("autoshard.exports.spoken_words", None)
+    assert text.startswith("Predicted with what this form holds: a step of ") and text.endswith("params.up, x")
+    assert plan.origin.form == "words" and not plan.pins
+    with pytest.raises(autoshard.UserError, match="no export to 'word'; choose from jax, .*, torch-pipelining, words"):
+        exports.export_plan(plan, "word")
+    with pytest.raises(SystemExit):
+        main(["export", "--help"])
+    assert re.search(r"^  words +a reader of words$", capsys.readouterr().out, re.MULTILINE)
 
-    export = parser_of(build_parser(), "export")
-    (shown,) = (action.help or "" for action in export._actions if "--to" in action.option_strings)
+
+def test_every_form_has_a_writer_and_is_said_where_the_recipe_of_an_export_says():
     docs = (ROOT / "docs" / "export.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| `([\w-]+)` \| (.*) \| .* \|$", docs, re.MULTILINE)
+    plain = {name: re.sub(r"\[(.*?)\]\(.*?\)", r"\1", cell).replace("`", "") for name, cell in rows}
+    assert plain == {name: form.help for name, form in FORMS.items()}
+    assert re.findall(r"^### `([\w-]+)`$", docs, re.MULTILINE) == list(FORMS)
+    assert {name for name, form in FORMS.items() if not form.text} == {"jax-export"}
     for form in FORMS.values():
-        assert re.search(rf"(?<![\w-]){form.name}(?![\w-])", shown)
-        assert f"| `{form.name}` |" in docs
+        if form.text:
+            given = inspect.signature(form_writers.writer_of(form).write).parameters
+            assert ("program" in given) == form.reads_program

@@ -193,7 +193,7 @@ def run_export(arguments: argparse.Namespace, answer: TextIO) -> int:
     """Run `autoshard export`."""
     need_no_accelerator()  # the program may be traced again, never run
     from autoshard.exports import make_export
-    from autoshard.planning import Rest, form_named, load_plan, reopen
+    from autoshard.planning import form_named, load_plan, reopen
     from autoshard.report import write_text
 
     plan = load_plan(arguments.plan)
@@ -201,7 +201,7 @@ def run_export(arguments: argparse.Namespace, answer: TextIO) -> int:
         source = program_source(arguments, plan, progress)
         progress(f"Exporting {arguments.plan}")
         stand_in_devices(source, plan.topology)
-        if form_named(arguments.to).rest is Rest.PLAN:
+        if not form_named(arguments.to).text:
             return _export_bytes(arguments, plan, answer)
         program = reopen(plan, arguments.program, arguments.entry) if arguments.program else None
         exported = make_export(plan, arguments.to, program, force=arguments.force)

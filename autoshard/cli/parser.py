@@ -50,6 +50,13 @@ PROGRAM is a Python file, a file with a module, or hf:CONFIG.
 class _Parser(argparse.ArgumentParser):
     """Parser that raises `UserError` instead of exiting."""
 
+    last_help: Callable[[], str] | None = None
+    """Function that returns the last lines of the help. It is called for the help only, so it may import rooms."""
+
+    def format_help(self) -> str:
+        """Return the help."""
+        return super().format_help() + ("" if self.last_help is None else f"\n{self.last_help()}")
+
     def error(self, message: str) -> NoReturn:
         """Raise `UserError` with argparse's message and a pointer to the help."""
         raise UserError(f"{message}; see `{self.prog} --help`.")
@@ -321,13 +328,8 @@ def build_parser() -> argparse.ArgumentParser:
 
     export = _command(commands, "export", runs.run_export, "write a plan as code or configuration for elsewhere")
     export.add_argument("plan", metavar="PLAN.json", type=Path, help="written by `autoshard plan --out`")
-    export.add_argument(
-        "--to",
-        required=True,
-        metavar="FORM",
-        help="jax, jax-export, explicit, flax, maxtext, keras, rules, haliax, torch-xla, dtensor, fsdp2, "
-        "transformers, torchtitan, hlo or torch-pipelining",
-    )
+    export.add_argument("--to", required=True, metavar="FORM", help="jax, fsdp2 or another form, see below")
+    export.last_help = _forms_help
     export.add_argument(
         "--program", metavar="PROGRAM", help="path of the program (default: its path at planning); a Python file is run"
     )
@@ -408,13 +410,21 @@ def parser_of(parser: argparse.ArgumentParser, command: str) -> argparse.Argumen
     return choices[command]
 
 
+def _forms_help() -> str:
+    """Return the lines that list the forms of an export."""
+    from autoshard.planning import FORMS
+
+    width = max(map(len, FORMS))
+    return "FORM is one of these:\n\n" + "".join(f"  {name:{width}}  {form.help}\n" for name, form in FORMS.items())
+
+
 def _command(
     commands: Any,
     name: str,
     run: Callable[[argparse.Namespace, TextIO], int],
     summary: str,
     epilog: str = "",
-) -> argparse.ArgumentParser:
+) -> _Parser:
     """Add a command with the flags that all commands share."""
     parser = commands.add_parser(
         name,

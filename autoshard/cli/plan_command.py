@@ -55,7 +55,7 @@ def _next_command(arguments: argparse.Namespace, plan: "Plan", written: Sequence
     if not written:
         return "add --out plan.json to compile, run or export the plan"
     if plan.by_stage:
-        return f"autoshard export {written[0]} --to torch-pipelining"
+        return f"autoshard export {written[0]} --to {plan.origin.form}"
     if Topology.parse(plan.topology).traits.judge == "measure":
         return f"autoshard measure {arguments.program} --plan {written[0]} --check"
     return f"autoshard compile {arguments.program} --plan {written[0]}"

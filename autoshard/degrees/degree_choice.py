@@ -5,12 +5,13 @@ import pathlib
 from collections.abc import Iterator
 
 from autoshard.cost import Topology
-from autoshard.degrees.gpu_run import GpuDecoder, GpuRun
+from autoshard.degrees.gpu_run import GpuRun
 from autoshard.degrees.gpu_stage import host_figures
 from autoshard.degrees.gpu_step import GpuStep, price_step
 from autoshard.degrees.node_waits import steadiest, waits
 from autoshard.errors import UserError
-from autoshard.program import read_config
+from autoshard.program import config_dims, read_config
+from autoshard.serving import Decoder
 
 
 ZEROS = {"torchtitan": (2, 3), "megatron-core": (0, 1)}
@@ -46,13 +47,13 @@ class DegreeChoice:
     def mfu(self) -> float:
         """Model FLOPs over the peak of the GPUs, with half of the scores masked."""
         decoder, run = self.run.decoder, self.run
-        multiplied = decoder.layers * decoder.layer_parameters + decoder.table_parameters
+        multiplied = decoder.layers * decoder.dense_layer_params + decoder.table_params
         flops = run.tokens * (6.0 * multiplied + 6.0 * decoder.layers * decoder.width * run.seq)
         peak = run.topology.peak_flops("bf16") * run.topology.num_devices
         return flops / (self.step.seconds * peak)
 
 
-def gpu_decoder(program: str) -> GpuDecoder:
+def gpu_decoder(program: str) -> Decoder:
     """Return the dims of a dense decoder's configuration, `hf:NAME` or `hf:PATH`.
 
     Raises: UserError for another program, and for a model that is no such decoder.
@@ -64,25 +65,18 @@ def gpu_decoder(program: str) -> GpuDecoder:
         raise UserError(
             f"{name} is of the type {fields['model_type']}; degrees are chosen for dense decoders: {', '.join(_DENSE)}."
         )
-    heads = fields["num_attention_heads"]
-    if fields.get("head_dim", fields["hidden_size"] // heads) * heads != fields["hidden_size"]:
+    decoder = config_dims(fields, Decoder)
+    if decoder is None:
+        raise UserError(f"{name} does not state all dims of a decoder; degrees are chosen for stated dims.")
+    if decoder.head_size * decoder.heads != decoder.width:
         raise UserError(
-            f"{name} has heads of {fields['head_dim']}, which do not make up its width; they are not priced."
+            f"{name} has heads of {decoder.head_size}, which do not make up its width; they are not priced."
         )
-    return GpuDecoder(
-        fields["num_hidden_layers"],
-        fields["hidden_size"],
-        heads,
-        fields.get("num_key_value_heads", heads),
-        fields["intermediate_size"],
-        fields["vocab_size"],
-        bool(fields.get("tie_word_embeddings", False)),
-        gated=True,
-    )
+    return decoder
 
 
 def choose_degrees(
-    decoder: GpuDecoder, topology: str | pathlib.Path, framework: str, batch: int, seq: int
+    decoder: Decoder, topology: str | pathlib.Path, framework: str, batch: int, seq: int
 ) -> tuple[DegreeChoice, ...]:
     """Return every plan for a global batch of sequences of `seq` tokens, the recommended plan first.
 
@@ -123,11 +117,11 @@ def format_degrees(run: GpuRun) -> str:
     return " ".join(words + (["recompute"] if run.recompute == "full" else []))
 
 
-def _runs(decoder: GpuDecoder, topology: Topology, framework: str, batch: int, seq: int) -> Iterator[GpuRun]:
+def _runs(decoder: Decoder, topology: Topology, framework: str, batch: int, seq: int) -> Iterator[GpuRun]:
     """Yield every combination of degrees, microbatch, ZeRO stage and recomputation that divides devices and batch."""
     devices = topology.num_devices
     for tp in _divisors(min(devices, topology.shape[0])):
-        if decoder.kv_heads % tp or decoder.ffn % tp or decoder.vocab % tp or devices % tp:
+        if decoder.kv_heads % tp or decoder.mlp_width % tp or decoder.vocabulary % tp or devices % tp:
             continue
         for pp in _divisors(devices // tp):
             dp = devices // tp // pp

@@ -124,7 +124,7 @@ def megatron_arguments(choice: DegreeChoice) -> str:
         ),
         f"--num-layers {decoder.layers}",
         f"--hidden-size {decoder.width}",
-        f"--ffn-hidden-size {decoder.ffn}",
+        f"--ffn-hidden-size {decoder.mlp_width}",
         f"--num-attention-heads {decoder.heads}",
         "--group-query-attention",
         f"--num-query-groups {decoder.kv_heads}",

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 
 from autoshard.cost import Topology
 from autoshard.errors import UserError
+from autoshard.serving import Decoder
 
 
 _FRAMEWORKS = pathlib.Path(__file__).with_name("frameworks.json")
@@ -59,40 +60,10 @@ def eager_framework(name: str) -> EagerFramework:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class GpuDecoder:
-    """Dims of a decoder, as a source states them."""
-
-    layers: int
-    width: int
-    heads: int
-    kv_heads: int
-    ffn: int
-    vocab: int
-    tied: bool
-    gated: bool
-
-    @property
-    def head_dim(self) -> int:
-        """Width of one attention head."""
-        return self.width // self.heads
-
-    @property
-    def layer_parameters(self) -> int:
-        """Number of parameters of a layer's matmuls."""
-        attention = self.width * (2 * self.width + 2 * self.kv_heads * self.head_dim)
-        return attention + (3 if self.gated else 2) * self.width * self.ffn
-
-    @property
-    def table_parameters(self) -> int:
-        """Number of parameters of the embedding, and as many of the head."""
-        return self.vocab * self.width
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
 class GpuRun:
     """One decoder trained under one stated plan."""
 
-    decoder: GpuDecoder
+    decoder: Decoder
     topology: Topology
     framework: str
     seq: int
@@ -169,8 +140,8 @@ def gpu_stages(run: GpuRun) -> tuple[GpuStage, ...] | None:
             return None
         share, more = divmod(decoder.layers, pp)
         return tuple(GpuStage(share + (place < more), place == 0, place == pp - 1) for place in range(pp))
-    blocks = [("embedding", 0)] + [("layer", decoder.layer_parameters)] * decoder.layers
-    blocks += [("norm", 0), ("head", decoder.table_parameters), ("cast", 0), ("loss", 0)]
+    blocks = [("embedding", 0)] + [("layer", decoder.dense_layer_params)] * decoder.layers
+    blocks += [("norm", 0), ("head", decoder.table_params), ("cast", 0), ("loss", 0)]
     total = sum(cost for _, cost in blocks)
     counts = [{"layer": 0, "embedding": 0, "head": 0, "norm": 0, "cast": 0, "loss": 0} for _ in range(pp)]
     place, done, last = 0, 0, 0

@@ -87,13 +87,13 @@ class GpuPrices:
     def _matmuls(self) -> list[tuple[float, float, float, bool]]:
         """Return (rows, columns, contracted, begins a tensor-parallel block) of a layer's matmuls on one GPU."""
         decoder, tp = self.run.decoder, self.run.tp
-        kv = 2 * decoder.kv_heads * decoder.head_dim
-        up = (2 if decoder.gated else 1) * decoder.ffn
+        kv = 2 * decoder.kv_heads * decoder.head_size
+        up = (2 if decoder.gated else 1) * decoder.mlp_width
         return [
             (self.tokens, (decoder.width + kv) / tp, decoder.width, True),
             (self.tokens, decoder.width, decoder.width / tp, False),
             (self.tokens, up / tp, decoder.width, True),
-            (self.tokens, decoder.width, decoder.ffn / tp, False),
+            (self.tokens, decoder.width, decoder.mlp_width / tp, False),
         ]
 
     def _attention(self, backward: bool) -> float:
@@ -105,11 +105,11 @@ class GpuPrices:
             peak = run.topology.peak_flops("bf16")
             rate = peak * self.figures.attention_efficiency[run.eager.attention][run.topology.chip.name]
             # Masked scores are omitted, which is half of them: 2 of the 4 FLOPs forward, 5 of 10 backward.
-            return (5 if backward else 2) * scores * decoder.head_dim / rate
+            return (5 if backward else 2) * scores * decoder.head_size / rate
         batch = run.micro_batch * heads
         pair = [
-            float(self.compute.dot_seconds(run.seq, run.seq, decoder.head_dim, batch)),
-            float(self.compute.dot_seconds(run.seq, decoder.head_dim, run.seq, batch)),
+            float(self.compute.dot_seconds(run.seq, run.seq, decoder.head_size, batch)),
+            float(self.compute.dot_seconds(run.seq, decoder.head_size, run.seq, batch)),
         ]
         return sum(pair) * (2 if backward else 1)
 
@@ -118,7 +118,7 @@ class GpuPrices:
         run, decoder = self.run, self.run.decoder
         each = run.eager.backward_bytes if backward else run.eager.forward_bytes
         size = each["hidden"] * self.tokens * decoder.width / self.spread
-        size += each["ffn"] * self.tokens * decoder.ffn / run.tp
+        size += each["ffn"] * self.tokens * decoder.mlp_width / run.tp
         size += each["rotary"] * self.tokens * decoder.width / run.tp
         size += each["scores"] * run.micro_batch * decoder.heads / run.tp * run.seq * run.seq
         ops = run.eager.backward_ops if backward else run.eager.forward_ops
@@ -161,7 +161,7 @@ class GpuPrices:
                 device += max(0.0, self.collective("reduce-scatter", "tp", size) - weights)
             else:
                 device += self.collective("all-gather", "tp", size)
-        return Pass(device + self._accumulated(run.decoder.layer_parameters), self._host(True))
+        return Pass(device + self._accumulated(run.decoder.dense_layer_params), self._host(True))
 
     def _accumulated(self, parameters: float) -> float:
         """Return the seconds in which a microbatch's gradients are added to their buffer."""
@@ -173,7 +173,7 @@ class GpuPrices:
     def head(self, backward: bool) -> Pass:
         """Price the head and the loss."""
         run, decoder = self.run, self.run.decoder
-        columns = decoder.vocab / run.tp
+        columns = decoder.vocabulary / run.tp
         each = run.eager.backward_bytes if backward else run.eager.forward_bytes
         device = self.streamed(each["logits"] * self.tokens * columns * self.figures.eager_traffic, 8)
         size = 2.0 * self.tokens * decoder.width
@@ -181,7 +181,7 @@ class GpuPrices:
             device += self.matmul(self.tokens, decoder.width, columns) + self.matmul(
                 decoder.width, columns, self.tokens
             )
-            device += self._accumulated(decoder.table_parameters)
+            device += self._accumulated(decoder.table_params)
         else:
             device += self.matmul(self.tokens, columns, decoder.width)
         if run.tp > 1:
@@ -195,7 +195,7 @@ class GpuPrices:
         size = (12.0 if backward else 4.0) * self.tokens * decoder.width
         device = self.streamed(size, 4)
         if backward and not (decoder.tied and run.pp == 1):
-            device += self._accumulated(decoder.table_parameters)
+            device += self._accumulated(decoder.table_params)
         if run.tp > 1:
             kind: Kind = "all-gather" if backward else "reduce-scatter"
             device += self.collective(kind, "tp", 2.0 * self.tokens * decoder.width)

@@ -68,7 +68,7 @@ def _gathered(prices: GpuPrices, forward: Pass, backward: Pass) -> tuple[Pass, P
     reduce-scatter of a layer's gradients.
     """
     run = prices.run
-    size = 2.0 * run.decoder.layer_parameters / run.tp
+    size = 2.0 * run.decoder.dense_layer_params / run.tp
     gather = prices.collective("all-gather", "dp", size) if run.dp > 1 else 0.0
     scatter = (
         prices.collective("reduce-scatter", "dp", size * (run.reduced_bytes or run.eager.gradient_bytes) / 2)
@@ -99,7 +99,7 @@ def _parameters(run: GpuRun, stage: GpuStage) -> float:
     tables = stage.embedding + stage.head
     if run.decoder.tied and stage.embedding and stage.head:
         tables = 1
-    return (stage.layers * run.decoder.layer_parameters + tables * run.decoder.table_parameters) / run.tp
+    return (stage.layers * run.decoder.dense_layer_params + tables * run.decoder.table_params) / run.tp
 
 
 def _updated(prices: GpuPrices, stages: tuple[GpuStage, ...]) -> tuple[float, float]:
@@ -137,12 +137,12 @@ def _stage_bytes(run: GpuRun, stage: GpuStage, place: int) -> float:
     saved_bytes = eager.kept_bytes
     layer = saved_bytes["hidden"] * tokens * decoder.width / spread
     layer += saved_bytes["gathered"] * tokens * decoder.width
-    layer += saved_bytes["ffn"] * decoder.ffn * tokens / run.tp
+    layer += saved_bytes["ffn"] * decoder.mlp_width * tokens / run.tp
     layer += saved_bytes["scores"] * run.micro_batch * decoder.heads / run.tp * run.seq * run.seq
     if run.recompute == "full":
         saved = 2.0 * tokens * decoder.width / spread
         activations = saved * stage.layers * waiting(run, place) + layer
     else:
         activations = layer * stage.layers * waiting(run, place)
-    logits = saved_bytes["logits"] * tokens * decoder.vocab / run.tp * stage.head
+    logits = saved_bytes["logits"] * tokens * decoder.vocabulary / run.tp * stage.head
     return state + activations + logits

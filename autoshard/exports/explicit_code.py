@@ -3,6 +3,7 @@
 from autoshard.errors import UserError
 from autoshard.exports.explicit_values import Hint, advice, explicit_hints
 from autoshard.exports.export_text import comment, head, order_text, partition, table, unpinned
+from autoshard.exports.form_writers import writes
 from autoshard.planning import Plan, Spec
 from autoshard.program import SUFFIXES, Program
 
@@ -87,6 +88,26 @@ def jit_unchanged(fn, args, mesh=None, **options):
 {hints}'''
 
 
+def check_explicit(plan: Plan, program: Program | None) -> None:
+    """Check that a plan is of JAX code, as far as that is known without its program. Raises: UserError if it is not."""
+    name = plan.source.program if plan.source is not None else ""
+    if program is not None and program.source is not None:
+        name = str(program.source.get("program", ""))
+    if plan.uses or (program is not None and program.weights):
+        what = "a torch module"
+    elif name.startswith("hf:"):
+        what = "a model that is made from its configuration"
+    elif name.endswith(SUFFIXES):
+        what = "a file of a compiler"
+    else:
+        return
+    raise UserError(
+        f"explicit sharding mode is written in JAX code, and the plan of {plan.program_name} is of {what}: export it "
+        "with --to jax, or plan a JAX step."
+    )
+
+
+@writes("explicit", check_explicit)
 def explicit_text(plan: Plan, sentence: str, program: Program | None = None) -> str:
     """Return the plan's code for explicit mode; without its program the code has no hints.
 
@@ -119,25 +140,6 @@ def explicit_text(plan: Plan, sentence: str, program: Program | None = None) -> 
         arguments=table("ARGUMENTS", {name: partition(spec) for name, spec in plan.arguments.items()}),
         results=table("RESULTS", {name: partition(spec) for name, spec in plan.results.items()}),
         hints=_hints_text(hints),
-    )
-
-
-def check_explicit(plan: Plan, program: Program | None) -> None:
-    """Check that a plan is of JAX code, as far as that is known without its program. Raises: UserError if it is not."""
-    name = plan.source.program if plan.source is not None else ""
-    if program is not None and program.source is not None:
-        name = str(program.source.get("program", ""))
-    if plan.uses or (program is not None and program.weights):
-        what = "a torch module"
-    elif name.startswith("hf:"):
-        what = "a model that is made from its configuration"
-    elif name.endswith(SUFFIXES):
-        what = "a file of a compiler"
-    else:
-        return
-    raise UserError(
-        f"explicit sharding mode is written in JAX code, and the plan of {plan.program_name} is of {what}: export it "
-        "with --to jax, or plan a JAX step."
     )
 
 

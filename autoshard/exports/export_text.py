@@ -2,9 +2,7 @@
 
 from collections.abc import Mapping
 
-from autoshard.errors import UserError
-from autoshard.planning import Plan, Spec, mesh_words, planned_remat
-from autoshard.program import Policy
+from autoshard.planning import Plan, Spec, mesh_words
 from autoshard.report.display import clean
 
 
@@ -85,66 +83,3 @@ def partition(spec: Spec) -> str:
     while entries and entries[-1] == "None":
         entries.pop()
     return f"P({', '.join(entries)})"
-
-
-MAXTEXT: dict[str, tuple[str, ...]] = {
-    "decoder_layer_input": ("input",),
-    "query_proj": ("q_proj", "query"),
-    "key_proj": ("k_proj", "key"),
-    "value_proj": ("v_proj", "value"),
-    "qkv_proj": ("c_attn", "qkv_proj", "query_key_value"),
-    "context": ("context",),
-    "out_proj": ("o_proj", "out", "attn.c_proj"),
-    "mlpwi_0": ("gate_proj", "gate"),
-    "mlpwi_1": ("up_proj", "up"),
-    "mlpwi": ("c_fc", "fc1"),
-    "mlpwo": ("down_proj", "down", "mlp.c_proj", "fc2"),
-}
-"""MaxText's name of a tensor that its custom policy places, and the names of that value in other models."""
-
-_DOTS = tuple(name for name in MAXTEXT if name not in ("decoder_layer_input", "context"))
-"""Results of matmuls with a weight."""
-
-
-def maxtext_remat(plan: Plan) -> tuple[str, list[str]]:
-    """Return the remat lines of MaxText's configuration, and sentences on the parts of the policy that they omit.
-
-    There are no lines and sentences if the plan names no remat policy, or only the program's own. MaxText places a
-    tensor on the `device` or its host (`offload`), or recomputes it (`remat`), in all layers. If layers differ, all get
-    the policy of the first layer.
-    """
-    try:
-        planned = planned_remat(plan)
-    except UserError:  # a policy of the program's own has no known meaning
-        planned = None
-    if planned is None:
-        return "", []
-    policy, lacks = planned.of(0), []
-    if len(planned.parts) > 1:
-        lacks.append(f"recomputation in the first layers alone ({clean(str(planned))}); here all follow the first one.")
-    if not policy.names and policy.base != "dots":
-        return f"remat_policy: {policy.base}\n", lacks
-    places = {name: _place(policy, name, values) for name, values in MAXTEXT.items()}
-    known = {value for values in MAXTEXT.values() for value in values}
-    unknown = [name for name in policy.names if not any(_means(name, value) for value in known)]
-    if unknown:
-        lacks.append(f"the places of {', '.join(clean(name) for name in unknown)}; MaxText has no such tensor.")
-    return "remat_policy: custom\n" + "".join(f"{name}: {place}\n" for name, place in places.items()), lacks
-
-
-def _means(name: str, value: str) -> bool:
-    """Return True if two names are equal, or if the parts between dots of one are the last parts of the other."""
-    return name == value or name.endswith(f".{value}") or value.endswith(f".{name}")
-
-
-def _place(policy: Policy, name: str, values: tuple[str, ...]) -> str:
-    """Return MaxText's place of a tensor under a policy: `device`, `offload` or `remat`.
-
-    A layer's input stays on the `device` unless the policy offloads it.
-    """
-    for names, place in ((policy.keep, "device"), (policy.offload, "offload")):
-        if any(_means(own, value) for own in names for value in values):
-            return place
-    if name == "decoder_layer_input" or (policy.base == "dots" and name in _DOTS):
-        return "device"
-    return "remat"

@@ -4,6 +4,7 @@ import math
 
 from autoshard.errors import UserError
 from autoshard.exports.export_text import head, table, unpinned
+from autoshard.exports.form_writers import writes
 from autoshard.exports.parallel_styles import batch_and_tensor_axes, split_by, split_together
 from autoshard.exports.torch_code import plan_inputs, plan_parameters
 from autoshard.planning import Plan, module_pattern
@@ -78,6 +79,7 @@ def local_inputs(mesh, **inputs):
 '''
 
 
+@writes("fsdp2")
 def fsdp2_text(plan: Plan, sentence: str) -> str:
     """Return the plan's code for FSDP2.
 

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 
 from autoshard.cost import Topology
 from autoshard.exports.export_text import MAKE_MESH, comment, head, order_text, unpinned
+from autoshard.exports.form_writers import writes
 from autoshard.planning import Mappings, Plan, Spec, by_name, spec_text
 from autoshard.program import Program
 
@@ -32,6 +33,7 @@ _IDLE = "replica"
 """An axis of one device in every mesh of Levanter."""
 
 
+@writes("haliax")
 def haliax_text(plan: Plan, sentence: str, program: Program | None = None) -> str:
     """Return the plan's mappings for Haliax, followed by the lines of Levanter's configuration."""
     assert program is not None  # `check_names` requires it

@@ -3,6 +3,7 @@
 import re
 
 from autoshard.exports.export_text import head, order_text, table, unpinned
+from autoshard.exports.form_writers import writes
 from autoshard.planning import Plan, Spec, expressible_specs, form_named, inputs_axis
 
 
@@ -53,6 +54,7 @@ def check(model):
 '''
 
 
+@writes("keras")
 def keras_text(plan: Plan, sentence: str) -> str:
     """Return the plan's code for Keras."""
     form = form_named("keras")

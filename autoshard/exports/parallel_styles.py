@@ -55,7 +55,7 @@ def read_styles(plan: Plan, form: str) -> Styles:
     Raises: UserError for a plan that splits no module in such a style, or that has no uses of parameters. Plans of
     programs that are no torch modules have none, nor have plans saved by an older version.
     """
-    layers = read_layers(plan, form)
+    layers = read_layers(plan, form, "split it as FSDP does")
     columns_last = [name for name, style in layers.styles.items() if style.startswith(COLUMNS_LAST)]
     lacks = [f"{name}: it is of no linear layer or embedding; it is whole here." for name in layers.others]
     lacks += [
@@ -73,8 +73,11 @@ def read_styles(plan: Plan, form: str) -> Styles:
     return Styles(data, tensor, named, (*layers.lacks, *lacks))
 
 
-def read_layers(plan: Plan, form: str) -> Layers:
-    """Return the layers of a plan. Raises: UserError for a plan without uses of parameters."""
+def read_layers(plan: Plan, form: str, over_batch: str) -> Layers:
+    """Return the layers of a plan for an export to `form`. Raises: UserError for a plan without uses of parameters.
+
+    `over_batch` ends the sentence on a parameter that is also split over the batch's devices: what these do instead.
+    """
     if not plan.uses:
         raise UserError(
             f"the plan of {plan.program_name} does not say how modules use their parameters, which the {form} form is "
@@ -114,8 +117,7 @@ def read_layers(plan: Plan, form: str) -> Layers:
         elif dim is not None:
             others.append(name)
         if any(axis in spec.axes for axis in data):
-            instead = "hold it whole here" if form == "transformers" else "split it as FSDP does"
-            lacks.append(f"{name}: it is also split over the batch's devices, which {instead}.")
+            lacks.append(f"{name}: it is also split over the batch's devices, which {over_batch}.")
     for path, name in sorted(biases.items()):
         if styles.get(path, "").removeprefix(COLUMNS_LAST) != "colwise":
             lacks.append(f"{name}: its placement follows its module's weight.")

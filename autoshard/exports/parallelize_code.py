@@ -4,6 +4,7 @@ from collections.abc import Mapping
 
 from autoshard.errors import UserError
 from autoshard.exports.export_text import head, table, unpinned
+from autoshard.exports.form_writers import writes
 from autoshard.exports.parallel_styles import COLUMNS_LAST, GATHERED, read_styles
 from autoshard.exports.transformers_styles import read_transformers
 from autoshard.planning import Plan
@@ -99,6 +100,7 @@ _CALLS = {
 }
 
 
+@writes("transformers")
 def transformers_text(plan: Plan, sentence: str) -> str:
     """Return the plan's code for transformers. Raises: UserError as `read_transformers` does."""
     styles = read_transformers(plan)
@@ -122,6 +124,7 @@ def transformers_text(plan: Plan, sentence: str) -> str:
     )
 
 
+@writes("torchtitan")
 def torchtitan_text(plan: Plan, sentence: str) -> str:
     """Return the plan's code for torchtitan. Raises: UserError as `read_styles` does."""
     styles = read_styles(plan, "torchtitan")

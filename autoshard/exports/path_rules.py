@@ -7,6 +7,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 
 from autoshard.exports.export_text import MAKE_MESH, head, order_text, partition, unpinned
+from autoshard.exports.form_writers import writes
 from autoshard.planning import Plan, Spec
 
 
@@ -52,6 +53,7 @@ _NUMBER = "\0"
 _STATE = "optimizer state of its own; it is split like its parameter."
 
 
+@writes("rules")
 def rules_text(plan: Plan, sentence: str) -> str:
     """Return the plan's code with rules."""
     specs = {

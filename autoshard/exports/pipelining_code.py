@@ -4,6 +4,7 @@ import math
 
 from autoshard.errors import UserError
 from autoshard.exports.export_text import head
+from autoshard.exports.form_writers import writes
 from autoshard.planning import Plan
 from autoshard.report.display import clean
 
@@ -62,6 +63,7 @@ def make_schedule(model, args, kwargs=None, loss=None, device="cpu", group=None)
 '''
 
 
+@writes("torch-pipelining")
 def pipelining_text(plan: Plan, sentence: str) -> str:
     """Return the plan's code for `torch.distributed.pipelining`.
 
@@ -92,31 +94,3 @@ def pipelining_text(plan: Plan, sentence: str) -> str:
         splits=repr(tuple(chunk.modules[0] for chunk in pipeline.chunks[1:])),
         argument="stages" if name == "interleaved" else "stages[0]",
     )
-
-
-def maxtext_pipeline(plan: Plan, parts: int) -> tuple[str, list[str]]:
-    """Return the pipeline lines of MaxText's configuration, and sentences on the parts of the pipeline that they omit.
-
-    `parts` is the number of parts of the devices with stages. MaxText has one stage on each part. Its decoder layers
-    are stages x layers per stage x repeats, and its microbatches a multiple of its stages (the comments of its
-    base.yml).
-    """
-    pipeline = plan.pipeline
-    if pipeline is None or not pipeline.layers:
-        return "", []
-    if parts == 1:
-        return "", [f"the {pipeline.stages} stages of the layers; no axis of the mesh splits them."]
-    lacks = []
-    if parts != pipeline.stages:
-        lacks.append(f"{pipeline.stages} stages on {parts} parts of the devices; here there are {parts} stages.")
-    if pipeline.microbatches % parts:
-        lacks.append(f"{pipeline.microbatches} microbatches; MaxText takes multiples of the {parts} stages alone.")
-    layers, left = divmod(pipeline.layers, parts * pipeline.rounds)
-    if left:
-        lacks.append(f"{pipeline.layers} layers in {parts} stages; they do not divide.")
-    settings = {
-        "num_layers_per_pipeline_stage": layers,
-        "num_pipeline_repeats": pipeline.rounds,
-        "num_pipeline_microbatches": pipeline.microbatches,
-    }
-    return "".join(f"{key}: {value}\n" for key, value in settings.items()), lacks

@@ -1,6 +1,7 @@
 """Exports of a plan to PyTorch: PyTorch/XLA marks, and DTensor placements."""
 
 from autoshard.exports.export_text import head, order_text, table, unpinned
+from autoshard.exports.form_writers import writes
 from autoshard.planning import Plan, Spec, dims_by_axis, is_stacked, layer_spec, module_pattern, spec_text
 
 
@@ -62,6 +63,7 @@ def _tuple(spec: Spec) -> str:
     return repr(tuple(axes[0] if len(axes) == 1 else axes if axes else None for axes in spec.dims))
 
 
+@writes("torch-xla")
 def torch_xla_text(plan: Plan, sentence: str) -> str:
     """Return the plan's code for PyTorch/XLA.
 
@@ -118,6 +120,7 @@ def distribute_inputs(mesh, **inputs):
 '''
 
 
+@writes("dtensor")
 def dtensor_text(plan: Plan, sentence: str) -> str:
     """Return the plan's code for DTensor.
 

@@ -55,7 +55,7 @@ def read_transformers(plan: Plan) -> TransformersStyles:
 
     Raises: UserError for a plan without a split that a style expresses, and as `read_layers` does.
     """
-    layers = read_layers(plan, "transformers")
+    layers = read_layers(plan, "transformers", "hold it whole here")
     experts, of_experts, lacks = _experts(plan, layers)
     routers = {name for name in layers.styles if _is_router(plan, name)}
     lacks += [f"{name}.weight: it is the router of experts, which no style splits; it is whole here."

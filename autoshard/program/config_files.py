@@ -3,7 +3,7 @@
 import difflib
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from autoshard.base.files import read_json
 from autoshard.errors import UserError
@@ -91,9 +91,13 @@ def _check_counts(fields: dict[str, Any], origin: str) -> None:
 _DENSE = ("llama", "mistral", "qwen2", "qwen3", "gemma2")
 _QK_NORM = ("qwen3",)
 
+Dims = TypeVar("Dims", bound=DecoderDims)
 
-def config_dims(fields: Mapping[str, Any]) -> DecoderDims | None:
+
+def config_dims(fields: Mapping[str, Any], record: type[Dims]) -> Dims | None:
     """Return the dims that a configuration's fields give; None for a model that is no decoder of a known form.
+
+    `record` is the class of the dims, `DecoderDims` or a class that extends it.
 
     The dims of GPT-2 omit learned positions, biases and norms. These are 0.8 % of the parameters of `gpt2`, and less
     than 1 % from `gpt2-xl` on.
@@ -101,14 +105,14 @@ def config_dims(fields: Mapping[str, Any]) -> DecoderDims | None:
     kind = fields.get("model_type")
     try:
         if kind == "gpt2":
-            return _gpt2(fields)
+            return record(**_gpt2(fields))
         if kind in _DENSE:
-            return DecoderDims(**_sizes(fields), **_window(fields), qk_norm=kind in _QK_NORM)
+            return record(**_sizes(fields), **_window(fields), qk_norm=kind in _QK_NORM)
         if kind == "mixtral":
             experts = {"experts": fields["num_local_experts"], "active_experts": fields["num_experts_per_tok"]}
-            return DecoderDims(**_sizes(fields), **experts)
+            return record(**_sizes(fields), **experts)
         if kind == "deepseek_v3":
-            return _latent_experts(fields)
+            return record(**_latent_experts(fields))
     except (KeyError, TypeError, ZeroDivisionError):
         return None  # transformers has the default of a missing field
     return None
@@ -139,22 +143,23 @@ def _window(fields: Mapping[str, Any]) -> dict[str, Any]:
     return {}
 
 
-def _gpt2(fields: Mapping[str, Any]) -> DecoderDims:
+def _gpt2(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the dims of a GPT-2 configuration."""
     width, heads = fields["n_embd"], fields["n_head"]
-    return DecoderDims(
-        layers=fields["n_layer"],
-        width=width,
-        mlp_width=fields.get("n_inner") or 4 * width,
-        heads=heads,
-        kv_heads=heads,
-        head_size=width // heads,
-        vocabulary=fields["vocab_size"],
-        gated=False,
-        tied=True,
-    )
+    return {
+        "layers": fields["n_layer"],
+        "width": width,
+        "mlp_width": fields.get("n_inner") or 4 * width,
+        "heads": heads,
+        "kv_heads": heads,
+        "head_size": width // heads,
+        "vocabulary": fields["vocab_size"],
+        "gated": False,
+        "tied": True,
+    }
 
 
-def _latent_experts(fields: Mapping[str, Any]) -> DecoderDims:
+def _latent_experts(fields: Mapping[str, Any]) -> dict[str, Any]:
     """Return the dims of a DeepSeek-V3 configuration, with latent attention and experts."""
     latent = LatentDims(
         key_rank=fields["kv_lora_rank"],
@@ -163,12 +168,13 @@ def _latent_experts(fields: Mapping[str, Any]) -> DecoderDims:
         value=fields["v_head_dim"],
         query_rank=fields.get("q_lora_rank") or 0,
     )
-    return DecoderDims(
-        **_sizes(fields) | {"head_size": latent.head_size, "kv_heads": fields["num_attention_heads"]},
-        experts=fields["n_routed_experts"],
-        active_experts=fields["num_experts_per_tok"],
-        expert_width=fields["moe_intermediate_size"],
-        shared_experts=fields["n_shared_experts"],
-        dense_layers=fields["first_k_dense_replace"],
-        latent=latent,
-    )
+    return _sizes(fields) | {
+        "head_size": latent.head_size,
+        "kv_heads": fields["num_attention_heads"],
+        "experts": fields["n_routed_experts"],
+        "active_experts": fields["num_experts_per_tok"],
+        "expert_width": fields["moe_intermediate_size"],
+        "shared_experts": fields["n_shared_experts"],
+        "dense_layers": fields["first_k_dense_replace"],
+        "latent": latent,
+    }

@@ -44,10 +44,7 @@ def config_decoder(config: str) -> Decoder | None:
 
     Raises `UserError` if there is no such configuration.
     """
-    dims = config_dims(read_config(config.removeprefix("hf:"))[1])
-    if dims is None:
-        return None
-    return Decoder(**{field.name: getattr(dims, field.name) for field in dataclasses.fields(dims)})
+    return config_dims(read_config(config.removeprefix("hf:"))[1], Decoder)
 
 
 def estimate_config(

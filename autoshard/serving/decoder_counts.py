@@ -36,6 +36,16 @@ class Decoder(DecoderDims):
         """Weights of one expert."""
         return (3 if self.gated else 2) * self.width * self.expert_inner
 
+    @property
+    def dense_layer_params(self) -> int:
+        """Weights of the matmuls of one layer that has a single MLP."""
+        return self.attention_params + self.mlp_params
+
+    @property
+    def table_params(self) -> int:
+        """Weights of the embedding, and as many of the head."""
+        return self.vocabulary * self.width
+
     def _layer_params(self, experts: int, norms: int) -> int:
         """Return the parameters of all layers, with `experts` routed experts in each layer that has experts."""
         router = self.width * self.experts
@@ -50,13 +60,13 @@ class Decoder(DecoderDims):
         norms = 2 * self.width + (2 * self.head_size if self.qk_norm else 0)
         if self.latent is not None:
             norms = 2 * self.width + self.latent.query_rank + self.latent.key_rank
-        ends = (1 if self.tied else 2) * self.vocabulary * self.width + (1 + 2 * self.ahead) * self.width
+        ends = (1 if self.tied else 2) * self.table_params + (1 + 2 * self.ahead) * self.width
         return self._layer_params(self.experts, norms) + ends
 
     @property
     def matmul_params(self) -> int:
         """Parameters that multiply every token: active experts and head, but no embedding lookup and no norms."""
-        return self._layer_params(self.active_experts, 0) + (1 + self.ahead) * self.vocabulary * self.width
+        return self._layer_params(self.active_experts, 0) + (1 + self.ahead) * self.table_params
 
     def attention_flops_per_token(self, sequence: float, causal: bool = True) -> float:
         """Return the forward FLOPs of scores and weighted sums for one token of a sequence; causal attention has half.

@@ -4,7 +4,7 @@ import dataclasses
 import math
 from collections.abc import Mapping
 
-from autoshard.program import WeightDim, config_dims, decoder_weights, read_config
+from autoshard.program import WeightDim, decoder_weights, read_config
 from autoshard.serving.decoder_counts import Decoder
 from autoshard.serving.serving_model import ServingEngine
 
@@ -49,8 +49,6 @@ def serving_specs(
     - `counted`: True for an axis `engine` even if there is one engine.
     """
     _, fields = read_config(config.removeprefix("hf:"))
-    dims = config_dims(fields)
-    assert dims is not None
     heads_kept = 1 if decoder.latent is not None else decoder.kv_heads
     kv = math.gcd(engine.tensor, heads_kept)
     all_sizes = {"engine": engines, "group": engine.attention, "kv": kv, "query": engine.tensor // kv}
@@ -74,7 +72,7 @@ def serving_specs(
         return () if size % math.prod(sizes[name] for name in split_axes) else split_axes
 
     sequences = axes("engine", "group")
-    kinds = decoder_weights(fields, dims)
+    kinds = decoder_weights(fields, decoder)
     weights = {name: tuple(map(dim, split_dims)) for name, split_dims in kinds.items()}
     return ServingSpecs(
         sizes,

@@ -7,8 +7,9 @@ from typing import Any
 
 from autoshard.base.files import read_json
 from autoshard.cost import Topology
-from autoshard.degrees.gpu_run import GpuDecoder, GpuRun, gpu_topology
+from autoshard.degrees.gpu_run import GpuRun, gpu_topology
 from autoshard.errors import UserError
+from autoshard.serving import Decoder
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -114,16 +115,16 @@ def _sweep(document: Mapping[str, Any]) -> Iterator[GpuRow]:
     """Yield runs of nanotron on H100. Defaults: sequences of 4096 tokens and a vocabulary of 131072."""
     for row in _dicts(document):
         dims = document["models"][row["model"]]
-        decoder = GpuDecoder(
-            dims["layers"],
-            dims["d_model"],
-            dims["heads"],
-            dims["kv"],
-            dims["mlp"],
-            dims.get("vocab", 131072),
+        decoder = Decoder(
+            layers=dims["layers"],
+            width=dims["d_model"],
+            mlp_width=dims["mlp"],
+            heads=dims["heads"],
+            kv_heads=dims["kv"],
+            head_size=dims["d_model"] // dims["heads"],
+            vocabulary=dims.get("vocab", 131072),
             # The 1B and 3B models tie the embedding table to the head. The cost model ignores the tie under a pipeline.
             tied=row["model"] in ("1B", "3B"),
-            gated=True,
         )
         keys = {"dp": row["dp"], "tp": row["tp"], "pp": row["pp"], "zero": row["zero"]}
         label = f"dp{row['dp']} tp{row['tp']} pp{row['pp']} zero{row['zero']} micro {row['micro_batch']}"
@@ -147,6 +148,11 @@ def _sweep(document: Mapping[str, Any]) -> Iterator[GpuRow]:
             recompute="none",
             stated_batch=row.get("global_batch", 0),
         )
+
+
+def _gpt(layers: int, width: int, heads: int, mlp_width: int, vocabulary: int) -> Decoder:
+    """Return a decoder as GPT's: one matrix for embedding and head, as many key heads as query heads, plain MLPs."""
+    return Decoder(layers, width, mlp_width, heads, heads, width // heads, vocabulary, gated=False, tied=True)
 
 
 def _with_cards(topology: Topology, bytes_per_s: float) -> Topology:
@@ -173,9 +179,7 @@ def _validation_rows(document: Mapping[str, Any]) -> Iterator[GpuRow]:
             yield _made(
                 (nodes, problem, str(document.get("source", "")), label),
                 {"measured_s": row["iteration time (ms)"] / 1e3, "measured_bytes": None, "fits": True},
-                decoder=GpuDecoder(
-                    layers, width, row["attention heads"], row["attention heads"], 4 * width, 51200, True, False
-                ),
+                decoder=_gpt(layers, width, row["attention heads"], 4 * width, 51200),
                 # A node of eight GPUs has four cards of 200 Gb/s.
                 topology=_with_cards(gpu_topology("a100", gpus), 12.5e9),
                 framework="megatron-deepspeed",
@@ -213,9 +217,7 @@ def _fsdp_rows(document: Mapping[str, Any]) -> Iterator[GpuRow]:
         yield _made(
             names,
             measured,
-            decoder=GpuDecoder(
-                row["layers"], width, row["heads"], row["heads"], row["ffn_mult"] * width, row["vocab"], True, False
-            ),
+            decoder=_gpt(row["layers"], width, row["heads"], row["ffn_mult"] * width, row["vocab"]),
             topology=gpu_topology(_LENT[row["chip"]], row["chips"]),
             framework="fsdp",
             seq=row["seq"],
@@ -246,7 +248,7 @@ def _megatron_rows(document: Mapping[str, Any]) -> Iterator[GpuRow]:
         yield _made(
             names,
             measured,
-            decoder=GpuDecoder(row["layers"], width, heads, heads, 4 * width, 51200, True, False),
+            decoder=_gpt(row["layers"], width, heads, 4 * width, 51200),
             topology=gpu_topology("a100", row["chips"]),
             framework="megatron",
             seq=row["seq"],

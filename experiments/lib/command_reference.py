@@ -122,6 +122,8 @@ def reference() -> str:
         rows = [(row[0], _own(action)) for row, action in each if row not in shared]
         parts.append(f"\n### `autoshard {name}`\n\n{summaries[name][0].upper()}{summaries[name][1:]}.\n\n")
         parts.append(table(("argument or flag", "meaning"), rows) if rows else "It has shared flags only.\n")
+        if last_help := choices.choices[name].last_help:
+            parts.append(f"\n```text\n{last_help()}```\n")
     return "".join(parts)
 
 

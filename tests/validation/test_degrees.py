@@ -2,6 +2,9 @@
 least is first.
 """
 
+import json
+from pathlib import Path
+
 import pytest
 
 from autoshard.degrees import DegreeChoice, choose_degrees, format_degrees, gpu_decoder
@@ -38,7 +41,7 @@ def test_less_memory_means_more_parallelism_or_recomputation() -> None:
 
 def test_dims_of_a_configuration() -> None:
     decoder = gpu_decoder("hf:llama3-8b")
-    parameters = decoder.layers * decoder.layer_parameters + 2 * decoder.table_parameters
+    parameters = decoder.layers * decoder.dense_layer_params + 2 * decoder.table_params
     assert parameters == pytest.approx(8.03e9, rel=1e-3)
     assert (decoder.kv_heads, decoder.tied) == (8, False)
 
@@ -68,6 +71,19 @@ def test_dims_of_a_configuration() -> None:
 def test_bad_input(program: str, topology: str, framework: str, batch: int, message: str) -> None:
     with pytest.raises(UserError, match=message):
         choose_degrees(gpu_decoder(program), topology, framework, batch, 8192)
+
+
+def test_dims_that_are_not_priced(tmp_path: Path) -> None:
+    fields = {"model_type": "llama", "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 4}
+    fields |= {"num_attention_heads": 4, "vocab_size": 256}
+    for name, wrong, message in (
+        ("wide", {"head_dim": 32}, "wide has heads of 32, which do not make up its width"),
+        ("open", {"vocab_size": None}, "open does not state all dims of a decoder"),
+    ):
+        stated = {key: value for key, value in (fields | wrong).items() if value is not None}
+        (tmp_path / f"{name}.json").write_text(json.dumps(stated))
+        with pytest.raises(UserError, match=message):
+            gpu_decoder(f"hf:{tmp_path / f'{name}.json'}")
 
 
 def test_words(choices: tuple[DegreeChoice, ...]) -> None:

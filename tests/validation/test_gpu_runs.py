@@ -8,21 +8,22 @@ import pathlib
 import pytest
 
 from autoshard.cost import Topology
-from autoshard.degrees.gpu_run import GpuDecoder, GpuRun, eager_framework, gpu_stages, gpu_topology, waiting
+from autoshard.degrees.gpu_run import GpuRun, eager_framework, gpu_stages, gpu_topology, waiting
 from autoshard.degrees.gpu_stage import GpuPrices, host_figures
 from autoshard.degrees.gpu_step import GpuStep, price_step
 from autoshard.degrees.node_waits import waits
 from autoshard.errors import UserError
+from autoshard.serving import Decoder
 from autoshard.validation import validate_gpu_pairs
 from autoshard.validation.gpu_pairs import SHIPPED, GpuPairs, GpuProblem, PricedGpuRow
 from autoshard.validation.gpu_rows import GpuRow, names_gpu_rows, read_gpu_rows
 
 
-SMALL = GpuDecoder(16, 2048, 32, 32, 8192, 131072, tied=True, gated=True)
-LARGE = GpuDecoder(32, 4096, 32, 32, 14336, 131072, tied=False, gated=True)
+SMALL = Decoder(16, 2048, 8192, 32, 32, 64, 131072, tied=True)
+LARGE = Decoder(32, 4096, 14336, 32, 32, 128, 131072)
 
 
-def run(dp: int = 8, tp: int = 1, pp: int = 1, decoder: GpuDecoder = SMALL, **other) -> GpuRun:
+def run(dp: int = 8, tp: int = 1, pp: int = 1, decoder: Decoder = SMALL, **other) -> GpuRun:
     values = {"framework": "nanotron", "seq": 4096, "micro_batch": 1, "accumulation": 8, "zero": 0, "recompute": "none"}
     return GpuRun(decoder, gpu_topology("h100", dp * tp * pp), dp=dp, tp=tp, pp=pp, **values | other)
 
@@ -38,7 +39,7 @@ def test_matmuls_bind_a_step_from_below():
     """Bound a step from below by 6 FLOPs a parameter and token, at the best measured rate."""
     for decoder, dp, tp in ((SMALL, 8, 1), (LARGE, 1, 8)):
         each = run(dp, tp, decoder=decoder)
-        parameters = decoder.layers * decoder.layer_parameters + decoder.table_parameters
+        parameters = decoder.layers * decoder.dense_layer_params + decoder.table_params
         least = 6.0 * parameters * each.tokens / (each.topology.num_devices * 789e12)
         assert least < price_step(each).seconds < 4.0 * least
 
@@ -60,7 +61,7 @@ def test_hosts_bind_small_microbatches_under_tensor_parallelism():
 def test_zero_splits_what_it_says():
     peaks = [price_step(run(8, framework="fsdp", zero=zero)).peak_bytes for zero in range(4)]
     assert peaks == sorted(peaks, reverse=True)
-    parameters = SMALL.layers * SMALL.layer_parameters + SMALL.table_parameters
+    parameters = SMALL.layers * SMALL.dense_layer_params + SMALL.table_params
     assert peaks[0] - peaks[1] == pytest.approx(12 * parameters * 7 / 8)
     assert peaks[1] - peaks[2] == pytest.approx(4 * parameters * 7 / 8)
     assert peaks[2] - peaks[3] == pytest.approx(2 * parameters * 7 / 8)

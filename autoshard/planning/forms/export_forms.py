@@ -6,6 +6,7 @@ from collections.abc import Mapping
 
 from autoshard.errors import UserError
 from autoshard.planning.record.plan_record import Plan
+from autoshard.planning.record.planned_stages import FORM_BY_STAGE
 from autoshard.planning.record.spec import Spec, is_stacked, layer_pattern
 from autoshard.program import Program
 
@@ -29,10 +30,19 @@ class Rest(enum.StrEnum):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Form:
-    """One form of an export."""
+    """Facts about one form of an export. Planning, pricing, the command and errors read them here.
+
+    A file of `autoshard/exports` declares the writer of the form with `writes`.
+    """
 
     name: str
+    help: str
+    """Code or frameworks that the form is for."""
     rest: Rest
+    text: bool = True
+    """True for a text; False for a file of bytes, which `autoshard.exec.jax_export` writes."""
+    reads_program: bool = False
+    """True if the writer reads the plan's program too; else the program is needed for the price only."""
     state: bool = True
     """True if the form has specs of the optimizer state; else state is split like its parameter."""
     layers: bool = True
@@ -46,23 +56,24 @@ class Form:
 FORMS = {
     form.name: form
     for form in (
-        Form("jax", Rest.XLA),
-        Form("jax-export", Rest.PLAN),
-        Form("explicit", Rest.XLA),
-        Form("flax", Rest.XLA, state=False),
-        Form("maxtext", Rest.MAXTEXT),
-        Form("keras", Rest.XLA, state=False, single=True),
-        Form("rules", Rest.XLA, state=False),
-        Form("haliax", Rest.NAMES, state=False),
-        Form("torch-xla", Rest.XLA, state=False, layers=False),
-        Form("dtensor", Rest.DTENSOR, state=False, layers=False, ordered=True),
-        Form("fsdp2", Rest.DTENSOR, state=False, layers=False),
-        Form("transformers", Rest.DTENSOR, state=False, layers=False),
-        Form("torchtitan", Rest.DTENSOR, state=False, layers=False),
-        Form("hlo", Rest.XLA),
-        Form("torch-pipelining", Rest.STAGES, state=False, layers=False),
+        Form("jax", "jax.jit in your own code", Rest.XLA),
+        Form("jax-export", "a file that runs without autoshard", Rest.PLAN, text=False),
+        Form("explicit", "JAX's explicit sharding mode", Rest.XLA, reads_program=True),
+        Form("flax", "Flax Linen and NNX", Rest.XLA, state=False),
+        Form("maxtext", "MaxText", Rest.MAXTEXT),
+        Form("keras", "Keras 3 on JAX", Rest.XLA, state=False, single=True),
+        Form("rules", "code that matches paths with patterns (big_vision, EasyDeL)", Rest.XLA, state=False),
+        Form("haliax", "Haliax and Levanter", Rest.NAMES, reads_program=True, state=False),
+        Form("torch-xla", "PyTorch/XLA", Rest.XLA, state=False, layers=False),
+        Form("dtensor", "torch.distributed.tensor", Rest.DTENSOR, state=False, layers=False, ordered=True),
+        Form("fsdp2", "PyTorch's FSDP2", Rest.DTENSOR, state=False, layers=False),
+        Form("transformers", "tensor and expert parallelism of transformers", Rest.DTENSOR, state=False, layers=False),
+        Form("torchtitan", "torchtitan's parallelize functions", Rest.DTENSOR, state=False, layers=False),
+        Form("hlo", "tools that read HLO shardings", Rest.XLA),
+        Form(FORM_BY_STAGE, "torch.distributed.pipelining", Rest.STAGES, state=False, layers=False),
     )
 }
+"""All forms by name, in the order in which users see them."""
 
 
 def form_named(name: str) -> Form:
@@ -193,39 +204,3 @@ def splits_in_plan(plan: Plan) -> int:
     inner = [pin.spec for pin in plan.pins] + [s for region in plan.regions for s in region.results]
     inner += [spec for call in plan.calls for spec in (*call.operands, *call.results)]
     return sum(spec.shards(plan.mesh) > 1 for spec in (*named, *inner))
-
-
-# MaxText
-
-
-USES = ("expert", "data", "fsdp", "tensor", "context")
-"""Uses that MaxText has for an axis."""
-
-
-def maxtext_uses(plan: Plan) -> dict[str, str]:
-    """Return the use of each axis of a plan in MaxText's words: pipeline, expert, data, fsdp, tensor or context."""
-    return {axis: _use(plan, axis) for axis in plan.mesh}
-
-
-def _use(plan: Plan, axis: str) -> str:
-    """Return the use of one axis, from the plan's provenance or else from its specs and words."""
-    recorded = plan.origin.form_axes.get(axis)
-    if recorded in USES:
-        return recorded
-    batch = [spec for name, spec in plan.arguments.items() if plan.roles[name] == "batch" and spec.dims]
-    stored = [
-        name for name in plan.arguments
-        if (plan.is_weight(name) or plan.roles[name] == "optimizer_state") and axis in plan.arguments[name].axes
-    ]  # fmt: skip
-    groups = set(plan.axis_roles.get(axis, ()))
-    if plan.pipeline is not None and "stage" in groups:
-        return "pipeline"
-    if "experts" in groups:
-        return "expert"
-    if "batch" in groups or any(axis in spec.dims[0] for spec in batch):
-        return "fsdp" if stored else "data"
-    if groups & {"heads", "kv heads", "ffn"}:
-        return "tensor"
-    if "sequence" in groups or any(axis in dim for spec in batch for dim in spec.dims[1:]):
-        return "context"
-    return "tensor"

@@ -13,7 +13,8 @@ from autoshard.base.units import format_bytes
 from autoshard.cost import Topology
 from autoshard.errors import InfeasibleError, UserError
 from autoshard.planning.forms.dim_name_rules import Mappings, NamedDims, recorded_mappings
-from autoshard.planning.forms.export_forms import Form, Rest, expressible_specs, maxtext_uses
+from autoshard.planning.forms.export_forms import Form, Rest, expressible_specs
+from autoshard.planning.forms.maxtext_axes import maxtext_candidate, maxtext_candidates, maxtext_uses
 from autoshard.planning.forms.propagated_specs import Propagation, needs_pins
 from autoshard.planning.price.analysed_program import analyse_program, reprice
 from autoshard.planning.price.evaluate import evaluate, tensor_spec
@@ -21,12 +22,9 @@ from autoshard.planning.price.prediction import predict
 from autoshard.planning.record.plan_parts import Prediction
 from autoshard.planning.record.plan_record import Plan
 from autoshard.planning.record.spec import Spec
-from autoshard.planning.solve.mesh_solve import Terms, solve_within
-from autoshard.planning.solve.time_weights import even_weights, normalise
 from autoshard.planning.solve.weight_search import Candidate, SearchResult, evaluated_candidate
 from autoshard.planning.space.decision_model import Model
 from autoshard.planning.space.dim_groups import Groups, tensor_groups
-from autoshard.planning.space.named_layouts import Uses, stated
 from autoshard.planning.space.plan_options import Limits
 from autoshard.planning.space.user_constraints import Required
 from autoshard.program import Program, Role
@@ -43,10 +41,6 @@ AHEAD = 12
 """Number of best sets from DTensor's propagation that XLA's propagation then completes."""
 NAMED = 400
 """Most mappings of names that are priced for one plan."""
-MAXTEXT_USES = ("data", "fsdp", "tensor")
-"""Uses of an axis in MaxText's settings that can be priced."""
-SOLVE_S = 20.0
-"""Time limit, in processor seconds, to complete one of MaxText's shardings."""
 
 
 def price_form(plan: Plan, program: Program, form: Form) -> Prediction | None:
@@ -61,7 +55,7 @@ def price_form(plan: Plan, program: Program, form: Form) -> Prediction | None:
     reading = analyse_program(program, Topology.parse(plan.topology).backend)
     model, choices = reprice(plan, program, reading)
     if form.rest is Rest.MAXTEXT:
-        candidate = _maxtext(model, reading.groups, maxtext_uses(plan), plan.memory_limit_bytes, None, 0)
+        candidate = maxtext_candidate(model, reading.groups, maxtext_uses(plan), plan.memory_limit_bytes)
         return None if candidate is None else predict(model, candidate.outcome, plan.memory_limit_bytes)
     if form.rest is Rest.NAMES:
         named = NamedDims(model, reading.groups)
@@ -112,9 +106,9 @@ def plan_within(
     Raises `InfeasibleError` if no choice fits.
     """
     if form.rest is Rest.MAXTEXT:
-        best, origin = _best_maxtext(model, groups, required, limits.memory_bytes, limits.seed)
+        best, origin = _best_maxtext(model, groups, required, limits)
     elif form.rest is Rest.NAMES:
-        best, origin = _best_names(model, groups, found, required, limits)
+        best, origin = _best_names(form, model, groups, found, required, limits)
     else:
         search = _FormSearch(form, model, groups, required, limits, progress)
         best, origin = search.run(found), {}
@@ -147,66 +141,16 @@ def _rank(candidate: Candidate) -> tuple[bool, float, int]:
     return not candidate.fits, round(candidate.expected_s, 12) if candidate.fits else float(peak), peak
 
 
-# MaxText
-
-
-def _maxtext(
-    model: Model,
-    groups: Groups,
-    uses: Mapping[str, str],
-    memory_limit: int,
-    limit: int | None,
-    seed: int,
-) -> Candidate | None:
-    """Return MaxText's sharding with these uses of the axes; None for uses or sizes that cannot be priced.
-
-    - `uses`: use of each axis by its name.
-    - `memory_limit`: bytes for the verdict.
-    - `limit`: bytes for the solver; None for no limit.
-    - `seed`: seed of the solver.
-    """
-    if not set(uses.values()) <= set(MAXTEXT_USES):
-        return None
-    axes = {use: [k for k, axis in enumerate(model.axis_names) if uses[axis] == use] for use in MAXTEXT_USES}
-    wanted = stated(model, groups, "maxtext", Uses(axes["data"], axes["fsdp"], axes["tensor"]))
-    if wanted is None:
-        return None
-    solved = solve_within(
-        model, normalise(even_weights(model)), Terms(limit, SOLVE_S, seed, allowed=wanted.allowed)
-    )  # fmt: skip
-    choices = solved.choices
-    if len(choices) != len(model.nodes):
-        return None
-    try:
-        outcome = evaluate(model, choices)
-    except ValueError:
-        return None
-    return evaluated_candidate(model, "maxtext", choices, outcome, memory_limit)
-
-
 def _best_maxtext(
-    model: Model, groups: Groups, required: Required, memory_limit: int, seed: int
+    model: Model, groups: Groups, required: Required, limits: Limits
 ) -> tuple[Candidate | None, dict[str, Any]]:
-    """Return the best of all uses of the axes, with its entry for the provenance."""
-    best: Candidate | None = None
-    origin: dict[str, Any] = {}
-    for uses in itertools.product(MAXTEXT_USES, repeat=len(model.axis_names)):
-        named = dict(zip(model.axis_names, uses, strict=True))
-        candidate = _maxtext(model, groups, named, memory_limit, memory_limit, seed)
-        if (
-            candidate is not None
-            and required.holds(candidate.choices)
-            and (best is None or _rank(candidate) < _rank(best))
-        ):
-            best, origin = candidate, {"maxtext": named}
-    return best, origin
-
-
-# Haliax
+    """Return the best of all uses of the axes that satisfies the constraints, with its entry for the provenance."""
+    found = [each for each in maxtext_candidates(model, groups, limits) if required.holds(each[0].choices)]
+    return min(found, key=lambda each: _rank(each[0]), default=(None, {}))
 
 
 def _best_names(
-    model: Model, groups: Groups, found: SearchResult, required: Required, limits: Limits
+    form: Form, model: Model, groups: Groups, found: SearchResult, required: Required, limits: Limits
 ) -> tuple[Candidate | None, dict[str, Any]]:
     """Return the best mappings of names, with their entry for the provenance.
 
@@ -225,7 +169,7 @@ def _best_names(
         made = None
         if not needs_pins(model, choices) and required.holds(choices):
             try:
-                made = evaluated_candidate(model, "haliax", choices, evaluate(model, choices), limits.memory_bytes)
+                made = evaluated_candidate(model, form.name, choices, evaluate(model, choices), limits.memory_bytes)
             except ValueError:  # two alternatives exclude each other
                 made = None
         tried[mappings.key] = made
@@ -240,7 +184,7 @@ def _best_names(
         before = best
         for mappings in named.changes(best[1]):
             take(mappings)
-    return (None, {}) if best is None else (best[0], {"haliax": best[1].to_json()})
+    return (None, {}) if best is None else (best[0], {form.name: best[1].to_json()})
 
 
 # Specs of arguments

@@ -21,7 +21,7 @@ from autoshard.planning.record.plan_parts import (
     Timeline,
     Unruled,
 )
-from autoshard.planning.record.planned_stages import PlannedPipeline
+from autoshard.planning.record.planned_stages import FORM_BY_STAGE, PlannedPipeline
 from autoshard.planning.record.spec import Spec, mesh_words, original_mesh
 
 
@@ -296,7 +296,7 @@ class Plan:
         if self.by_stage:
             raise UserError(
                 f"the plan of {self.program_name} is a program for each stage, and no single step: export it with "
-                "`autoshard export --to torch-pipelining`."
+                f"`autoshard export --to {FORM_BY_STAGE}`."
             )
 
     def _runner(self) -> Runner:

@@ -6,6 +6,10 @@ from autoshard.base.units import format_bytes, format_seconds
 from autoshard.cost import Schedule, Timetable, timetable
 
 
+FORM_BY_STAGE = "torch-pipelining"
+"""Export form of a plan with a program for each stage."""
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class PlannedChunk:
     """A run of layers that a stage computes in one piece. Sizes are bytes of one device."""

@@ -12,6 +12,7 @@ from autoshard.planning.price.analysed_program import analyse_program, reprice
 from autoshard.planning.price.step_ledger import itemise
 from autoshard.planning.record.plan_parts import Timeline
 from autoshard.planning.record.plan_record import Plan
+from autoshard.planning.record.planned_stages import FORM_BY_STAGE
 from autoshard.planning.space.decision_model import Model
 from autoshard.planning.space.plan_options import Options
 from autoshard.planning.stages.segment_prices import SegmentPrices, segment_prices
@@ -20,8 +21,6 @@ from autoshard.planning.stages.stage_plans import AXIS, planned_stages, stages_n
 from autoshard.program import NotDividedError, Program, Segments, in_segments
 
 
-FORM = "torch-pipelining"
-"""Export form with a program for each stage."""
 COUNTS = (1, 2, 4, 8)
 """Microbatches per stage that the planner tries if their number is open."""
 SCHEDULES = ("1f1b", "gpipe", "interleaved:2", "interleaved:3")
@@ -35,7 +34,7 @@ def is_by_stage(options: Mapping[str, Any], form: str | None) -> bool:
     They do so by the form of such an export, or by a schedule that only separate programs have.
     """
     name = str(options.get("schedule") or "").partition(":")[0]
-    return form == FORM or name in ("1f1b", "interleaved")
+    return form == FORM_BY_STAGE or name in ("1f1b", "interleaved")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -198,7 +197,7 @@ class StageSearch:
         if not segments.names:
             raise UserError(
                 f"{program.name} is no torch module, between whose modules stages could be cut: leave out "
-                f"--for {FORM}, and cut the layers of JAX programs by --schedule gpipe or circular."
+                f"--for {FORM_BY_STAGE}, and cut the layers of JAX programs by --schedule gpipe or circular."
             )
         schedules = list(self._schedules(stages, count))
         places = sum(segments.may_cut)
@@ -343,7 +342,7 @@ class StageSearch:
             plan_gap=max(0.0, 1 - found.cut.bound_s / step_s),
             words=(f"modules in {found.schedule.stages} stages over {AXIS}", *words),
             warnings=(*warnings, *notes),
-            provenance=origin | {"for": FORM, "stages": others},
+            provenance=origin | {"for": FORM_BY_STAGE, "stages": others},
             timeline=Timeline(step_s, (), (), {}),
             unruled=(),
             choices="",

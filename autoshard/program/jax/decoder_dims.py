@@ -145,7 +145,7 @@ Kinds = tuple[WeightDim, ...]
 
 
 def decoder_weights(fields: Mapping[str, Any], dims: DecoderDims) -> dict[str, Kinds]:
-    """Return the kind of each dim of each weight of the decoder; `dims` are the `config_dims` of `fields`."""
+    """Return the kind of each dim of each weight of the decoder; `dims` are those of `fields`."""
     if fields["model_type"] == "gpt2":
         return _gpt2_weights()
     weights: dict[str, Kinds] = {

@@ -1,0 +1,46 @@
+"""Writers of export forms, which the files of this folder declare."""
+
+import dataclasses
+import importlib
+import pkgutil
+from collections.abc import Callable
+from typing import TypeVar
+
+from autoshard.planning import Form, Plan
+from autoshard.program import Program
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class FormWriter:
+    """Writer of one form."""
+
+    write: Callable[..., str]
+    """Function from a plan and the sentence of its price to text; its third argument is the program, if the form reads
+    the program.
+    """
+    check: Callable[[Plan, Program | None], None] | None
+    """Function that refuses plans before their program is opened; it raises `UserError`. None refuses none."""
+
+
+Write = TypeVar("Write", bound=Callable[..., str])
+
+_WRITERS: dict[str, FormWriter] = {}
+
+
+def writes(form: str, check: Callable[[Plan, Program | None], None] | None = None) -> Callable[[Write], Write]:
+    """Declare the decorated function as the writer of a form; see `FormWriter`."""
+
+    def declare(write: Write) -> Write:
+        _WRITERS[form] = FormWriter(write, check)
+        return write
+
+    return declare
+
+
+def writer_of(form: Form) -> FormWriter:
+    """Return the writer of a form, from whichever file of this folder declares it."""
+    if form.name not in _WRITERS:
+        folder = importlib.import_module(__package__ or "")
+        for file in pkgutil.iter_modules(folder.__path__):
+            importlib.import_module(f"{folder.__name__}.{file.name}")
+    return _WRITERS[form.name]

@@ -1,0 +1,132 @@
+"""Export of a plan to settings of MaxText: parallelism, pipeline and recomputation."""
+
+import math
+
+from autoshard.cost import Topology
+from autoshard.errors import UserError
+from autoshard.exports.export_text import comment, head, unpinned
+from autoshard.exports.form_writers import writes
+from autoshard.planning import Plan, maxtext_uses, planned_remat
+from autoshard.program import Policy
+from autoshard.report.display import clean
+
+
+@writes("maxtext")
+def maxtext_text(plan: Plan, sentence: str) -> str:
+    """Return the parallelism settings of MaxText's base.yml that are nearest to the plan's uses of axes."""
+    slices = Topology.parse(plan.topology).slices
+    settings: dict[str, int] = {}
+    notes = []
+    uses = maxtext_uses(plan)
+    dcn = slices
+    for axis, size in plan.mesh.items():
+        use = uses[axis]
+        notes.append(f"{axis}={size} is used as {use} parallelism.")
+        outer = size if dcn % size == 0 and dcn >= size else dcn if size % dcn == 0 else 1
+        dcn //= outer
+        for prefix, part in (("dcn", outer), ("ici", size // outer)):
+            if part > 1:
+                key = f"{prefix}_{use}_parallelism"
+                settings[key] = settings.get(key, 1) * part
+    remat, missing = _remat(plan)
+    piped, unpiped = _pipeline(plan, math.prod(plan.mesh[axis] for axis, use in uses.items() if use == "pipeline"))
+    lacks = (
+        *unpinned(plan),
+        "single tensors that are split in another way than the rest; MaxText's own rules split by kind of dim.",
+        "the device order.",
+        *missing,
+        *unpiped,
+    )
+    body = "".join(f"{key}: {value}\n" for key, value in settings.items()) + piped + remat
+    return head(plan, lacks, sentence) + "".join(map(comment, notes)) + body
+
+
+def _pipeline(plan: Plan, parts: int) -> tuple[str, list[str]]:
+    """Return the pipeline lines of MaxText's configuration, and sentences on the parts of the pipeline that they omit.
+
+    `parts` is the number of parts of the devices with stages. MaxText has one stage on each part. Its decoder layers
+    are stages x layers per stage x repeats, and its microbatches a multiple of its stages (the comments of its
+    base.yml).
+    """
+    pipeline = plan.pipeline
+    if pipeline is None or not pipeline.layers:
+        return "", []
+    if parts == 1:
+        return "", [f"the {pipeline.stages} stages of the layers; no axis of the mesh splits them."]
+    lacks = []
+    if parts != pipeline.stages:
+        lacks.append(f"{pipeline.stages} stages on {parts} parts of the devices; here there are {parts} stages.")
+    if pipeline.microbatches % parts:
+        lacks.append(f"{pipeline.microbatches} microbatches; MaxText takes multiples of the {parts} stages alone.")
+    layers, left = divmod(pipeline.layers, parts * pipeline.rounds)
+    if left:
+        lacks.append(f"{pipeline.layers} layers in {parts} stages; they do not divide.")
+    settings = {
+        "num_layers_per_pipeline_stage": layers,
+        "num_pipeline_repeats": pipeline.rounds,
+        "num_pipeline_microbatches": pipeline.microbatches,
+    }
+    return "".join(f"{key}: {value}\n" for key, value in settings.items()), lacks
+
+
+_TENSORS: dict[str, tuple[str, ...]] = {
+    "decoder_layer_input": ("input",),
+    "query_proj": ("q_proj", "query"),
+    "key_proj": ("k_proj", "key"),
+    "value_proj": ("v_proj", "value"),
+    "qkv_proj": ("c_attn", "qkv_proj", "query_key_value"),
+    "context": ("context",),
+    "out_proj": ("o_proj", "out", "attn.c_proj"),
+    "mlpwi_0": ("gate_proj", "gate"),
+    "mlpwi_1": ("up_proj", "up"),
+    "mlpwi": ("c_fc", "fc1"),
+    "mlpwo": ("down_proj", "down", "mlp.c_proj", "fc2"),
+}
+"""MaxText's name of a tensor that its custom policy places, and the names of that value in other models."""
+
+_DOTS = tuple(name for name in _TENSORS if name not in ("decoder_layer_input", "context"))
+"""Results of matmuls with a weight."""
+
+
+def _remat(plan: Plan) -> tuple[str, list[str]]:
+    """Return the remat lines of MaxText's configuration, and sentences on the parts of the policy that they omit.
+
+    There are no lines and sentences if the plan names no remat policy, or only the program's own. MaxText places a
+    tensor on the `device` or its host (`offload`), or recomputes it (`remat`), in all layers. If layers differ, all get
+    the policy of the first layer.
+    """
+    try:
+        planned = planned_remat(plan)
+    except UserError:  # a policy of the program's own has no known meaning
+        planned = None
+    if planned is None:
+        return "", []
+    policy, lacks = planned.of(0), []
+    if len(planned.parts) > 1:
+        lacks.append(f"recomputation in the first layers alone ({clean(str(planned))}); here all follow the first one.")
+    if not policy.names and policy.base != "dots":
+        return f"remat_policy: {policy.base}\n", lacks
+    places = {name: _place(policy, name, values) for name, values in _TENSORS.items()}
+    known = {value for values in _TENSORS.values() for value in values}
+    unknown = [name for name in policy.names if not any(_means(name, value) for value in known)]
+    if unknown:
+        lacks.append(f"the places of {', '.join(clean(name) for name in unknown)}; MaxText has no such tensor.")
+    return "remat_policy: custom\n" + "".join(f"{name}: {place}\n" for name, place in places.items()), lacks
+
+
+def _means(name: str, value: str) -> bool:
+    """Return True if two names are equal, or if the parts between dots of one are the last parts of the other."""
+    return name == value or name.endswith(f".{value}") or value.endswith(f".{name}")
+
+
+def _place(policy: Policy, name: str, values: tuple[str, ...]) -> str:
+    """Return MaxText's place of a tensor under a policy: `device`, `offload` or `remat`.
+
+    A layer's input stays on the `device` unless the policy offloads it.
+    """
+    for names, place in ((policy.keep, "device"), (policy.offload, "offload")):
+        if any(_means(own, value) for own in names for value in values):
+            return place
+    if name == "decoder_layer_input" or (policy.base == "dots" and name in _DOTS):
+        return "device"
+    return "remat"
