@@ -11,16 +11,10 @@ from typing import Any
 from autoshard import mlir
 from autoshard.graph.extraction.graph_builder import GraphBuilder
 from autoshard.graph.extraction.loops import BRANCHING, read_branches, read_while
-from autoshard.graph.extraction.mlir_attributes import (
-    gathering_rule,
-    parse_mesh,
-    parse_rule,
-    parse_shardings,
-    updating_rule,
-)
 from autoshard.graph.extraction.opaque_rules import COLLECTIVES, read_opaque, same_rule
 from autoshard.graph.extraction.program_constraints import CONSTRAINTS, called, read_constraint, read_manual
 from autoshard.graph.extraction.rolls import strided_dims
+from autoshard.graph.extraction.shardy_rules import gathering_rule, sharding_rule, updating_rule
 from autoshard.graph.extraction.windowed_rules import offsets, windowed_rule
 from autoshard.graph.flops import known_call, op_flops
 from autoshard.graph.memory.host_transfers import placement_kind
@@ -51,21 +45,20 @@ def read_graph(module: bytes) -> OpGraph:
         reader = _ModuleReader()
         reader.hash = mlir.structure_hash(parsed)
         mlir.populate_rules(parsed)
-        meshes = mlir.mesh_texts(parsed)
-        reader.meshes = {name: parse_mesh(text) for name, text in meshes.items()}
-        shardings = {n: text for n, text in mlir.argument_shardings(parsed).items() if not mlir.is_idle(text, meshes)}
-        reader.read_main(mlir.main_block(parsed), shardings)
+        reader.meshes = mlir.meshes_of(parsed)
+        reader.read_main(mlir.main_block(parsed), mlir.argument_shardings(parsed))
         return reader.graph()
 
 
 class _ModuleReader(GraphBuilder):
     """Graph builder that walks the blocks of a module."""
 
-    def read_main(self, block: Any, shardings: dict[int, str]) -> None:
-        """Read the main function, with the shardings of its arguments by position as text."""
+    def read_main(self, block: Any, shardings: dict[int, Any]) -> None:
+        """Read the main function, with the shardings of its arguments by position."""
         for position, value in enumerate(block.arguments):
             self.arguments.append(self.new_tensor(value, -1, -1, (-1, position)))
-            for sharding in parse_shardings(shardings.get(position, ""), self.meshes):
+            if position in shardings and not mlir.is_idle(shardings[position], self.meshes):
+                sharding = mlir.stated_sharding(shardings[position], self.meshes)
                 if not sharding.is_free:
                     where = f"the sharding of argument {position}"
                     self.constraints.append(Constraint(self.arguments[-1], sharding, where))
@@ -108,7 +101,7 @@ class _ModuleReader(GraphBuilder):
         takes, gives = [self.tensors[t] for t in operands], [self.tensors[t] for t in results]
         opaque = read_opaque(op, takes, gives, name) if kind == "custom_call" else None
         attributes = op.attributes
-        rule = parse_rule(str(attributes["sdy.sharding_rule"])) if "sdy.sharding_rule" in attributes else None
+        rule = sharding_rule(op)
         if rule is not None and kind == "dynamic_update_slice":
             rule = updating_rule(rule)
         if rule is not None and kind == "reduce" and not mlir.is_combined_by_collectives(op):

@@ -41,6 +41,8 @@ from autoshard.mlir.module import main_types as main_types
 from autoshard.mlir.module import new_context as new_context
 from autoshard.mlir.module import parse_module as parse_module
 from autoshard.mlir.module import source_line as source_line
+from autoshard.mlir.module import target_name as target_name
+from autoshard.mlir.module import tensor_type as tensor_type
 from autoshard.mlir.module import text_of as text_of
 from autoshard.mlir.module import to_bytes as to_bytes
 from autoshard.mlir.module_files import Entry as Entry
@@ -56,12 +58,11 @@ from autoshard.mlir.module_results import cut_results as cut_results
 from autoshard.mlir.module_results import is_idle_call as is_idle_call
 from autoshard.mlir.module_results import to_hlo_proto as to_hlo_proto
 from autoshard.mlir.module_shardings import PLACEMENT as PLACEMENT
-from autoshard.mlir.module_shardings import argument_shardings as argument_shardings
 from autoshard.mlir.module_shardings import device_groups as device_groups
 from autoshard.mlir.module_shardings import drop_gspmd as drop_gspmd
 from autoshard.mlir.module_shardings import drop_layouts as drop_layouts
 from autoshard.mlir.module_shardings import drop_sent_arguments as drop_sent_arguments
-from autoshard.mlir.module_shardings import mesh_texts as mesh_texts
+from autoshard.mlir.module_shardings import is_sent_to_host as is_sent_to_host
 from autoshard.mlir.module_shardings import order_hosted as order_hosted
 from autoshard.mlir.module_shardings import use_mesh as use_mesh
 from autoshard.mlir.numbering import canonical_text as canonical_text
@@ -69,6 +70,7 @@ from autoshard.mlir.numbering import number_ops as number_ops
 from autoshard.mlir.numbering import strip as strip
 from autoshard.mlir.numbering import structure_hash as structure_hash
 from autoshard.mlir.op_sharding_rules import populate_rules as populate_rules
+from autoshard.mlir.op_sharding_rules import read_rule as read_rule
 from autoshard.mlir.op_windows import WINDOWED as WINDOWED
 from autoshard.mlir.op_windows import Window as Window
 from autoshard.mlir.op_windows import WindowedDim as WindowedDim
@@ -103,5 +105,14 @@ from autoshard.mlir.sharding_constraints import constrain_custom_calls as constr
 from autoshard.mlir.sharding_constraints import count_constraints as count_constraints
 from autoshard.mlir.sharding_constraints import custom_call_pins as custom_call_pins
 from autoshard.mlir.sharding_constraints import drop_constraints as drop_constraints
-from autoshard.mlir.sharding_constraints import is_idle as is_idle
 from autoshard.mlir.stand_ins import give_whole as give_whole
+from autoshard.mlir.stated_shardings import AxisUse as AxisUse
+from autoshard.mlir.stated_shardings import MeshAxes as MeshAxes
+from autoshard.mlir.stated_shardings import Sharding as Sharding
+from autoshard.mlir.stated_shardings import argument_shardings as argument_shardings
+from autoshard.mlir.stated_shardings import is_idle as is_idle
+from autoshard.mlir.stated_shardings import manual_axes as manual_axes
+from autoshard.mlir.stated_shardings import meshes_of as meshes_of
+from autoshard.mlir.stated_shardings import shardings_of_values as shardings_of_values
+from autoshard.mlir.stated_shardings import stated_sharding as stated_sharding
+from autoshard.mlir.stated_shardings import tiled_sharding as tiled_sharding

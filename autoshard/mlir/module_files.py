@@ -7,11 +7,11 @@ from typing import Any
 
 from autoshard.errors import UserError
 from autoshard.mlir.inline import check_calls
-from autoshard.mlir.module import argument_entries, main_function, new_context, symbol
+from autoshard.mlir.module import argument_entries, main_function, new_context, symbol, tensor_type
 
 
-_TYPES = {"i1": "bool", "bf16": "bfloat16", "f16": "float16", "f32": "float32", "f64": "float64"}
-_TYPES |= {f"{mark}i{n}": f"{kind}{n}" for mark, kind in (("", "int"), ("u", "uint")) for n in (8, 16, 32, 64)}
+_TYPES = {"bool", "bfloat16", "float16", "float32", "float64"}
+_TYPES |= {f"{kind}{bits}" for kind in ("int", "uint") for bits in (8, 16, 32, 64)}
 
 Aval = tuple[tuple[int, ...], str]
 
@@ -139,22 +139,28 @@ def first_line(error: Exception) -> str:
 
 def _aval(kind: Any, role: str, what: str) -> Aval:
     """Return the shape and numpy dtype name of a tensor type. Raises `UserError` for any other type."""
-    text = str(kind)
-    match = re.fullmatch(r"tensor<((?:[\d?]+x)*)([^,<>]+)(?:,.*)?>", text)
-    if match is None:
-        raise UserError(f"`{what}`: {role} of `main` is of type {text}; expected a tensor.")
-    if "?" in match.group(1):
-        raise UserError(f"`{what}`: {role} of `main` has the dynamic shape {text}; a plan is made for fixed sizes.")
-    if match.group(2) not in _TYPES:
-        raise UserError(f"`{what}`: {role} of `main` has elements of type {match.group(2)}, which is not supported.")
-    return tuple(int(size) for size in match.group(1).split("x") if size), _TYPES[match.group(2)]
+    from jaxlib.mlir import ir
+
+    if not isinstance(kind, ir.RankedTensorType):
+        raise UserError(f"`{what}`: {role} of `main` is of type {kind}; expected a tensor.")
+    if not kind.has_static_shape:
+        raise UserError(f"`{what}`: {role} of `main` has the dynamic shape {kind}; a plan is made for fixed sizes.")
+    shape, dtype, _ = tensor_type(kind)
+    if dtype not in _TYPES:
+        raise UserError(f"`{what}`: {role} of `main` has elements of type {kind.element_type}, which is not supported.")
+    return shape, dtype
 
 
 def _module_aliases(module: Any) -> dict[int, int]:
     """Read the aliases that a module converted from HLO has as an attribute; only whole arguments."""
+    from jaxlib.mlir import ir
+
     attributes = module.operation.attributes
     if "mhlo.input_output_alias" not in attributes:
         return {}
-    text = str(attributes["mhlo.input_output_alias"])
-    pattern = r"parameter_index = array<i64>, parameter_number = (\d+) : i64\}, output_index = array<i64(?:: (\d+))?>"
-    return {int(argument): int(result or 0) for argument, result in re.findall(pattern, text)}
+    aliases = {}
+    for entry in map(ir.DictAttr, ir.ArrayAttr(attributes["mhlo.input_output_alias"])):
+        result = list(ir.DenseI64ArrayAttr(entry["output_index"]))
+        if not list(ir.DenseI64ArrayAttr(entry["parameter_index"])):
+            aliases[ir.IntegerAttr(entry["parameter_number"]).value] = result[0] if result else 0
+    return aliases

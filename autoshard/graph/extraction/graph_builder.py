@@ -7,7 +7,6 @@ from typing import Any
 
 from autoshard import mlir
 from autoshard.errors import UserError
-from autoshard.graph.extraction.mlir_attributes import parse_type
 from autoshard.graph.extraction.rolls import Cut, join_rolls
 from autoshard.graph.records import Constraint, Loop, Manual, Op, OpClass, OpGraph, Rule, Tensor
 
@@ -35,7 +34,7 @@ class GraphBuilder:
         self.number = -1
         self.hash = ""
         self.cuts: dict[int, Cut] = {}
-        self.meshes: dict[str, tuple[tuple[str, int], ...]] = {}
+        self.meshes: dict[str, mlir.MeshAxes] = {}
         self.manual: tuple[str, ...] = ()
         self.regions: list[Manual] = []
 
@@ -51,7 +50,7 @@ class GraphBuilder:
 
     def new_tensor(self, value: Any, producer: int, loop: int, where: tuple[int, int], name: str = "") -> int:
         """Add a tensor for an MLIR value and return its id; raises `UserError` if it exceeds `MOST_TENSOR_BYTES`."""
-        shape, dtype, size = parse_type(str(value.type))
+        shape, dtype, size = mlir.tensor_type(value.type)
         size *= math.prod(shape)
         if size > MOST_TENSOR_BYTES:
             named = f"the tensor {name or mlir.location_name(value.location)}".rstrip()
