@@ -5,7 +5,6 @@ The module works on the objects that the room `mlir` returns, and never imports 
 
 import dataclasses
 import math
-import re
 from typing import Any
 
 from autoshard import mlir
@@ -112,7 +111,7 @@ class _ModuleReader(GraphBuilder):
             groups = mlir.device_groups(op)
         if opaque is not None:
             rule = opaque.rule
-            placed = placement_kind(opaque.target, mlir.attribute_texts(op))
+            placed = placement_kind(op)
             if placed is not None:
                 kind, opaque = placed, None
         halos: tuple[Halo, ...] = ()
@@ -121,12 +120,11 @@ class _ModuleReader(GraphBuilder):
             # Halos need a manual region, which cannot be nested in one of the program's own. Padding values at the
             # edges must be known, as for a maximum or minimum.
             split = not self.manual and (kind != "select_and_scatter" or mlir.selects_extreme(op))
-            rule, halos = windowed_rule(kind, rule, mlir.attribute_texts(op), *shapes, split=split)
-        passes = mlir.precision_passes(mlir.attribute_texts(op)) if kind in ROUNDING else 1
-        grouped = kind == "convolution" and mlir.has_groups(mlir.attribute_texts(op))
-        known = None
-        if opaque is not None and "mhlo.backend_config" in op.attributes:
-            known = known_call(opaque.target, str(op.attributes["mhlo.backend_config"]), takes, gives)
+            rule, halos = windowed_rule(kind, rule, attributes, *shapes, split=split)
+        passes = mlir.precision_passes(attributes) if kind in ROUNDING else 1
+        grouped = kind == "convolution" and mlir.has_groups(attributes)
+        figures = mlir.call_figures(op) if opaque is not None else None
+        known = known_call(opaque.target, figures, takes, gives) if opaque and figures is not None else None
         if known is not None:
             kind, rule = known.kind, known.rule
             opaque = Opaque(opaque.target, rule, known.flops, known.traffic) if known.traffic and opaque else None
@@ -140,13 +138,12 @@ class _ModuleReader(GraphBuilder):
             op_class = OpClass.HEAVY if kind in COLLECTIVES else op_class
             if rule is None and any(self.tensors[t].elements > 1 for t in (*operands, *results)):
                 self.without_rule.append(op_id)
-        if kind in _CUTS and all(name in op.attributes for name in _CUTS[kind]):
-            self.cuts[op_id] = tuple(_integers(str(op.attributes[name])) for name in _CUTS[kind])
+        if kind in _CUTS and all(name in attributes for name in _CUTS[kind]):
+            self.cuts[op_id] = tuple(tuple(mlir.numbers_of(attributes[name])) for name in _CUTS[kind])
         moved = offsets(kind, rule, self.cuts[op_id], halos) if op_id in self.cuts else ()
         dilation = 1
         if kind == "convolution" and "lhs_dilation" in attributes:
-            zeros = str(attributes["lhs_dilation"]).partition(":")[2]
-            dilation = math.prod(int(n) for n in re.findall(r"\d+", zeros))
+            dilation = math.prod(mlir.numbers_of(attributes["lhs_dilation"]))
         flops = opaque.flops if opaque else op_flops(kind, rule, takes, gives, dilation)
         numbers = tuple(range(len(operands)))
         steps = opaque.steps if opaque else 0
@@ -160,12 +157,6 @@ class _ModuleReader(GraphBuilder):
                 triangular=known.triangular if known is not None else opaque.triangular if opaque is not None else (),
             )
         )  # fmt: skip
-
-
-def _integers(text: str) -> tuple[int, ...]:
-    """Return the numbers of `array<i64: 3, 0>` or `0 : i64`."""
-    body = text.partition(":")[2] if text.startswith("array") else text.partition(":")[0]
-    return tuple(int(n) for n in re.findall(r"-?\d+", body))
 
 
 def replace_names(graph: OpGraph, names: list[str]) -> OpGraph:

@@ -31,15 +31,17 @@ from autoshard.mlir.manual_regions import RegionLike as RegionLike
 from autoshard.mlir.manual_regions import insert_regions as insert_regions
 from autoshard.mlir.manual_regions import regions_of as regions_of
 from autoshard.mlir.manual_regions import shift_pairs as shift_pairs
-from autoshard.mlir.module import attribute_texts as attribute_texts
 from autoshard.mlir.module import code_line as code_line
+from autoshard.mlir.module import compared as compared
 from autoshard.mlir.module import is_combined_by_collectives as is_combined_by_collectives
 from autoshard.mlir.module import location_name as location_name
 from autoshard.mlir.module import main_block as main_block
 from autoshard.mlir.module import main_function as main_function
 from autoshard.mlir.module import main_types as main_types
 from autoshard.mlir.module import new_context as new_context
+from autoshard.mlir.module import numbers_of as numbers_of
 from autoshard.mlir.module import parse_module as parse_module
+from autoshard.mlir.module import scalar_of as scalar_of
 from autoshard.mlir.module import source_line as source_line
 from autoshard.mlir.module import target_name as target_name
 from autoshard.mlir.module import tensor_type as tensor_type
@@ -82,6 +84,7 @@ from autoshard.mlir.op_windows import windowed_dims as windowed_dims
 from autoshard.mlir.opaque_calls import NO_DEVICE_TARGETS as NO_DEVICE_TARGETS
 from autoshard.mlir.opaque_calls import CallWork as CallWork
 from autoshard.mlir.opaque_calls import backend_config as backend_config
+from autoshard.mlir.opaque_calls import call_figures as call_figures
 from autoshard.mlir.opaque_calls import call_key as call_key
 from autoshard.mlir.opaque_calls import call_shapes as call_shapes
 from autoshard.mlir.opaque_calls import call_target as call_target

@@ -175,10 +175,31 @@ def argument_entries(function: Any, key: str) -> list[dict[str, Any]]:
     return [{entry[i].name: entry[i].attr for i in range(len(entry))} for entry in dictionaries]
 
 
-def attribute_texts(op: Any) -> dict[str, str]:
-    """Return the attributes of an op as MLIR text, by name."""
-    attributes = op.attributes
-    return {attributes[i].name: str(attributes[i].attr) for i in range(len(attributes))}
+def numbers_of(attribute: Any) -> list[int]:
+    """Return the numbers of an array, of a dense tensor in row-major order, or of one integer; booleans are 0 or 1."""
+    from jaxlib.mlir import ir
+
+    return [attribute.value] if isinstance(attribute, ir.IntegerAttr) else [int(number) for number in attribute]
+
+
+def scalar_of(attribute: Any) -> int:
+    """Return the only number of a dense tensor of integers, of any width."""
+    from jaxlib.mlir import ir
+
+    return ir.IntegerAttr(ir.DenseElementsAttr(attribute).get_splat_value()).value
+
+
+def pairs_of(attribute: Any) -> list[list[int]]:
+    """Return the numbers of a dense tensor of two columns, such as the padding of each dim, as rows."""
+    flat = numbers_of(attribute)
+    return [flat[i : i + 2] for i in range(0, len(flat), 2)]
+
+
+def compared(op: Any) -> str:
+    """Return the direction of a comparison: `EQ`, `NE`, `LT`, `LE`, `GT` or `GE`."""
+    from jaxlib.mlir.dialects import stablehlo
+
+    return stablehlo.ComparisonDirectionAttr(op.attributes["comparison_direction"]).value
 
 
 _COMBINED = frozenset(f"stablehlo.{name}" for name in ("add", "multiply", "maximum", "minimum"))
@@ -191,12 +212,10 @@ def is_combined_by_collectives(op: Any) -> bool:
     XLA combines sums, products, maxima, minima, and the logical and, and or, of booleans. It gathers the partial
     results of reductions of several values.
     """
-    from jaxlib.mlir import ir
-
     if len(op.results) > 1:
         return True
     first = op.regions[0].blocks[0].operations[0].operation
-    flags = str(ir.RankedTensorType(op.results[0].type).element_type) == "i1"
+    flags = tensor_type(op.results[0].type)[1] == "bool"
     simple = len(list(op.regions[0].blocks[0].operations)) == 2
     return simple and first.name in (_COMBINED | _COMBINED_FLAGS if flags else _COMBINED)
 

@@ -2,12 +2,20 @@
 
 import dataclasses
 import importlib
-import re
 from typing import Any
 
 from autoshard.errors import UserError
 from autoshard.mlir.inline import check_calls
-from autoshard.mlir.module import argument_entries, main_function, new_context, symbol, tensor_type
+from autoshard.mlir.module import (
+    argument_entries,
+    collect,
+    location_name,
+    main_function,
+    new_context,
+    numbers_of,
+    symbol,
+    tensor_type,
+)
 
 
 _TYPES = {"bool", "bfloat16", "float16", "float32", "float64"}
@@ -72,7 +80,7 @@ def read_file_module(source: bytes | str, what: str) -> Any:
         names = ", ".join(f"`{symbol(op)}`" for op in functions) or "none"
         raise UserError(f"`{what}` has no function `main` (its functions: {names}); rename the entry to `main`.")
     check_calls(module, f"`{what}`")
-    if "mhlo.fusion" in str(module):
+    if collect(module.operation, {"mhlo.fusion"}):
         raise UserError(f"`{what}` holds fusions: it was dumped after optimisation; give the module before it.")
     return module
 
@@ -109,8 +117,7 @@ def argument_names(module: Any) -> tuple[str, ...] | None:
     """Return the names of the arguments of `main` from their locations; None if a name is missing or not unique."""
     names = []
     for argument in main_function(module).operation.regions[0].blocks[0].arguments:
-        match = re.match(r'loc\("([^":]+)"', str(argument.location))
-        names.append(match.group(1) if match else "")
+        names.append(location_name(argument.location).partition(":")[0])
     return tuple(names) if all(names) and len(set(names)) == len(names) else None
 
 
@@ -160,7 +167,7 @@ def _module_aliases(module: Any) -> dict[int, int]:
         return {}
     aliases = {}
     for entry in map(ir.DictAttr, ir.ArrayAttr(attributes["mhlo.input_output_alias"])):
-        result = list(ir.DenseI64ArrayAttr(entry["output_index"]))
-        if not list(ir.DenseI64ArrayAttr(entry["parameter_index"])):
-            aliases[ir.IntegerAttr(entry["parameter_number"]).value] = result[0] if result else 0
+        result, alias = numbers_of(entry["output_index"]), ir.DictAttr(entry["alias"])
+        if not numbers_of(alias["parameter_index"]):
+            aliases[ir.IntegerAttr(alias["parameter_number"]).value] = result[0] if result else 0
     return aliases

@@ -160,6 +160,17 @@ def backend_config(op: Any) -> str:
     return ""
 
 
+def call_figures(op: Any) -> dict[str, float] | None:
+    """Return the numbers in the configuration of a call of `jax.ffi`, by name; None for any other call."""
+    from jaxlib.mlir import ir
+
+    config = op.attributes["mhlo.backend_config"] if "mhlo.backend_config" in op.attributes else None
+    if not isinstance(config, ir.DictAttr):
+        return None
+    entries = (config[i] for i in range(len(config)))
+    return {e.name: float(e.attr.value) for e in entries if isinstance(e.attr, ir.FloatAttr | ir.IntegerAttr)}
+
+
 def call_work(op: Any) -> CallWork:
     """Read the work that the call itself declares."""
     from jaxlib.mlir import ir

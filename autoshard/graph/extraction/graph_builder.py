@@ -1,7 +1,6 @@
 """State of the extraction: tensors, ops and loops so far, and the tensor of each MLIR value."""
 
 import math
-import re
 from collections.abc import Callable
 from typing import Any
 
@@ -123,9 +122,7 @@ class GraphBuilder:
         """
         if not self.tensors[tensor].dtype.startswith(("int", "uint")):
             return
-        match = re.search(r"dense<(-?\d+)>", str(op.attributes["value"]))
-        if match:
-            self.constants[tensor] = int(match[1])
+        self.constants[tensor] = mlir.scalar_of(op.attributes["value"])
 
 
 ReadBlock = Callable[[Any, int], list[int]]
