@@ -165,6 +165,11 @@ def target_name(call: Any) -> str:
     return ir.StringAttr(call.attributes["call_target_name"]).value
 
 
+def mesh_ops(module: Any) -> dict[str, Any]:
+    """Return the ops that define meshes, by symbol."""
+    return {symbol(op): op.operation for op in module.body.operations if op.operation.name == "sdy.mesh"}
+
+
 def argument_entries(function: Any, key: str) -> list[dict[str, Any]]:
     """Return the attribute dictionaries of a function's arguments or results; empty if it has none."""
     from jaxlib.mlir import ir

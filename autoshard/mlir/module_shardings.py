@@ -4,7 +4,7 @@ import math
 from typing import Any
 
 from autoshard.errors import UserError
-from autoshard.mlir.module import collect, main_block, main_function, symbol, target_name
+from autoshard.mlir.module import collect, main_block, main_function, mesh_ops, target_name
 from autoshard.mlir.stated_shardings import meshes_of, rename_meshes
 
 
@@ -145,13 +145,10 @@ def _tell_collectives(module: Any, mesh_name: str) -> None:
     """Set the attribute of a mesh that collectives over its axes require."""
     from jaxlib.mlir import ir
 
-    (mesh,) = [
-        op.operation for op in module.body.operations if op.operation.name == "sdy.mesh" and symbol(op) == mesh_name
-    ]
     with module.context:
         number = ir.IntegerType.get_signless(64)
         axes = [
             ir.DictAttr.get({"name": ir.StringAttr.get(name), "size": ir.IntegerAttr.get(number, size)})
             for name, size in meshes_of(module)[mesh_name]
         ]
-        mesh.attributes[COLLECTIVES_MESH] = ir.DictAttr.get({"axes": ir.ArrayAttr.get(axes)})
+        mesh_ops(module)[mesh_name].attributes[COLLECTIVES_MESH] = ir.DictAttr.get({"axes": ir.ArrayAttr.get(axes)})

@@ -3,7 +3,7 @@
 import hashlib
 from typing import Any
 
-from autoshard.mlir.module import main_block, text_of, to_bytes
+from autoshard.mlir.module import main_block, mesh_ops, text_of, to_bytes
 from autoshard.mlir.stated_shardings import rename_meshes
 
 
@@ -60,9 +60,8 @@ def strip(module: Any) -> Any:
         attributes = module.operation.attributes
         for attribute in [attributes[i].name for i in range(len(attributes))]:
             del module.operation.attributes[attribute]
-        for op in list(module.body.operations):
-            if op.operation.name == "sdy.mesh":
-                op.operation.erase()
+        for mesh in mesh_ops(module).values():
+            mesh.erase()
         for op in module.body.operations:
             if op.operation.name == "func.func":
                 for attribute in ("arg_attrs", "res_attrs"):

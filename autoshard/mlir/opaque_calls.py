@@ -10,9 +10,9 @@ from autoshard.mlir.module import (
     collect,
     main_block,
     main_function,
+    mesh_ops,
     parse_module,
     replace_by_block,
-    symbol,
     target_name,
 )
 from autoshard.mlir.module_shardings import COLLECTIVES_MESH, PLACEMENT
@@ -223,12 +223,10 @@ def splice(module: Any, ops: Mapping[int, Any], bodies: Mapping[int, bytes], siz
 
 def _on_mesh_of(module: Any, donor: Any, sizes: Mapping[str, int]) -> Any:
     """Rename the only mesh of the donor (jax 0.11 names it twice) to that of the module."""
-    named = [op.operation for op in donor.body.operations if op.operation.name == "sdy.mesh"]
-    if named:
-        wanted = ensure_mesh(module, symbol(named[0]), sizes)
-        (target,) = [op for op in module.body.operations if op.operation.name == "sdy.mesh" and symbol(op) == wanted]
-        if COLLECTIVES_MESH in named[0].attributes:
-            target.operation.attributes[COLLECTIVES_MESH] = named[0].attributes[COLLECTIVES_MESH]
+    for name, mesh in list(mesh_ops(donor).items())[:1]:
+        wanted = ensure_mesh(module, name, sizes)
+        if COLLECTIVES_MESH in mesh.attributes:
+            mesh_ops(module)[wanted].attributes[COLLECTIVES_MESH] = mesh.attributes[COLLECTIVES_MESH]
         rename_meshes(main_function(donor).operation, wanted)
     return donor
 

@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from autoshard.mlir.annotations import CONSTRAINT, axes_of, ensure_mesh, sharding_attribute
-from autoshard.mlir.module import argument_entries, collect, main_function, target_name
+from autoshard.mlir.module import argument_entries, collect, main_function, mesh_ops, target_name
 from autoshard.mlir.numbering import strip
 from autoshard.mlir.stated_shardings import argument_shardings, is_idle, mesh_of, meshes_of
 
@@ -122,9 +122,8 @@ def custom_call_pins(module: Any, write: Callable[[Sequence[Sequence[str]]], str
                 )
             op.results[0].replace_all_uses_with(call.results[0])
             op.erase()
-        for op in list(module.body.operations):
-            if op.operation.name == "sdy.mesh":
-                op.operation.erase()
+        for mesh in mesh_ops(module).values():
+            mesh.erase()
     return len(constraints)
 
 

@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from autoshard.mlir.module import argument_entries, main_function, symbol
+from autoshard.mlir.module import argument_entries, main_function, mesh_ops
 
 
 MeshAxes = tuple[tuple[str, int], ...]
@@ -47,11 +47,11 @@ class Sharding:
 
 def meshes_of(module: Any) -> dict[str, MeshAxes]:
     """Return every mesh that the module names, by its symbol."""
-    meshes = [op for op in module.body.operations if op.operation.name == "sdy.mesh"]
-    return {symbol(op): _mesh_axes(op.operation.attributes["mesh"]) for op in meshes}
+    return {name: mesh_axes(op.attributes["mesh"]) for name, op in mesh_ops(module).items()}
 
 
-def _mesh_axes(mesh: Any) -> MeshAxes:
+def mesh_axes(mesh: Any) -> MeshAxes:
+    """Return axis names and sizes of an `sdy.mesh` attribute."""
     from jaxlib.mlir.dialects import sdy
 
     return tuple((axis.name, axis.size) for axis in map(sdy.MeshAxisAttr, sdy.MeshAttr(mesh).axes))
@@ -74,7 +74,7 @@ def mesh_of(sharding: Any, meshes: Mapping[str, MeshAxes]) -> MeshAxes | None:
     if sharding is None or not sdy.TensorShardingAttr.isinstance(sharding):
         return None
     mesh = sdy.TensorShardingAttr(sharding).mesh_or_ref
-    return meshes.get(mesh.value) if isinstance(mesh, ir.FlatSymbolRefAttr) else _mesh_axes(mesh)
+    return meshes.get(mesh.value) if isinstance(mesh, ir.FlatSymbolRefAttr) else mesh_axes(mesh)
 
 
 def is_idle(sharding: Any, meshes: Mapping[str, MeshAxes]) -> bool:
