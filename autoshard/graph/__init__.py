@@ -33,7 +33,6 @@ from autoshard.graph.memory.softmax import find_softmaxes as find_softmaxes
 from autoshard.graph.memory.stack_layouts import ExtraTraffic as ExtraTraffic
 from autoshard.graph.read_module import read_graph as read_graph
 from autoshard.graph.read_module import replace_names as replace_names
-from autoshard.graph.records import AxisUse as AxisUse
 from autoshard.graph.records import Carry as Carry
 from autoshard.graph.records import Constraint as Constraint
 from autoshard.graph.records import FactorKind as FactorKind
@@ -46,6 +45,5 @@ from autoshard.graph.records import Opaque as Opaque
 from autoshard.graph.records import OpClass as OpClass
 from autoshard.graph.records import OpGraph as OpGraph
 from autoshard.graph.records import Rule as Rule
-from autoshard.graph.records import Sharding as Sharding
 from autoshard.graph.records import Tensor as Tensor
 from autoshard.graph.records import is_batched as is_batched

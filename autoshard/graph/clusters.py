@@ -8,7 +8,8 @@ tensors.
 import dataclasses
 from collections.abc import Collection, Mapping
 
-from autoshard.graph.records import Op, OpClass, OpGraph, Sharding
+from autoshard.graph.records import Op, OpClass, OpGraph
+from autoshard.mlir import Sharding
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

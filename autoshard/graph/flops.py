@@ -2,7 +2,6 @@
 
 import dataclasses
 import math
-import re
 from collections.abc import Callable, Mapping, Sequence
 
 from autoshard.graph.records import FactorKind, Rule, Tensor
@@ -67,13 +66,15 @@ class KnownCall:
     """The (factor, blocks) pairs along which the work rises evenly from almost zero."""
 
 
-def known_call(target: str, attributes: str, operands: Sequence[Tensor], results: Sequence[Tensor]) -> KnownCall | None:
-    """Return rule and work of a custom call by its target; None for an unknown target."""
+def known_call(
+    target: str, figures: Mapping[str, float], operands: Sequence[Tensor], results: Sequence[Tensor]
+) -> KnownCall | None:
+    """Return rule and work of a custom call by its target and figures; None for an unknown target."""
     kind = _TARGETS.get(target)
     if kind is None:
         return None
     if kind in (GROUPED, GROUPED_GRADIENT):
-        return _grouped(kind, attributes, operands, results)
+        return _grouped(kind, figures, operands, results)
     backward, ring = kind not in (ATTENTION, RING_ATTENTION), kind.startswith(RING)
     key, value = ((0, 1, 3, 5), (0, 1, 3, 6)) if ring else (_KEY, _VALUE)
     ins = (_QUERY, key, value, *((_MIXED, _ROWS, _MIXED) if backward else ()))
@@ -85,10 +86,10 @@ def known_call(target: str, attributes: str, operands: Sequence[Tensor], results
     along = FactorKind.REDUCTION if backward and not ring else FactorKind.PARALLEL
     kinds = (*(FactorKind.PARALLEL,) * 3, along, *(FactorKind.NEED_REPLICATION,) * 3)
     rule = _rule(query[:lead], sizes, kinds, (ins, outs))
-    share, steps = _attribute_number(attributes, "seen_share", 1.0), _attribute_number(attributes, "grid_steps", 0.0)
+    share, steps = figures.get("seen_share", 1.0), figures.get("grid_steps", 0.0)
     whole = math.prod(query[:lead])
     flops = MATMULS[kind] * (sizes[5] + sizes[6]) * whole * math.prod(sizes[:5]) * share
-    sloping = int(_attribute_number(attributes, "sloping_blocks", 0.0))
+    sloping = int(figures.get("sloping_blocks", 0.0))
     slope = ((lead + _SEQUENCE, sloping),) if sloping else ()
     return KnownCall(kind, rule, int(flops), int(steps) * whole * math.prod(sizes[:3]), triangular=slope)
 
@@ -109,17 +110,13 @@ def _rule(
     return Rule((*lead, *sizes), (*(FactorKind.PARALLEL,) * len(lead), *kinds), *mappings)
 
 
-def _attribute_number(attributes: str, name: str, without: float) -> float:
-    """Return the number after `name =` in the text of the attributes, or the default `without`."""
-    match = re.search(rf"\b{name}\s*=\s*([0-9.eE+-]+)", attributes)
-    return float(match[1]) if match else without
-
-
 _BATCH, _GROUP, _COUNT, _DEEP, _WIDE = range(5)
 """Factors of a grouped matmul: sequences, groups, rows of one group, contracted dim, columns."""
 
 
-def _grouped(kind: str, attributes: str, operands: Sequence[Tensor], results: Sequence[Tensor]) -> KnownCall:
+def _grouped(
+    kind: str, figures: Mapping[str, float], operands: Sequence[Tensor], results: Sequence[Tensor]
+) -> KnownCall:
     """Return rule and work of a grouped matmul or of its weight gradient.
 
     Rows of one group stay on one device. The weight gradient sums over sequences.
@@ -129,7 +126,7 @@ def _grouped(kind: str, attributes: str, operands: Sequence[Tensor], results: Se
     lead = shape[: len(shape) - len(rows)]
     whole, summed = FactorKind.NEED_REPLICATION, FactorKind.REDUCTION
     if kind == GROUPED:
-        turned = _attribute_number(attributes, "turned", 0.0) > 0
+        turned = figures.get("turned", 0.0) > 0
         matrix = (_GROUP, _WIDE, _DEEP) if turned else (_GROUP, _DEEP, _WIDE)
         sizes = (*shape[-4:], results[0].shape[-1])
         kinds = (FactorKind.PARALLEL, FactorKind.PARALLEL, whole, summed, FactorKind.PARALLEL)
@@ -139,8 +136,8 @@ def _grouped(kind: str, attributes: str, operands: Sequence[Tensor], results: Se
         kinds = (summed, FactorKind.PARALLEL, whole, FactorKind.PARALLEL, FactorKind.PARALLEL)
         sides = (rows, made), ((_GROUP, _DEEP, _WIDE),)
     rule, whole = _rule(lead, sizes, kinds, sides), math.prod(lead)
-    flops = 2.0 * whole * math.prod(sizes) * _attribute_number(attributes, "computed", 1.0)
-    steps, traffic = (whole * _attribute_number(attributes, name, 0.0) for name in ("steps", "traffic"))
+    flops = 2.0 * whole * math.prod(sizes) * figures.get("computed", 1.0)
+    steps, traffic = (whole * figures.get(name, 0.0) for name in ("steps", "traffic"))
     return KnownCall(kind, rule, int(flops), int(steps), int(traffic))
 
 

@@ -5,22 +5,15 @@ The module works on the objects that the room `mlir` returns, and never imports 
 
 import dataclasses
 import math
-import re
 from typing import Any
 
 from autoshard import mlir
 from autoshard.graph.extraction.graph_builder import GraphBuilder
 from autoshard.graph.extraction.loops import BRANCHING, read_branches, read_while
-from autoshard.graph.extraction.mlir_attributes import (
-    gathering_rule,
-    parse_mesh,
-    parse_rule,
-    parse_shardings,
-    updating_rule,
-)
 from autoshard.graph.extraction.opaque_rules import COLLECTIVES, read_opaque, same_rule
 from autoshard.graph.extraction.program_constraints import CONSTRAINTS, called, read_constraint, read_manual
 from autoshard.graph.extraction.rolls import strided_dims
+from autoshard.graph.extraction.shardy_rules import gathering_rule, sharding_rule, updating_rule
 from autoshard.graph.extraction.windowed_rules import offsets, windowed_rule
 from autoshard.graph.flops import known_call, op_flops
 from autoshard.graph.memory.host_transfers import placement_kind
@@ -51,21 +44,20 @@ def read_graph(module: bytes) -> OpGraph:
         reader = _ModuleReader()
         reader.hash = mlir.structure_hash(parsed)
         mlir.populate_rules(parsed)
-        meshes = mlir.mesh_texts(parsed)
-        reader.meshes = {name: parse_mesh(text) for name, text in meshes.items()}
-        shardings = {n: text for n, text in mlir.argument_shardings(parsed).items() if not mlir.is_idle(text, meshes)}
-        reader.read_main(mlir.main_block(parsed), shardings)
+        reader.meshes = mlir.meshes_of(parsed)
+        reader.read_main(mlir.main_block(parsed), mlir.argument_shardings(parsed))
         return reader.graph()
 
 
 class _ModuleReader(GraphBuilder):
     """Graph builder that walks the blocks of a module."""
 
-    def read_main(self, block: Any, shardings: dict[int, str]) -> None:
-        """Read the main function, with the shardings of its arguments by position as text."""
+    def read_main(self, block: Any, shardings: dict[int, Any]) -> None:
+        """Read the main function, with the shardings of its arguments by position."""
         for position, value in enumerate(block.arguments):
             self.arguments.append(self.new_tensor(value, -1, -1, (-1, position)))
-            for sharding in parse_shardings(shardings.get(position, ""), self.meshes):
+            if position in shardings and not mlir.is_idle(shardings[position], self.meshes):
+                sharding = mlir.stated_sharding(shardings[position], self.meshes)
                 if not sharding.is_free:
                     where = f"the sharding of argument {position}"
                     self.constraints.append(Constraint(self.arguments[-1], sharding, where))
@@ -108,7 +100,7 @@ class _ModuleReader(GraphBuilder):
         takes, gives = [self.tensors[t] for t in operands], [self.tensors[t] for t in results]
         opaque = read_opaque(op, takes, gives, name) if kind == "custom_call" else None
         attributes = op.attributes
-        rule = parse_rule(str(attributes["sdy.sharding_rule"])) if "sdy.sharding_rule" in attributes else None
+        rule = sharding_rule(op)
         if rule is not None and kind == "dynamic_update_slice":
             rule = updating_rule(rule)
         if rule is not None and kind == "reduce" and not mlir.is_combined_by_collectives(op):
@@ -119,7 +111,7 @@ class _ModuleReader(GraphBuilder):
             groups = mlir.device_groups(op)
         if opaque is not None:
             rule = opaque.rule
-            placed = placement_kind(opaque.target, mlir.attribute_texts(op))
+            placed = placement_kind(op)
             if placed is not None:
                 kind, opaque = placed, None
         halos: tuple[Halo, ...] = ()
@@ -128,12 +120,11 @@ class _ModuleReader(GraphBuilder):
             # Halos need a manual region, which cannot be nested in one of the program's own. Padding values at the
             # edges must be known, as for a maximum or minimum.
             split = not self.manual and (kind != "select_and_scatter" or mlir.selects_extreme(op))
-            rule, halos = windowed_rule(kind, rule, mlir.attribute_texts(op), *shapes, split=split)
-        passes = mlir.precision_passes(mlir.attribute_texts(op)) if kind in ROUNDING else 1
-        grouped = kind == "convolution" and mlir.has_groups(mlir.attribute_texts(op))
-        known = None
-        if opaque is not None and "mhlo.backend_config" in op.attributes:
-            known = known_call(opaque.target, str(op.attributes["mhlo.backend_config"]), takes, gives)
+            rule, halos = windowed_rule(kind, rule, attributes, *shapes, split=split)
+        passes = mlir.precision_passes(attributes) if kind in ROUNDING else 1
+        grouped = kind == "convolution" and mlir.has_groups(attributes)
+        figures = mlir.call_figures(op) if opaque is not None else None
+        known = known_call(opaque.target, figures, takes, gives) if opaque and figures is not None else None
         if known is not None:
             kind, rule = known.kind, known.rule
             opaque = Opaque(opaque.target, rule, known.flops, known.traffic) if known.traffic and opaque else None
@@ -147,13 +138,12 @@ class _ModuleReader(GraphBuilder):
             op_class = OpClass.HEAVY if kind in COLLECTIVES else op_class
             if rule is None and any(self.tensors[t].elements > 1 for t in (*operands, *results)):
                 self.without_rule.append(op_id)
-        if kind in _CUTS and all(name in op.attributes for name in _CUTS[kind]):
-            self.cuts[op_id] = tuple(_integers(str(op.attributes[name])) for name in _CUTS[kind])
+        if kind in _CUTS and all(name in attributes for name in _CUTS[kind]):
+            self.cuts[op_id] = tuple(tuple(mlir.numbers_of(attributes[name])) for name in _CUTS[kind])
         moved = offsets(kind, rule, self.cuts[op_id], halos) if op_id in self.cuts else ()
         dilation = 1
         if kind == "convolution" and "lhs_dilation" in attributes:
-            zeros = str(attributes["lhs_dilation"]).partition(":")[2]
-            dilation = math.prod(int(n) for n in re.findall(r"\d+", zeros))
+            dilation = math.prod(mlir.numbers_of(attributes["lhs_dilation"]))
         flops = opaque.flops if opaque else op_flops(kind, rule, takes, gives, dilation)
         numbers = tuple(range(len(operands)))
         steps = opaque.steps if opaque else 0
@@ -167,12 +157,6 @@ class _ModuleReader(GraphBuilder):
                 triangular=known.triangular if known is not None else opaque.triangular if opaque is not None else (),
             )
         )  # fmt: skip
-
-
-def _integers(text: str) -> tuple[int, ...]:
-    """Return the numbers of `array<i64: 3, 0>` or `0 : i64`."""
-    body = text.partition(":")[2] if text.startswith("array") else text.partition(":")[0]
-    return tuple(int(n) for n in re.findall(r"-?\d+", body))
 
 
 def replace_names(graph: OpGraph, names: list[str]) -> OpGraph:

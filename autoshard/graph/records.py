@@ -5,7 +5,7 @@ import enum
 import math
 import operator
 
-from autoshard.mlir import WindowedDim
+from autoshard.mlir import MeshAxes, Sharding, WindowedDim
 
 
 class FactorKind(enum.StrEnum):
@@ -211,38 +211,6 @@ class Loop:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class AxisUse:
-    """A mesh axis as the program itself names it."""
-
-    name: str
-    part: tuple[int, int] | None = None
-    """The (size of the preceding part, size) of a part of the axis; None for the whole axis."""
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Sharding:
-    """Sharding that the program itself requests for one value."""
-
-    dims: tuple[tuple[AxisUse, ...], ...]
-    """Axes that split each dim, major first."""
-    open: tuple[bool, ...]
-    """One flag for each dim: True if more axes may split it."""
-    replicated: tuple[AxisUse, ...] = ()
-    """Axes over which the tensor is explicitly replicated."""
-    unreduced: tuple[AxisUse, ...] = ()
-    """Axes over which partial sums of the value are not yet reduced."""
-    mesh: tuple[tuple[str, int], ...] = ()
-    """Axes and sizes of the mesh that the program names."""
-    tiles: str = ""
-    """GSPMD's sharding text, which names no axes; `dims` are then empty, and a mesh is needed to interpret the text."""
-
-    @property
-    def is_free(self) -> bool:
-        """True if the sharding constrains nothing."""
-        return not self.tiles and all(self.open) and not any(self.dims) and not self.replicated and not self.unreduced
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
 class Constraint:
     """A spec that the program itself requests for a tensor."""
 
@@ -259,7 +227,7 @@ class Manual:
     number: int
     axes: tuple[str, ...]
     """Axes that the region splits by hand; the planner may use the other axes inside."""
-    mesh: tuple[tuple[str, int], ...]
+    mesh: MeshAxes
     where: str
 
 

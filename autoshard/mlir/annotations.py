@@ -4,8 +4,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 from autoshard.errors import UserError
-from autoshard.mlir.module import argument_entries, collect, main_block, main_function, maker_of, symbol
+from autoshard.mlir.module import argument_entries, collect, main_block, main_function, maker_of, mesh_ops
 from autoshard.mlir.numbering import BRANCHING, DESCEND, number_ops
+from autoshard.mlir.stated_shardings import mesh_axes
 
 
 CONSTRAINT = "sdy.sharding_constraint"
@@ -33,16 +34,11 @@ def ensure_mesh(module: Any, mesh_name: str, sizes: Mapping[str, int]) -> str:
     from jaxlib.mlir import ir
     from jaxlib.mlir.dialects import sdy
 
-    wanted = list(sizes.items())
-    used = set()
-    for op in module.body.operations:
-        if op.operation.name == "sdy.mesh":
-            mesh = sdy.MeshAttr(op.operation.attributes["mesh"])
-            axes = [(axis.name, axis.size) for axis in map(sdy.MeshAxisAttr, mesh.axes)]
-            if axes == wanted and not list(mesh.device_ids):
-                return symbol(op)
-            used.add(symbol(op))
-    name = mesh_name
+    wanted, used, name = tuple(sizes.items()), mesh_ops(module), mesh_name
+    for symbol, op in used.items():
+        mesh = sdy.MeshAttr(op.attributes["mesh"])
+        if mesh_axes(mesh) == wanted and not list(mesh.device_ids):
+            return symbol
     while name in used:
         name += "_"
     with module.context, ir.Location.unknown(module.context), ir.InsertionPoint.at_block_begin(module.body):

@@ -4,7 +4,7 @@ import math
 import re
 from typing import Any, cast
 
-from autoshard.mlir.module import collect, main_block, parse_module, replace_by_block
+from autoshard.mlir.module import collect, compared, main_block, numbers_of, pairs_of, parse_module, replace_by_block
 
 
 _NORMS = frozenset({"stablehlo.batch_norm_training", "stablehlo.batch_norm_grad", "stablehlo.batch_norm_inference"})
@@ -180,10 +180,10 @@ def _never_selected(op: Any) -> Any | None:
     first = op.regions[0].blocks[0].operations[0].operation
     if first.name != "stablehlo.compare":
         return None
-    direction = str(first.attributes["comparison_direction"])
-    largest = "GE" in direction or "GT" in direction
-    if not largest and "LE" not in direction and "LT" not in direction:
+    direction = compared(first)
+    if direction in ("EQ", "NE"):
         return None
+    largest = direction in ("GE", "GT")
     element = ir.RankedTensorType(op.operands[0].type).element_type
     if isinstance(element, ir.IntegerType):
         width = element.width
@@ -204,8 +204,7 @@ def _fold(op: Any) -> None:
     if pad is None or pad.name != "stablehlo.pad" or not _pads_with(pad, _never_selected(op)):
         return
     low, high, inner = (
-        list(ir.DenseI64ArrayAttr(pad.attributes[key]))
-        for key in ("edge_padding_low", "edge_padding_high", "interior_padding")
+        numbers_of(pad.attributes[key]) for key in ("edge_padding_low", "edge_padding_high", "interior_padding")
     )
     shape = list(ir.RankedTensorType(pad.operands[0].type).shape)
     users = _slices(op)
@@ -213,7 +212,7 @@ def _fold(op: Any) -> None:
     if any(inner) or min(*low, *high) < 0 or not users:
         return
     for user in users:
-        if _attribute(user, "start_indices") != low or _attribute(user, "limit_indices") != cropped:
+        if [numbers_of(user.attributes[key]) for key in ("start_indices", "limit_indices")] != [low, cropped]:
             return
         if list(ir.RankedTensorType(user.results[0].type).shape) != shape:
             return
@@ -268,12 +267,6 @@ def _producer(value: Any) -> Any | None:
     return None if isinstance(value.owner, ir.Block) else value.owner.operation
 
 
-def _attribute(op: Any, key: str) -> list[int]:
-    from jaxlib.mlir import ir
-
-    return list(ir.DenseI64ArrayAttr(op.attributes[key]))
-
-
 def _pads_with(pad: Any, number: Any | None) -> bool:
     """Return True if the pad's value is a constant of this number."""
     from jaxlib.mlir import ir
@@ -291,8 +284,7 @@ def _padding(op: Any) -> list[list[int]]:
     rank = len(ir.RankedTensorType(op.operands[0].type).shape)
     if "padding" not in op.attributes:
         return [[0, 0]] * rank
-    flat = [int(n) for n in ir.DenseIntElementsAttr(op.attributes["padding"])]
-    return [flat[2 * i : 2 * i + 2] for i in range(rank)]
+    return pairs_of(op.attributes["padding"])
 
 
 def _unfold(op: Any) -> None:

@@ -6,7 +6,15 @@ from typing import Any
 
 from autoshard.errors import UserError
 from autoshard.mlir.canonical_ops import expand_norms, fold_pooling
-from autoshard.mlir.module import collect, location_name, main_function, parse_module, replace_by_block, symbol
+from autoshard.mlir.module import (
+    collect,
+    location_name,
+    main_function,
+    parse_module,
+    replace_by_block,
+    symbol,
+    target_name,
+)
 from autoshard.mlir.sharding_constraints import drop_idle_constraints
 
 
@@ -154,9 +162,11 @@ def replace_body(module: Any, donor: bytes | str) -> Any:
 
 def tuple_calls(module: Any) -> list[str]:
     """Return the targets of custom calls whose result is a tuple, such as factorisations of LAPACK."""
+    from jaxlib.mlir import ir
+
     calls = collect(module.operation, {"stablehlo.custom_call"})
-    tupled = [op for op in calls if any("tuple<" in str(result.type) for result in op.results)]
-    return sorted({str(op.attributes["call_target_name"]).strip('"') for op in tupled})
+    tupled = [op for op in calls if any(isinstance(result.type, ir.TupleType) for result in op.results)]
+    return sorted({target_name(op) for op in tupled})
 
 
 def fold_tuples(root: Any) -> None:

@@ -13,9 +13,9 @@ from typing import Any, Protocol
 from autoshard.errors import UserError
 from autoshard.mlir.annotations import SpecLike, ensure_mesh, sharding_attribute
 from autoshard.mlir.canonical_ops import identity_of_selection
-from autoshard.mlir.module import attribute_texts, collect
+from autoshard.mlir.module import collect, numbers_of, pairs_of
 from autoshard.mlir.numbering import number_ops
-from autoshard.mlir.op_windows import WindowedDim, windowed_dims
+from autoshard.mlir.op_windows import WindowedDim, convolution_dims, windowed_dims
 
 
 class RegionLike(Protocol):
@@ -144,7 +144,7 @@ class _Splitter:
         """Return the dims of the op that can be split in space."""
         kind = self.op.name.rpartition(".")[2]
         shapes = [_shape(v.type) for v in self.op.operands]
-        return windowed_dims(kind, attribute_texts(self.op), shapes, _shape(self.op.results[0].type))
+        return windowed_dims(kind, self.op.attributes, shapes, _shape(self.op.results[0].type))
 
     def filled(self) -> bool:
         """Return True if the elements beyond the edges are not the zeros that a permute leaves there."""
@@ -263,7 +263,7 @@ class _Splitter:
         """Set the window attributes of the op on one shard."""
         from jaxlib.mlir import ir
 
-        texts, kind = attribute_texts(self.op), self.op.name.rpartition(".")[2]
+        kind = self.op.name.rpartition(".")[2]
         shards = {d.source: self.count(self.region.operands[0].dims[d.source]) for d in dims}
         local = {d.source: d.local(shards[d.source]) for d in dims}
         if kind == "fft":
@@ -273,17 +273,17 @@ class _Splitter:
         elif kind == "pad":
             for side in ("low", "high"):
                 key = f"edge_padding_{side}"
-                edges = list(ir.DenseI64ArrayAttr(self.op.attributes[key]))
+                edges = numbers_of(self.op.attributes[key])
                 for dim, window in local.items():
                     edges[dim] = window.low if side == "low" else window.high
                 new.attributes[key] = ir.DenseI64ArrayAttr.get(edges)
         else:
-            order = (
-                convolution_order(texts) if kind == "convolution" else list(range(len(_shape(new.operands[0].type))))
-            )
+            order = list(range(len(_shape(new.operands[0].type))))
+            if kind == "convolution":
+                order, _, _ = convolution_dims(self.op.attributes)
             pads = [[0, 0] for _ in order]
             if "padding" in self.op.attributes:
-                pads = [[int(n) for n in row] for row in _rows(self.op.attributes["padding"], len(order))]
+                pads = pairs_of(self.op.attributes["padding"])
             for dim, window in local.items():
                 pads[order.index(dim)] = [window.low, window.high]
             new.attributes["padding"] = ir.DenseIntElementsAttr.get(_int64(pads))
@@ -295,7 +295,7 @@ class _Splitter:
         from jaxlib.mlir import ir
 
         starts, limits, strides = (
-            list(ir.DenseI64ArrayAttr(self.op.attributes[key])) for key in ("start_indices", "limit_indices", "strides")
+            numbers_of(self.op.attributes[key]) for key in ("start_indices", "limit_indices", "strides")
         )
         shape, out = _shape(new.operands[0].type), self.region.results[0].dims
         for dim, size in enumerate(_shape(self.op.results[0].type)):
@@ -310,21 +310,17 @@ class _Splitter:
     def set_groups(self, new: Any) -> None:
         """Divide the groups of a convolution by the shards of its features, or of its batch."""
         from jaxlib.mlir import ir
+        from jaxlib.mlir.dialects import stablehlo
 
-        texts = attribute_texts(self.op)
-        left = [name.strip() for name in texts["dimension_numbers"].partition("[")[2].partition("]")[0].split(",")]
-        for key, name in (("feature_group_count", "f"), ("batch_group_count", "b")):
+        numbers = stablehlo.ConvDimensionNumbers(self.op.attributes["dimension_numbers"])
+        for key, dim in (
+            ("feature_group_count", numbers.input_feature_dimension),
+            ("batch_group_count", numbers.input_batch_dimension),
+        ):
             groups = ir.IntegerAttr(self.op.attributes[key])
-            shards = self.count(self.region.operands[0].dims[left.index(name)])
+            shards = self.count(self.region.operands[0].dims[dim])
             if groups.value > 1:
                 new.attributes[key] = ir.IntegerAttr.get(groups.type, groups.value // shards)
-
-
-def convolution_order(texts: Mapping[str, str]) -> list[int]:
-    """Return the dims of a convolution's first operand in the order of its window attributes."""
-    from autoshard.mlir.op_windows import convolution_dims
-
-    return convolution_dims(texts["dimension_numbers"])[0]
 
 
 def shift_pairs(sizes: Mapping[str, int], axes: Sequence[str], step: int) -> list[tuple[int, int]]:
@@ -400,14 +396,6 @@ def _element(kind: Any) -> Any:
     from jaxlib.mlir import ir
 
     return ir.RankedTensorType(kind).element_type
-
-
-def _rows(attribute: Any, count: int) -> list[list[int]]:
-    """Return an attribute as pairs of numbers, one for each dim."""
-    from jaxlib.mlir import ir
-
-    flat = [int(n) for n in ir.DenseIntElementsAttr(attribute)]
-    return [flat[2 * i : 2 * i + 2] for i in range(count)]
 
 
 def _int64(values: Any) -> Any:

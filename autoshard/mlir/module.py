@@ -64,29 +64,46 @@ def main_types(module: Any) -> tuple[list[tuple[tuple[int, ...], str]], list[tup
     return [_array_type(value) for value in kind.inputs], [_array_type(value) for value in kind.results]
 
 
-_FLOATS = {"bf16": "bfloat16", "f16": "float16", "f32": "float32", "f64": "float64"}
+def _array_type(kind: Any) -> tuple[tuple[int, ...], str]:
+    """Return the shape and numpy dtype name of a tensor type. Raises `UserError` if numpy has no such dtype."""
+    shape, dtype, _ = tensor_type(kind)
+    if not dtype.startswith(_NUMPY):
+        raise UserError(f"the module has a value of type {kind}, whose elements are of a kind that is not known.")
+    return shape, dtype
 
 
-def _array_type(value: Any) -> tuple[tuple[int, ...], str]:
-    """Return the shape and numpy dtype name of a tensor type."""
+_NUMPY = ("bool", "int", "uint", "float", "bfloat", "complex")
+"""Beginnings of numpy's names of dtypes."""
+
+
+def tensor_type(kind: Any) -> tuple[tuple[int, ...], str, int]:
+    """Return shape, dtype name and bytes per element of a type; tokens and tuples have zero bytes.
+
+    The dtype is named as in numpy. Elements that numpy lacks have MLIR's name and count as one byte.
+    """
     from jaxlib.mlir import ir
 
-    tensor = ir.RankedTensorType(value)
-    element = str(tensor.element_type)
-    complex_bits = {"complex<f32>": "complex64", "complex<f64>": "complex128"}
-    if element in _FLOATS or element in complex_bits:
-        dtype = _FLOATS.get(element) or complex_bits[element]
-    elif element == "i1":
-        dtype = "bool"
-    elif element.startswith("ui"):
-        dtype = "uint" + element[2:]
-    elif element.startswith("i"):
-        dtype = "int" + element[1:]
-    elif element.startswith("f8"):
-        dtype = "float8_" + element[2:].lower()
-    else:
-        raise UserError(f"the module has a value of type {value}, whose elements are of a kind that is not known.")
-    return tuple(tensor.shape), dtype
+    if not isinstance(kind, ir.RankedTensorType) or not kind.has_static_shape:
+        return (), "token", 0
+    dtype, size = _element(kind.element_type)
+    return tuple(kind.shape), dtype, size
+
+
+def _element(kind: Any) -> tuple[str, int]:
+    """Return the name of an element type and its bytes."""
+    from jaxlib.mlir import ir
+
+    text = str(kind)
+    if isinstance(kind, ir.ComplexType):
+        _, size = _element(kind.element_type)
+        return f"complex{16 * size}", 2 * size
+    if isinstance(kind, ir.IntegerType):
+        sign = "u" if kind.is_unsigned else ""
+        return ("bool" if text == "i1" else f"{sign}int{kind.width}"), (kind.width + 7) // 8
+    if text.startswith("f8"):
+        return f"float8_{text[2:].lower()}", 1
+    names = {"bf16": "bfloat16", "f16": "float16", "f32": "float32", "f64": "float64"}
+    return (names[text], kind.width // 8) if text in names else (text, 1)
 
 
 def location_name(location: Any) -> str:
@@ -141,6 +158,18 @@ def symbol(function: Any) -> str:
     return ir.StringAttr(function.operation.attributes["sym_name"]).value
 
 
+def target_name(call: Any) -> str:
+    """Return the name of a custom call's target."""
+    from jaxlib.mlir import ir
+
+    return ir.StringAttr(call.attributes["call_target_name"]).value
+
+
+def mesh_ops(module: Any) -> dict[str, Any]:
+    """Return the ops that define meshes, by symbol."""
+    return {symbol(op): op.operation for op in module.body.operations if op.operation.name == "sdy.mesh"}
+
+
 def argument_entries(function: Any, key: str) -> list[dict[str, Any]]:
     """Return the attribute dictionaries of a function's arguments or results; empty if it has none."""
     from jaxlib.mlir import ir
@@ -151,10 +180,31 @@ def argument_entries(function: Any, key: str) -> list[dict[str, Any]]:
     return [{entry[i].name: entry[i].attr for i in range(len(entry))} for entry in dictionaries]
 
 
-def attribute_texts(op: Any) -> dict[str, str]:
-    """Return the attributes of an op as MLIR text, by name."""
-    attributes = op.attributes
-    return {attributes[i].name: str(attributes[i].attr) for i in range(len(attributes))}
+def numbers_of(attribute: Any) -> list[int]:
+    """Return the numbers of an array, of a dense tensor in row-major order, or of one integer; booleans are 0 or 1."""
+    from jaxlib.mlir import ir
+
+    return [attribute.value] if isinstance(attribute, ir.IntegerAttr) else [int(number) for number in attribute]
+
+
+def scalar_of(attribute: Any) -> int:
+    """Return the only number of a dense tensor of integers, of any width."""
+    from jaxlib.mlir import ir
+
+    return ir.IntegerAttr(ir.DenseElementsAttr(attribute).get_splat_value()).value
+
+
+def pairs_of(attribute: Any) -> list[list[int]]:
+    """Return the numbers of a dense tensor of two columns, such as the padding of each dim, as rows."""
+    flat = numbers_of(attribute)
+    return [flat[i : i + 2] for i in range(0, len(flat), 2)]
+
+
+def compared(op: Any) -> str:
+    """Return the direction of a comparison: `EQ`, `NE`, `LT`, `LE`, `GT` or `GE`."""
+    from jaxlib.mlir.dialects import stablehlo
+
+    return stablehlo.ComparisonDirectionAttr(op.attributes["comparison_direction"]).value
 
 
 _COMBINED = frozenset(f"stablehlo.{name}" for name in ("add", "multiply", "maximum", "minimum"))
@@ -167,12 +217,10 @@ def is_combined_by_collectives(op: Any) -> bool:
     XLA combines sums, products, maxima, minima, and the logical and, and or, of booleans. It gathers the partial
     results of reductions of several values.
     """
-    from jaxlib.mlir import ir
-
     if len(op.results) > 1:
         return True
     first = op.regions[0].blocks[0].operations[0].operation
-    flags = str(ir.RankedTensorType(op.results[0].type).element_type) == "i1"
+    flags = tensor_type(op.results[0].type)[1] == "bool"
     simple = len(list(op.regions[0].blocks[0].operations)) == 2
     return simple and first.name in (_COMBINED | _COMBINED_FLAGS if flags else _COMBINED)
 

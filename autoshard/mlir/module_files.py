@@ -2,16 +2,24 @@
 
 import dataclasses
 import importlib
-import re
 from typing import Any
 
 from autoshard.errors import UserError
 from autoshard.mlir.inline import check_calls
-from autoshard.mlir.module import argument_entries, main_function, new_context, symbol
+from autoshard.mlir.module import (
+    argument_entries,
+    collect,
+    location_name,
+    main_function,
+    new_context,
+    numbers_of,
+    symbol,
+    tensor_type,
+)
 
 
-_TYPES = {"i1": "bool", "bf16": "bfloat16", "f16": "float16", "f32": "float32", "f64": "float64"}
-_TYPES |= {f"{mark}i{n}": f"{kind}{n}" for mark, kind in (("", "int"), ("u", "uint")) for n in (8, 16, 32, 64)}
+_TYPES = {"bool", "bfloat16", "float16", "float32", "float64"}
+_TYPES |= {f"{kind}{bits}" for kind in ("int", "uint") for bits in (8, 16, 32, 64)}
 
 Aval = tuple[tuple[int, ...], str]
 
@@ -72,7 +80,7 @@ def read_file_module(source: bytes | str, what: str) -> Any:
         names = ", ".join(f"`{symbol(op)}`" for op in functions) or "none"
         raise UserError(f"`{what}` has no function `main` (its functions: {names}); rename the entry to `main`.")
     check_calls(module, f"`{what}`")
-    if "mhlo.fusion" in str(module):
+    if collect(module.operation, {"mhlo.fusion"}):
         raise UserError(f"`{what}` holds fusions: it was dumped after optimisation; give the module before it.")
     return module
 
@@ -109,8 +117,7 @@ def argument_names(module: Any) -> tuple[str, ...] | None:
     """Return the names of the arguments of `main` from their locations; None if a name is missing or not unique."""
     names = []
     for argument in main_function(module).operation.regions[0].blocks[0].arguments:
-        match = re.match(r'loc\("([^":]+)"', str(argument.location))
-        names.append(match.group(1) if match else "")
+        names.append(location_name(argument.location).partition(":")[0])
     return tuple(names) if all(names) and len(set(names)) == len(names) else None
 
 
@@ -139,22 +146,28 @@ def first_line(error: Exception) -> str:
 
 def _aval(kind: Any, role: str, what: str) -> Aval:
     """Return the shape and numpy dtype name of a tensor type. Raises `UserError` for any other type."""
-    text = str(kind)
-    match = re.fullmatch(r"tensor<((?:[\d?]+x)*)([^,<>]+)(?:,.*)?>", text)
-    if match is None:
-        raise UserError(f"`{what}`: {role} of `main` is of type {text}; expected a tensor.")
-    if "?" in match.group(1):
-        raise UserError(f"`{what}`: {role} of `main` has the dynamic shape {text}; a plan is made for fixed sizes.")
-    if match.group(2) not in _TYPES:
-        raise UserError(f"`{what}`: {role} of `main` has elements of type {match.group(2)}, which is not supported.")
-    return tuple(int(size) for size in match.group(1).split("x") if size), _TYPES[match.group(2)]
+    from jaxlib.mlir import ir
+
+    if not isinstance(kind, ir.RankedTensorType):
+        raise UserError(f"`{what}`: {role} of `main` is of type {kind}; expected a tensor.")
+    if not kind.has_static_shape:
+        raise UserError(f"`{what}`: {role} of `main` has the dynamic shape {kind}; a plan is made for fixed sizes.")
+    shape, dtype, _ = tensor_type(kind)
+    if dtype not in _TYPES:
+        raise UserError(f"`{what}`: {role} of `main` has elements of type {kind.element_type}, which is not supported.")
+    return shape, dtype
 
 
 def _module_aliases(module: Any) -> dict[int, int]:
     """Read the aliases that a module converted from HLO has as an attribute; only whole arguments."""
+    from jaxlib.mlir import ir
+
     attributes = module.operation.attributes
     if "mhlo.input_output_alias" not in attributes:
         return {}
-    text = str(attributes["mhlo.input_output_alias"])
-    pattern = r"parameter_index = array<i64>, parameter_number = (\d+) : i64\}, output_index = array<i64(?:: (\d+))?>"
-    return {int(argument): int(result or 0) for argument, result in re.findall(pattern, text)}
+    aliases = {}
+    for entry in map(ir.DictAttr, ir.ArrayAttr(attributes["mhlo.input_output_alias"])):
+        result, alias = numbers_of(entry["output_index"]), ir.DictAttr(entry["alias"])
+        if not numbers_of(alias["parameter_index"]):
+            aliases[ir.IntegerAttr(alias["parameter_number"]).value] = result[0] if result else 0
+    return aliases

@@ -53,8 +53,7 @@ def is_idle_call(op: Any) -> bool:
     """Return True for a custom call without side effects whose results are unused: compilers remove it."""
     if op.name != "stablehlo.custom_call" or any(True for result in op.results for _ in result.uses):
         return False
-    effect = str(op.attributes["has_side_effect"]) if "has_side_effect" in op.attributes else "false"
-    return len(op.results) > 0 and effect == "false"
+    return len(op.results) > 0 and not ("has_side_effect" in op.attributes and op.attributes["has_side_effect"].value)
 
 
 def place_of(value: Any, numbers: dict[Any, int]) -> tuple[int, int] | None:

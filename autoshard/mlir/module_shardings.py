@@ -1,31 +1,15 @@
-"""Meshes and shardings that a module states itself, and the devices that its own collectives span."""
+"""Devices that a module's own collectives span, layouts that it states, and the mesh that it refers to."""
 
 import math
-import re
 from typing import Any
 
 from autoshard.errors import UserError
-from autoshard.mlir.module import argument_entries, collect, main_block, main_function, symbol
+from autoshard.mlir.module import collect, main_block, main_function, mesh_ops, target_name
+from autoshard.mlir.stated_shardings import meshes_of, rename_meshes
 
 
-MESH_NAME = re.compile(r"<@[^,<>]*, \[")
-"""Pattern of the beginning of a sharding's text, up to its dims."""
-GROUPS_MESH = re.compile(r"<mesh = @(\w+),")
-"""Pattern of the beginning of a collective's groups that span axes of a mesh, up to the axes."""
 COLLECTIVES_MESH = "stablehlo.mesh"
 """Attribute of a mesh whose axes a collective spans, in addition to Shardy's own attribute."""
-
-
-def mesh_texts(module: Any) -> dict[str, str]:
-    """Return the text of every mesh that the module names, by its symbol."""
-    meshes = [op for op in module.body.operations if op.operation.name == "sdy.mesh"]
-    return {symbol(op): str(op.operation.attributes["mesh"]) for op in meshes}
-
-
-def argument_shardings(module: Any) -> dict[int, str]:
-    """Return the text of the sharding of every argument of `@main` that has one, by argument number."""
-    entries = enumerate(argument_entries(main_function(module).operation, "arg_attrs"))
-    return {position: str(entry["sdy.sharding"]) for position, entry in entries if "sdy.sharding" in entry}
 
 
 def device_groups(op: Any) -> tuple[tuple[int, ...], ...]:
@@ -35,33 +19,32 @@ def device_groups(op: Any) -> tuple[tuple[int, ...], ...]:
     groups over a part of an axis.
     """
     import numpy as np
+    from jaxlib.mlir.dialects import stablehlo
 
     for name in ("replica_groups", "source_target_pairs"):
         if name in op.attributes:
-            text = str(op.attributes[name])
-            spanned = GROUPS_MESH.search(text)
-            rows = np.asarray(op.attributes[name]) if spanned is None else _along_axes(op, spanned[1], text)
+            groups = op.attributes[name]
+            spanned = stablehlo.ReplicaGroupMeshAxesAttr.isinstance(groups)
+            rows = _along_axes(op, groups) if spanned else np.asarray(groups)
             return tuple(tuple(int(d) for d in row if d >= 0) for row in rows)
     return ()
 
 
-_AXIS = re.compile(r'axis_ref<name = "([^"]+)"')
-_SIZE = re.compile(r'"([^"]+)"=(\d+)')
-"""Pattern of an axis with its size in the text of a mesh."""
-
-
-def _along_axes(op: Any, mesh: str, text: str) -> Any:
-    """Return the devices of each group, `[groups, devices]`: devices of a group differ along the axes in `text`
-    only.
-    """
+def _along_axes(op: Any, groups: Any) -> Any:
+    """Return the devices of each group, `[groups, devices]`: devices of a group differ along the named axes only."""
     import numpy as np
+    from jaxlib.mlir import ir
+    from jaxlib.mlir.dialects import stablehlo
 
     while op.parent is not None:
         op = op.parent.operation
-    sizes = {name: int(size) for name, size in _SIZE.findall(mesh_texts(op.opview).get(mesh, ""))}
-    axes = _AXIS.findall(text)
-    if "sub_axis" in text or not set(axes) <= sizes.keys():
-        raise UserError(f"the module has a collective over `{text}`; only whole axes of a mesh in it are understood.")
+    spanned = stablehlo.ReplicaGroupMeshAxesAttr(groups)
+    mesh = spanned.mesh
+    sizes = dict(meshes_of(op.opview).get(mesh.value, ())) if isinstance(mesh, ir.FlatSymbolRefAttr) else {}
+    uses = [stablehlo.AxisRefAttr(axis) for axis in ir.ArrayAttr(spanned.axes)]
+    axes = [use.name for use in uses]
+    if any(use.sub_axis_info is not None for use in uses) or not set(axes) <= sizes.keys():
+        raise UserError(f"the module has a collective over `{groups}`; only whole axes of a mesh in it are understood.")
     names = list(sizes)
     order = sorted(range(len(names)), key=lambda number: axes.index(names[number]) if names[number] in axes else -1)
     grid = np.arange(math.prod(sizes.values())).reshape(list(sizes.values()))
@@ -71,7 +54,15 @@ def _along_axes(op: Any, mesh: str, text: str) -> Any:
 PLACEMENT = "annotate_device_placement"
 """Target of the call in a module that sends a value to the host or fetches it."""
 
-_PLACES = "mhlo.frontend_attributes"
+_PLACES, _PLACE = "mhlo.frontend_attributes", "_xla_buffer_placement"
+
+
+def is_sent_to_host(call: Any) -> bool:
+    """Return True for a call to `PLACEMENT` that sends its operand to the host, False for one that fetches it."""
+    from jaxlib.mlir import ir
+
+    places = ir.DictAttr(call.attributes[_PLACES]) if _PLACES in call.attributes else {}
+    return _PLACE in places and ir.StringAttr(places[_PLACE]).value.endswith("host")
 
 
 def drop_gspmd(module: Any) -> Any:
@@ -96,10 +87,10 @@ def order_hosted(module: Any) -> Any:
     from jaxlib.mlir import ir
 
     for op in collect(main_function(module).operation, {"stablehlo.custom_call"}):
-        if str(op.attributes["call_target_name"]).strip('"') != PLACEMENT:
+        if target_name(op) != PLACEMENT:
             continue
         with module.context, op.location:
-            if "host" in str(op.attributes[_PLACES]):
+            if is_sent_to_host(op):
                 with ir.InsertionPoint(op):
                     op.operands[0] = _in_order(op.operands[0])
             else:
@@ -127,7 +118,7 @@ def _in_order(value: Any) -> Any:
 def _drop_calls(module: Any, target: str) -> Any:
     """Replace the results of custom calls to `target` by their operands."""
     for op in collect(main_function(module).operation, {"stablehlo.custom_call"}):
-        if str(op.attributes["call_target_name"]).strip('"') == target:
+        if target_name(op) == target:
             op.results[0].replace_all_uses_with(op.operands[0])
             op.erase()
     return module
@@ -137,8 +128,7 @@ def drop_sent_arguments(module: Any) -> Any:
     """Remove the transfers of `@main`'s arguments to the host (in place): they are there already."""
     arguments = list(main_block(module).arguments)
     for op in collect(main_function(module).operation, {"stablehlo.custom_call"}):
-        target = str(op.attributes["call_target_name"]).strip('"')
-        if target == PLACEMENT and "host" in str(op.attributes[_PLACES]) and op.operands[0] in arguments:
+        if target_name(op) == PLACEMENT and is_sent_to_host(op) and op.operands[0] in arguments:
             op.results[0].replace_all_uses_with(op.operands[0])
             op.erase()
     return module
@@ -146,31 +136,19 @@ def drop_sent_arguments(module: Any) -> Any:
 
 def use_mesh(module: Any, mesh_name: str) -> Any:
     """Rename the mesh of every sharding and collective inside `@main` (in place); axes keep their names."""
-    from jaxlib.mlir import ir
-
-    def visit(op: Any) -> Any:
-        for name in ("sharding", "in_shardings", "out_shardings", "sdy.sharding", "replica_groups"):
-            if name in op.attributes and "@" in (text := str(op.attributes[name])):
-                renamed = GROUPS_MESH.sub(f"<mesh = @{mesh_name},", MESH_NAME.sub(f"<@{mesh_name}, [", text))
-                if renamed != text:
-                    op.attributes[name] = ir.Attribute.parse(renamed)
-                if name == "replica_groups":
-                    _tell_collectives(module, mesh_name)
-        return ir.WalkResult.ADVANCE
-
-    with module.context:
-        for op in main_block(module).operations:
-            op.operation.walk(visit, ir.WalkOrder.PRE_ORDER)
+    if "replica_groups" in rename_meshes(main_function(module).operation, mesh_name):
+        _tell_collectives(module, mesh_name)
     return module
 
 
 def _tell_collectives(module: Any, mesh_name: str) -> None:
-    """Set the attribute of a mesh that collectives over its axes require; needs a current context."""
+    """Set the attribute of a mesh that collectives over its axes require."""
     from jaxlib.mlir import ir
 
-    (mesh,) = [
-        op.operation for op in module.body.operations if op.operation.name == "sdy.mesh" and symbol(op) == mesh_name
-    ]
-    sizes = _SIZE.findall(str(mesh.attributes["mesh"]))
-    axes = ", ".join(f'{{name = "{name}", size = {size} : i64}}' for name, size in sizes)
-    mesh.attributes[COLLECTIVES_MESH] = ir.Attribute.parse(f"{{axes = [{axes}]}}")
+    with module.context:
+        number = ir.IntegerType.get_signless(64)
+        axes = [
+            ir.DictAttr.get({"name": ir.StringAttr.get(name), "size": ir.IntegerAttr.get(number, size)})
+            for name, size in meshes_of(module)[mesh_name]
+        ]
+        mesh_ops(module)[mesh_name].attributes[COLLECTIVES_MESH] = ir.DictAttr.get({"axes": ir.ArrayAttr.get(axes)})

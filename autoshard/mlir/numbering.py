@@ -3,8 +3,8 @@
 import hashlib
 from typing import Any
 
-from autoshard.mlir.module import main_block, to_bytes
-from autoshard.mlir.module_shardings import GROUPS_MESH, MESH_NAME
+from autoshard.mlir.module import main_block, mesh_ops, text_of, to_bytes
+from autoshard.mlir.stated_shardings import rename_meshes
 
 
 BRANCHING = frozenset({"stablehlo.case", "stablehlo.if"})
@@ -48,8 +48,8 @@ def canonical_text(module: Any) -> str:
     with module.context:
         copy = ir.Module.parse(to_bytes(module), module.context)
         strip(copy)
-        text = str(copy.operation.get_asm(enable_debug_info=False))
-        return GROUPS_MESH.sub("<mesh = @mesh,", MESH_NAME.sub("<@mesh, [", text))
+        rename_meshes(copy.operation, "mesh")
+        return text_of(copy)
 
 
 def strip(module: Any) -> Any:
@@ -60,9 +60,8 @@ def strip(module: Any) -> Any:
         attributes = module.operation.attributes
         for attribute in [attributes[i].name for i in range(len(attributes))]:
             del module.operation.attributes[attribute]
-        for op in list(module.body.operations):
-            if op.operation.name == "sdy.mesh":
-                op.operation.erase()
+        for mesh in mesh_ops(module).values():
+            mesh.erase()
         for op in module.body.operations:
             if op.operation.name == "func.func":
                 for attribute in ("arg_attrs", "res_attrs"):

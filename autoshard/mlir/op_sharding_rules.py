@@ -31,6 +31,36 @@ def populate_rules(module: Any) -> Any:
     return module
 
 
+Mappings = tuple[tuple[tuple[int, ...], ...], ...]
+"""Factors of each dim of each tensor."""
+
+
+def read_rule(op: Any) -> tuple[tuple[int, ...], tuple[str, ...], Mappings, Mappings] | None:
+    """Return sizes and kinds of the factors of an op's sharding rule, and the factors of its operands and results.
+
+    They are those of `rule_attribute`. The result is None for an op without a rule.
+    """
+    from jaxlib.mlir.dialects import sdy
+
+    if "sdy.sharding_rule" not in op.attributes:
+        return None
+    rule = sdy.OpShardingRuleAttr(op.attributes["sdy.sharding_rule"])
+    kinds = ["parallel"] * len(rule.factor_sizes)
+    for kind in ("reduction", "need_replication", "permutation"):
+        for factor in getattr(rule, f"{kind}_factors"):
+            kinds[factor] = kind
+    return tuple(rule.factor_sizes), tuple(kinds), _mappings(rule.operand_mappings), _mappings(rule.result_mappings)
+
+
+def _mappings(tensors: Any) -> Mappings:
+    from jaxlib.mlir.dialects import sdy
+
+    return tuple(
+        tuple(tuple(sdy.DimMappingAttr(dim).factor_indices) for dim in sdy.TensorMappingAttr(tensor).dim_mappings)
+        for tensor in tensors
+    )
+
+
 def _chlo_rule(op: Any) -> Any | None:
     """Return the rule of a CHLO op; None if its operands and results differ in shape."""
     from jaxlib.mlir import ir

@@ -1,13 +1,14 @@
 """Windows: dims along which an op reads neighbouring elements, and how far it reads.
 
-They are parsed from the text of attributes of convolutions, pooling windows, slices and pads, so this module needs no
-MLIR.
+They are read from the attributes of convolutions, pooling windows, slices and pads.
 """
 
 import dataclasses
 import math
-import re
 from collections.abc import Mapping, Sequence
+from typing import Any
+
+from autoshard.mlir.module import numbers_of
 
 
 WINDOWED = frozenset({"convolution", "reduce_window", "select_and_scatter", "slice", "pad"})
@@ -83,12 +84,12 @@ class WindowedDim:
 
 
 def windowed_dims(
-    kind: str, attributes: Mapping[str, str], operands: Sequence[Sequence[int]], result: Sequence[int]
+    kind: str, attributes: Mapping[str, Any], operands: Sequence[Sequence[int]], result: Sequence[int]
 ) -> list[WindowedDim]:
     """Return the dims of an op that can be split in space.
 
     - `kind`: kind of the op, without its dialect.
-    - `attributes`: attributes of the op as MLIR text, by name.
+    - `attributes`: attributes of the op, by name.
     - `operands`, `result`: shapes of the operands and of the result.
     """
     if kind == "convolution":
@@ -118,12 +119,12 @@ def windowed_dims(
     return dims
 
 
-def shifted_dims(attributes: Mapping[str, str], rank: int) -> list[int]:
+def shifted_dims(attributes: Mapping[str, Any], rank: int) -> list[int]:
     """Return the dims that a pad cuts, lengthens or spreads."""
     return [dim for dim, window in enumerate(_pads(attributes, rank)) if window != Window()]
 
 
-def _pads(attributes: Mapping[str, str], rank: int) -> list[Window]:
+def _pads(attributes: Mapping[str, Any], rank: int) -> list[Window]:
     """Return the window of each dim of a pad."""
     low, high = (_numbers(attributes, f"edge_padding_{side}", rank, 0) for side in ("low", "high"))
     gaps = _numbers(attributes, "interior_padding", rank, 0)
@@ -131,10 +132,10 @@ def _pads(attributes: Mapping[str, str], rank: int) -> list[Window]:
 
 
 def _of_convolution(
-    attributes: Mapping[str, str], operands: Sequence[Sequence[int]], result: Sequence[int]
+    attributes: Mapping[str, Any], operands: Sequence[Sequence[int]], result: Sequence[int]
 ) -> list[WindowedDim]:
     """Return the dims of a convolution that can be split in space, or that it sums over."""
-    left, right, out = convolution_dims(attributes["dimension_numbers"])
+    left, right, out = convolution_dims(attributes)
     count = len(left)
     kernel = [operands[1][d] for d in right]
     windows = _windows(attributes, count, "", "lhs_dilation", "rhs_dilation", kernel)
@@ -150,37 +151,35 @@ def _of_convolution(
     return dims
 
 
-def convolution_dims(numbers: str) -> tuple[list[int], list[int], list[int]]:
-    """Return the spatial dims of both operands and the result, in one order, of `#stablehlo.conv<[b, 0, f]x[0, i,
-    o]->...>`.
-    """
-    sides = [[name.strip() for name in side.split(",")] for side in re.findall(r"\[([^\]]*)\]", numbers)[:3]]
-    spatial = [sorted((int(name), dim) for dim, name in enumerate(side) if name.isdigit()) for side in sides]
-    left, right, out = ([dim for _, dim in side] for side in spatial)
-    return left, right, out
+def convolution_dims(attributes: Mapping[str, Any]) -> tuple[list[int], list[int], list[int]]:
+    """Return the spatial dims of both operands and the result of a convolution, in one order."""
+    from jaxlib.mlir.dialects import stablehlo
+
+    numbers = stablehlo.ConvDimensionNumbers(attributes["dimension_numbers"])
+    return numbers.input_spatial_dimensions, numbers.kernel_spatial_dimensions, numbers.output_spatial_dimensions
 
 
-def has_groups(attributes: Mapping[str, str]) -> bool:
+def has_groups(attributes: Mapping[str, Any]) -> bool:
     """Return True if a convolution has several groups, of features or of the batch."""
-    counts = (attributes.get(f"{kind}_group_count", "1") for kind in ("feature", "batch"))
-    return any(int(text.partition(":")[0]) > 1 for text in counts)
+    return any(_numbers(attributes, f"{kind}_group_count", 1, 1) > [1] for kind in ("feature", "batch"))
 
 
-def precision_passes(attributes: Mapping[str, str]) -> int:
+def precision_passes(attributes: Mapping[str, Any]) -> int:
     """Return the number of bfloat16 passes of a matmul or convolution: 1 at the compiler's default precision.
 
     TPUs use 6 passes at the highest precision and 3 at the high one. An op with an algorithm states its own number.
     """
-    config = attributes.get("precision_config", "")
-    if "HIGHEST" in config:
-        return 6
-    if "HIGH" in config:
-        return 3
-    algorithm = attributes.get("algorithm", "")
-    if not algorithm:
+    from jaxlib.mlir.dialects import stablehlo
+
+    config = attributes["precision_config"] if "precision_config" in attributes else ()
+    for precision, passes in (("HIGHEST", 6), ("HIGH", 3)):
+        if any(stablehlo.PrecisionAttr(each).value == precision for each in config):
+            return passes
+    if "algorithm" not in attributes:
         return 1
-    times = re.search(r"num_primitive_operations = (\d+)", algorithm)
-    return int(times[1]) if times and "bf16" in algorithm else 6
+    algorithm = stablehlo.DotAlgorithm(attributes["algorithm"])
+    types = (algorithm.lhs_precision_type, algorithm.rhs_precision_type, algorithm.accumulation_type)
+    return algorithm.num_primitive_operations if "bf16" in map(str, types) else 6
 
 
 def _after(w: Window) -> int:
@@ -223,9 +222,9 @@ def _near(spot: WindowedDim) -> WindowedDim | None:
 
 
 def _windows(
-    attributes: Mapping[str, str], count: int, sizes: str, base: str, spread: str, given: Sequence[int] = ()
+    attributes: Mapping[str, Any], count: int, sizes: str, base: str, spread: str, given: Sequence[int] = ()
 ) -> list[Window]:
-    """Parse a window for each dim from the attributes.
+    """Return a window for each dim from the attributes.
 
     - `count`: number of dims.
     - `sizes`, `base`, `spread`: names of the attributes for sizes, base dilation and window dilation.
@@ -238,12 +237,6 @@ def _windows(
     return [Window(size[i], strides[i], padding[2 * i], padding[2 * i + 1], bases[i], spreads[i]) for i in range(count)]
 
 
-def _numbers(attributes: Mapping[str, str], name: str, count: int, default: int) -> list[int]:
-    """Parse `array<i64: 1, 2>`, `dense<[[1, 1]]> : tensor<1x2xi64>` or a splat as a list of `count` numbers."""
-    if name not in attributes:
-        return [default] * count
-    body = attributes[name].partition("<")[2].partition(">")[0].partition("i64:")
-    text = body[2] or body[0].partition("i1:")[2] or body[0]
-    words: list[str] = re.findall(r"-?\d+|true|false", text)
-    numbers = [int(word == "true") if word.isalpha() else int(word) for word in words]
-    return numbers * count if len(numbers) == 1 else numbers
+def _numbers(attributes: Mapping[str, Any], name: str, count: int, default: int) -> list[int]:
+    """Return the `count` numbers of an attribute, by default all of them `default`."""
+    return numbers_of(attributes[name]) if name in attributes else [default] * count

@@ -1,14 +1,22 @@
 """Opaque calls: custom calls that represent a Python function until its operands' specs are chosen."""
 
 import dataclasses
-import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from autoshard.mlir.annotations import SpecLike, ensure_mesh, sharding_attribute
 from autoshard.mlir.inline import inline_calls
-from autoshard.mlir.module import collect, main_block, parse_module, replace_by_block, symbol
+from autoshard.mlir.module import (
+    collect,
+    main_block,
+    main_function,
+    mesh_ops,
+    parse_module,
+    replace_by_block,
+    target_name,
+)
 from autoshard.mlir.module_shardings import COLLECTIVES_MESH, PLACEMENT
+from autoshard.mlir.stated_shardings import rename_meshes
 
 
 TARGET = "autoshard.call"
@@ -126,7 +134,7 @@ def call_target(op: Any) -> str:
     """Return a custom call's target; for a Python function or a TPU kernel the name of the function or kernel."""
     from jaxlib.mlir import ir
 
-    target = ir.StringAttr(op.attributes["call_target_name"]).value
+    target = target_name(op)
     if target == TARGET:
         return call_key(op).rpartition("#")[0]
     if target == "tpu_custom_call" and "kernel_name" in op.attributes:
@@ -138,7 +146,7 @@ def call_key(op: Any) -> str:
     """Return `name#digest` of a call that represents a function; empty for any other op."""
     from jaxlib.mlir import ir
 
-    if op.name != "stablehlo.custom_call" or ir.StringAttr(op.attributes["call_target_name"]).value != TARGET:
+    if op.name != "stablehlo.custom_call" or target_name(op) != TARGET:
         return ""
     return ir.StringAttr(op.attributes["backend_config"]).value
 
@@ -150,6 +158,17 @@ def backend_config(op: Any) -> str:
             attribute = op.attributes[name]
             return str(getattr(attribute, "value", attribute))
     return ""
+
+
+def call_figures(op: Any) -> dict[str, float] | None:
+    """Return the numbers in the configuration of a call of `jax.ffi`, by name; None for any other call."""
+    from jaxlib.mlir import ir
+
+    config = op.attributes["mhlo.backend_config"] if "mhlo.backend_config" in op.attributes else None
+    if not isinstance(config, ir.DictAttr):
+        return None
+    entries = (config[i] for i in range(len(config)))
+    return {e.name: float(e.attr.value) for e in entries if isinstance(e.attr, ir.FloatAttr | ir.IntegerAttr)}
 
 
 def call_work(op: Any) -> CallWork:
@@ -189,9 +208,7 @@ def is_by_hand(op: Any) -> bool:
 
 def has_fixed_shapes(op: Any) -> bool:
     """Return True for a custom call that cannot run on shards in place of whole tensors."""
-    from jaxlib.mlir import ir
-
-    return ir.StringAttr(op.attributes["call_target_name"]).value.startswith(FIXED_SHAPES)
+    return target_name(op).startswith(FIXED_SHAPES)
 
 
 def splice(module: Any, ops: Mapping[int, Any], bodies: Mapping[int, bytes], sizes: Mapping[str, int]) -> None:
@@ -206,21 +223,12 @@ def splice(module: Any, ops: Mapping[int, Any], bodies: Mapping[int, bytes], siz
 
 def _on_mesh_of(module: Any, donor: Any, sizes: Mapping[str, int]) -> Any:
     """Rename the only mesh of the donor (jax 0.11 names it twice) to that of the module."""
-    named = [op.operation for op in donor.body.operations if op.operation.name == "sdy.mesh"]
-    if not named:
-        return donor
-    wanted = ensure_mesh(module, symbol(named[0]), sizes)
-    (target,) = [op for op in module.body.operations if op.operation.name == "sdy.mesh" and symbol(op) == wanted]
-    if COLLECTIVES_MESH in named[0].attributes:
-        target.operation.attributes[COLLECTIVES_MESH] = named[0].attributes[COLLECTIVES_MESH]
-    names = [symbol(op) for op in named]
-    if names == [wanted]:
-        return donor
-    # All meshes but one are dropped as lines of text: an op that others refer to cannot be erased alone.
-    lines = donor.operation.get_asm(enable_debug_info=False).splitlines()
-    drop = re.compile(rf"\s*sdy\.mesh @({'|'.join(map(re.escape, names[1:]))})\b") if names[1:] else None
-    text = "\n".join(line for line in lines if drop is None or not drop.match(line))
-    return parse_module(re.sub(rf"@({'|'.join(map(re.escape, names))})\b", f"@{wanted}", text), module.context)
+    for name, mesh in list(mesh_ops(donor).items())[:1]:
+        wanted = ensure_mesh(module, name, sizes)
+        if COLLECTIVES_MESH in mesh.attributes:
+            mesh_ops(module)[wanted].attributes[COLLECTIVES_MESH] = mesh.attributes[COLLECTIVES_MESH]
+        rename_meshes(main_function(donor).operation, wanted)
+    return donor
 
 
 def run_on_shards(
@@ -288,4 +296,4 @@ NO_DEVICE_TARGETS = frozenset(
 def call_targets(module: Any) -> set[str]:
     """Return the targets of all custom calls."""
     calls = collect(module.operation, {"stablehlo.custom_call"})
-    return {str(op.attributes["call_target_name"]).strip('"') for op in calls}
+    return {target_name(op) for op in calls}

@@ -1,6 +1,5 @@
 """Shardy's propagation, and the reshards that it requires."""
 
-import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -127,10 +126,21 @@ def explicit_sums(module: Any) -> list[dict[str, Any]]:
                 "shape": tuple(ir.RankedTensorType(value.type).shape),
                 "before": spec,
                 "after": spec,
-                "summed": tuple(re.findall(r'"([^"]+)"', str(op.attributes["reduction_axes"]))),
+                "summed": _axis_names(op.attributes["reduction_axes"]),
             }
         )
     return sums
+
+
+def _axis_names(axes: Any) -> tuple[str, ...]:
+    """Return the axes of an `sdy.axis_ref_list`, which has no binding: it is parsed again as the sharding of a dim."""
+    from jaxlib.mlir import ir
+    from jaxlib.mlir.dialects import sdy
+
+    listed = str(axes).partition("{")[2].rpartition("}")[0]
+    sharding = ir.Attribute.parse(f"#sdy.sharding<@mesh, [{{{listed}}}]>", axes.context)
+    (names,) = axes_of(sdy.TensorShardingAttr(sharding))
+    return names
 
 
 def _reshard_spec(op: Any) -> tuple[tuple[str, ...], ...]:

@@ -1,24 +1,18 @@
 """Sharding constraints of a module, as ops of Shardy and as custom calls of GSPMD."""
 
 import dataclasses
-import math
-import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from autoshard.mlir.annotations import CONSTRAINT, axes_of, ensure_mesh, sharding_attribute
-from autoshard.mlir.module import argument_entries, collect, main_function
-from autoshard.mlir.module_shardings import argument_shardings, mesh_texts
+from autoshard.mlir.module import argument_entries, collect, main_function, mesh_ops, target_name
 from autoshard.mlir.numbering import strip
+from autoshard.mlir.stated_shardings import argument_shardings, is_idle, mesh_of, meshes_of
 
 
 _NAMES = frozenset({"sdy.sharding_constraint", "sdy.reshard"})
 _CALL = "stablehlo.custom_call"
 _REGION = "sdy.manual_computation"
-_MESH = re.compile(r"<(?:@([\w.$-]+|\"[^\"]*\")|(mesh<[^>]*>)),\s*\[")
-"""Beginning of a sharding's text: the mesh by name, or inline."""
-_AXIS_SIZE = re.compile(r'"\s*=\s*(\d+)')
-"""Pattern of the size of an axis in the text of a mesh."""
 
 
 def drop_idle_constraints(module: Any) -> Any:
@@ -27,10 +21,10 @@ def drop_idle_constraints(module: Any) -> Any:
     A program that is traced for one device names all its axes and splits nothing. JAX also adds such a constraint, on a
     mesh without axes, where it converts arrays of PRNG keys to words and back.
     """
-    meshes = mesh_texts(module)
+    meshes = meshes_of(module)
     if not meshes:
         return module
-    return _drop(module, [op for op in _constraints(module) if is_idle(_text(op), meshes)])
+    return _drop(module, [op for op in _constraints(module) if is_idle(_stated(op), meshes)])
 
 
 def drop_constraints(module: Any) -> Any:
@@ -65,29 +59,17 @@ class ConstraintCounts:
 
 def count_constraints(module: Any) -> ConstraintCounts:
     """Count the shardings that a module states."""
-    meshes = mesh_texts(module)
+    meshes = meshes_of(module)
     ops = collect(module.operation, {*_NAMES, _CALL, _REGION})
-    texts = [_text(op) for op in ops if _constrains(op)]
+    constraints = [_stated(op) for op in ops if _constrains(op)]
     arguments = list(argument_shardings(module).values())
-    idle = [text for text in (*texts, *arguments) if is_idle(text, meshes)]
+    idle = [each for each in (*constraints, *arguments) if is_idle(each, meshes)]
     return ConstraintCounts(
-        sum(not is_idle(text, meshes) for text in texts),
-        sum(not is_idle(text, meshes) for text in arguments),
+        sum(not is_idle(each, meshes) for each in constraints),
+        sum(not is_idle(each, meshes) for each in arguments),
         sum(op.name == _REGION for op in ops),
-        sum(bool(_AXIS_SIZE.search(_mesh(text, meshes) or "")) for text in idle),
+        sum(bool(mesh_of(each, meshes)) for each in idle),
     )
-
-
-def is_idle(text: str, meshes: Mapping[str, str]) -> bool:
-    """Return True if the text of a sharding is on a mesh of one device; `meshes` are those of `mesh_texts`."""
-    mesh = _mesh(text, meshes)
-    return mesh is not None and math.prod(int(size) for size in _AXIS_SIZE.findall(mesh)) == 1
-
-
-def _mesh(text: str, meshes: Mapping[str, str]) -> str | None:
-    """Return the text of a sharding's mesh; None if there is none, as in GSPMD's form."""
-    match = _MESH.search(text)
-    return (match[2] or meshes.get(match[1].strip('"'))) if match else None
 
 
 def _constraints(module: Any) -> list[Any]:
@@ -95,12 +77,13 @@ def _constraints(module: Any) -> list[Any]:
 
 
 def _constrains(op: Any) -> bool:
-    return op.name in _NAMES or (op.name == _CALL and str(op.attributes["call_target_name"]).strip('"') == "Sharding")
+    return op.name in _NAMES or (op.name == _CALL and target_name(op) == "Sharding")
 
 
-def _text(op: Any) -> str:
+def _stated(op: Any) -> Any | None:
+    """Return the sharding of a constraint; None for a call without one."""
     name = "mhlo.sharding" if op.name == _CALL else "sharding"
-    return str(op.attributes[name]) if name in op.attributes else ""
+    return op.attributes[name] if name in op.attributes else None
 
 
 def _drop(module: Any, ops: list[Any]) -> Any:
@@ -139,9 +122,8 @@ def custom_call_pins(module: Any, write: Callable[[Sequence[Sequence[str]]], str
                 )
             op.results[0].replace_all_uses_with(call.results[0])
             op.erase()
-        for op in list(module.body.operations):
-            if op.operation.name == "sdy.mesh":
-                op.operation.erase()
+        for mesh in mesh_ops(module).values():
+            mesh.erase()
     return len(constraints)
 
 
@@ -186,5 +168,5 @@ def sharding_calls(module: Any) -> list[tuple[Any, str]]:
     return [
         (op, ir.StringAttr(op.attributes["mhlo.sharding"]).value)
         for op in collect(module.operation, {"stablehlo.custom_call"})
-        if ir.StringAttr(op.attributes["call_target_name"]).value == "Sharding" and "mhlo.sharding" in op.attributes
+        if target_name(op) == "Sharding" and "mhlo.sharding" in op.attributes
     ]

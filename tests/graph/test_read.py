@@ -8,26 +8,8 @@ import pytest
 from jax import lax
 
 from autoshard.graph import FactorKind, OpClass, analyse, build_structure, read_graph, replace_names
-from autoshard.graph.extraction.mlir_attributes import parse_shardings, parse_type
 from tests.graph import programs as made
 from tests.graph.programs import f32, graph_of, ops
-
-
-@pytest.mark.parametrize(
-    ("text", "shape", "dtype", "size"),
-    [
-        ("tensor<f32>", (), "float32", 4),
-        ("tensor<8x16xbf16>", (8, 16), "bfloat16", 2),
-        ("tensor<2x3x4xi1>", (2, 3, 4), "bool", 1),
-        ("tensor<4xf8E4M3FN>", (4,), "float8_e4m3fn", 1),
-        ("tensor<8x4xcomplex<f32>>", (8, 4), "complex64", 8),
-        ("tensor<complex<f64>>", (), "complex128", 16),
-        ("tensor<0x7xui32>", (0, 7), "uint32", 4),
-        ("!stablehlo.token", (), "token", 0),
-    ],
-)
-def test_types_are_shapes_and_sizes(text: str, shape: tuple[int, ...], dtype: str, size: int) -> None:
-    assert parse_type(text) == (shape, dtype, size)
 
 
 def test_tensors_carry_shape_bytes_producer_and_place() -> None:
@@ -285,27 +267,6 @@ def test_regions_by_hand_are_read_through() -> None:
     assert total.groups == ((0, 1), (2, 3), (4, 5), (6, 7))
     assert graph.tensors[total.results[0]].manual == ("a", "b") and not graph.tensors[leave.results[0]].manual
     assert graph.without_rule == ()
-
-
-@pytest.mark.parametrize(
-    "text, dims, open_, whole",
-    [
-        ('#sdy.sharding<@mesh, [{"a"}, {}]>', [["a"], []], (False, False), []),
-        ('#sdy.sharding<@mesh, [{"a", "b", ?}p1, {?}], replicated={"c"}>', [["a", "b"], []], (True, True), ["c"]),
-        ("#sdy.sharding<@mesh, []>", [], (), []),
-    ],
-)
-def test_shardings_are_read_from_their_text(text: str, dims: list, open_: tuple, whole: list) -> None:
-    (sharding,) = parse_shardings(text, {"mesh": (("a", 2), ("b", 2), ("c", 2))})
-    assert [[use.name for use in dim] for dim in sharding.dims] == dims
-    assert sharding.open == open_ and [use.name for use in sharding.replicated] == whole
-    two = parse_shardings(f"#sdy.sharding_per_value<[{text[13:]}, {text[13:]}]>", {})
-    assert [one.dims for one in two] == [sharding.dims] * 2
-
-
-def test_parts_of_axes_are_read() -> None:
-    (sharding,) = parse_shardings('#sdy.sharding<@mesh, [{"a":(2)4}]>', {})
-    assert sharding.dims[0][0].part == (2, 4)
 
 
 # Ops without a rule

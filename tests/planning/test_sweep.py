@@ -5,6 +5,7 @@ import json
 import pickle
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -103,7 +104,32 @@ def test_rows_on_file_are_not_made_again(source: str, tmp_path: Path) -> None:
     assert changed[0].step_time_s != 42.0, "a changed program is another row"
 
 
-@pytest.mark.parametrize("text", ["", "[]", '{"format": "x"}', '{"format": "autoshard-sweep", "rows": {"a": {}}}'])
+ROW = {"topology": "cpu:2", "batch": None, "remat": None}
+
+
+def rows_of(**changes: Any) -> str:
+    return json.dumps({"format": "autoshard-sweep", "rows": {"a": ROW | changes}})
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "[]",
+        '{"format": "x"}',
+        '{"format": "x", "rows": {}}',
+        '{"format": "autoshard-sweep"}',
+        '{"rows": {}}',
+        '{"format": "autoshard-sweep", "rows": {"a": {}}}',
+        rows_of(step_time_s="soon"),
+        rows_of(chips=True),
+        rows_of(chips=2.5),
+        rows_of(topology=None),
+        rows_of(words="ab"),
+        rows_of(words=[1]),
+        rows_of(recipe=[]),
+    ],
+)
 def test_a_file_of_another_kind_is_left_alone(source: str, tmp_path: Path, text: str) -> None:
     path = tmp_path / "sweep.json"
     path.write_text(text)

@@ -1,13 +1,11 @@
 """State of the extraction: tensors, ops and loops so far, and the tensor of each MLIR value."""
 
 import math
-import re
 from collections.abc import Callable
 from typing import Any
 
 from autoshard import mlir
 from autoshard.errors import UserError
-from autoshard.graph.extraction.mlir_attributes import parse_type
 from autoshard.graph.extraction.rolls import Cut, join_rolls
 from autoshard.graph.records import Constraint, Loop, Manual, Op, OpClass, OpGraph, Rule, Tensor
 
@@ -35,7 +33,7 @@ class GraphBuilder:
         self.number = -1
         self.hash = ""
         self.cuts: dict[int, Cut] = {}
-        self.meshes: dict[str, tuple[tuple[str, int], ...]] = {}
+        self.meshes: dict[str, mlir.MeshAxes] = {}
         self.manual: tuple[str, ...] = ()
         self.regions: list[Manual] = []
 
@@ -51,7 +49,7 @@ class GraphBuilder:
 
     def new_tensor(self, value: Any, producer: int, loop: int, where: tuple[int, int], name: str = "") -> int:
         """Add a tensor for an MLIR value and return its id; raises `UserError` if it exceeds `MOST_TENSOR_BYTES`."""
-        shape, dtype, size = parse_type(str(value.type))
+        shape, dtype, size = mlir.tensor_type(value.type)
         size *= math.prod(shape)
         if size > MOST_TENSOR_BYTES:
             named = f"the tensor {name or mlir.location_name(value.location)}".rstrip()
@@ -124,9 +122,7 @@ class GraphBuilder:
         """
         if not self.tensors[tensor].dtype.startswith(("int", "uint")):
             return
-        match = re.search(r"dense<(-?\d+)>", str(op.attributes["value"]))
-        if match:
-            self.constants[tensor] = int(match[1])
+        self.constants[tensor] = mlir.scalar_of(op.attributes["value"])
 
 
 ReadBlock = Callable[[Any, int], list[int]]

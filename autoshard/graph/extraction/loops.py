@@ -90,7 +90,7 @@ def _read_condition(builder: GraphBuilder, block: Any) -> tuple[int, int] | None
             tensor = builder.new_tensor(op.results[0], -1, -1, (builder.number, 0))
             builder.free.add(tensor)
             builder.note_constant(op, tensor)
-        elif kind == "compare" and "LT" in str(op.attributes["comparison_direction"]):
+        elif kind == "compare" and mlir.compared(op) == "LT":
             left, right = (builder.ids.get(value) for value in op.operands)
             if left is not None and right in builder.constants:
                 bound = (left, builder.constants[right])

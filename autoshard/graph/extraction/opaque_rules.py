@@ -7,9 +7,9 @@ from typing import Any
 from autoshard import mlir
 from autoshard.base.call_rules import bind, registered
 from autoshard.graph.extraction.attention_ops import cudnn_rule, is_cudnn_attention
-from autoshard.graph.extraction.mlir_attributes import parse_rule
+from autoshard.graph.extraction.shardy_rules import sharding_rule
 from autoshard.graph.flops import CUDNN, RING, call_flops
-from autoshard.graph.records import FactorKind, Opaque, Rule, Sharding, Tensor
+from autoshard.graph.records import FactorKind, Opaque, Rule, Tensor
 
 
 _KERNELS = {
@@ -52,9 +52,9 @@ def read_opaque(op: Any, operands: Sequence[Tensor], results: Sequence[Tensor], 
         # An all-reduce can be added to a function that runs on shards, but not to a call that receives shards.
         rule = whole_where_untied(rule if own else _without_sums(rule))
         return Opaque(target, rule, bound.flops or work.flops, work.traffic, True, fixed, work.dtype, head)
-    text = str(op.attributes["sdy.sharding_rule"]) if "sdy.sharding_rule" in op.attributes else ""
-    if text:
-        rule, sloping = whole_where_untied(parse_rule(text)), tuple(work.triangular.items())
+    stated = sharding_rule(op)
+    if stated is not None:
+        rule, sloping = whole_where_untied(stated), tuple(work.triangular.items())
         uneven = tuple(work.imbalance.items())
         call = Opaque(target, rule, work.flops, work.traffic, own, fixed, work.dtype, head, sloping, work.steps, uneven)
         return dataclasses.replace(call, sent_share=work.sent_share)
@@ -133,7 +133,7 @@ COLLECTIVES = frozenset(
 Fixed = tuple[tuple[int, tuple[str, ...]], ...]
 
 
-def end_rule(outside: Sequence[int], inside: Sequence[int], sharding: Sharding, kind: str) -> tuple[Rule, Fixed]:
+def end_rule(outside: Sequence[int], inside: Sequence[int], sharding: mlir.Sharding, kind: str) -> tuple[Rule, Fixed]:
     """Return the rule of one value at an end of a region, and the axes that split each of its factors.
 
     - `outside`, `inside`: the value's shapes outside and inside the region.

@@ -6,9 +6,8 @@ from typing import Any
 from autoshard import mlir
 from autoshard.errors import UserError
 from autoshard.graph.extraction.graph_builder import GraphBuilder, ReadBlock
-from autoshard.graph.extraction.mlir_attributes import parse_axes, parse_shardings, parse_type, tiled
 from autoshard.graph.extraction.opaque_rules import IN, OUT, end_rule, same_rule
-from autoshard.graph.records import Constraint, Manual, Sharding
+from autoshard.graph.records import Constraint, Manual
 
 
 CONSTRAINTS = frozenset({"sharding_constraint", "reshard"})
@@ -22,9 +21,9 @@ def read_constraint(builder: GraphBuilder, op: Any, loop: int) -> None:
     """
     source = builder.ids[op.operands[0]]
     if "sharding" in op.attributes:
-        (sharding,) = parse_shardings(str(op.attributes["sharding"]), builder.meshes)
+        sharding = mlir.stated_sharding(op.attributes["sharding"], builder.meshes)
     else:
-        sharding = tiled(op.attributes, len(builder.tensors[source].shape))
+        sharding = mlir.tiled_sharding(op, len(builder.tensors[source].shape))
     if sharding.is_free or not sharding.dims or source in builder.free:
         return builder.alias(op)
     where = _place("with_sharding_constraint", op)
@@ -43,8 +42,8 @@ def read_constraint(builder: GraphBuilder, op: Any, loop: int) -> None:
 def read_manual(builder: GraphBuilder, op: Any, loop: int, read_block: ReadBlock) -> None:
     """Read a `shard_map`: an op for each value that enters or leaves, and the ops of the body between them."""
     number, outer = builder.number, builder.manual
-    sides = [parse_shardings(str(op.attributes[f"{side}_shardings"]), builder.meshes) for side in ("in", "out")]
-    axes = parse_axes(str(op.attributes["manual_axes"]))
+    sides = [mlir.shardings_of_values(op.attributes[f"{side}_shardings"], builder.meshes) for side in ("in", "out")]
+    axes = mlir.manual_axes(op)
     both = tuple(dict.fromkeys((*outer, *axes)))
     mesh = next((s.mesh for side in sides for s in side), ())
     builder.regions.append(Manual(number, axes, mesh, _place("shard_map", op)))
@@ -67,7 +66,7 @@ def _read_end(
     where: tuple[int, int],
     loop: int,
     position: int,
-    sharding: Sharding,
+    sharding: mlir.Sharding,
     axes: tuple[str, ...],
 ) -> None:
     """Append the op of one value that enters (`IN`) or leaves (`OUT`) a region; a scalar is an alias.
@@ -77,7 +76,7 @@ def _read_end(
     - `position`: index of the value among the region's operands or results.
     - `axes`: axes that the region splits by hand.
     """
-    shape, _, _ = parse_type(str(value.type))
+    shape, _, _ = mlir.tensor_type(value.type)
     mine = builder.tensors[source].shape
     if not shape and source not in builder.free:
         builder.ids[value] = source
@@ -95,7 +94,7 @@ def called(op: Any, kind: str) -> str:
     """
     if kind != "custom_call":
         return ""
-    target = str(op.attributes["call_target_name"]).strip('"')
+    target = mlir.target_name(op)
     if target in ("SPMDFullToShardShape", "SPMDShardToFullShape"):
         raise UserError(
             f"the program has a region split by hand in GSPMD's form ({target}), whose axes have no names: export it "

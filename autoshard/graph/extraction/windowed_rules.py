@@ -3,6 +3,7 @@
 import dataclasses
 from collections.abc import Mapping, Sequence
 from collections.abc import Set as AbstractSet
+from typing import Any
 
 from autoshard.graph.extraction.rolls import Cut
 from autoshard.graph.records import FactorKind, Halo, Rule, Tensor
@@ -42,7 +43,7 @@ class _Draft:
 def windowed_rule(
     kind: str,
     rule: Rule,
-    attributes: Mapping[str, str],
+    attributes: Mapping[str, Any],
     operands: Sequence[Tensor],
     results: Sequence[Tensor],
     split: bool = True,
@@ -55,7 +56,7 @@ def windowed_rule(
     draft = _Draft(rule)
     shapes = [t.shape for t in operands]
     if kind == "convolution":
-        spatial = convolution_dims(attributes["dimension_numbers"])
+        spatial = convolution_dims(attributes)
         sides = (draft.operands[0], draft.operands[1], draft.results[0])
         for dims, side, tensor in zip(spatial, sides, (*operands[:2], results[0]), strict=True):
             for dim in dims:
@@ -79,7 +80,7 @@ def windowed_rule(
 
 
 def _part_from_places(
-    draft: _Draft, attributes: Mapping[str, str], shape: Sequence[int], own: AbstractSet[int]
+    draft: _Draft, attributes: Mapping[str, Any], shape: Sequence[int], own: AbstractSet[int]
 ) -> None:
     """Turn dims that a pad cuts as much as it lengthens into permutations.
 

@@ -1,25 +1,23 @@
 """Values in the hosts' memory, and transfers between it and the devices' memory."""
 
-import re
 from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
+from autoshard import mlir
 from autoshard.graph.records import Op, OpClass, OpGraph, is_batched
 
 
 TO_HOST, TO_DEVICE = "to_host", "to_device"
-_TARGET = "annotate_device_placement"
 INTO_STACKS = frozenset({"dynamic_update_slice", "broadcast_in_dim", "reshape"})
 """Ops that insert a value into a stack as one slice."""
 _PASSING = INTO_STACKS | {"transpose", "copy", "sharding_constraint"}
 
 
-def placement_kind(target: str, attributes: Mapping[str, str]) -> str | None:
-    """Return the op kind of a placement call, from the text of its attributes; None for any other call."""
-    if target != _TARGET:
+def placement_kind(call: Any) -> str | None:
+    """Return the op kind of a placement call; None for any other call."""
+    if mlir.target_name(call) != mlir.PLACEMENT:
         return None
-    texts = [text for name, text in attributes.items() if "frontend_attributes" in name]
-    match = re.search(r'_xla_buffer_placement\s*=\s*"(\w+)"', " ".join(texts))
-    return TO_HOST if match and match[1].endswith("host") else TO_DEVICE
+    return TO_HOST if mlir.is_sent_to_host(call) else TO_DEVICE
 
 
 def hosted(graph: OpGraph) -> frozenset[int]:

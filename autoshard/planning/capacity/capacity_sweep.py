@@ -8,7 +8,9 @@ import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Unpack
+from typing import Annotated, Any, TypedDict, Unpack
+
+import msgspec
 
 from autoshard.base.files import read_json, write_whole
 from autoshard.base.worker_pool import as_ended
@@ -23,6 +25,13 @@ from autoshard.program import read_config
 FORMAT = "autoshard-sweep"
 ROWS = "sweep.json"
 """Name of the file of rows in a sweep's folder."""
+
+
+class _SweepFile(TypedDict):
+    """Content of a sweep's file: rows by key."""
+
+    format: Annotated[str, msgspec.Meta(pattern=f"^{FORMAT}$")]
+    rows: dict[str, SweepRow]
 
 
 def sweep(
@@ -178,12 +187,10 @@ def read_sweep(path: str | os.PathLike[str]) -> dict[str, SweepRow]:
     if Path(path).is_dir():
         path = Path(path) / ROWS
     try:
-        data = read_json(path)
-        _check_format(data["format"])
-        return {key: SweepRow(**{**row, "words": tuple(row["words"])}) for key, row in data["rows"].items()}
+        return msgspec.convert(read_json(path), _SweepFile)["rows"]
     except OSError as error:
         raise UserError(f"cannot read {path}: {error.strerror}.") from error
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except ValueError as error:
         raise UserError(
             f"{path} is not a file that `autoshard sweep --out` wrote; name another one, or remove it."
         ) from error
@@ -199,12 +206,6 @@ def is_sweep(path: str | os.PathLike[str]) -> bool:
             return f'"format": "{FORMAT}"'.encode() in opened.read(64)
     except OSError:
         return False
-
-
-def _check_format(name: Any) -> None:
-    """Raise `KeyError` for a file of another format."""
-    if name != FORMAT:
-        raise KeyError(FORMAT)
 
 
 def _write(path: str | os.PathLike[str], rows: Mapping[str, SweepRow]) -> None:

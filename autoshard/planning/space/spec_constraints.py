@@ -9,7 +9,8 @@ from numpy.typing import NDArray
 
 from autoshard.cost import Collectives, Kind, Mesh
 from autoshard.errors import UserError
-from autoshard.graph import AxisUse, Constraint, Op, OpGraph, Structure
+from autoshard.graph import Constraint, Op, OpGraph, Structure
+from autoshard.mlir import AxisUse
 from autoshard.planning.record.hlo_shardings import tiled_axes
 from autoshard.planning.record.spec import Spec, spec_text
 from autoshard.planning.xla.axis_assignments import WHOLE, States, local_elements

@@ -1,0 +1,259 @@
+"""Shardings, pins, regions and groups, compared with programs that XLA partitions and runs on eight devices."""
+
+import dataclasses
+import re
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from autoshard import mlir
+from autoshard.mlir import Window
+from tests.mlir.interpreting import compiled, random
+
+
+SIZES = {"a b": 4, 'c"': 2}
+"""Axes whose names need quotes and escapes."""
+MESH = Mesh(np.array(jax.devices()).reshape(4, 2), tuple(SIZES))
+
+
+@dataclasses.dataclass(frozen=True)
+class Spec:
+    dims: tuple[tuple[str, ...], ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Pin:
+    op: int
+    index: int
+    spec: Spec
+    operand: tuple[int, int] | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Region:
+    op: int
+    operands: tuple[Spec, ...]
+    results: tuple[Spec, ...]
+    summed: tuple[str, ...] = ()
+
+
+A, C = ("a b",), ('c"',)
+
+
+def placed(*dims: Any) -> NamedSharding:
+    return NamedSharding(MESH, PartitionSpec(*dims))
+
+
+def lowered(fn: Callable[..., Any], arguments: Any, *places: Any) -> Any:
+    """Lower a function with arguments of these shardings; its results have any."""
+    return jax.jit(fn, keep_unused=True, in_shardings=places).lower(*arguments)
+
+
+def two_matmuls(x: Any, w: Any, v: Any) -> Any:
+    return jnp.tanh(x @ w) @ v
+
+
+MATRICES = random(16, 8), random(8, 32, seed=1), random(32, 4, seed=2)
+
+
+@pytest.mark.parametrize(
+    "specs",
+    [
+        [(A, ()), ((), C), (C, ())],
+        [((), ()), ((), ("a b", 'c"')), (("a b", 'c"'), ())],
+        [(("a b", 'c"'), ()), ((), ()), ((), ())],
+        [(C, A), (A, ()), ((), ())],
+    ],
+)
+def test_propagation_gives_the_shardings_that_xla_compiles(specs: list[Any]) -> None:
+    """Leave the result open, and read its sharding from XLA's executable."""
+    lowering = lowered(two_matmuls, MATRICES, *(placed(*(dim or None for dim in dims)) for dims in specs))
+    specs_of = mlir.propagated_specs(
+        mlir.to_bytes(lowering.compiler_ir("stablehlo")), SIZES, [Spec(dims) for dims in specs], [None]
+    )
+    last = max(number for number, _ in specs_of)
+    found = specs_of[(last - 1, 0)] if (last, 0) not in specs_of else specs_of[(last, 0)]
+    ours = placed(*(dim or None for dim in found or ()))
+    assert lowering.compile().output_shardings.is_equivalent_to(ours, 2)
+
+
+def test_sums_and_reshards_name_axes_that_need_quotes() -> None:
+    """Compare with the collectives of the compiled program: it sums over the axis of the contracted dim."""
+    specs = [Spec((A, C)), Spec((C, ())), Spec(((), ()))]
+    lowering = lowered(two_matmuls, MATRICES, placed(A, C), placed(C, None), placed())
+    module = mlir.inline_calls(mlir.parse_module(mlir.to_bytes(lowering.compiler_ir("stablehlo"))))
+    mlir.set_shardings(module, "mesh", SIZES, specs, [Spec(((), ()))])
+    (gathered,) = mlir.explicit_reshards(module)
+    assert gathered["before"] == (A, ()) and gathered["after"] == ((), ()) and gathered["shape"] == (16, 4)
+    (total,) = mlir.explicit_sums(module)
+    assert total["summed"] == C and total["shape"] == (16, 32)
+    text = lowering.compile().as_text()
+    (groups,) = set(re.findall(r"all-reduce\(.*replica_groups=(\S+),", text))
+    assert groups.startswith(("{{0,1},{2,3},{4,5},{6,7}}", "[4,2]<=[8]"))
+
+
+def test_pinned_values_have_their_shardings_and_values_stay() -> None:
+    pins = [Pin(0, 0, Spec((C, A))), Pin(1, 0, Spec(((), ("a b", 'c"')))), Pin(-1, 1, Spec((A, C)), (0, 1))]
+    lowering = lowered(two_matmuls, MATRICES, placed(), placed(), placed())
+
+    def pin(module: Any) -> None:
+        mlir.inline_calls(module)
+        assert mlir.insert_pins(module, "mesh", SIZES, pins) == len(pins) and module.operation.verify()
+
+    found = compiled(lowering, pin, *MATRICES)
+    np.testing.assert_allclose(found, two_matmuls(*MATRICES), rtol=1e-4, atol=1e-5)
+    collectives = re.findall(r" (all-reduce|all-gather|all-to-all)", lowering.compile().as_text())
+    assert collectives, "the pinned dims are gathered again"
+
+
+@pytest.mark.parametrize("axes", [("a b",), ('c"',), ("a b", 'c"')])
+def test_groups_of_a_collective_are_the_devices_that_it_sums_over(axes: tuple[str, ...]) -> None:
+    """Sum powers of two, one of each device: the bits of the total are the members of the device's group."""
+
+    def body(x: Any) -> Any:
+        return lax.psum(x, axes)
+
+    spec = PartitionSpec(tuple(SIZES))
+    run = jax.jit(jax.shard_map(body, mesh=MESH, in_specs=spec, out_specs=spec, check_vma=False))
+    powers = np.int32(2) ** np.arange(8, dtype=np.int32)
+    totals = np.asarray(run(powers))
+    module = mlir.inline_calls(mlir.parse_module(run.lower(powers).as_text()))
+    (reduce,) = [op for op in mlir.number_ops(module) if op.name == "stablehlo.all_reduce"]
+    for group in mlir.device_groups(reduce):
+        for device in group:
+            assert totals[device] == sum(1 << member for member in group)
+
+
+def test_pairs_of_a_permute_are_the_devices_that_send_and_receive() -> None:
+    pairs = [(0, 1), (1, 2), (3, 0)]
+    spec = PartitionSpec(tuple(SIZES))
+
+    def body(x: Any) -> Any:
+        return lax.ppermute(x, "a b", pairs)
+
+    run = jax.jit(jax.shard_map(body, mesh=MESH, in_specs=spec, out_specs=spec, check_vma=False))
+    numbers = np.arange(1, 9, dtype=np.int32)
+    received = np.asarray(run(numbers))
+    module = mlir.inline_calls(mlir.parse_module(run.lower(numbers).as_text()))
+    (permute,) = [op for op in mlir.number_ops(module) if op.name == "stablehlo.collective_permute"]
+    wanted = np.zeros(8, np.int32)
+    for source, target in mlir.device_groups(permute):
+        wanted[target] = numbers[source]
+    np.testing.assert_array_equal(received, wanted)
+
+
+def convolution(x: Any, w: Any) -> Any:
+    return lax.conv_general_dilated(x, w, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"))
+
+
+def grouped(x: Any, w: Any) -> Any:
+    numbers = ("NHWC", "HWIO", "NHWC")
+    return lax.conv_general_dilated(x, w, (1, 1), "SAME", dimension_numbers=numbers, feature_group_count=4)
+
+
+@pytest.mark.parametrize(
+    ("fn", "arguments", "operands", "result"),
+    [
+        (convolution, (random(2, 8, 8, 4), random(3, 3, 4, 6)), [((), A, C, ()), ((),) * 4], ((), A, C, ())),
+        (convolution, (random(2, 8, 8, 4), random(3, 3, 4, 6)), [(C, A, (), ()), ((),) * 4], (C, A, (), ())),
+        (grouped, (random(2, 8, 8, 8), random(3, 3, 2, 8)), [((), C, (), A), ((), (), (), A)], ((), C, (), A)),
+        (lambda x: lax.slice(x, (2, 0), (14, 8)), (random(16, 8),), [((), C)], ((), C)),
+        (lambda x: lax.pad(x, np.float32(3), ((1, -1, 0), (0, 0, 0))), (random(16, 8),), [(A, C), ()], (A, C)),
+    ],
+)
+def test_regions_compute_what_the_whole_op_does(fn: Any, arguments: Any, operands: Any, result: Any) -> None:
+    lowering = lowered(fn, arguments, *(placed(*(dim or None for dim in dims)) for dims in operands[: len(arguments)]))
+    kinds = ("convolution", "slice", "pad")
+
+    def split(module: Any) -> None:
+        mlir.inline_calls(module)
+        numbers = [n for n, op in enumerate(mlir.number_ops(module)) if op.name.rpartition(".")[2] in kinds]
+        region = Region(numbers[0], tuple(map(Spec, operands)), (Spec(result),))
+        assert mlir.insert_regions(module, "mesh", SIZES, mlir.regions_of(module, [region])) == 1
+        assert module.operation.verify()
+
+    np.testing.assert_allclose(compiled(lowering, split, *arguments), fn(*arguments), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("size", [2, 3, 5])
+@pytest.mark.parametrize(("stride", "spread"), [(1, 1), (2, 1), (1, 2), (2, 3)])
+def test_a_shard_with_its_halo_computes_its_part_of_a_window(size: int, stride: int, spread: int) -> None:
+    """Run every shard alone, with zeros beyond the edges, and compare with the sums over the windows of the whole."""
+    length, split = 24, 0
+    x = random(length)
+
+    def sums(x: np.ndarray, w: Window) -> np.ndarray:
+        wide = np.pad(x, (max(0, w.low), max(0, w.high)))
+        wide = wide[max(0, -w.low) : len(wide) - max(0, -w.high)]
+        last = len(wide) - (w.size - 1) * w.spread - 1
+        return np.array([wide[at : at + w.size * w.spread : w.spread].sum() for at in range(0, last + 1, w.stride)])
+
+    reach = (size - 1) * spread
+    for low in sorted({-1, 0, 1, reach // 2, reach}):
+        for high in sorted({-1, 0, 1, reach - reach // 2, reach}):
+            whole = Window(size, stride, low, high, spread=spread)
+            source = f"""
+                func.func @main(%x: tensor<{length}xf32>, %z: tensor<f32>) -> tensor<{len(sums(x, whole))}xf32> {{
+                  %0 = "stablehlo.reduce_window"(%x, %z) ({{
+                    ^bb0(%a: tensor<f32>, %b: tensor<f32>):
+                      %s = stablehlo.add %a, %b : tensor<f32>
+                      stablehlo.return %s : tensor<f32>
+                  }}) {{window_dimensions = array<i64: {size}>, window_strides = array<i64: {stride}>,
+                       window_dilations = array<i64: {spread}>,
+                       padding = dense<[[{low}, {high}]]> : tensor<1x2xi64>}}
+                    : (tensor<{length}xf32>, tensor<f32>) -> tensor<{len(sums(x, whole))}xf32>
+                  return %0 : tensor<{len(sums(x, whole))}xf32>
+                }}"""
+            op = mlir.number_ops(mlir.parse_module(source))[0]
+            wanted = sums(x, whole)
+            for dim in mlir.windowed_dims("reduce_window", op.attributes, [(length,), ()], (len(wanted),)):
+                assert dim.window == whole and not dim.summed
+                for shards in (each for each in (2, 3, 4, 6) if dim.fits(each)):
+                    split += 1
+                    padded = np.pad(x, (dim.before, dim.after))
+                    own = length // shards
+                    parts = [padded[k * own : k * own + own + dim.before + dim.after] for k in range(shards)]
+                    joined = np.concatenate([sums(part, dim.local(shards)) for part in parts])
+                    np.testing.assert_allclose(joined, wanted, rtol=1e-5, atol=1e-6)
+    assert split
+
+
+def test_numbers_of_a_convolution_are_those_that_jax_wrote() -> None:
+    spatial = (2, 0), (3, 1), (1, 3)
+    numbers = lax.ConvDimensionNumbers((3, 1, 2, 0), (2, 0, 3, 1), (0, 2, 1, 3))
+
+    def run(x: Any, w: Any) -> Any:
+        return lax.conv_general_dilated(x, w, (1, 1), [(1, 1), (2, 0)], (2, 1), (1, 1), numbers, feature_group_count=2)
+
+    module = mlir.parse_module(jax.jit(run).lower(random(6, 4, 5, 3), random(2, 3, 4, 3)).as_text())
+    (op,) = [op for op in mlir.number_ops(mlir.inline_calls(module)) if op.name == "stablehlo.convolution"]
+    assert mlir.convolution_dims(op.attributes) == tuple(map(list, spatial)) and mlir.has_groups(op.attributes)
+    assert mlir.numbers_of(op.attributes["lhs_dilation"]) == [2, 1]
+
+
+@pytest.mark.parametrize(
+    ("precision", "passes"),
+    [
+        (None, 1),
+        ("high", 3),
+        ("highest", 6),
+        (("default", "high"), 3),
+        (lax.DotAlgorithmPreset.BF16_BF16_F32, 1),
+        (lax.DotAlgorithmPreset.BF16_BF16_F32_X3, 3),
+        (lax.DotAlgorithmPreset.BF16_BF16_F32_X6, 6),
+        (lax.DotAlgorithmPreset.F32_F32_F32, 6),
+    ],
+)
+def test_passes_of_a_matmul(precision: Any, passes: int) -> None:
+    def run(x: Any, w: Any) -> Any:
+        return lax.dot_general(x, w, (((1,), (0,)), ((), ())), precision=precision)
+
+    lowering = jax.jit(run).trace(random(4, 4), random(4, 4)).lower(lowering_platforms=("tpu",))
+    (op, _) = mlir.number_ops(mlir.parse_module(lowering.as_text()))
+    assert mlir.precision_passes(op.attributes) == passes
