@@ -98,7 +98,7 @@ MAY = {
         *("base/ray_driver.py", "base/ray_node.py", "base/ray_pool.py"),  # and of a Ray cluster that the user names
     },
     "exec_module": {"program/load.py", "autoload.py"},  # the user's program; and torch_xla, whose import is watched
-    "subprocess": {"base/processes.py", "base/worker.py", "base/ray_pool.py", "exec/ahead/ahead_process.py"},
+    "subprocess": {"base/processes.py", "base/worker.py", "base/ray_pool.py"},
     "socket": {"base/ray_driver.py"},  # to check that the user's cluster answers
 }
 NEVER = {
