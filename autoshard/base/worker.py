@@ -205,15 +205,21 @@ class Child:
             if self._ended:
                 return
             self._ended = True
-        if patience_s > 0:
-            self.hang_up()
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                self._process.wait(patience_s)
-        self._kill()
+        if not self._leaves(patience_s):
+            self._kill()
         count_ended(self._process.pid)
         self.hang_up()
         with contextlib.suppress(OSError, ValueError):
             self._source.close()
+
+    def _leaves(self, patience_s: float) -> bool:
+        """Hang up, and return True if the process ends by itself in so many seconds."""
+        if patience_s > 0:
+            self.hang_up()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(patience_s)
+                return True
+        return False
 
     def _kill(self) -> None:
         """Kill the process, or all processes of its own session, and wait until they are gone."""
