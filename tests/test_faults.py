@@ -3,9 +3,11 @@
 import contextlib
 import io
 import json
+import os
 import resource
 import shutil
 import signal
+import subprocess
 import sys
 from pathlib import Path
 
@@ -78,6 +80,36 @@ def test_what_is_missing_is_said(place: str, prepared: Path, tmp_path: Path):
     if wrong == "not here":
         pytest.skip("this system does not let us make that place")
     assert not wrong
+
+
+CRASHES = """
+import argparse, atexit, os, signal, sys, time
+signal.signal(signal.SIGINT, signal.default_int_handler)  # what runs in a shell's background ignores it
+from autoshard import cli
+
+def run(*_):
+    atexit.register(os.abort)
+    os.kill(os.getpid(), {sent})
+    time.sleep(60)
+
+cli.parse = lambda argv: argparse.Namespace(run=run, writes={{}}, places=())
+sys.argv = ["autoshard", "diff"]
+raise SystemExit(cli.main())
+"""
+
+
+@pytest.mark.parametrize(
+    ("sent", "word"), [(signal.SIGINT, "interrupted"), (signal.SIGTERM, "terminated")], ids=["SIGINT", "SIGTERM"]
+)
+def test_a_library_that_crashes_at_exit_leaves_the_exit_code_of_a_signal(
+    sent: signal.Signals, word: str, tmp_path: Path
+):
+    """Let an exit handler crash, as threads of XLA that still run a step may do."""
+    environment = {**os.environ, "PYTHONPATH": str(environments.ROOT), "TMPDIR": str(tmp_path)}
+    command = [sys.executable, "-c", CRASHES.format(sent=int(sent))]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == (128 + sent, f"autoshard: {word}\n")
+    assert not list(tmp_path.iterdir())
 
 
 HARSH = environments.WORKS["a home that is not there"] + environments.WORKS["the locale C"].replace(

@@ -94,11 +94,11 @@ def test_files_are_ours_if_they_are_the_users_or_the_systems(tmp_path: Path, mon
 
 MAY = {
     "pickle": {
-        *("base/worker_process.py", "solver/job_process.py"),  # through the pipes of processes that we started
+        "base/worker.py",  # through the pipes of processes that we started
         *("base/ray_driver.py", "base/ray_node.py", "base/ray_pool.py"),  # and of a Ray cluster that the user names
     },
     "exec_module": {"program/load.py", "autoload.py"},  # the user's program; and torch_xla, whose import is watched
-    "subprocess": {"base/processes.py", "base/worker_process.py", "base/ray_pool.py", "exec/ahead/ahead_process.py"},
+    "subprocess": {"base/processes.py", "base/worker.py", "base/ray_pool.py"},
     "socket": {"base/ray_driver.py"},  # to check that the user's cluster answers
 }
 NEVER = {

@@ -83,17 +83,6 @@ def run_script(script: str, seconds: float) -> tuple[str, str, int] | None:
     return done.stdout, done.stderr, done.returncode
 
 
-def start_python(module: str, *arguments: str) -> subprocess.Popen[bytes]:
-    """Start a Python process that calls the module's `main` with the arguments, with pipes for stdin and stdout.
-
-    Its temporary files go to `temporary_folder`, since it is killed in the end and removes none.
-    """
-    folder = temporary_folder()
-    environment = None if folder is None else {**os.environ, "TMPDIR": str(folder)}
-    command = python_command(module, *arguments)
-    return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment)
-
-
 _SELDOM = (100_000, 50, 100)
 """Garbage collector thresholds: new objects per collection, and collections per collection of each older generation."""
 

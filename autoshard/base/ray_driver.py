@@ -17,6 +17,7 @@ from typing import Any
 
 from autoshard.base.processes import when_stdin_ends
 from autoshard.base.ray_node import NodeSetting, run_call
+from autoshard.base.worker import Parent, pickled
 
 
 OWN, NOTED, GIVEN = "own", "noted", "given"
@@ -28,21 +29,17 @@ LEAVE_S = 30.0
 
 
 class _Driver:
-    """State of the driver process: its output pipe and its connection to Ray."""
+    """State of the driver process: its pipes to the pool and its connection to Ray."""
 
     def __init__(self) -> None:
-        self.sink = os.fdopen(os.dup(1), "wb")
-        os.dup2(2, 1)  # output that libraries print goes to stderr
-        self.lock = threading.Lock()
+        self.parent = Parent()
         self.ray: Any = None
         self.begun = False
         """True if Ray may have processes or tasks to clean up."""
 
     def say(self, *message: object) -> None:
         """Send a message to the pool."""
-        with self.lock, contextlib.suppress(OSError):
-            pickle.dump(message, self.sink, protocol=5)
-            self.sink.flush()
+        self.parent.send(pickled(message))
 
     def leave(self) -> None:
         """Cancel all tasks, end a Ray that this driver started, and exit this process."""
@@ -98,7 +95,7 @@ class _Driver:
                 self.say("failed" if wrong else "lost", number, _line(error))
 
         while True:
-            number, data = pickle.load(sys.stdin.buffer)
+            number, data = self.parent.receive()
             free.acquire()
             running[number] = reference = task.remote(shared, data)
             reference.future().add_done_callback(lambda future, number=number: ended(number, future))
@@ -110,7 +107,7 @@ def main(address: str, kind: str) -> None:
     when_stdin_ends(driver.leave)
     try:
         driver.connect(address, kind)
-        driver.serve(*pickle.load(sys.stdin.buffer))
+        driver.serve(*pickle.loads(driver.parent.receive()[1]))
     except EOFError:
         threading.Event().wait()  # the thread of `when_stdin_ends` ends the process
     except Exception as error:

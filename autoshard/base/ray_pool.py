@@ -6,16 +6,16 @@ import importlib.util
 import os
 import pickle
 import queue
-import subprocess
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from subprocess import DEVNULL
 from types import TracebackType
 from typing import Any
 
-from autoshard.base.processes import python_command
 from autoshard.base.ray_driver import ANSWER_S, GIVEN, NOTED, OWN
 from autoshard.base.ray_node import setting_here
+from autoshard.base.worker import Child, pickled
 from autoshard.errors import UserError
 
 
@@ -48,14 +48,16 @@ class RayPool(concurrent.futures.Executor):
             raise UserError(f"--on {address} needs Ray, which is not installed: pip install 'autoshard[ray]'.")
         self._address, self._note, kind = _found(address)
         self._given, self._most, self._prepare = address, most, prepare
-        self._process = subprocess.Popen(
-            python_command("autoshard.base.ray_driver", self._address, kind, watched=False),
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,  # Ray's log; the driver reports what matters on stdout
-            start_new_session=True,  # an interrupt from the terminal must not reach the driver directly
+        self._driver = Child(
+            "autoshard.base.ray_driver",
+            self._address,
+            kind,
+            environment=os.environ,
+            stderr=DEVNULL,  # Ray's log; the driver reports what matters on stdout
+            session=True,  # an interrupt from the terminal must not reach the driver directly
+            watched=False,
         )
-        self._lock, self._sending = threading.Lock(), threading.Lock()
+        self._lock = threading.Lock()
         self._waiting: dict[int, concurrent.futures.Future[Any]] = {}
         self._number, self._ended, self._connected = 0, False, False
         self._messages: queue.SimpleQueue[tuple[Any, ...]] = queue.SimpleQueue()
@@ -75,7 +77,7 @@ class RayPool(concurrent.futures.Executor):
                     answer, why = "refused", [f"no answer within {seconds:g} s"]
                 if answer != step:
                     raise UserError(self._refusal(*why))
-            self._send((setting_here(self._prepare), self._most))
+            self._driver.send(pickled((setting_here(self._prepare), self._most)))
             self._connected = True
         except BaseException:
             self.shutdown()
@@ -113,25 +115,18 @@ class RayPool(concurrent.futures.Executor):
             self._number = number = self._number + 1
             self._waiting[number] = future
             future.set_running_or_notify_cancel()
-        # A failed write needs no handling: the listener thread sees the end of the driver and fails every future. This
-        # write has its own lock, so that the listener never waits for it.
-        with self._sending, contextlib.suppress(OSError, ValueError):
-            self._send((number, data))
+        # A failed write needs no handling: the listener thread sees the end of the driver and fails every future.
+        with contextlib.suppress(OSError, ValueError):
+            self._driver.send(data, number)
         return future
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = True) -> None:
         """Cancel all calls and end a Ray that the pool started; with `wait`, wait until the driver process ends."""
         with self._lock:
             self._ended = True
-        assert self._process.stdin is not None
-        with contextlib.suppress(OSError):
-            self._process.stdin.close()
+        self._driver.hang_up()
         if wait:
-            try:
-                self._process.wait(LEAVE_S)
-            except subprocess.TimeoutExpired:
-                self._process.kill()
-                self._process.wait()
+            self._driver.end(LEAVE_S)
 
     def __exit__(
         self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
@@ -139,22 +134,13 @@ class RayPool(concurrent.futures.Executor):
         # after an interrupt the driver cleans up without us
         self.shutdown(wait=kind is None or issubclass(kind, Exception))
 
-    def _send(self, message: object) -> None:
-        """Send a message to the driver process."""
-        into = self._process.stdin
-        assert into is not None
-        pickle.dump(message, into, protocol=5)
-        into.flush()
-
     def _listen(self) -> None:
         """Read the driver's messages until it ends: resolve futures and queue other messages; then fail the futures
         left.
         """
-        source = self._process.stdout
-        assert source is not None
-        with source, contextlib.suppress(EOFError, OSError, pickle.UnpicklingError):
+        with contextlib.suppress(EOFError, OSError, ValueError):
             while True:
-                match pickle.load(source):
+                match pickle.loads(self._driver.receive()[1]):
                     case ("value" | "failed" | "lost" as kind, int(number), answer):
                         with self._lock:
                             future = self._waiting.pop(number)

@@ -11,7 +11,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, TypeVar
 
-from autoshard.base.worker_process import Helper, Job
+from autoshard.base.worker import Job, Worker
 
 
 JOIN_S = 5.0
@@ -65,7 +65,7 @@ class HelperPool(concurrent.futures.Executor):
         self._waiting: queue.SimpleQueue[tuple[concurrent.futures.Future[Any], Job]] = queue.SimpleQueue()
         self._prepare = prepare
         self._lock = threading.Lock()
-        self._helpers: set[Helper] = set()
+        self._helpers: set[Worker] = set()
         self._threads: list[threading.Thread] = []
         self._most, self._number, self._ended = count, 0, False
 
@@ -113,7 +113,7 @@ class HelperPool(concurrent.futures.Executor):
             try:
                 if helper is None:
                     helper = self._start()
-                future.set_result(helper.call(job, ())[0])
+                future.set_result(helper.call(job)[0])
             except Exception as error:
                 alive = helper is not None and helper.alive
                 future.set_exception(error if alive else concurrent.futures.BrokenExecutor(str(error)))
@@ -123,11 +123,11 @@ class HelperPool(concurrent.futures.Executor):
         if helper is not None:
             helper.end()
 
-    def _start(self) -> Helper:
+    def _start(self) -> Worker:
         """Start a helper; raise `RuntimeError` after `shutdown`."""
         with self._lock:
             if self._ended:
                 raise RuntimeError("the processes have been ended")
-            helper = Helper(self._prepare)
+            helper = Worker(self._prepare)
             self._helpers.add(helper)
         return helper

@@ -7,12 +7,13 @@ A small call of a helper is faster than one of `concurrent.futures`' processes. 
 which suits whole candidates (`experiments/results/ray_sweep.md`).
 """
 
+import functools
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 from autoshard.base.processes import cores, processor_seconds
-from autoshard.base.worker_process import Helper, Job, Shared, Stopped, pickled
+from autoshard.base.worker import Job, Shared, Stopped, Worker, pickled
 
 
 MOST_HELPERS = 3
@@ -60,7 +61,7 @@ class WorkerCrew:
         self._changed = threading.Condition()
         self._work: Work | None = None
         self._shared: dict[str, Shared] = {}
-        self._helpers: list[Helper] = []
+        self._helpers: list[Worker] = []
         self._threads: list[threading.Thread] = []
         self._running: dict[int, tuple[Work, Job, Callable[[], None]]] = {}
         """Slot -> its work, its running job, and the function that stops the job."""
@@ -197,7 +198,7 @@ class WorkerCrew:
             self._write_shared()
         for _ in range(self._to_start):
             try:
-                helper = Helper(self._prepare)
+                helper = Worker(self._prepare)
             except OSError as error:
                 self._lines.append(f"no helper process could be started ({error}); the work is done here")
                 break
@@ -217,22 +218,20 @@ class WorkerCrew:
                     return job
                 self._changed.wait()
 
-    def _next(self, slot: int) -> tuple[Work, Job, list["Shared"]] | None:
+    def _next(self, slot: int) -> tuple[Work, Job, list[Shared]] | None:
         """Wait for the next job of a helper; return it with the objects shared by then, or None when the crew ends."""
         with self._changed:
             while not self._ended:
                 work = self._work
                 job = None if work is None else work.take(slot)
                 if work is not None and job is not None:
-                    helper = self._helpers[slot - 1]
-                    helper.number += 1
-                    self._running[slot] = work, job, helper.stop
+                    self._running[slot] = work, job, functools.partial(self._helpers[slot - 1].stop, job)
                     self._changed.notify_all()
                     return work, job, list(self._shared.values())
                 self._changed.wait()
         return None
 
-    def _serve(self, helper: "Helper", slot: int) -> None:
+    def _serve(self, helper: Worker, slot: int) -> None:
         """Give one helper jobs until the crew ends or the helper fails."""
         while (assignment := self._next(slot)) is not None:
             work, job, shared = assignment

@@ -9,7 +9,7 @@ from typing import TextIO
 
 from autoshard.cli.inputs import check_outputs
 from autoshard.cli.parser import parse
-from autoshard.cli.session import configure_files, configure_process, obey_signals
+from autoshard.cli.session import configure_files, configure_process, exit_after_signal, obey_signals
 from autoshard.errors import Terminated, UserError
 
 
@@ -43,10 +43,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     except KeyboardInterrupt:
         _say("interrupted")
-        return 130
+        return exit_after_signal(130)
     except Terminated:
         _say("terminated")
-        return 143
+        return exit_after_signal(143)
 
 
 def _hold_descriptors() -> None:

@@ -7,6 +7,7 @@ import gc
 import os
 import re
 import signal
+import sys
 import threading
 import time
 from typing import TYPE_CHECKING
@@ -106,11 +107,29 @@ def _end_in_time(signals: int) -> None:
     if signal.getsignal(number) not in (signal.default_int_handler, _terminate):
         return  # the command handles the signal, as `solve` does
     time.sleep(GRACE_S)
+    _exit_at_once(128 + number)
+
+
+def _exit_at_once(code: int) -> None:
+    """Delete this process's temporary folders and exit, without Python's exit handlers."""
     import shutil
 
     for folder in tuple(scratch_folders):
         shutil.rmtree(folder, ignore_errors=True)
-    os._exit(128 + number)
+    os._exit(code)
+
+
+def exit_after_signal(code: int) -> int:
+    """Exit the command's own process once a signal has ended the command; elsewhere return the exit code.
+
+    Threads of XLA may still run a step, and crash the process while Python finalises.
+    """
+    if _own:
+        if sys.stdout is not None:
+            with contextlib.suppress(OSError):
+                sys.stdout.flush()
+        _exit_at_once(code)
+    return code
 
 
 def configure_files() -> None:

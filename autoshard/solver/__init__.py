@@ -1,9 +1,9 @@
 """Solver: `Problem` in, `Solution` out; knows nothing of machine learning."""
 
+from autoshard.solver.clocks import Clock as Clock
+from autoshard.solver.clocks import processor_seconds as processor_seconds
 from autoshard.solver.contest import read_contest as read_contest
 from autoshard.solver.contest import write_contest as write_contest
-from autoshard.solver.job_process import Clock as Clock
-from autoshard.solver.job_process import processor_seconds as processor_seconds
 from autoshard.solver.judge import Evaluation as Evaluation
 from autoshard.solver.judge import evaluate as evaluate
 from autoshard.solver.network import Link as Link

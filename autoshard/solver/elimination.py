@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from autoshard.solver.job_process import Due, never
+from autoshard.solver.clocks import Due, never
 from autoshard.solver.problem import FORBIDDEN
 from autoshard.solver.residual_graph import Graph, Ints
 

@@ -10,9 +10,10 @@ import math
 import os
 import time
 
-from autoshard.solver.job_process import Clock, Due, JobProcess, processor_seconds, serve
+from autoshard.solver.clocks import Clock, Due, processor_seconds
 from autoshard.solver.mip_rows import MipResult, solve_mip
 from autoshard.solver.residual_graph import Graph
+from autoshard.solver.solver_process import SolverProcess
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -33,7 +34,7 @@ _HANDED: tuple[Clock, ...] = (time.monotonic, processor_seconds)
 """Clocks that work in another process too."""
 _HURRY_S = 1.0
 """Seconds within which the current answer should arrive once it is requested."""
-_idle: list[tuple[int, JobProcess]] = []
+_idle: list[tuple[int, SolverProcess]] = []
 """(id of the process that started it, idle child process) pairs; rarely more than one."""
 
 
@@ -55,7 +56,7 @@ def solve_in_process(job: Exact, due: Due) -> MipResult | None:
         sent = dataclasses.replace(sent, deadline=job.deadline - job.clock())
     process, fit = _take(), False
     try:
-        process.send([sent])
+        process.start(_do, sent)
         while not process.done():
             # A clock that the child process cannot use is checked here.
             if (due() or (own and job.clock() > job.deadline)) and not process.request_current_answer(_HURRY_S):
@@ -71,14 +72,14 @@ def solve_in_process(job: Exact, due: Due) -> MipResult | None:
             process.end()
 
 
-def _take() -> JobProcess:
+def _take() -> SolverProcess:
     """Return an idle child process, or start a new one."""
     try:
         owner, process = _idle.pop()
     except IndexError:
-        return JobProcess(__name__)
+        return SolverProcess(__name__)
     # After a fork, a child process still belongs to the process that started it.
-    return process if owner == os.getpid() else JobProcess(__name__)
+    return process if owner == os.getpid() else SolverProcess(__name__)
 
 
 @atexit.register
@@ -103,8 +104,3 @@ def _do(job: Exact, due: Due) -> MipResult:
         nodes=job.nodes,
         due=due,
     )
-
-
-def main() -> None:
-    """Serve jobs: the entry point of the child process."""
-    serve(_do)

@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from autoshard.solver.job_process import Due, OnThread
+from autoshard.base.on_thread import OnThread
+from autoshard.solver.clocks import Due
 
 
 if TYPE_CHECKING:

@@ -13,7 +13,7 @@ import time
 
 import numpy as np
 
-from autoshard.solver.job_process import Clock, Due, never
+from autoshard.solver.clocks import Clock, Due, never
 from autoshard.solver.mathopt import IntegerProgram
 from autoshard.solver.problem import FORBIDDEN
 from autoshard.solver.residual_graph import Graph, Ints

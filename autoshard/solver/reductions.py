@@ -6,7 +6,7 @@ import sys
 
 import numpy as np
 
-from autoshard.solver.job_process import Due, never
+from autoshard.solver.clocks import Due, never
 from autoshard.solver.problem import FORBIDDEN
 from autoshard.solver.residual_graph import Graph, InfeasibleGraph, Ints, compress
 

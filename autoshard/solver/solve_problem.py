@@ -10,9 +10,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from autoshard.errors import OutOfRangeError, UserError
+from autoshard.solver.clocks import Clock
 from autoshard.solver.elimination import Elimination
 from autoshard.solver.exact_solves import Exact, solve_in_process
-from autoshard.solver.job_process import Clock
 from autoshard.solver.judge import evaluate
 from autoshard.solver.mip_rows import usage_profile
 from autoshard.solver.problem import FORBIDDEN, Problem

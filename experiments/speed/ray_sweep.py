@@ -40,8 +40,8 @@ ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT))
 
 from autoshard.base.ray_pool import RayPool  # noqa: E402
+from autoshard.base.worker import Job, Worker  # noqa: E402
 from autoshard.base.worker_pool import HelperPool  # noqa: E402
-from autoshard.base.worker_process import Helper, Job  # noqa: E402
 from tests.ray_cluster import LocalCluster, local_cluster  # noqa: E402
 
 
@@ -193,9 +193,9 @@ class _Killer:
 @contextlib.contextmanager
 def helper() -> Iterator[Callable[[int], object]]:
     """Open a helper of the planner's crew; its calls run one after the other."""
-    one = Helper(None)
+    one = Worker()
     try:
-        yield lambda count: [one.call(Job(number, os.getpid, ()), ()) for number in range(count)]
+        yield lambda count: [one.call(Job(number, os.getpid, ())) for number in range(count)]
     finally:
         one.end()
 

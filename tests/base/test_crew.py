@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from autoshard.base.worker_process import Job, Stopped
+from autoshard.base.worker import Job, Stopped
 from autoshard.base.workers import HERE, WorkerCrew, helpers_here
 
 

@@ -48,8 +48,9 @@ def test_the_end_waits_for_nothing() -> None:
 
 
 LEAVES = """
-    import hashlib, os, sys
+    import hashlib, os, signal, sys
     sys.path.insert(0, {root!r})
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # what runs in a shell's background ignores it
     from autoshard import cli
     from autoshard.base.worker_pool import HelperPool
     from autoshard.cli import session

@@ -34,10 +34,10 @@ def trap(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.mark.parametrize(
-    "module", ["autoshard.base.worker_process", "autoshard.solver.search.milp_worker", "autoshard.solver.exact_solves"]
+    "prepare", [[], ["autoshard.solver.search.milp_worker"], ["autoshard.solver.exact_solves"]], ids=str
 )
-def test_children_import_nothing_from_the_working_directory(module: str, trap: Path):
-    done = subprocess.run(python_command(module), input=b"", capture_output=True, timeout=60)
+def test_children_import_nothing_from_the_working_directory(prepare: list[str], trap: Path):
+    done = subprocess.run(python_command("autoshard.base.worker", *prepare), input=b"", capture_output=True, timeout=60)
     assert done.returncode == 0 and done.stderr == b""
     assert not list(trap.rglob("executed"))
 

@@ -98,7 +98,7 @@ def test_an_address_where_nothing_listens_is_named_at_once() -> None:
         f"--on {address}: no Ray can be reached at {address} (Connection refused); "
         "on a machine that is no node of that cluster give ray://HOST:10001."
     )
-    assert pool._process.poll() is not None
+    assert not pool._driver.alive
 
 
 @pytest.mark.parametrize("form", ["{}", "ray://{}"])
@@ -111,7 +111,7 @@ def test_what_listens_and_is_no_ray_is_named_as_well(form: str, monkeypatch: pyt
         with pytest.raises(UserError) as caught:
             pool.connect()
     assert str(caught.value).startswith(f"--on {address}: no Ray can be reached at {address} (no answer within 1 s)")
-    assert pool._process.poll() is not None
+    assert not pool._driver.alive
 
 
 def test_ray_that_is_not_installed_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 from random_problems import make_problem
 
+from autoshard.base.on_thread import OnThread
 from autoshard.solver import Problem, Status, evaluate, processor_seconds, solve
 from autoshard.solver import solve_problem as module
 from autoshard.solver.elimination import Elimination
 from autoshard.solver.flat_graph import flatten
-from autoshard.solver.job_process import OnThread
 from autoshard.solver.reductions import reduce
 from autoshard.solver.residual_graph import build
 from autoshard.solver.search.local_search import LocalSearch

@@ -107,7 +107,7 @@ def test_a_process_of_another_is_left_alone(none_waits):
     try:
         assert solve_in_process(job(graph), never) == first
         assert all(process is not theirs for _, process in module._idle)
-        assert theirs._process.poll() is None
+        assert theirs._worker.alive
     finally:
         theirs.end()
 
@@ -171,8 +171,8 @@ def test_a_process_that_dies_is_said_so(none_waits):
     problem = small_problem()
     solve(problem)
     (_, process), = module._idle  # fmt: skip
-    process._process.kill()
-    process._process.wait()
+    process._worker._process.kill()
+    process._worker._process.wait()
     with pytest.raises(RuntimeError, match="ended unexpectedly"):
         solve_in_process(job(build(problem)), never)
     assert solve(problem).status is Status.OPTIMAL

@@ -10,11 +10,11 @@ import pytest
 from test_clock import hard_problem
 
 from autoshard.solver import evaluate, processor_seconds
+from autoshard.solver.clocks import Due, never
 from autoshard.solver.flat_graph import flatten
-from autoshard.solver.job_process import Due, never
 from autoshard.solver.mathopt import IntegerProgram, Minimum, _last, _Log
 from autoshard.solver.residual_graph import build
-from autoshard.solver.search.milp_worker import PartJob, Worker
+from autoshard.solver.search.milp_worker import PartJob, PartSolver
 
 
 WEIGHTS, WORTH = np.array([3.0, 4.0, 2.0]), np.array([5.0, 6.0, 3.0])
@@ -112,7 +112,7 @@ def test_a_worker_that_was_stopped_goes_on_with_the_next_part():
         clock=processor_seconds,
         seed=0,
     )
-    worker = Worker(graph, names, flat)
+    worker = PartSolver(graph, names, flat)
     try:
         for _ in range(2):
             worker.start(job)

@@ -7,17 +7,18 @@ import json
 import math
 import os
 import re
-import signal
-import subprocess
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from autoshard import mlir
-from autoshard.base.processes import python_command, scratch_folder
+from autoshard.base.on_thread import OnThread
+from autoshard.base.processes import scratch_folder
+from autoshard.base.worker import Job, Worker, WorkerEnded
 from autoshard.cost import Topology
 from autoshard.errors import UserError
+from autoshard.exec.ahead.ahead_worker import compile_files
 from autoshard.exec.ahead.compile_targets import Compiled, Target, gpu_target, placed, read_placed
 from autoshard.exec.apply.calls_on_shards import lower_for_compiler
 from autoshard.exec.apply.jax_application import donated_aliases
@@ -39,11 +40,6 @@ _ENVIRONMENT = {
 
 _LOCK = Path("/tmp/libtpu_lockfile")
 """Lock file that libtpu creates."""
-
-RESULT = "result.json"
-"""File in which the compiler's process leaves its result."""
-_POLL_S = 0.25
-"""Seconds between two looks at the compiler's process."""
 
 _GIB = {"B": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 """Unit in libtpu's messages -> bytes."""
@@ -100,11 +96,10 @@ def run_job(job: CompileJob) -> Compiled:
         for name, data in job.files.items():
             (directory / name).write_bytes(data)
         began = time.monotonic()
-        code, log = _run(directory, job.time_limit, job.target, job.flags, until=placed if job.quick else None)
-        stem = placed(directory) if job.quick and not (directory / RESULT).exists() else None
-        if stem is not None:
+        result, log = _run(job, directory)
+        if result is None and (stem := placed(directory)):
             return read_placed(directory, stem, job.argument_bytes, time.monotonic() - began, log)
-        return _read_result(directory, code, log, job.target, job.argument_bytes)
+        return _read_result(directory, result or {}, log, job.target, job.argument_bytes)
 
 
 def try_job(job: CompileJob) -> Compiled | UserError:
@@ -170,88 +165,53 @@ def _no_new_lock() -> Iterator[None]:
                 _LOCK.unlink(missing_ok=True)
 
 
-def _run(
-    directory: Path,
-    time_limit: float,
-    target: Target,
-    flags: Sequence[str] = (),
-    until: Callable[[Path], object] | None = None,
-) -> tuple[int, str]:
-    """Run the compiler's process on a folder; return its exit code and its stderr.
+def _run(job: CompileJob, directory: Path) -> tuple[dict[str, Any] | None, str]:
+    """Compile the files of a folder in another process, which is gone afterwards; return its result and its stderr.
 
-    - `flags`: flags of the plan, placed before those of the environment.
-    - `until`: the process is ended when this function finds something in the folder.
+    The result is None if the dumps of a quick job are in the folder instead. Raises `UserError` if the process dies or
+    takes too long.
     """
-    environment = {key: value for key, value in os.environ.items() if key != "XLA_FLAGS"}
-    environment |= {**target.environment, "TPU_LOG_DIR": str(directory), "TMPDIR": str(directory)}
-    if flags:
-        environment["LIBTPU_INIT_ARGS"] = " ".join([*flags, os.environ.get("LIBTPU_INIT_ARGS", "")]).strip()
-    log = directory / "stderr.txt"
-    with open(log, "wb") as stderr:
-        process = subprocess.Popen(
-            python_command("autoshard.exec.ahead.ahead_worker", str(directory)),
-            stdin=subprocess.PIPE,
-            stdout=subprocess.DEVNULL,
-            stderr=stderr,
-            env=environment,
-            start_new_session=True,
-        )
+    until = time.monotonic() + job.time_limit
+    target, path = job.target, directory / "stderr.txt"
+
+    def enough() -> bool:
+        return time.monotonic() > until or (job.quick and placed(directory) is not None)
+
+    with open(path, "wb") as stderr:
+        worker = Worker(compile_files.__module__, environment=_environment(job, directory), stderr=stderr, session=True)
         try:
-            code = _wait(process, time_limit, lambda: until is not None and until(directory) is not None)
-        except subprocess.TimeoutExpired:
+            run = OnThread(lambda: worker.call(Job(target.name, compile_files, (str(directory),)))[0])
+            result = run.result(enough)
+        except WorkerEnded as error:
+            how, reason = error.how, _last_line(path.read_text(errors="replace"))
             raise UserError(
-                f"the {target.noun} compiler did not finish {target.topology} within {time_limit:g} s: "
-                "give it longer with --time-limit."
+                f"the {target.noun} compiler {how} on {target.topology}; it may not support this shape ({reason})."
             ) from None
         finally:
-            _end(process)
-    return code, log.read_text(errors="replace")
+            worker.end()
+    if result is None and not (job.quick and placed(directory)):
+        raise UserError(
+            f"the {target.noun} compiler did not finish {target.topology} within {job.time_limit:g} s: "
+            "give it longer with --time-limit."
+        )
+    return result, path.read_text(errors="replace")
 
 
-def _wait(process: "subprocess.Popen[bytes]", time_limit: float, enough: Callable[[], bool]) -> int:
-    """Wait for the process and return its exit code, or 0 as soon as `enough` is true. Raises `TimeoutExpired`."""
-    end = time.monotonic() + time_limit
-    while not enough():
-        remaining = end - time.monotonic()
-        try:
-            return process.wait(timeout=min(_POLL_S, max(remaining, 0.0)))
-        except subprocess.TimeoutExpired:
-            if remaining <= _POLL_S:
-                raise
-    return 0
+def _environment(job: CompileJob, directory: Path) -> dict[str, str]:
+    """Return the environment variables of the compiler's process; a plan's flags precede those of this process."""
+    environment = {key: value for key, value in os.environ.items() if key != "XLA_FLAGS"}
+    environment |= {**job.target.environment, "TPU_LOG_DIR": str(directory), "TMPDIR": str(directory)}
+    if job.flags:
+        environment["LIBTPU_INIT_ARGS"] = " ".join([*job.flags, os.environ.get("LIBTPU_INIT_ARGS", "")]).strip()
+    return environment
 
 
-def _end(process: "subprocess.Popen[bytes]") -> None:
-    """End the process and all its children with SIGKILL, and wait until they are gone."""
-    with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
-    if process.stdin is not None:
-        with contextlib.suppress(OSError):
-            process.stdin.close()
-    deadline = time.monotonic() + 5
-    while time.monotonic() < deadline:
-        try:
-            os.killpg(process.pid, 0)
-        except (ProcessLookupError, PermissionError):
-            return
-        time.sleep(0.02)
-
-
-def _read_result(directory: Path, code: int, log: str, target: Target, argument_bytes: int) -> Compiled:
+def _read_result(directory: Path, result: dict[str, Any], log: str, target: Target, argument_bytes: int) -> Compiled:
     """Read the result of the compiler's process. Raises `UserError` for each kind of failure except lack of memory."""
     noun, topology = target.noun, target.topology
-    path = directory / RESULT
-    if not path.exists():
-        reason = _last_line(log)
-        how = f"was ended by signal {-code}" if code < 0 else f"ended with code {code}"
-        raise UserError(f"the {noun} compiler {how} on {topology}; it may not support this shape ({reason}).")
-    result = json.loads(path.read_text())
     status, message = result["status"], result.get("message", "")
     if status == "refused":
         raise UserError(f"the {noun} compiler refuses the topology {topology}: {message}")
-    if status == "user":
-        raise UserError(message)
     if status == "failed":
         raise UserError(f"the {noun} compiler failed on {topology}: {' '.join(message.split())[:300]}")
     if status == "memory":

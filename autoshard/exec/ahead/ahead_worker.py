@@ -1,41 +1,42 @@
-"""Process in which libtpu, or the GPU compiler, runs; `main` is called with the folder of one job.
+"""Call in whose process libtpu, or the GPU compiler, runs.
 
-It reads `plan.json`, `module.mlirbc`, `job.json` and the bodies of calls (`call-N.mlirbc`) from the folder. It writes
-`result.json`, `program.hlo` (the scheduled HLO) and `program.live` (the live ranges at the peak). libtpu may abort or
-never return. Therefore the parent (`ahead_process`) limits its time.
+It reads `plan.json`, `module.mlirbc`, `job.json` and the bodies of calls (`call-N.mlirbc`) from a folder. It writes
+`program.hlo` (the scheduled HLO) and `program.live` (the live ranges at the peak) there. libtpu may abort or never
+return. Therefore the parent (`ahead_process`) limits its time. The exit handlers of libtpu can hang too, so the parent
+kills the process.
 """
 
 import json
 import os
-import sys
 import time
+import traceback
 from pathlib import Path
 from typing import Any
+
+from autoshard.errors import UserError
 
 
 _NO_TILES = "Couldn't find output tile sizes"
 """Error of Triton's matmuls for some shapes that no device can time. The step is then compiled with library matmuls."""
 
 
-def main(folder: str) -> None:
-    """Compile the job in a folder, write its result and exit."""
+def compile_files(folder: str) -> dict[str, Any]:
+    """Compile the job in a folder and return its result; an unforeseen error ends the process with a traceback."""
     directory = Path(folder)
-    job = json.loads((directory / "job.json").read_text())
-    result = _compile(directory, job)
-    scratch = directory / "result.part"
-    scratch.write_text(json.dumps(result))
-    os.replace(scratch, directory / "result.json")
-    sys.stdout.flush()
-    # The exit handlers of libtpu can hang, and all results are on disk.
-    os._exit(0)
+    try:
+        return _compile(directory, json.loads((directory / "job.json").read_text()))
+    except UserError:
+        raise
+    except Exception:
+        traceback.print_exc()
+        os._exit(1)
 
 
 def _compile(directory: Path, job: dict[str, Any]) -> dict[str, Any]:
-    """Compile the program under the plan and return the content of `result.json`."""
+    """Compile the program under the plan and return its status with messages or figures."""
     import jax
     from jax.experimental import topologies
 
-    from autoshard.errors import UserError
     from autoshard.exec.apply.jax_application import Application, lower_module
     from autoshard.planning.record.plan_files import load_plan
 
@@ -46,12 +47,9 @@ def _compile(directory: Path, job: dict[str, Any]) -> dict[str, Any]:
         return {"status": "refused", "message": _first_line(error)}
     jax.config.update("jax_enable_x64", True)  # the module may have 64-bit types
     plan = load_plan(directory / "plan.json")
-    try:
-        application = Application(plan, tuple(devices))
-        bodies = {int(path.stem.partition("-")[2]): path.read_bytes() for path in directory.glob("call-*.mlirbc")}
-        lowered = lower_module(application, (directory / "module.mlirbc").read_bytes(), dict(job["aliases"]), bodies)
-    except UserError as error:
-        return {"status": "user", "message": str(error)}
+    application = Application(plan, tuple(devices))
+    bodies = {int(path.stem.partition("-")[2]): path.read_bytes() for path in directory.glob("call-*.mlirbc")}
+    lowered = lower_module(application, (directory / "module.mlirbc").read_bytes(), dict(job["aliases"]), bodies)
     dump = directory / "dump"
     dump.mkdir()
     start = time.perf_counter()

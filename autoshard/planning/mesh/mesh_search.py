@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from autoshard.base.units import format_seconds
-from autoshard.base.worker_process import Job
+from autoshard.base.worker import Job
 from autoshard.base.workers import WorkerCrew
 from autoshard.cost import Mesh, Topology, candidate_meshes
 from autoshard.errors import InfeasibleError, UserError

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from autoshard.base.worker_process import Stopped
+from autoshard.base.worker import Stopped
 from autoshard.base.workers import WorkerCrew
 from autoshard.planning.price.device_memory import lower_memory_targets, tight_seconds
 from autoshard.planning.price.evaluate import Outcome, evaluate

@@ -4,12 +4,13 @@ from collections.abc import Callable
 
 import numpy as np
 
+from autoshard.base.on_thread import OnThread
+from autoshard.solver.clocks import Clock
 from autoshard.solver.flat_graph import flatten
-from autoshard.solver.job_process import Clock, OnThread
 from autoshard.solver.residual_graph import Graph, Ints
 from autoshard.solver.search.local_search import LocalSearch, Stage, make_stage
 from autoshard.solver.search.message_passing import Dual
-from autoshard.solver.search.milp_worker import Answer, PartJob, Worker
+from autoshard.solver.search.milp_worker import Answer, PartJob, PartSolver
 
 
 _ENTRIES = 40_000
@@ -71,7 +72,7 @@ class Engine:
             self.climber.start(np.array([start[name] for name in self.names], dtype=np.int64))
             self._take()
         self._bound_phase()
-        worker = Worker(self.graph, self.names, self.flat)
+        worker = PartSolver(self.graph, self.names, self.flat)
         try:
             while not self._over():
                 if self._exact_round(worker):
@@ -189,7 +190,7 @@ class Engine:
         else:
             self.stage.climber.penalty = self.climber.penalty
 
-    def _exact_round(self, worker: Worker) -> bool:
+    def _exact_round(self, worker: PartSolver) -> bool:
         """Run a restricted exact solve in another process during a climb; return True if it proves the optimum."""
         self.rounds += 1
         slack = self.dual.slack()

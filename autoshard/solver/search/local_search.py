@@ -5,8 +5,8 @@ import time
 
 import numpy as np
 
+from autoshard.solver.clocks import Due
 from autoshard.solver.flat_graph import Flat, flatten
-from autoshard.solver.job_process import Due
 from autoshard.solver.residual_graph import Graph, Ints
 from autoshard.solver.search.block_kernels import workspace
 from autoshard.solver.search.pruning import restricted

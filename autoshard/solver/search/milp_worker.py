@@ -5,11 +5,13 @@ import math
 
 import numpy as np
 
+from autoshard.base.worker import Shared
+from autoshard.solver.clocks import Clock, Due
 from autoshard.solver.flat_graph import Flat
-from autoshard.solver.job_process import Clock, Due, JobProcess, serve
 from autoshard.solver.mip_rows import MipResult, solve_mip
 from autoshard.solver.residual_graph import Graph, Ints
 from autoshard.solver.search.pruning import Restricted, restricted
+from autoshard.solver.solver_process import SolverProcess
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -53,17 +55,17 @@ class Answer:
     """True if the run continues in the background, so that its process should be terminated."""
 
 
-class Worker:
+class PartSolver:
     """The child process, or its successor; all jobs restrict one graph."""
 
     def __init__(self, graph: Graph, names: list[int], flat: Flat):
-        self._problem_parts = graph, names, flat
-        self._begin()
+        self._sizer = _Sizer(graph, names, flat)
+        self._process = SolverProcess(__name__)
 
     def start(self, job: PartJob) -> None:
-        """Send a job."""
-        self._process.send([*self._first, job])
-        self._first = []
+        """Begin a job."""
+        # Each process has its own copy of the sizer, which learns there.
+        self._process.start(_do, self._sizer, job, shared=[Shared("sizer", self._sizer, self._sizer)])
 
     def done(self) -> bool:
         """Return True if the answer has arrived."""
@@ -78,24 +80,19 @@ class Worker:
         answer: Answer = self._process.answer()
         if answer.stopped:
             self.end()
-            self._begin()
+            self._process = SolverProcess(__name__)
         return answer
 
     def end(self) -> None:
         """Terminate the process."""
         self._process.end()
 
-    def _begin(self) -> None:
-        """Start a process, whose first message is the graph."""
-        self._process = JobProcess(__name__)
-        self._first: list[object] = [self._problem_parts]
-
 
 class _Sizer:
     """Search for the slack limit that leaves a target number of entries after reductions; learns from earlier cuts."""
 
     def __init__(self, graph: Graph, names: list[int], flat: Flat):
-        self._graph, self._names, self._flat = graph, names, flat
+        self.graph, self.names, self._flat = graph, names, flat
         self._seen: list[tuple[float, float]] = [(1.0, 0.01), (1e6, 1e5)]
         """(entries before reductions, entries after) of earlier cuts; the first two are guesses."""
 
@@ -166,11 +163,12 @@ class _Sizer:
 
     def _cut(self, job: PartJob, limit: float) -> Restricted:
         """Restrict the graph to alternatives with slack up to `limit`, and reduce it."""
-        return restricted(self._graph, self._names, self._flat, job.slack, limit, job.gap, job.best)
+        return restricted(self.graph, self.names, self._flat, job.slack, limit, job.gap, job.best)
 
 
-def _do(sizer: _Sizer, graph: Graph, names: list[int], job: PartJob) -> Answer:
+def _do(sizer: _Sizer, job: PartJob, _: Due) -> Answer:
     """Solve one job: choose the restricted problem, then solve it exactly."""
+    graph, names = sizer.graph, sizer.names
     tick = job.clock()
     small = sizer.find(job, tick + 0.3 * job.seconds)
     left = small.graph
@@ -213,22 +211,3 @@ def _do(sizer: _Sizer, graph: Graph, names: list[int], job: PartJob) -> Answer:
         job.clock() - tick,
         result.stopped,
     )
-
-
-class _Server:
-    """State of the child process: the graph and the sizer."""
-
-    def begin(self, first: tuple[Graph, list[int], Flat]) -> None:
-        """Store the graph of all jobs."""
-        self.graph, self.names, flat = first
-        self.sizer = _Sizer(self.graph, self.names, flat)
-
-    def do(self, job: PartJob, _: Due) -> Answer:
-        """Solve one job."""
-        return _do(self.sizer, self.graph, self.names, job)
-
-
-def main() -> None:
-    """Serve jobs: the entry point of the child process."""
-    server = _Server()
-    serve(server.do, server.begin)

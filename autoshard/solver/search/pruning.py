@@ -7,8 +7,8 @@ import math
 import numpy as np
 from numpy.typing import NDArray
 
+from autoshard.solver.clocks import Due, never
 from autoshard.solver.flat_graph import Flat, Floats, offsets, ragged
-from autoshard.solver.job_process import Due, never
 from autoshard.solver.network import CLOSED, Messages, Network, Pruned
 from autoshard.solver.reductions import reduce, restrict
 from autoshard.solver.residual_graph import Graph, InfeasibleGraph, Ints, OverLimit, table_entries

@@ -6,15 +6,16 @@ import importlib.util
 import json
 import os
 import pickle
-import subprocess
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import pytest
 
+from autoshard.base.worker import Worker
 from autoshard.cost import Topology, make_mesh
 from autoshard.errors import UserError
 from autoshard.exec import CompileReport, Verdict, compile_figures, compile_lines, compile_plan, compile_plans
@@ -27,6 +28,7 @@ from autoshard.exec.hlo.unforeseen import unforeseen
 from autoshard.planning import Collective, Options, Plan, make_plan
 from autoshard.program import trace
 from tests.exec import planned_programs as made
+from tests.exec.ahead.fake_compiler import FakeCompiler
 from tests.exec.planned_programs import handmade
 from tests.planning.test_sweep import Dying
 
@@ -55,11 +57,11 @@ def program():
 def test_the_compiler_gets_the_flags_that_a_plan_was_made_for(monkeypatch: pytest.MonkeyPatch, program):
     started: list[dict[str, str]] = []
 
-    def start(*args, env, **kwargs):
-        started.append(env)
+    def start(*args, environment, **kwargs):
+        started.append(environment)
         raise UserError("enough")
 
-    monkeypatch.setattr(room.subprocess, "Popen", start)
+    monkeypatch.setattr(room, "Worker", start)
     monkeypatch.setattr(room.importlib.util, "find_spec", lambda name: name)
     monkeypatch.setenv("LIBTPU_INIT_ARGS", "--xla_mine=1")
     plan = planned(program)
@@ -221,18 +223,18 @@ def test_involuntary_rematerialisation_is_reported(program):
 
 
 class FakeWorker:
-    """Stand-in for the compiler: a process that runs the test's shell command."""
+    """Stand-in for the compiler, whose process runs the test's shell command and then returns the test's result."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, script: str) -> None:
-        real = subprocess.Popen
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, script: str, result: dict[str, Any] | None = None) -> None:
         self.pid = 0
 
-        def start(command, **options):
-            process = real(["sh", "-c", script, "sh", command[-1]], **options)
-            self.pid = process.pid
-            return process
+        def start(*args, **options):
+            worker = Worker(*args, **options)
+            self.pid = worker._process.pid
+            return worker
 
-        monkeypatch.setattr(room.subprocess, "Popen", start)
+        monkeypatch.setattr(room, "Worker", start)
+        monkeypatch.setattr(room, "compile_files", FakeCompiler(script, result))
         monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
 
     def gone(self) -> bool:
@@ -247,29 +249,32 @@ def test_a_time_limit_leaves_nothing_behind(program, monkeypatch: pytest.MonkeyP
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     monkeypatch.setattr(tempfile, "tempdir", None)
     monkeypatch.setattr(room, "_LOCK", tmp_path / "lock")
-    worker = FakeWorker(monkeypatch, f"touch {tmp_path}/lock; sleep 60 & sleep 60")
-    with pytest.raises(UserError, match="the TPU compiler did not finish v5e:2x2 within 0.3 s: give it longer"):
-        compile_plan(program, planned(program), time_limit=0.3)
-    assert worker.gone() and list(tmp_path.iterdir()) == []
+    (began := tmp_path.with_name("began")).unlink(missing_ok=True)
+    worker = FakeWorker(monkeypatch, f"touch {tmp_path}/lock {began}; sleep 60 & sleep 60")
+    with pytest.raises(UserError, match="the TPU compiler did not finish v5e:2x2 within 5 s: give it longer"):
+        compile_plan(program, planned(program), time_limit=5)
+    assert began.exists() and worker.gone() and list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize(
-    ("script", "sentence"),
+    ("script", "result", "sentence"),
     [
-        ("echo 'F1120 check failed: bad shape' >&2; kill -ABRT $$", "was ended by signal 6 on v5e:2x2"),
-        ("echo oops >&2; exit 3", r"ended with code 3 on v5e:2x2; it may not support this shape \(oops\)"),
+        ("echo 'F1120 check failed: bad shape' >&2; kill -ABRT $$", None, "was ended by signal 6 on v5e:2x2"),
+        ("echo oops >&2; exit 3", None, r"ended with code 3 on v5e:2x2; it may not support this shape \(oops\)"),
         (
-            """echo '{"status": "refused", "message": "no such topology"}' > $1/result.json""",
+            "",
+            {"status": "refused", "message": "no such topology"},
             "the TPU compiler refuses the topology v5e:2x2: no such topology",
         ),
         (
-            """echo '{"status": "failed", "message": "INTERNAL: x", "compile_s": 1}' > $1/result.json""",
+            "",
+            {"status": "failed", "message": "INTERNAL: x", "compile_s": 1},
             "the TPU compiler failed on v5e:2x2: INTERNAL: x",
         ),
     ],
 )
-def test_a_compiler_that_dies_or_refuses(program, monkeypatch: pytest.MonkeyPatch, script, sentence):
-    worker = FakeWorker(monkeypatch, script)
+def test_a_compiler_that_dies_or_refuses(program, monkeypatch: pytest.MonkeyPatch, script, result, sentence):
+    worker = FakeWorker(monkeypatch, script, result)
     with pytest.raises(UserError, match=sentence):
         compile_plan(program, planned(program))
     assert worker.gone()
@@ -316,8 +321,8 @@ def test_a_quick_compilation_waits_for_memory_that_is_not_assigned(
 ):
     """Leave all dumps but one, as a program that does not fit does."""
     worker = dumping(monkeypatch, tmp_path, "oom_intermediate_module.txt")
-    with pytest.raises(UserError, match="did not finish v5e:2x2 within 1 s"):
-        compile_plan(program, planned(program), time_limit=1, quick=True)
+    with pytest.raises(UserError, match="did not finish v5e:2x2 within 3 s"):
+        compile_plan(program, planned(program), time_limit=3, quick=True)
     assert worker.gone()
 
 
@@ -336,8 +341,8 @@ def test_a_quick_compilation_decides_as_a_whole_one():
 
 def test_the_compiler_gets_all_it_needs(program, monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     keep = tmp_path / "kept"
-    done = """{"status": "memory", "message": "(2.00G) exceeds available HBM (1.00G)", "compile_s": 1}"""
-    FakeWorker(monkeypatch, f"cp -r $1 {keep}; echo '{done}' > $1/result.json")
+    done = {"status": "memory", "message": "(2.00G) exceeds available HBM (1.00G)", "compile_s": 1}
+    FakeWorker(monkeypatch, f"cp -r $1 {keep}", done)
     compilation = compile_plan(program, planned(program))
     assert (compilation.verdict, compilation.over_bytes) == (Verdict.DOES_NOT_FIT, 2**30)
     job = json.loads((keep / "job.json").read_text())
@@ -346,8 +351,8 @@ def test_the_compiler_gets_all_it_needs(program, monkeypatch: pytest.MonkeyPatch
 
 
 def test_plans_are_compiled_by_an_executor_and_come_in_their_order(program, monkeypatch: pytest.MonkeyPatch):
-    done = """{"status": "memory", "message": "(2.00G) exceeds available HBM (1.00G)", "compile_s": 1}"""
-    FakeWorker(monkeypatch, f"echo '{done}' > $1/result.json")
+    done = {"status": "memory", "message": "(2.00G) exceeds available HBM (1.00G)", "compile_s": 1}
+    FakeWorker(monkeypatch, "", done)
     plan = planned(program)
     elsewhere = dataclasses.replace(plan, topology="cpu:4")
     plans = {"first": plan, "elsewhere": elsewhere, "last": plan}
@@ -380,8 +385,7 @@ def late(seconds: float, data: bytes):
 
 def test_a_shortage_of_temporaries_counts_the_arguments_too(program, monkeypatch: pytest.MonkeyPatch):
     message = "total memory required for HLO temporaries (2.00G) exceeds available HBM (1.00G)"
-    done = f"""{{"status": "memory", "message": "{message}", "compile_s": 1}}"""
-    FakeWorker(monkeypatch, f"echo '{done}' > $1/result.json")
+    FakeWorker(monkeypatch, "", {"status": "memory", "message": message, "compile_s": 1})
     compilation = compile_plan(program, planned(program))
     arguments = 2 * 128 * 256 * 4 // 2 + 2 * 64 * 128 * 4 // 2
     assert compilation.peak_compiled == 2 * 2**30 + arguments

@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from autoshard.base.worker_process import Job
+from autoshard.base.worker import Job
 from autoshard.cost import Mesh, Topology, candidate_meshes
 from autoshard.planning.mesh.mesh_attempt import Incumbent, MeshAttempt, MeshAttempts, MeshBest
 from autoshard.planning.mesh.mesh_search import InOrder
