@@ -35,7 +35,7 @@ def run_measure(arguments: argparse.Namespace, answer: TextIO) -> int:
     """Run `autoshard measure`; return 1 if a check failed. Raises `UserError` for flags that contradict each other."""
     from autoshard.cost import Topology
     from autoshard.exec import measure, measurement_figures
-    from autoshard.planning import load_plan, make_plan
+    from autoshard.planning import Running, load_plan, make_plan
 
     if (arguments.plan is None) == (arguments.topology is None):
         raise UserError("`autoshard measure` takes either --plan PLAN.json, or --topology to plan first.")
@@ -51,10 +51,11 @@ def run_measure(arguments: argparse.Namespace, answer: TextIO) -> int:
         program = open_program(arguments, progress, topology.name, plan=plan)
         if plan is None:
             assert options is not None
-            plan = make_plan(program, options, save_problem=arguments.save_problem, progress=progress).plan
+            running = Running(progress=progress, save_problem=arguments.save_problem)
+            plan = make_plan(program, options, running).plan
         progress("Running the planned step" + (" and the unplanned one" if arguments.check else ""))
-        running = {name: getattr(arguments, name) for name in ("steps", "check", "tolerance", "profile")}
-        result = measure(program, plan, **running, timed_collectives=PROFILED_STEPS)
+        measuring = {name: getattr(arguments, name) for name in ("steps", "check", "tolerance", "profile")}
+        result = measure(program, plan, **measuring, timed_collectives=PROFILED_STEPS)
     from autoshard.report import measurement_report
 
     figures = measurement_figures(result)
@@ -105,7 +106,7 @@ def run_compare(arguments: argparse.Namespace, answer: TextIO) -> int:
 def _compare(arguments: argparse.Namespace, answer: TextIO, pool: "RayPool | None") -> int:
     """Plan, compile or measure our plan and the baselines, and print them side by side."""
     from autoshard.exec import compile_figures, compile_plans, measure, measurement_figures
-    from autoshard.planning import make_plan
+    from autoshard.planning import Running, make_plan
     from autoshard.report import ComparisonRow, candidates, comparison_figures, comparison_report
 
     rows = []
@@ -113,7 +114,8 @@ def _compare(arguments: argparse.Namespace, answer: TextIO, pool: "RayPool | Non
     with show_progress(arguments) as progress:
         connect(pool, progress)
         program = open_program(arguments, progress, arguments.topology)
-        planned = make_plan(program, options, save_problem=arguments.save_problem, progress=progress)
+        running = Running(progress=progress, save_problem=arguments.save_problem)
+        planned = make_plan(program, options, running)
         run = arguments.compile or arguments.measure
         offered = list(candidates(planned.plan, planned.baseline_plans, run, planned.candidates))
         plans = {name: plan for name, plan, _ in offered} if arguments.compile else {}

@@ -2,19 +2,18 @@
 
 import argparse
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
-from autoshard.cli.inputs import need_no_accelerator, open_program, out_files, plan_options
+from autoshard.cli.inputs import PROGRAM_OPTIONS, need_no_accelerator, open_program, out_files, plan_options
 from autoshard.cli.outputs import print_json, print_rich, show_progress
 from autoshard.cli.session import start_helpers
-from autoshard.errors import UserError
 
 
 if TYPE_CHECKING:
     from autoshard.base.workers import WorkerCrew
-    from autoshard.planning import Options, Plan, PlanResult
+    from autoshard.planning import Plan, PlanResult
     from autoshard.program import Program
     from autoshard.report import ProgressLine
 
@@ -62,66 +61,27 @@ def _next_command(arguments: argparse.Namespace, plan: "Plan", written: Sequence
 
 
 def _planned(arguments: argparse.Namespace, progress: "ProgressLine", crew: "WorkerCrew") -> tuple["PlanResult", float]:
-    """Return the plan and the seconds of tracing.
+    """Return the plan and the seconds of tracing."""
+    from autoshard.planning import NamedSource, Running, plan_any
 
-    The planner traces the program once for each recipe if options are `auto` or if the program declares choices of its
-    own.
-    """
     traced = 0.0
 
-    def traced_with(**recipe: Any) -> "Program":
-        """Trace the program with one recipe: values of options that are `auto`, and of the program's own choices."""
+    def opened(options: Mapping[str, Any], recipe: Mapping[str, Any], *, anew: bool) -> "Program":
+        """Trace the program with the options and the recipe, and add the seconds of that."""
         nonlocal traced
         began = time.perf_counter()
-        for name in open_choices:
-            setattr(arguments, name, recipe[name])
         program = open_program(
-            arguments,
+            argparse.Namespace(**{**vars(arguments), **options}),
             progress,
             arguments.topology,
-            kept=arguments.cached and arguments.rules is None,
-            recipe={name: value for name, value in recipe.items() if name not in open_choices},
+            kept=arguments.cached and arguments.rules is None and not anew,
+            recipe=recipe,
         )
         traced += time.perf_counter() - began
         return program
-
-    from autoshard.planning import is_by_stage, make_plan, plan_recipes, source_choices
-    from autoshard.program import read_choices
 
     options = plan_options(arguments)
-    if is_by_stage(vars(arguments), options.form):
-        return _planned_by_stage(arguments, options, progress, crew)
-    open_choices = source_choices(vars(arguments), arguments.topology)
-    program_choices = read_choices(arguments.program, arguments.entry)
-    keywords = {
-        "progress": progress, "crew": crew, "kept": arguments.cached, "save_problem": arguments.save_problem,
-    }  # fmt: skip
-    if open_choices or program_choices:
-        return plan_recipes(
-            traced_with, {**open_choices, **program_choices}, options, of_source=not program_choices, **keywords
-        )[1], traced
-    return make_plan(traced_with(), options, **keywords), traced
-
-
-def _planned_by_stage(
-    arguments: argparse.Namespace, options: "Options", progress: "ProgressLine", crew: "WorkerCrew"
-) -> tuple["PlanResult", float]:
-    """Return the plan of a pipeline whose stages are programs of their own, and the seconds of tracing."""
-    from autoshard.planning import plan_by_stage
-
-    traced = 0.0
-
-    def opened(**more: Any) -> "Program":
-        """Trace the program with some arguments replaced, as a program without pipeline options."""
-        nonlocal traced
-        began = time.perf_counter()
-        unstaged = {"stages": None, "microbatches": None, "schedule": None}
-        program = open_program(
-            argparse.Namespace(**{**vars(arguments), **unstaged, **more}), progress, arguments.topology
-        )
-        traced += time.perf_counter() - began
-        return program
-
-    if arguments.save_problem is not None:
-        raise UserError("--save-problem is for one program; leave it out with a program for each stage.")
-    return plan_by_stage(opened, vars(arguments), options, progress=progress, crew=crew), traced
+    source_options = {name: getattr(arguments, name) for name in PROGRAM_OPTIONS}
+    source = NamedSource(arguments.program, source_options, opened, arguments.entry)
+    running = Running(progress=progress, crew=crew, kept=arguments.cached, save_problem=arguments.save_problem)
+    return plan_any(source, options, running), traced

@@ -36,16 +36,17 @@ from autoshard.planning.forms.within_form import by_name as by_name
 from autoshard.planning.forms.within_form import price_form as price_form
 from autoshard.planning.mesh.portfolio import PlanCandidate as PlanCandidate
 from autoshard.planning.plan_builder import PlanResult as PlanResult
+from autoshard.planning.plan_builder import Running as Running
 from autoshard.planning.plan_builder import check_request as check_request
 from autoshard.planning.plan_builder import make_plan as make_plan
-from autoshard.planning.plan_builder import plan_by_stage as plan_by_stage
 from autoshard.planning.plan_builder import priced_with as priced_with
 from autoshard.planning.price.analysed_program import as_planned as as_planned
 from autoshard.planning.price.analysed_program import batch_dims as batch_dims
 from autoshard.planning.price.analysed_program import plan_bills as plan_bills
+from autoshard.planning.recipes.plan_dispatch import NamedSource as NamedSource
+from autoshard.planning.recipes.plan_dispatch import plan_any as plan_any
 from autoshard.planning.recipes.recipe import Recipe as Recipe
 from autoshard.planning.recipes.recipe_search import plan_recipes as plan_recipes
-from autoshard.planning.recipes.recipe_search import plan_remat as plan_remat
 from autoshard.planning.record.hlo_shardings import hlo_sharding as hlo_sharding
 from autoshard.planning.record.hlo_shardings import mesh_split as mesh_split
 from autoshard.planning.record.hlo_shardings import parse_hlo_sharding as parse_hlo_sharding
@@ -91,4 +92,3 @@ from autoshard.planning.space.plan_options import settled_options as settled_opt
 from autoshard.planning.space.plan_options import source_choices as source_choices
 from autoshard.planning.space.user_constraints import Asked as Asked
 from autoshard.planning.space.user_constraints import read_asked as read_asked
-from autoshard.planning.stages.stage_programs import is_by_stage as is_by_stage

@@ -55,7 +55,6 @@ from autoshard.planning.space.derived_axes import STAGE, find_axis_parts
 from autoshard.planning.space.plan_options import Limits, Options
 from autoshard.planning.space.spec_constraints import check_regions, program_mesh
 from autoshard.planning.space.user_constraints import check_axes
-from autoshard.planning.stages.stage_programs import StageSearch
 from autoshard.program import Program, lift_constraints, lowered_for
 from autoshard.solver import write_contest
 
@@ -76,6 +75,20 @@ class PlanResult:
     """Time weights with the highest bound, used as a start for another recipe of the program."""
     unconstrained_bound_s: float = 0.0
     """Lower bound in seconds of all plans on every searched mesh, ignoring the memory limit."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Running:
+    """Circumstances of planning that change no plan."""
+
+    progress: Callable[[str], None] | None = None
+    """Callback that receives a line for each phase."""
+    crew: WorkerCrew | None = None
+    """Helper processes that take part."""
+    kept: bool = False
+    """True if the program's ops may come from the cache on disk."""
+    save_problem: str | os.PathLike[str] | None = None
+    """File for the Problem whose bound is certified, in the contest's format."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -133,22 +146,11 @@ def check_request(options: Options) -> None:
 
 @collecting_seldom()
 def make_plan(
-    program: Program,
-    options: Options,
-    *,
-    progress: Callable[[str], None] | None = None,
-    save_problem: str | os.PathLike[str] | None = None,
-    kept: bool = False,
-    crew: WorkerCrew | None = None,
-    before: EarlierRecipes | None = None,
+    program: Program, options: Options, running: Running | None = None, *, before: EarlierRecipes | None = None
 ) -> PlanResult:
     """Choose a sharding for every tensor under the options; see `autoshard.plan` for their meaning.
 
-    - `progress`: receives a line for each phase.
-    - `save_problem`: file for the Problem whose bound is certified, in the contest's format.
-    - `kept`: True if the program's ops may come from the cache on disk.
-    - `crew`: helper processes that take part; the plan is the same without them.
-    - `before`: results of other recipes of the program.
+    `before` has the results of other recipes of the program.
 
     Among several candidates the plan is the first. Each further candidate must differ from the others in how its step
     spends time.
@@ -156,8 +158,9 @@ def make_plan(
     Raises `UserError` for options that no plan can satisfy, `InfeasibleError` if no plan fits the memory limit, and
     `PrunedByBound` if none beats the given rival.
     """
+    running = running or Running()
     form = None if options.form is None else _limiting(options.form, options.candidates, program)
-    phases = Phases(progress)
+    phases = Phases(running.progress)
     parsed = Topology.parse(options.topology)
     limits = _limits(options, parsed)
     if options.candidates < 1:
@@ -166,8 +169,8 @@ def make_plan(
     phases.start("extract", "reading the program's ops and their sharding rules")
     program = lift_constraints(program) if options.ignore_constraints else program
     program = lowered_for(program, parsed.traits.platform)
-    reading = analyse_program(program, parsed.backend, kept)
-    crew = crew or WorkerCrew()
+    reading = analyse_program(program, parsed.backend, running.kept)
+    crew = running.crew or WorkerCrew()
     crew.progress = phases.progress
     share(crew, program, reading)
     task = Task(program, reading, options.asked, limits.memory_bytes, limits.seed, figures.calibration)
@@ -214,8 +217,8 @@ def make_plan(
             for name, c in completed.items()
         }
     )
-    if save_problem is not None:
-        write_contest(found.problem, Path(save_problem))
+    if running.save_problem is not None:
+        write_contest(found.problem, Path(running.save_problem))
     candidates: tuple[PlanCandidate, ...] = (PlanCandidate(first.name, first.why, plan),)
     if options.candidates > 1:
         phases.start("candidates", "looking for other plans that differ")
@@ -238,39 +241,6 @@ def make_plan(
         found.weights,
         min(unconstrained_bound_s, searched.unconstrained_bound_s),
     )
-
-
-def plan_by_stage(
-    make: Callable[..., Program],
-    user_options: Mapping[str, Any],
-    options: Options,
-    *,
-    progress: Callable[[str], None] | None = None,
-    crew: WorkerCrew | None = None,
-) -> PlanResult:
-    """Return the fastest cut of a torch module into a program for each stage, see `StageSearch`.
-
-    - `make`: opens the program with further options.
-    - `user_options`: the user's options of the source.
-    - `options`: options of planning.
-    - `progress`, `crew`: as for `make_plan`.
-
-    Raises `UserError` for a program that is no torch module or cannot be cut, and `InfeasibleError` if no cut fits the
-    memory limit.
-    """
-    results: list[PlanResult] = []
-    wall: dict[str, float] = {}
-
-    def sharded(program: Program, inner: Options) -> Plan:
-        """Plan one program, and add its wall times."""
-        results.append(make_plan(program, inner, progress=progress, crew=crew))
-        for phase, seconds in results[-1].wall_s.items():
-            wall[phase] = wall.get(phase, 0.0) + seconds
-        return results[-1].plan
-
-    plan = StageSearch(make, sharded, user_options, options, progress or (lambda _: None)).run()
-    candidate = PlanCandidate("plan", "the fastest cut into stages", plan)
-    return PlanResult(plan, wall, {}, (candidate,), results[-1].weights)
 
 
 def _limits(options: Options, topology: Topology) -> Limits:

@@ -80,57 +80,29 @@ def plan(
     limit.
     """
     from autoshard.base.workers import WorkerCrew, helpers_here
-    from autoshard.planning.plan_builder import check_request, make_plan, plan_by_stage
-    from autoshard.planning.recipes.recipe_search import plan_recipes, plan_remat
-    from autoshard.planning.space.plan_options import read_options, settled_options, source_choices
-    from autoshard.planning.stages.stage_programs import is_by_stage
-    from autoshard.program import choices_of, open_source, read_choices
+    from autoshard.planning.plan_builder import Running, check_request
+    from autoshard.planning.recipes.plan_dispatch import NamedSource, plan_any
+    from autoshard.planning.space.plan_options import read_options, settled_options
+    from autoshard.program import open_source
 
     read = read_options(topology, options)
     check_request(read)
     given = dict(program_options or {})
+
+    def opened(options: Mapping[str, Any], recipe: Mapping[str, Any], *, anew: bool) -> "Program":
+        """Open the source, which is traced each time."""
+        return open_source(str(program), recipe=recipe, **settled_options(options, topology))
+
+    if isinstance(program, str):
+        subject = NamedSource(program, given, opened, given.get("entry", "program"))
+    elif given:
+        names = ", ".join(given)
+        raise UserError(f"program_options ({names}) are for a source such as 'hf:gpt2'; trace the program with them.")
+    elif not callable(program) and not hasattr(program, "module"):
+        raise UserError(
+            f"the program is of type {type(program).__name__}; trace it with `autoshard.trace`, or name its source."
+        )
+    else:
+        subject = program
     with WorkerCrew(helpers_here(), "autoshard.planning.warm_planner:ready", PATIENCE_S) as crew:
-        running = {"progress": progress, "crew": crew}
-        if isinstance(program, str) and is_by_stage(given, read.form):
-            settled = settled_options(given, topology)
-
-            def opened(**more: Any) -> "Program":
-                """Open the source without its options of stages, and with `more` options."""
-                parts = {"stages": None, "microbatches": None, "schedule": None}
-                return open_source(program, **{**settled, **parts, **more})
-
-            return plan_by_stage(opened, given, read, **running).plan
-        if isinstance(program, str):
-            settled, own_choices = (
-                settled_options(given, topology),
-                read_choices(program, given.get("entry", "program")),
-            )
-            open_choices = source_choices(given, topology)
-
-            def make(**recipe: Any) -> "Program":
-                """Open the source with the choices of a recipe."""
-                options = settled | {name: value for name, value in recipe.items() if name in open_choices}
-                return open_source(
-                    program, recipe={name: value for name, value in recipe.items() if name in own_choices}, **options
-                )
-
-            if open_choices or own_choices:
-                return plan_recipes(make, {**open_choices, **own_choices}, read, of_source=not own_choices, **running)[
-                    1
-                ].plan
-            return make_plan(make(), read, **running).plan
-        if given:
-            names = ", ".join(given)
-            raise UserError(
-                f"program_options ({names}) are for a source such as 'hf:gpt2'; trace the program with them."
-            )
-        if not callable(program):
-            if not hasattr(program, "module"):
-                raise UserError(
-                    f"the program is of type {type(program).__name__}; "
-                    "trace it with `autoshard.trace`, or name its source."
-                )
-            return make_plan(program, read, **running).plan
-        if choices_of(program):
-            return plan_recipes(program, choices_of(program), read, **running)[1].plan
-        return plan_remat(program, read, **running).plan
+        return plan_any(subject, read, Running(progress=progress, crew=crew)).plan

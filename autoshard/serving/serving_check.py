@@ -7,7 +7,7 @@ from typing import Any
 
 from autoshard.cost import Topology
 from autoshard.errors import UserError
-from autoshard.planning.plan_builder import make_plan
+from autoshard.planning.plan_builder import Running, make_plan
 from autoshard.planning.record.plan_record import Plan
 from autoshard.planning.space.plan_options import read_options, settled_options
 from autoshard.program import Program, open_source
@@ -74,8 +74,9 @@ def check_serving(
         failed: list[str] = []
         for pins in (_pins(specs, [each.name for each in program.arguments]), None):
             options: Any = {"mesh": mesh, "pins": pins}
+            running = Running(progress=progress, kept=True)
             try:
-                both.append(make_plan(program, read_options(place.name, options), progress=progress, kept=True).plan)
+                both.append(make_plan(program, read_options(place.name, options), running).plan)
             except UserError as error:
                 both.append(None)
                 failed.append(str(error))

@@ -13,7 +13,7 @@ import time
 from pathlib import Path
 
 from autoshard.cost import Topology
-from autoshard.planning import Options, make_plan, settled_options
+from autoshard.planning import Options, Running, make_plan, settled_options
 from autoshard.program import open_source
 from autoshard.serving import estimate_config
 
@@ -51,7 +51,7 @@ def made(name: str) -> dict:
     (guess,) = estimate_config(f"hf:{config}", Topology.parse(topology), **options)
     cpu = time.process_time() - began
     program = open_source(f"hf:{config}", kept=True, **settled_options(options, topology))
-    plan = make_plan(program, Options(topology=topology), kept=True).plan
+    plan = make_plan(program, Options(topology=topology), Running(kept=True)).plan
     return {
         "guessed_s": guess.estimate.step_time_s,
         "planned_s": plan.prediction.step_time_s,

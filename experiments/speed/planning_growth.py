@@ -41,7 +41,7 @@ STARTS = {"reading": "extract", "pricing": "price", "solving": "solve", "writing
 
 def measure(kind: str, layers: int, topology: str, chips: int) -> dict[str, Any]:
     """Measure one plan, in this process."""
-    from autoshard.planning import Options, make_plan
+    from autoshard.planning import Options, Running, make_plan
     from autoshard.planning.solve import repeats
     from experiments.lib.programs.jax_case import train_program
     from experiments.lib.programs.jax_layers import layered
@@ -58,7 +58,8 @@ def measure(kind: str, layers: int, topology: str, chips: int) -> dict[str, Any]
             marks.append((phase, time.process_time()))
 
     began = time.process_time()
-    made = make_plan(program, Options(topology=topology, mesh={"data": chips // 4, "model": 4}), progress=mark)
+    options = Options(topology=topology, mesh={"data": chips // 4, "model": 4})
+    made = make_plan(program, options, Running(progress=mark))
     end = time.process_time()
     spent = dict.fromkeys(STARTS.values(), 0.0)
     for (phase, start), (_, stop) in zip(marks, [*marks[1:], ("", end)], strict=True):

@@ -107,9 +107,10 @@ def test_a_second_plan_starts_no_framework(folder: Path, tmp_path: Path) -> None
     path = tmp_path / "step.mlirbc"
     path.write_bytes(mlp().module)
     code = (
-        "import sys; from autoshard.planning import Options, make_plan; from autoshard.program import open_source; "
+        "import sys; from autoshard.planning import Options, Running, make_plan; "
+        "from autoshard.program import open_source; "
         "program = open_source(sys.argv[1], kept=True); "
-        "made = make_plan(program, Options(topology=sys.argv[2], mesh='data=2,model=2'), kept=True); "
+        "made = make_plan(program, Options(topology=sys.argv[2], mesh='data=2,model=2'), Running(kept=True)); "
         "print('jax' in sys.modules, 'torch' in sys.modules, round(made.plan.prediction.step_time_s * 1e12))"
     )
 

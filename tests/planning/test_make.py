@@ -16,7 +16,7 @@ import scipy.sparse
 import autoshard
 from autoshard import mlir
 from autoshard.errors import InfeasibleError, UserError
-from autoshard.planning import Options, Plan, Spec, make_plan
+from autoshard.planning import Options, Plan, Running, Spec, make_plan
 from autoshard.planning.price.evaluate import evaluate, tensor_spec
 from autoshard.planning.solve.problem_builder import build_problem
 from autoshard.planning.solve.time_weights import even_weights
@@ -357,7 +357,7 @@ def test_the_saved_problem_has_the_plans_objective_for_another_solver(tmp_path: 
     plan = make_plan(
         made.program("two matmuls"),
         Options(topology="cpu:8", mesh="data=4,model=2", memory_limit=limit, time_limit=20),
-        save_problem=path,
+        Running(save_problem=path),
     ).plan
     assert plan.solver_gap == 0.0
     assert plan.objective == plan.lower_bound == independent_optimum(path)
@@ -369,7 +369,7 @@ def test_an_infeasible_plan_saves_no_problem(tmp_path: Path) -> None:
         make_plan(
             made.program("matmul"),
             Options(topology="cpu:8", memory_limit=10, time_limit=5),
-            save_problem=tmp_path / "p.json",
+            Running(save_problem=tmp_path / "p.json"),
         )
     assert list(tmp_path.iterdir()) == []
 

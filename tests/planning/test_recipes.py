@@ -14,7 +14,16 @@ import pytest
 import autoshard
 from autoshard.cost import Topology, load_calibration
 from autoshard.errors import InfeasibleError, UserError
-from autoshard.planning import Options, PlanResult, make_plan, plan_recipes, read_asked, settled_options, source_choices
+from autoshard.planning import (
+    Options,
+    PlanResult,
+    Running,
+    make_plan,
+    plan_recipes,
+    read_asked,
+    settled_options,
+    source_choices,
+)
 from autoshard.planning.price.analysed_program import analyse_program, least_seconds
 from autoshard.planning.recipes.recipe import Recipe, needs_no_less
 from autoshard.program import DecoderDims, Program, decoder_program, open_source, read_choices, trace
@@ -226,13 +235,12 @@ def test_microbatches_are_tried_where_memory_binds_and_the_problem_kept_is_the_c
     few = make_plan(make(microbatches=4), Options(**DATA)).plan.prediction.peak_bytes
     assert few < 0.7 * free[1].plan.prediction.peak_bytes
     limit, problem = int(1.1 * few), tmp_path / "problem.json.gz"
-    recipe, result = plan_recipes(
-        make, choices, Options(**DATA, memory_limit=limit), of_source=True, save_problem=problem
-    )
+    options = Options(**DATA, memory_limit=limit)
+    recipe, result = plan_recipes(make, choices, options, Running(save_problem=problem), of_source=True)
     assert recipe.arguments["microbatches"] > 1 and result.plan.prediction.peak_bytes <= limit
     assert [file.name for file in tmp_path.iterdir()] == ["problem.json.gz"]
     alone = tmp_path / "alone.json.gz"
-    make_plan(make(**recipe.arguments), Options(**DATA, memory_limit=limit), save_problem=alone)
+    make_plan(make(**recipe.arguments), options, Running(save_problem=alone))
     assert alone.read_bytes() == problem.read_bytes()
 
 

@@ -12,6 +12,8 @@ from torch_modules import Chain, meta, run_module
 
 from autoshard.errors import UserError
 from autoshard.program import Role, from_torch
+from autoshard.program.hf.hf_program import from_config
+from autoshard.program.torch.step_options import ModuleOptions
 
 
 @pytest.mark.parametrize("train", [False, True])
@@ -245,3 +247,18 @@ def test_inputs_of_flags_and_of_any_whole_numbers(values):
     inputs = torch.randn(3, 2), torch.tensor(values)
     _, found = run_module(Selected(), *inputs)
     close(found, Selected()(*inputs))
+
+
+def test_options_are_named_in_the_docstring_and_others_are_refused():
+    words = set(re.findall(r"`(\w+)`", from_torch.__doc__ or ""))
+    assert set(ModuleOptions.__annotations__) <= words
+    with pytest.raises(TypeError, match=r"from_torch\(\) got an unexpected keyword argument 'remta'"):
+        from_torch(nn.Linear(4, 4), meta(2, 4), **{"remta": "full"})
+    with pytest.raises(TypeError, match=r"from_config\(\) got an unexpected keyword argument 'cast_inputs'"):
+        from_config("llama-tiny", **{"cast_inputs": True})
+
+
+def test_an_option_that_is_none_has_its_default():
+    module = nn.Linear(4, 4).to("meta")
+    given = dict.fromkeys(ModuleOptions.__annotations__) | {"train": True}
+    assert from_torch(module, meta(2, 4), **given).fingerprint == from_torch(module, meta(2, 4), train=True).fingerprint

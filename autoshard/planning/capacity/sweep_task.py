@@ -17,17 +17,18 @@ from autoshard.base.units import format_bytes
 from autoshard.cost import OWN_FILE, Topology, chosen_flags, fit_record, learned_fit
 from autoshard.errors import UserError
 from autoshard.planning.capacity.sweep_choice import SweepRow
-from autoshard.planning.plan_builder import check_request, make_plan
-from autoshard.planning.recipes.recipe_search import plan_recipes
+from autoshard.planning.plan_builder import Running, check_request
+from autoshard.planning.recipes.plan_dispatch import NamedSource, plan_any
 from autoshard.planning.record.plan_files import plan_to_json
-from autoshard.planning.record.plan_record import Plan
-from autoshard.planning.space.plan_options import Options, PlanOptions, read_options, settled_options, source_choices
+from autoshard.planning.space.plan_options import AUTO, Options, PlanOptions, read_options, settled_options
 from autoshard.program import HOSTS, Program, load_rules, open_source
 
 
 MOST_OPEN = 4
 """Most programs that a process stores from one task to the next."""
 _open_programs: dict[str, Program] = {}
+SWEPT = ("batch", "remat")
+"""Options of a source that have columns of their own in a row."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -73,7 +74,7 @@ class SweepTask:
     def make(self) -> Iterator[MadeRow]:
         """Yield a row with its plan for each topology. Options that are `auto` are chosen as `autoshard.plan` does."""
         named, planning = dict(self.options), self._planning()
-        fixed = {name: None if named.get(name) == "auto" else named.get(name) for name in ("batch", "remat")}
+        fixed = {name: None if named.get(name) == AUTO else named.get(name) for name in SWEPT}
         for topology in self.topologies:
             blank = SweepRow(topology, fixed["batch"], fixed["remat"])
             refusal = impossible(topology, planning, named)
@@ -99,48 +100,44 @@ class SweepTask:
         """
         if self.rules is not None:
             load_rules(self.rules)
-        settled, open_choices = settled_options(named, blank.topology), source_choices(named, blank.topology)
 
-        def opened(**recipe: Any) -> Program:
+        def opened(settings: Mapping[str, Any], recipe: Mapping[str, Any], *, anew: bool) -> Program:
             """Open the program of a recipe."""
-            program = self._open(settled | recipe)
-            if "host" not in open_choices:  # otherwise the state may be on the hosts
+            program = (self._trace if anew else self._open)(settled_options(settings, blank.topology), recipe)
+            if named.get("host") != AUTO:  # otherwise the state may be on the hosts
                 _check_state(program, options)
             return program
 
-        if not open_choices:
-            program = opened()
-            return self._made(blank, make_plan(program, options, kept=self.kept).plan, program, {})
-        chosen, result = plan_recipes(opened, open_choices, options, of_source=True, kept=self.kept)
-        recipe = dict(chosen.arguments)
-        row = dataclasses.replace(blank, batch=recipe.get("batch", blank.batch), remat=recipe.get("remat", blank.remat))
-        return self._made(row, result.plan, opened(**recipe), recipe)
-
-    def _open(self, options: Mapping[str, Any]) -> Program:
-        """Open the program with these options, or return it from an earlier task of this process."""
-        key = json.dumps([self._content(), self.entry, self.rules, options], sort_keys=True, default=str)
-        if key not in _open_programs:
-            while len(_open_programs) >= MOST_OPEN:
-                del _open_programs[next(iter(_open_programs))]
-            use_cache = self.kept and self.rules is None
-            _open_programs[key] = open_source(self.source, entry=self.entry, kept=use_cache, **options)
-        return _open_programs[key]
-
-    def _made(self, blank: SweepRow, plan: Plan, program: Program, recipe: Mapping[str, Any]) -> MadeRow:
-        """Return the row of a plan."""
+        source = NamedSource(self.source, named, opened, self.entry)
+        plan = plan_any(source, options, Running(kept=self.kept)).plan
+        chosen = {} if plan.origin.recipe is None else plan.origin.recipe.chosen
         row = dataclasses.replace(
             blank,
+            **{name: chosen[name] for name in SWEPT if named.get(name) == AUTO},
             mesh=",".join(f"{axis}={size}" for axis, size in plan.mesh.items()),
             step_time_s=plan.prediction.step_time_s,
             mfu=plan.prediction.mfu,
             peak_bytes=plan.prediction.peak_bytes,
             memory_limit_bytes=plan.memory_limit_bytes,
             chips=Topology.parse(blank.topology).num_chips,
-            tokens=program.tokens,
+            tokens=plan.origin.tokens,
             words=plan.words,
-            recipe=recipe,
+            recipe=chosen,
         )
         return MadeRow(row, plan_to_json(plan))
+
+    def _open(self, options: Mapping[str, Any], recipe: Mapping[str, Any]) -> Program:
+        """Open the program with these options, or return it from an earlier task of this process."""
+        key = json.dumps([self._content(), self.entry, self.rules, options, recipe], sort_keys=True, default=str)
+        if key not in _open_programs:
+            while len(_open_programs) >= MOST_OPEN:
+                del _open_programs[next(iter(_open_programs))]
+            _open_programs[key] = self._trace(options, recipe, self.kept and self.rules is None)
+        return _open_programs[key]
+
+    def _trace(self, options: Mapping[str, Any], recipe: Mapping[str, Any], kept: bool = False) -> Program:
+        """Open the program with these options, from the cache on disk only if `kept`."""
+        return open_source(self.source, entry=self.entry, kept=kept, recipe=recipe, **options)
 
     def _content(self) -> list[str]:
         """Return the source, and the hash of every file that is read with it."""

@@ -10,6 +10,7 @@ from operator import mul
 from typing import Any, Protocol
 
 from autoshard.cost import Mesh, Topology, make_mesh
+from autoshard.planning.plan_builder import Running
 from autoshard.planning.price.analysed_program import Task, analyse_program, reprice
 from autoshard.planning.price.remat_forecast import RematForecast, forecast_remat
 from autoshard.planning.recipes.recipe import (
@@ -57,8 +58,7 @@ class Search(Protocol):
     """The recipes considered so far, and a method that plans more."""
 
     topology: Topology
-    running: dict[str, Any]
-    """Further arguments of `make_plan`, besides the options."""
+    running: Running
     tried: list[RecipeTried]
     full: dict[Recipe, tuple[Program, Plan]]
     """Programs and plans of the recipes whose layers recompute everything."""
@@ -121,8 +121,8 @@ def compose_remat(search: Search, remats: Sequence[str]) -> bool:
     program, plan = search.full[base]
     if not program.savable:
         return False
-    caches_readings = bool(search.running.get("kept"))
-    model, choices = reprice(plan, program, analyse_program(program, search.topology.backend, caches_readings))
+    reading = analyse_program(program, search.topology.backend, search.running.kept)
+    model, choices = reprice(plan, program, reading)
     room = plan.memory_limit_bytes
     for _ in range(RETRIES):
         forecast = forecast_remat(model, choices, room)

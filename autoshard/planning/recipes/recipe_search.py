@@ -12,7 +12,7 @@ from autoshard.cost import Topology, candidate_meshes
 from autoshard.errors import InfeasibleError, UserError
 from autoshard.planning.mesh.mesh_attempt import Incumbent, unusable
 from autoshard.planning.mesh.mesh_search import PrunedByBound
-from autoshard.planning.plan_builder import EarlierRecipes, PlanResult, given_mesh, make_plan, priced_with
+from autoshard.planning.plan_builder import EarlierRecipes, PlanResult, Running, given_mesh, make_plan, priced_with
 from autoshard.planning.price.analysed_program import Task, analyse_program, least_seconds
 from autoshard.planning.price.remat_forecast import RematForecast
 from autoshard.planning.price.reshard_paths import PathTables
@@ -44,7 +44,7 @@ from autoshard.planning.record.plan_record import Plan
 from autoshard.planning.solve.problem_builder import Floors, floors
 from autoshard.planning.space.attention_exchange import splits_sequence
 from autoshard.planning.space.derived_axes import find_axis_parts
-from autoshard.planning.space.plan_options import AUTO, FULL, REMATS, Options
+from autoshard.planning.space.plan_options import AUTO, FULL, Options
 from autoshard.planning.space.spec_constraints import program_mesh
 from autoshard.program import Choices, Program
 
@@ -56,27 +56,14 @@ Make = Callable[..., Program]
 """Function from the choices of a recipe, by name, to its program."""
 
 
-def plan_remat(make: Callable[[str], Program], options: Options, **running: Any) -> PlanResult:
-    """Return the plan of a program under the remat policy that is fastest within memory.
-
-    - `make`: gives the program for a remat policy or for a mixture of two. In `full:12+dots` the first 12 layers use
-      `full` and the rest `dots`.
-    - `running`: further arguments of `make_plan`, besides the options.
-
-    Raises `InfeasibleError` if no policy fits.
-    """
-    return plan_recipes(lambda remat: make(remat), {"remat": REMATS}, options, of_source=True, **running)[1]
-
-
 def plan_recipes(
-    make: Make, choices: Choices, options: Options, *, of_source: bool = False, **running: Any
+    make: Make, choices: Choices, options: Options, running: Running | None = None, *, of_source: bool = False
 ) -> tuple[Recipe, PlanResult]:
     """Return the recipe that fits and has the least expected time per element of the batch, with its plan.
 
     - `make`: gives the program of a recipe.
     - `choices`: values of each choice. Values that compute less should come first, since the earlier recipe wins a tie.
     - `of_source`: True if the choices are those of `source_choices`, which allow more pruning (below).
-    - `running`: further arguments of `make_plan`, besides the options.
 
     Every recipe is planned with its own mesh and sharding. A recipe is skipped if a lower bound on every mesh exceeds
     the best time so far, or if its values fit on no mesh. The bound is the time of its arithmetic, or of its ops
@@ -99,7 +86,7 @@ def plan_recipes(
 
     Raises the last recipe's `InfeasibleError` if no recipe fits, even with layer inputs offloaded to the hosts.
     """
-    search = RecipeSearch(make, options, running, of_source)
+    search = RecipeSearch(make, options, running or Running(), of_source)
     search.counts = tuple(choices.get("microbatches", ()))
     for recipe in in_order(choices, search):
         search.consider(recipe)
@@ -120,8 +107,8 @@ def plan_recipes(
 class RecipeSearch:
     """State of a search: the recipes considered so far and the best one."""
 
-    def __init__(self, make: Make, options: Options, running: Mapping[str, Any], of_source: bool) -> None:
-        self.make, self.options, self.running, self.of_source = make, options, dict(running), of_source
+    def __init__(self, make: Make, options: Options, running: Running, of_source: bool) -> None:
+        self.make, self.options, self.running, self.of_source = make, options, running, of_source
         self.topology = Topology.parse(options.topology)
         self.slices = self.topology.slices
         self.best: tuple[RecipeTried, PlanResult] | None = None
@@ -136,14 +123,13 @@ class RecipeSearch:
         self.full: dict[Recipe, tuple[Program, Plan]] = {}
         """Programs and plans of the recipes whose layers recompute everything."""
         self.refused: InfeasibleError | None = None
-        problem = self.running.pop("save_problem", None)
-        self.problem = None if problem is None else Path(problem)
+        self.problem = None if running.save_problem is None else Path(running.save_problem)
         self.tables = PathTables(TABLES)
-        if running.get("crew") is not None:
-            running["crew"].share("tables", self.tables)
+        if running.crew is not None:
+            running.crew.share("tables", self.tables)
         self.counts: tuple[int, ...] = ()
         """Numbers of microbatches that may be chosen."""
-        self.pipelines = PipelineMeshes(self.topology, make, self._task, running.get("crew"))
+        self.pipelines = PipelineMeshes(self.topology, make, self._task, running.crew)
         self.memory_pruning = MemoryPruning(self.topology)
 
     def least(self, **some: Any) -> float:
@@ -229,7 +215,8 @@ class RecipeSearch:
         floor = self._in_stages(recipe) * elements
         skipped_meshes = (0, 0.0) if staged is None else (staged.skipped_meshes, max(floor, staged.bound_s))
         try:
-            result = make_plan(program, options, save_problem=problem, before=before, **self.running)
+            running = dataclasses.replace(self.running, save_problem=problem)
+            result = make_plan(program, options, running, before=before)
         except PrunedByBound as error:
             self.pipelines.record_slower(recipe, self.cut)
             self.tried.append(with_skipped_meshes(beaten_row(recipe, error.bound_s, elements, least), *skipped_meshes))
@@ -295,7 +282,7 @@ class RecipeSearch:
 
     def _task(self, program: Program, stages: int) -> Task:
         """Return the planning task of a program, with an axis of `stages` (0 for no such axis)."""
-        reading = analyse_program(program, self.topology.backend, bool(self.running.get("kept")))
+        reading = analyse_program(program, self.topology.backend, self.running.kept)
         figures = priced_with(self.options, self.topology).calibration
         return Task(program, reading, self.options.asked, self.limit, self.options.seed, figures, self.tables, stages)
 
@@ -333,7 +320,7 @@ class RecipeSearch:
 
         `beat_s` is the step time in seconds that the recipe must beat.
         """
-        reading = analyse_program(program, self.topology.backend, bool(self.running.get("kept")))
+        reading = analyse_program(program, self.topology.backend, self.running.kept)
         figures = priced_with(options, self.topology).calibration
         bound = least_seconds(reading.graph, self.topology, figures)
         if program.stacks and recipe.arguments.get("stages") == 1:

@@ -317,6 +317,8 @@ class StageSearch:
         origin = {key: value for key, value in plan.provenance.items() if key not in ("asked", "pinned", "flag_sets")}
         if self.options.asked:
             origin["asked"] = self.options.asked.lines
+        if "tokens" in origin:
+            origin["tokens"] *= found.schedule.microbatches
         source = origin.get("source")
         if source is not None:
             stages, count = found.schedule.stages, found.schedule.microbatches

@@ -1,8 +1,9 @@
 """`hf:CONFIG`: the program of a Hugging Face configuration, without weights and without the network."""
 
+import dataclasses
 import functools
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, Unpack
 
 from autoshard.errors import UserError
 from autoshard.program.config_files import read_config
@@ -10,13 +11,12 @@ from autoshard.program.hf.hf_eager import Objective, OtherLabels, hf_eager, redu
 from autoshard.program.hf.hf_model import build_model, has_head, runnable_part
 from autoshard.program.hf.hf_serving import serving_program
 from autoshard.program.hf.task_inputs import HfTask, tasks_of
-from autoshard.program.jax.layer_stack import read_pipeline
 from autoshard.program.moe.experts import check_experts
 from autoshard.program.program_record import Program
 from autoshard.program.torch.eager_twin import EagerTwin
-from autoshard.program.torch.layer_remat import parse_remat
+from autoshard.program.torch.step_options import ConfigOptions, given_options, read_layers, read_training
 from autoshard.program.torch.torch_function import TorchFunction
-from autoshard.program.torch.torch_module import TrainOptions, evaluation_mode, sequential_microbatches, torch_program
+from autoshard.program.torch.torch_module import evaluation_mode, torch_program
 from autoshard.program.torch_ops.torch_imports import require_torch
 
 
@@ -30,44 +30,16 @@ _COMPARED_TOKENS = 64
 """Longest sequence of a reduced model that is compared with eager torch."""
 
 
-def from_config(
-    config: str | Mapping[str, Any],
-    *,
-    train: bool | None = None,
-    infer: bool | None = None,
-    batch: int | None = None,
-    seq: int | None = None,
-    image: int | None = None,
-    dtype: str | None = None,
-    param_dtype: str | None = None,
-    state_dtype: str | None = None,
-    remat: str | None = None,
-    optimizer: str | None = None,
-    experts: str | None = None,
-    capacity_factor: float | None = None,
-    imbalance: float | None = None,
-    serve: str | None = None,
-    cache: int | None = None,
-    scan: bool = True,
-    attention: str = "plain",
-    exchange: str = "auto",
-    microbatches: int | None = None,
-    stages: int | None = None,
-    schedule: str | None = None,
-    gradient_groups: int | None = None,
-) -> Program:
+def from_config(config: str | Mapping[str, Any], **options: Unpack[ConfigOptions]) -> Program:
     """Return one training step, forward pass or serving step of the model that `config` names or whose fields it has.
 
-    - `train`: True for a training step; by default a forward pass. `infer`: True to request the forward pass
-      explicitly.
+    The options are those of `from_torch`, except for `batch_statistics` and `cast_inputs`, and these:
+
+    - `infer`: True to request the forward pass explicitly.
     - `batch`: number of examples, by default 8.
     - `seq`: tokens of a sequence, by default the model's context up to 1024. `image`: pixels of an image's side.
-    - `dtype`: compute dtype, by default bfloat16.
-    - `param_dtype`, `state_dtype`: dtypes of stored parameters and of optimizer moments, by default float32 in
-      training. Inference stores parameters in `dtype`.
-    - `remat`: `none`, `dots` or `full`. It may list saved and offloaded values (`full,keep=q_proj,offload=input`), or
-      have one policy for the first layers and one for the others (`full:20+none`).
-    - `optimizer`: `adamw` (the default) or `sgd`.
+    - `dtype`: bfloat16 by default. `param_dtype` is float32 by default in training; inference stores parameters in
+      `dtype`.
     - `experts`: dispatch of tokens to experts, by einsums into `slots` (`slots:all`: for every token) or `sorted`
       (`sorted:8`: in 8 groups of experts).
     - `capacity_factor`: slots of an expert, or rows of a group, relative to the mean number of its tokens. The default
@@ -75,60 +47,43 @@ def from_config(
     - `imbalance`: tokens of the busiest device's experts relative to the mean, for prices only.
     - `serve`: `prefill` (of `seq` tokens) or `decode` (one token after up to `seq`), with the key-value cache as
       donated state. `cache` is its number of tokens, by default `seq`.
-    - `scan`: False to unroll repeated layers.
-    - `attention`: `plain` (materialised scores), `splash` (jax's kernel for TPUs), `cached` (a kernel for decoding),
-      `cudnn` (for GPUs) or `auto`. With `auto`, `splash` or `cached` is used if it is possible and beneficial.
-    - `exchange`: exchange of attention if a plan splits the sequence, one of `EXCHANGES`.
-    - `microbatches`: number of parts of the batch that are computed in sequence in training.
-    - `stages`, `schedule`: pipeline of the repeated layers, as in `autoshard.stack`.
-    - `gradient_groups`: number of groups of examples with separate gradients until all microbatches are done.
+    - `attention`: also `cached` (a kernel for decoding). With `auto`, `splash` or `cached` is used if that is possible
+      and beneficial.
 
     Raises `UserError` for a configuration or an option that cannot be used, such as an option of training in a forward
     pass.
     """
     name, fields = read_config(config)
-    if train and infer:
+    given = given_options("from_config", ConfigOptions, options)
+    training, serve, cache, image = bool(given.get("train")), given.get("serve"), given.get("cache"), given.get("image")
+    if training and given.get("infer"):
         raise UserError("--train and --infer exclude each other; give one of them.")
-    training = bool(train)
-    compute = _dtype(dtype or "bfloat16", "dtype")
-    stored = _dtype(param_dtype, "param_dtype") if param_dtype else ("float32" if training else compute)
-    moments = _dtype(state_dtype or "float32", "state_dtype")
-    remat = remat or "none"
-    parse_remat(remat)
-    for flag, value in (
-        ("--optimizer", optimizer),
-        ("--state-dtype", state_dtype),
-        ("--microbatches", None if (stages or 1) > 1 or microbatches == 1 else microbatches),
-        ("--gradient-groups", None if gradient_groups == 1 else gradient_groups),
-    ):
-        if value is not None and not training:
-            raise UserError(f"{flag} is for training steps; add --train, or leave it out.")
+    compute = _dtype(given.get("dtype", "bfloat16"), "dtype")
+    stored = _dtype(given.get("param_dtype", "float32" if training else compute), "param_dtype")
+    moments = {"state_dtype": _dtype(given.get("state_dtype", "float32"), "state_dtype")}
+    layers = read_layers(given)
+    for option in ("optimizer", "state_dtype", "microbatches", "gradient_groups"):
+        of_stages = option == "microbatches" and layers.pipeline is not None
+        if not training and not of_stages and given.get(option) not in (None, 1):
+            raise UserError(f"--{option.replace('_', '-')} is for training steps; add --train, or leave it out.")
     if cache is not None and serve is None:
         raise UserError("--cache is for serving; add --serve prefill or --serve decode, or leave it out.")
-    pipeline = read_pipeline(stages, microbatches, schedule)
-    if pipeline is not None and serve is not None:
+    if layers.pipeline is not None and serve is not None:
         raise UserError("--stages is for training steps and forward passes; leave it out, or --serve.")
     require_torch("transformers")
     model, model_notes = runnable_part(build_model(name, fields, compute))
-    form = check_experts(experts, capacity_factor, model, name, imbalance)
-    size = 8 if batch is None else batch
-    tasks = tasks_of(model, name, batch=size, seq=seq, image=image, train=training, dtype=compute)
+    layers = dataclasses.replace(layers, experts=check_experts(given, model, name))
+    size = given.get("batch", 8)
+    tasks = tasks_of(model, name, batch=size, seq=given.get("seq"), image=image, train=training, dtype=compute)
     stateful = evaluation_mode(model, training)
 
     def made() -> TorchFunction:
         return TorchFunction(
             model,
+            layers,
             compute_dtype=compute if compute != stored else None,
-            remat=remat,
-            scan=scan,
             frozen_apart=training,
             stateful=stateful,
-            attention=attention,
-            experts=form,
-            capacity_factor=capacity_factor,
-            exchange=exchange,
-            imbalance=imbalance or 1.0,
-            pipeline=pipeline,
         )
 
     task = tasks[0]
@@ -149,8 +104,8 @@ def from_config(
     def retrace(parameters: int) -> EagerTwin:
         shorter = None if task.seq is None else min(task.seq, _COMPARED_TOKENS)
         small = from_config(
-            reduced_fields(fields), train=train, infer=infer, batch=2, seq=shorter, image=image, dtype="float32",
-            remat=remat, scan=scan,
+            reduced_fields(fields), train=training, batch=2, seq=shorter, image=image, dtype="float32",
+            remat=layers.remat, scan=layers.scan,
         )  # fmt: skip
         return reduced_twin(small, parameters)
 
@@ -171,15 +126,7 @@ def from_config(
         run,
         batch_of,
         name=f"{name} {'training' if training else 'inference'}",
-        train=TrainOptions(
-            optimizer or "adamw",
-            stored,
-            moments,
-            sequential_microbatches(microbatches, pipeline),
-            1 if gradient_groups is None else gradient_groups,
-        )
-        if training
-        else None,
+        train=read_training(given | moments, layers),
         param_dtype=stored,
         id_limit=min(task.id_limit, objective.classes or task.id_limit),
         tokens=task.tokens,

@@ -12,7 +12,7 @@ import contextlib
 import contextvars
 import dataclasses
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Protocol
 
 from autoshard.errors import UserError
@@ -75,19 +75,16 @@ def parse_experts(text: str) -> ExpertForm:
     )
 
 
-def check_experts(
-    text: str | None, factor: float | None, module: Any, label: str, imbalance: float | None = None
-) -> ExpertForm:
+def check_experts(given: Mapping[str, Any], module: Any, label: str) -> ExpertForm:
     """Return the form of dispatch, by default `slots`.
 
-    - `text`: the option's text.
-    - `factor`: capacity factor, or None.
+    - `given`: options of a step, with `experts`, `capacity_factor` and `imbalance`.
     - `module`: the torch module, named `label` in errors.
-    - `imbalance`: load of the busiest device relative to the mean, or None.
 
     Raises `UserError` for an unknown form, for a capacity factor or imbalance that the form does not take, and for a
     torch module without experts.
     """
+    text, factor, imbalance = (given.get(name) for name in ("experts", "capacity_factor", "imbalance"))
     for flag, value in (("--experts", text), ("--capacity-factor", factor), ("--imbalance", imbalance)):
         if value is not None and not any(hasattr(each, "experts") for each in module.modules()):
             raise UserError(f"{flag} is for mixtures of experts; `{label}` has none, so leave it out.")

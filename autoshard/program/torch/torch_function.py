@@ -21,6 +21,7 @@ from autoshard.program.torch.module_state import call_with, preserved, without_s
 from autoshard.program.torch.repeated_layers import Block, find_blocks
 from autoshard.program.torch.scan_pass import LayerRemat, LayerWeights, NotRepeatedError
 from autoshard.program.torch.stage_scan import Firsts, find_along, staged_blocks
+from autoshard.program.torch.step_options import LayerForms
 from autoshard.program.torch_ops.masked_reads import media_in_place
 from autoshard.program.torch_ops.module_segments import asked_segments, watching
 from autoshard.program.torch_ops.recurrent import torchs_own_gru
@@ -57,40 +58,30 @@ class TorchFunction:
     def __init__(
         self,
         module: Any,
+        layers: LayerForms | None = None,
         *,
         compute_dtype: str | None = None,
-        remat: str = "none",
-        scan: bool = True,
         frozen_apart: bool = False,
         stateful: bool = False,
-        attention: str = "plain",
-        exchange: str = "auto",
-        experts: ExpertForm | None = None,
-        capacity_factor: float | None = None,
-        imbalance: float = 1.0,
-        pipeline: Pipeline | None = None,
         mode: Callable[[Any], Any] | None = None,
     ) -> None:
         """Find the repeated layers of `module`, and describe its arguments.
 
+        - `layers`: forms in which its layers are computed.
         - `compute_dtype`: dtype to which parameters are cast where they are used; None for no cast.
-        - `remat`: text of the rematerialisation policy, such as `full:20+none`.
-        - `scan`: False leaves repeated layers unscanned.
         - `frozen_apart`: store parameters that need no gradient in `buffers` instead of `params`.
         - `stateful`: let the module update its buffers (running statistics); a call leaves the new ones in
           `updated_buffers`.
-        - `attention`, `exchange`: kernel of `scaled_dot_product_attention`, and its exchange over a split sequence.
-        - `experts`, `capacity_factor`, `imbalance`: how tokens reach the experts of a mixture.
-        - `pipeline`: stages that the repeated layers are cut into.
         - `mode`: function that puts the module into the mode in which it is traced.
 
-        Raises `UserError` if `remat` counts out more layers than the module has, or if a choice is unknown.
+        Raises `UserError` if the remat policy counts out more layers than the module has, or if a choice is unknown.
         """
+        forms = layers or LayerForms()
         self.mode = mode
-        self.module, self.compute_dtype, self.remat = module, compute_dtype, parse_remat(remat)
+        self.module, self.compute_dtype, self.remat = module, compute_dtype, parse_remat(forms.remat)
         self.frozen_apart, self.stateful = frozen_apart, stateful
-        self.attention = check_kernel(attention)
-        self.exchange = check_exchange_name(exchange)
+        self.attention = check_kernel(forms.attention)
+        self.exchange = check_exchange_name(forms.exchange)
         self.savable: dict[str, None] = {}
         """Paths of the layers' values that a remat policy may name, as recorded in the traces so far."""
         self.updated_buffers: dict[str, Any] = {}
@@ -112,18 +103,18 @@ class TorchFunction:
         """Digests of the layers' traces, by layer name, for lists whose layers trace to different computations."""
         self.compared: set[Block] = set()
         """Blocks whose layers are known to trace to the same computation."""
-        blocks = find_blocks(module, trained=frozen_apart) if scan and asked_segments() is None else ()
+        blocks = find_blocks(module, trained=frozen_apart) if forms.scan and asked_segments() is None else ()
         self.layers = numbered_layers(module, blocks)
         self.remat.check(len(self.layers))
         self.blocks: tuple[Block, ...] = split_blocks(blocks, self.remat, self.layers)
         self.notes: list[str] = []
         if not self.layers and self.remat.parts != (("none", 0),):
             self.notes.append(
-                f"remat `{remat}` changes nothing: no layers were found in `{type(module).__name__}`. They are "
+                f"remat `{forms.remat}` changes nothing: no layers were found in `{type(module).__name__}`. They are "
                 "looked for in a ModuleList, a ModuleDict numbered in order, and where a Sequential repeats them."
             )
-        self.experts, self.capacity_factor, self.imbalance = experts, capacity_factor, imbalance
-        self.pipeline = pipeline
+        self.experts, self.capacity_factor, self.imbalance = forms.experts, forms.capacity_factor, forms.imbalance
+        self.pipeline = forms.pipeline
         self.inputs: list[tuple[Any, int | None]] = []
         """Torch dtype and largest whole number (None if unknown) of each tensor that the module is called with."""
         self.wide = False

@@ -5,7 +5,7 @@ import dataclasses
 import functools
 import inspect
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any
+from typing import Any, Unpack
 
 from autoshard.base.processes import collecting_seldom
 from autoshard.errors import UserError
@@ -14,32 +14,23 @@ from autoshard.program import model_flops as flop_counter
 from autoshard.program.argument_names import input_names, leaf_name
 from autoshard.program.jax import train_step
 from autoshard.program.jax.gradient_groups import Reduced, reduction_of
-from autoshard.program.jax.layer_stack import Pipeline, in_stages, read_pipeline
+from autoshard.program.jax.layer_stack import in_stages
 from autoshard.program.jax.trace import trace
 from autoshard.program.moe.experts import check_experts
 from autoshard.program.program_record import Program, Role
 from autoshard.program.torch.eager_twin import EagerCall, EagerTwin, first_tensor, host_tensor
-from autoshard.program.torch.layer_remat import parse_remat
 from autoshard.program.torch.module_patches import lowered_environment
+from autoshard.program.torch.step_options import (
+    ModuleOptions,
+    TrainOptions,
+    given_options,
+    read_layers,
+    read_training,
+)
 from autoshard.program.torch.torch_function import TorchFunction, jax_dtype
 from autoshard.program.torch_ops import wide_integers
 from autoshard.program.torch_ops.module_segments import one_microbatch
 from autoshard.program.torch_ops.torch_imports import require_torch
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class TrainOptions:
-    """Options that turn a forward function into a training step."""
-
-    optimizer: str = "adamw"
-    param_dtype: str = "float32"
-    state_dtype: str = "float32"
-    microbatches: int = 1
-    """Parts of the batch that are computed one after another."""
-    gradient_groups: int = 1
-    """Parts of each microbatch (of the batch in a pipeline) whose gradients are summed only after all microbatches."""
-    own_loss: bool = False
-    """True if the user gave the loss, which need not be a mean over examples."""
 
 
 @collecting_seldom()
@@ -49,27 +40,10 @@ def from_torch(
     kwargs: Mapping[str, Any] | None = None,
     *,
     name: str | None = None,
-    train: bool = False,
     loss: Callable[..., Any] | None = None,
     targets: Any = None,
-    optimizer: str = "adamw",
-    dtype: str | None = None,
-    param_dtype: str | None = None,
-    state_dtype: str | None = None,
-    remat: str = "none",
-    scan: bool = True,
-    batch_statistics: bool | None = None,
-    cast_inputs: bool = True,
-    attention: str = "plain",
-    exchange: str = "auto",
-    microbatches: int | None = None,
-    experts: str | None = None,
-    capacity_factor: float | None = None,
-    imbalance: float | None = None,
-    stages: int | None = None,
-    schedule: str | None = None,
-    gradient_groups: int | None = None,
     make_args: Callable[[int], tuple[Any, ...]] | None = None,
+    **options: Unpack[ModuleOptions],
 ) -> Program:
     """Return a `Program` from any `torch.nn.Module`, on the meta device or with real weights.
 
@@ -82,10 +56,16 @@ def from_torch(
     - `example_inputs`, `kwargs`: the arguments of the module's call; a tensor or a tuple of tensors, meta tensors
       allowed.
     - `loss`, `targets`: torch code `loss(output)`, or `loss(output, targets)` if `targets` is given.
+    - `make_args`: function from a seed to example arguments of the program; by default they are generated.
+
+    Options:
+
+    - `train`: True for a training step. `optimizer`: `adamw` (the default), `sgd` or `momentum`.
     - `dtype`: compute dtype. Parameters are cast to it where they are used, and float inputs too; targets stay.
     - `param_dtype`, `state_dtype`: dtype of the stored parameters, and of the optimizer's moments.
     - `cast_inputs`: False leaves inputs uncast; torch then promotes the other operands to the dtype of the inputs.
     - `batch_statistics`: let batch norms use and update running statistics (default: when training).
+    - `scan`: False unrolls repeated layers.
     - `remat`: `none`, `dots` or `full`, optionally with values, such as `full,keep=q_proj/k_proj,offload=input`. `keep`
       saves on the device, `offload` in the host's memory. `full:20+none` gives the first 20 layers another policy.
     - `attention`: kernel for `scaled_dot_product_attention`. `plain` has scores in memory, `splash` is jax's TPU
@@ -109,30 +89,25 @@ def from_torch(
     import jax
 
     label = name or type(module).__name__
-    parse_remat(remat)
-    for flag, text in (("dtype", dtype), ("param_dtype", param_dtype), ("state_dtype", state_dtype)):
-        _check_dtype(flag, text)
+    given = given_options("from_torch", ModuleOptions, options)
+    layers = read_layers(given)
+    training = read_training(given, layers, own_loss=loss is not None)
+    train, param_dtype = training is not None, given.get("param_dtype")
+    for flag in ("dtype", "param_dtype", "state_dtype"):
+        _check_dtype(flag, given.get(flag))
     example_inputs, kwargs, targets = one_microbatch(example_inputs, kwargs, targets)
     inputs = tuple(example_inputs) if isinstance(example_inputs, (tuple, list)) else (example_inputs,)
     notes = ["Dropout is off: the module runs in evaluation mode."] if _has_dropout(module) else []
     if asking := _class_reading_training(module) if not notes else None:
         notes.append(f"The module runs in evaluation mode: `{asking}` asks whether it is being trained.")
-    learning = train if batch_statistics is None else batch_statistics
-    pipeline = read_pipeline(stages, microbatches, schedule)
+    learning = given.get("batch_statistics", train)
     function = TorchFunction(
         module,
-        compute_dtype=dtype,
-        remat=remat,
-        scan=scan,
+        dataclasses.replace(layers, experts=check_experts(given, module, label)),
+        compute_dtype=given.get("dtype"),
         frozen_apart=train,
         stateful=learning and bool(_batch_norms(module)),
         mode=functools.partial(evaluation_mode, batch_statistics=learning),
-        attention=attention,
-        exchange=exchange,
-        experts=check_experts(experts, capacity_factor, module, label, imbalance),
-        capacity_factor=capacity_factor,
-        imbalance=imbalance or 1.0,
-        pipeline=pipeline,
     )
     function.may_become_stateful = True
     if train:
@@ -154,7 +129,7 @@ def from_torch(
 
     def cast(data: Mapping[str, Any]) -> Mapping[str, Any]:
         """Cast float inputs to the compute dtype, but not targets."""
-        if function.compute_dtype is None or not cast_inputs:
+        if function.compute_dtype is None or not given.get("cast_inputs", True):
             return data
         fed = {key for key in data if targets is None or key.partition(".")[0] != "targets"}
         return {
@@ -193,7 +168,7 @@ def from_torch(
 
     function.settle(loss_of if train else forward, batch, label)
     inner = (path for path, child in module.named_modules() if path and _caches(child, {}))
-    if scan and not function.blocks and (cached := next(inner, None)):
+    if layers.scan and not function.blocks and (cached := next(inner, None)):
         notes.append(
             f"The layers of `{cached}` are not scanned, since each writes to a cache of its own: set `use_cache` of "
             "its configuration to False."
@@ -204,16 +179,7 @@ def from_torch(
         loss_of if train else forward,
         batch,
         name=label,
-        train=TrainOptions(
-            optimizer,
-            param_dtype or "",
-            state_dtype or "float32",
-            sequential_microbatches(microbatches, pipeline),
-            1 if gradient_groups is None else gradient_groups,
-            own_loss=loss is not None,
-        )
-        if train
-        else None,
+        train=training,
         param_dtype=param_dtype,
         make_args=make_args,
         values=own,
@@ -401,11 +367,6 @@ def _model_flops(count: Sequence[float], train: TrainOptions | None) -> float:
     forward, without = count
     # A backward pass has two matmuls for each forward matmul, one per operand, less those that need no gradient.
     return forward if train is None else (3.0 * forward - without) * (train.microbatches * train.gradient_groups)
-
-
-def sequential_microbatches(microbatches: int | None, pipeline: Pipeline | None) -> int:
-    """Return the number of microbatches that each have a backward pass of their own; 1 for a pipeline."""
-    return 1 if microbatches is None or pipeline is not None else microbatches
 
 
 def _check_microbatches(count: int, groups: int, batch: Mapping[str, Any], updates: bool, name: str) -> None:

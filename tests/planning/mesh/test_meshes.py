@@ -12,7 +12,7 @@ import autoshard
 from autoshard.base.workers import WorkerCrew
 from autoshard.cost import Topology, candidate_meshes, load_calibration
 from autoshard.errors import InfeasibleError, UserError
-from autoshard.planning import Options, Plan, PlanResult, make_plan, read_asked
+from autoshard.planning import Options, Plan, PlanResult, Running, make_plan, read_asked
 from autoshard.planning.mesh.mesh_attempt import MeshAttempts
 from autoshard.planning.mesh.mesh_search import MeshSearch
 from autoshard.planning.price.analysed_program import Task, analyse_program
@@ -85,7 +85,7 @@ def test_a_mesh_looked_at_ahead_leaves_the_same_plan(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr("autoshard.planning.mesh.mesh_search.SCOUTED", 2)
     lines: list[str] = []
     options = Options(topology="v5e:4x4", mesh="auto", refine_axes=False, time_limit=math.inf)
-    plan = make_plan(made.program("wide mlp"), options, progress=lines.append).plan
+    plan = make_plan(made.program("wide mlp"), options, Running(progress=lines.append)).plan
     in_order = searched("wide mlp", "v5e:4x4")
     assert sum(line.endswith("to hold others against") for line in lines) == 1
     # Axes of equal sizes may have swapped places.
@@ -125,7 +125,7 @@ def test_helpers_do_not_change_the_plan(name: str, topology: str, helpers: int) 
     with WorkerCrew(helpers, "autoshard.planning.warm_planner:ready") as crew:
         wait_for_helpers(crew)
         before = crew.jobs_helped
-        helped = make_plan(made.program(name), Options(**options), crew=crew, progress=lines.append)
+        helped = make_plan(made.program(name), Options(**options), Running(crew=crew, progress=lines.append))
     assert crew.jobs_helped > before and not any("helper" in line for line in lines)
     assert plan_to_json(helped.plan) == plan_to_json(searched(name, topology))
 
@@ -143,7 +143,7 @@ def test_a_helper_that_dies_does_not_change_the_plan() -> None:
                 os.kill(helper, signal.SIGKILL)  # by now jobs are handed out, and more will follow
             lines.append(line)
 
-        made_without = make_plan(made.program("wide mlp"), Options(**options), crew=crew, progress=said)
+        made_without = make_plan(made.program("wide mlp"), Options(**options), Running(crew=crew, progress=said))
     assert "a helper process failed (it was ended by signal 9); its work is done here" in lines
     assert plan_to_json(made_without.plan) == plan_to_json(searched("wide mlp", "v5e:4x4"))
 
