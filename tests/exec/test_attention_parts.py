@@ -28,7 +28,7 @@ from tests.exec.planned_programs import assert_close, f32
 B, K = 0, 1
 """Factors of each kernel: batch and key heads."""
 RING_PARTS, GROUP, QUERIES, PLACES = 3, 2, 3, 5
-"""Further factors: the ring's parts of the sequence, query heads of a key head, blocks of queries, places of a cache."""
+"""Further factors: parts of a ring's sequence, query heads of a key head, blocks of queries, places of a cache."""
 
 BATCH, KV_HEADS, GROUPED, RING_SEQ, RING_DIM = 2, 2, 2, 32, 8
 HEADS, SEQ, DIM = 4, 256, 128
