@@ -68,7 +68,7 @@ def table(rows: Rows, steps: int) -> str:
         plain, reordered = (rows.get(f"{model} {name}", {}) for name in UNSHARDED)
         for mesh in MESHES:
             by_optimizer = rows.get(f"{model} {mesh}")
-            if by_optimizer is None:
+            if by_optimizer is None or not plain or not reordered:
                 continue
             errors = [each["error"] for each in (by_optimizer, plain, reordered) if "error" in each]
             if errors:
