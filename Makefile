@@ -73,8 +73,8 @@ bench: $(STAMP)
 bench-quick: $(STAMP)
 	$(RUN)/autoshard validate
 	$(RUN)/python experiments/models/families.py --only hf:llama-tiny/ --again --out build/bench-quick
-	$(RUN)/python experiments/speed/planning_speed.py --out build/bench-quick "llama3-8b 32x8" "llama3-8b searched" \
-		"gpt2-xl searched" "resnet-50 searched"
+	$(RUN)/python experiments/speed/planning_speed.py --again --out build/bench-quick --only "llama3-8b 32x8" \
+		"llama3-8b searched" "gpt2-xl searched" "resnet-50 searched"
 
 # PyTorch/XLA's own tests of SPMD with auto-sharding and without, where PYTORCH_XLA is a checkout of it (v2.9.0); `make
 # bench PYTORCH_XLA=...` runs them too, and without one both run what those tests do in words of our own.

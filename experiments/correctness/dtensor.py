@@ -1,11 +1,9 @@
 """Modules of transformers under a plan as DTensors, compared with the same modules on one process: a table.
 
 `python experiments/correctness/dtensor.py` plans every family for training and for inference, and runs it on eight
-processes over gloo. The script writes `results/dtensor.json` and the table `results/dtensor.md`. With families as
-arguments only these run, and their rows replace the stored ones.
+processes over gloo. Rows are saved in `results/dtensor.json`; the table is `results/dtensor.md`.
 """
 
-import argparse
 import json
 import os
 import subprocess
@@ -15,9 +13,9 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+from experiments.lib.harness import ROOT, Experiment, grid, page
 
-ROOT = Path(__file__).parents[2]
-RESULTS = ROOT / "experiments" / "results" / "dtensor.json"
+
 MESH = {"data": 2, "model": 4}
 ALLOWED = 1e-4
 """Largest difference of a loss, an output, a gradient or an update, relative to the largest value of the tensor."""
@@ -93,24 +91,21 @@ def run_rows(rows: list[dict[str, Any]], folder: Path, timeout_s: float = 600.0)
     return records
 
 
-def table(results: dict[str, Any]) -> str:
-    lines = [
-        "# Modules under a plan, as DTensors\n",
-        f"`python experiments/correctness/dtensor.py`: eight processes over gloo, mesh {MESH}, float32. Differences",
-        "are the",
-        "largest of any value, relative to the largest of its tensor; updates are those of one AdamW step, where the",
-        "gradient is not next to nothing. *Split* is the share of parameters that are split, *held* what one process",
-        "holds of all; inference has its parameters as the plan for training does. Calls are those of one step after",
-        "the first, with the optimizer's, beside the plan's predicted collectives, and *sent* is what one process puts",
-        "on the wire for them beside what is predicted of a device. Values between layers are placed as planned; the",
-        "backward pass is DTensor's own, so kinds and counts need not agree.\n",
-        "| family | step | plan | loss or output | gradients | updates | split | held | calls | planned | sent "
-        "| planned |",
-        "| --- | --- | --- | ---: | ---: | ---: | ---: | ---: | --- | --- | ---: | ---: |",
-    ]
-    notes = ["\nRun whole on every device:\n"]
-    for name in sorted(results):
-        row = results[name]
+def work(name: str) -> dict[str, Any]:
+    """Compute one row of the table."""
+    family, step = name.split()
+    with tempfile.TemporaryDirectory() as made:
+        # Inference needs the plan of training, of which it takes the specs of its parameters.
+        trained = plan_row(family, True, Path(made))
+        row = trained if step == "training" else plan_row(family, False, Path(made))
+        (ran,) = run_rows([row], Path(made))
+    planned = {key: row[key] for key in ("words", "planned", "planned_bytes")}
+    return planned | {key: value for key, value in ran.items() if not key.endswith("_s")}
+
+
+def table(rows: dict[str, Any]) -> str:
+    lines, notes = [], []
+    for name, row in rows.items():
         family, step = name.split()
         worst = row.get("loss", row.get("output"))
         further = [f"{row[key]:.1e}" if key in row else "" for key in ("gradients", "updates")]
@@ -118,29 +113,33 @@ def table(results: dict[str, Any]) -> str:
         planned = ", ".join(f"{n} {kind}" for kind, n in sorted(row["planned"].items()))
         shares = [f"{row[key]:.0%}" for key in ("split_share", "held_share")]
         sent = [f"{row[key] / 1024:.0f} KiB" for key in ("wire_bytes", "planned_bytes")]
-        cells = [family, step, row["words"], f"{worst:.1e}", *further, *shares, calls, planned, *sent]
-        lines.append(f"| {' | '.join(cells)} |")
+        lines.append([family, step, row["words"], f"{worst:.1e}", *further, *shares, calls, planned, *sent])
         notes += [f"- {family}, {step}: {note}" for note in row["notes"]]
-    return "\n".join(lines + (notes if len(notes) > 1 else [])) + "\n"
+    return page(
+        "# Modules under a plan, as DTensors",
+        f"""
+`python experiments/correctness/dtensor.py`: eight processes over gloo, mesh {MESH}, float32. Differences \
+are the
+largest of any value, relative to the largest of its tensor; updates are those of one AdamW step, where the
+gradient is not next to nothing. *Split* is the share of parameters that are split, *held* what one process
+holds of all; inference has its parameters as the plan for training does. Calls are those of one step after
+the first, with the optimizer's, beside the plan's predicted collectives, and *sent* is what one process puts
+on the wire for them beside what is predicted of a device. Values between layers are placed as planned; the
+backward pass is DTensor's own, so kinds and counts need not agree.
+""",
+        grid(
+            "family | step | plan | loss or output: | gradients: | updates: | split: | held: | calls | planned | sent: "
+            "| planned:",
+            lines,
+        ),
+        ["Run whole on every device:", "", *notes] if notes else "",
+    )
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("families", nargs="*", choices=[[], *FAMILIES], default=[])
-    chosen = parser.parse_args().families or list(FAMILIES)
-    results = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
-    for family in chosen:
-        with tempfile.TemporaryDirectory() as made:
-            rows = [plan_row(family, train, Path(made)) for train in (True, False)]
-            for row, said in zip(rows, run_rows(rows, Path(made)), strict=True):
-                step = "training" if row["train"] else "inference"
-                kept = {key: row[key] for key in ("words", "planned", "planned_bytes")}
-                timed = {key: value for key, value in said.items() if not key.endswith("_s")}
-                results[f"{family} {step}"] = kept | timed
-                print(family, step, json.dumps(said), flush=True)
-        RESULTS.write_text(json.dumps(results, indent=1, sort_keys=True) + "\n")
-        RESULTS.with_suffix(".md").write_text(table(results))
+def main() -> int:
+    names = sorted(f"{family} {step}" for family in FAMILIES for step in ("training", "inference"))
+    return Experiment(script=__file__, names=names, work=work, table=table).run()
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -61,7 +61,7 @@ NEAREST = {
     "planning/xla": ("planning/xla", "planning/test_spatial.py", "planning/space", "planning/price"),
     "solver": ("solver",),
     "exec/apply": ("exec/apply", "exec/test_modules.py", "exec/test_own_specs.py", "exec/test_weights.py"),
-    "program": ("program", "exec/test_cached.py"),
+    "program": ("program", "exec/test_attention_parts.py"),
 }
 """Folders and files of tests that are nearest to each room."""
 MOST_LEFT = 0.15

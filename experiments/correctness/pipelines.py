@@ -1,6 +1,6 @@
 """Six families in stages of a pipeline, planned and run on 8 CPU devices, compared with the plain program.
 
-    python experiments/correctness/pipelines.py [--only TEXT] [--again] [--table]
+    python experiments/correctness/pipelines.py [--only TEXT ...] [--again] [--table]
 
 Small configurations of eight layers are cut into 2 and 4 stages, by both schedules. Data or tensor parallelism uses the
 remaining devices. Loss, gradients (which momentum equals after one step) and updated parameters of the program in
@@ -10,11 +10,8 @@ the wire of every mesh axis are compared as predicted and as XLA compiled them.
 Rows are saved in `experiments/results/pipelines.json`, so that a broken run resumes. Each row has its own process.
 """
 
-import argparse
 import itertools
 import json
-import os
-import subprocess
 import sys
 import tempfile
 from pathlib import Path
@@ -24,27 +21,21 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from autoshard.program import Program
 
-os.environ.setdefault("JAX_PLATFORMS", "cpu")
-sys.path.insert(0, str(Path(__file__).parents[2]))
-
-from experiments.lib.saved_results import Results, checked_out  # noqa: E402
-from experiments.models.families import errors_of, row_of  # noqa: E402
+from experiments.lib.harness import ROOT, Experiment, grid, page
+from experiments.models.families import errors_of, row_of
 
 
-HERE = Path(__file__).parents[1]
-RESULTS = HERE / "results" / "pipelines.json"
-TABLE = HERE / "results" / "pipelines.md"
-CONFIGS = HERE.parent / "autoshard" / "program" / "configs"
-
+CONFIGS = ROOT / "autoshard" / "program" / "configs"
 FAMILIES = ("llama", "gpt2", "gemma2", "mixtral", "bert", "vit")
 LAYERS, DEVICES, BATCH = 8, 8, 16
 ALLOWED = 1e-5
 """Largest difference that counts as equal, relative to a tensor's own maximum."""
-ROWS = list(itertools.product(("data", "model"), FAMILIES, (2, 4), ("gpipe", "circular:2")))
-
-
-def key_of(beside: str, family: str, stages: int, schedule: str) -> str:
-    return f"{family} | {stages} | {schedule} | {beside}"
+ROWS = {
+    f"{family} | {stages} | {schedule} | {beside}": (beside, family, stages, schedule)
+    for beside, family, stages, schedule in itertools.product(
+        ("data", "model"), FAMILIES, (2, 4), ("gpipe", "circular:2")
+    )
+}
 
 
 def program_of(family: str, folder: Path, **pipeline: Any) -> "Program":
@@ -78,38 +69,27 @@ def apart(plain: "Program", staged: "Program") -> tuple[float, str]:
     return worst
 
 
-def work(beside: str, family: str, stages: int, schedule: str) -> dict[str, Any]:
+def work(name: str) -> dict[str, Any]:
     """Compute one row of the table."""
     from autoshard import UserError
     from autoshard.exec import ensure_devices
 
     ensure_devices(DEVICES)
+    beside, family, stages, schedule = ROWS[name]
     with tempfile.TemporaryDirectory() as folder:
         plain = program_of(family, Path(folder))
         try:
             staged = program_of(family, Path(folder), stages=stages, microbatches=2 * stages, schedule=schedule)
         except UserError as error:
-            return {"error": str(error), "code": checked_out()}
+            return {"error": str(error)}
         differs, where = apart(plain, staged)
         row = row_of(staged, {"stage": stages, beside: DEVICES // stages})
-    return row | {"staged_differs": differs, "staged_worst": where, "code": checked_out()}
+    return row | {"staged_differs": differs, "staged_worst": where}
 
 
 def table(rows: dict[str, dict[str, Any]]) -> str:
-    known = [(each, rows[key_of(*each)]) for each in ROWS if key_of(*each) in rows]
-    lines = [
-        "# Pipelines on 8 CPU devices",
-        "",
-        "`python experiments/correctness/pipelines.py`. Differences are the largest of any result (loss, momentum,",
-        "parameters), of",
-        "its tensor's own maximum: of the program in stages from the plain one, both on one device, and of the planned",
-        "run from the program in stages. Bytes on the wire of a device and step: predicted / compiled.",
-        "",
-        "| family | stages | schedule | beside | staged from plain | planned from staged | wire | remark |",
-        "| --- | --- | --- | --- | --- | --- | --- | --- |",
-    ]
-    equal, errors = 0, []
-    for (beside, family, stages, schedule), row in known:
+    lines, equal, errors = [], 0, []
+    for name, row in rows.items():
         wire = "; ".join(f"{axis} {p} / {c}" for axis, (p, c) in row.get("wire", {}).items() if max(p, c))
         if "max_rel_diff" in row:
             good = row["staged_differs"] <= ALLOWED and row["equal"]
@@ -119,43 +99,25 @@ def table(rows: dict[str, dict[str, Any]]) -> str:
             cells = f"{row['staged_differs']:.1e} | {row['max_rel_diff']:.1e}"
         else:
             cells, remark = "- | -", row["error"]
-        lines.append(f"| {family} | {stages} | {schedule} | {beside} | {cells} | {wire} | {remark} |")
+        lines.append((name, cells, wire, remark))
     within = sum(error <= 0.05 for error in errors)
-    lines += [
-        "",
-        f"{len(known)} of {len(ROWS)} rows; equal to {ALLOWED:g} in both steps: {equal}. Bytes of {len(errors)} mesh "
+    return page(
+        "# Pipelines on 8 CPU devices",
+        """
+`python experiments/correctness/pipelines.py`. Differences are the largest of any result (loss, momentum, \
+parameters), of
+its tensor's own maximum: of the program in stages from the plain one, both on one device, and of the planned
+run from the program in stages. Bytes on the wire of a device and step: predicted / compiled.
+""",
+        grid("family | stages | schedule | beside | staged from plain | planned from staged | wire | remark", lines),
+        f"{len(rows)} of {len(ROWS)} rows; equal to {ALLOWED:g} in both steps: {equal}. Bytes of {len(errors)} mesh "
         f"axes with any: {within} within 5 %, the worst off by {max(errors, default=0.0):.1%}.",
-    ]
-    return "\n".join(lines) + "\n"
+    )
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--only", default="")
-    parser.add_argument("--again", action="store_true")
-    parser.add_argument("--table", action="store_true", help="only write the table of what is known")
-    parser.add_argument("--worker", nargs=4, help=argparse.SUPPRESS)
-    asked = parser.parse_args()
-    if asked.worker:
-        beside, family, stages, schedule = asked.worker
-        print(json.dumps(work(beside, family, int(stages), schedule)))
-        return
-    results = Results(RESULTS)
-    for each in () if asked.table else ROWS:
-        key = key_of(*each)
-        if asked.only not in key or (key in results.rows and not asked.again):
-            continue
-        done = subprocess.run(
-            [sys.executable, __file__, "--worker", *map(str, each)], capture_output=True, text=True, check=False
-        )
-        if done.returncode:
-            print(f"{key}: FAILED {done.stderr[-800:]}", flush=True)
-            continue
-        results.keep(key, json.loads(done.stdout.splitlines()[-1]))
-        print(key, {k: results.rows[key].get(k) for k in ("staged_differs", "max_rel_diff", "error")}, flush=True)
-        TABLE.write_text(table(results.rows))
-    TABLE.write_text(table(results.rows))
+def main() -> int:
+    return Experiment(script=__file__, names=ROWS, work=work, table=table, apart=True).run()
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

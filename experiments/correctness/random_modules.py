@@ -32,8 +32,6 @@ AT_ONCE = 20
 """Modules that one process runs, since compiled programs stay in its memory."""
 PLANNED = 10
 """Interval of planned modules: one in so many is planned and run."""
-sys.path.insert(0, str(ROOT))
-
 if TYPE_CHECKING:
     from tests.random_modules import Recipe
 

@@ -37,7 +37,6 @@ TABLE = Path(__file__).parents[1] / "results" / "reliability.md"
 PARTS = ("problems", "places", "plans", "steps", "kills", "programs")
 AT_ONCE = 20
 """Programs that one process runs, since compiled programs stay in its memory."""
-sys.path.insert(0, str(ROOT))
 
 
 def main() -> int:

@@ -1,6 +1,6 @@
 """Operations of torch, planned as modules are, compared with torch's own: values and gradients.
 
-    python experiments/correctness/torch_operations.py [--only NAME ...] [--samples N] [--table]
+    python experiments/correctness/torch_operations.py [--only TEXT ...] [--again] [--samples N] [--table]
 
 torch tests its operations with its own samples (`op_db`). Each operation gets a few of these samples here, in place
 too. A row is one operation. Results are equal within 2e-4 of each value and 2e-3 of each gradient, of weighted sums of
@@ -8,25 +8,15 @@ the results. A refused operation raises, so that a plan never computes something
 the faults that this script looks for. The run takes six minutes.
 """
 
-import argparse
 import itertools
-import os
 import sys
 import warnings
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from experiments.lib.harness import Experiment, Rows, grid, own_parser, page
 
-os.environ.setdefault("JAX_PLATFORMS", "cpu")
-sys.path.insert(0, str(Path(__file__).parents[2]))
-
-from experiments.lib.saved_results import Results, checked_out  # noqa: E402
-
-
-HERE = Path(__file__).parents[1]
-RESULTS, TABLE = HERE / "results" / "torch_operations.json", HERE / "results" / "torch_operations.md"
 
 RANDOM = frozenset(
     f"nn.functional.{name}"
@@ -164,72 +154,69 @@ def row(operation: Any, function: Any, count: int) -> dict[str, Any]:
     return {"samples": len(tried), "outcomes": sorted(set(tried or outcomes)) or ["torch: no samples"]}
 
 
-def table(rows: dict[str, dict[str, Any]]) -> str:
+def table(rows: Rows) -> str:
     by: dict[str, list[str]] = {"differs": [], "refused": [], "equal": [], "torch": []}
     for name, each in sorted(rows.items()):
         kinds = {outcome.partition(":")[0] for outcome in each["outcomes"]}
         by[next(kind for kind in by if kind in kinds)].append(name)
-    lines = [
-        "# Operations of torch beside torch's own",
-        "",
-        "`python experiments/correctness/torch_operations.py`. Operations of `op_db`, those in place with a `_` at",
-        "the end; random",
-        "ones are left out. Equal: values within 2e-4 and gradients within 2e-3 on every sample that was tried;",
-        "values alone of what torch does not differentiate.",
-        "",
-        f"Of {len(rows) - len(by['torch'])} operations ({sum(each['samples'] for each in rows.values())} samples)",
-        f"{len(by['equal'])} are equal on all samples, {len(by['refused'])} are refused on some, "
-        f"{len(by['differs'])} differ on some.",
-        "",
-        "| differs | how | why |",
-        "| --- | --- | --- |",
-    ]
+
+    def said(name: str, kind: str) -> list[str]:
+        return [each.partition(": ")[2] for each in rows[name]["outcomes"] if each.startswith(kind)]
+
+    differs = []
     for name in by["differs"]:
-        how = ", ".join(each.partition(": ")[2] for each in rows[name]["outcomes"] if each.startswith("differs"))
         plain = name.rstrip("_")
         why = REASONS.get(plain) or REASONS.get(plain.partition(".")[0], "not looked into")
-        lines.append(f"| `{name}` | {how} | {why} |")
-    lines += ["", "| refused | with |", "| --- | --- |"]
-    for name in by["refused"]:
-        said = next(each for each in rows[name]["outcomes"] if each.startswith("refused")).partition(": ")[2]
-        lines.append(f"| `{name}` | {said.replace('|', '/')} |")
-    lines += ["", "| not tried: no sample that torch itself computes here | with |", "| --- | --- |"]
-    for name in by["torch"]:
-        said = rows[name]["outcomes"][0].partition(": ")[2] if rows[name]["outcomes"] else "no samples"
-        lines.append(f"| `{name}` | {said.replace('|', '/')} |")
-    return "\n".join(lines) + "\n"
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument(
-        "--only", nargs="*", default=[], help="names of operations; all that are not known yet otherwise"
+        differs.append([f"`{name}`", ", ".join(said(name, "differs")), why])
+    return page(
+        "# Operations of torch beside torch's own",
+        """
+`python experiments/correctness/torch_operations.py`. Operations of `op_db`, those in place with a `_` at the end; \
+random
+ones are left out. Equal: values within 2e-4 and gradients within 2e-3 on every sample that was tried;
+values alone of what torch does not differentiate.
+""",
+        [
+            f"Of {len(rows) - len(by['torch'])} operations ({sum(each['samples'] for each in rows.values())} samples)",
+            f"{len(by['equal'])} are equal on all samples, {len(by['refused'])} are refused on some, "
+            f"{len(by['differs'])} differ on some.",
+        ],
+        grid("differs | how | why", differs),
+        grid("refused | with", ([f"`{name}`", said(name, "refused")[0].replace("|", "/")] for name in by["refused"])),
+        grid(
+            "not tried: no sample that torch itself computes here | with",
+            ([f"`{name}`", (said(name, "") or ["no samples"])[0].replace("|", "/")] for name in by["torch"]),
+        ),
     )
-    parser.add_argument("--samples", type=int, default=4, help="of each operation, at most")
-    parser.add_argument("--table", action="store_true", help="write the table of the rows that are known")
-    args = parser.parse_args()
-    results = Results(RESULTS)
-    if not args.table:
-        import torch
 
-        try:
-            from torch.testing._internal.common_methods_invocations import op_db
-        except ModuleNotFoundError as error:
-            sys.exit(f"torch's samples need the package `{error.name}`: pip install {error.name}")
-        warnings.simplefilter("ignore")
-        for operation, in_place in itertools.product(op_db, (False, True)):
-            function = operation.inplace_variant if in_place else operation.op
-            variant = f".{operation.variant_test_name}" if operation.variant_test_name else ""
-            name = f"{operation.name}{variant}{'_' if in_place else ''}"
-            wanted = operation.name in args.only if args.only else name not in results.rows
-            if function is None or operation.name in RANDOM or torch.float32 not in operation.dtypes or not wanted:
-                continue
-            result = row(operation, function, args.samples)
-            results.keep(name, result | {"code": checked_out()})
-            print(name, *result["outcomes"], sep="\n    ", flush=True)
-    TABLE.write_text(table(results.rows))
-    print(TABLE.read_text())
+
+def operations() -> dict[str, tuple[Any, Any]]:
+    """Return each operation that is compared, with its function, by name; those in place have their own."""
+    import torch
+
+    try:
+        from torch.testing._internal.common_methods_invocations import op_db
+    except ModuleNotFoundError as error:
+        sys.exit(f"torch's samples need the package `{error.name}`: pip install {error.name}")
+    warnings.simplefilter("ignore")
+    named = {}
+    for operation, in_place in itertools.product(op_db, (False, True)):
+        function = operation.inplace_variant if in_place else operation.op
+        variant = f".{operation.variant_test_name}" if operation.variant_test_name else ""
+        if function is not None and operation.name not in RANDOM and torch.float32 in operation.dtypes:
+            named[f"{operation.name}{variant}{'_' if in_place else ''}"] = (operation, function)
+    return named
+
+
+def main() -> int:
+    parser = own_parser()
+    parser.add_argument("--samples", type=int, default=4, help="of each operation, at most")
+    given = parser.parse_args()
+    named = operations()
+    return Experiment(
+        script=__file__, names=named, work=lambda name: row(*named[name], given.samples), table=table
+    ).run(given)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

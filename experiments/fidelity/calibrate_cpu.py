@@ -19,7 +19,6 @@ import math
 import os
 import re
 import statistics
-import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -29,13 +28,11 @@ import numpy as np
 
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
-sys.path.insert(0, str(Path(__file__).parents[2]))
-
-from autoshard.cost import Calibration, Collectives, Compute, Topology, load_calibration, make_mesh  # noqa: E402
-from autoshard.cost.collectives import _COPIES  # noqa: E402
-from autoshard.exec import ensure_devices  # noqa: E402
-from autoshard.exec.devices.local_devices import retained_memory  # noqa: E402
-from experiments.lib.quiet_machine import held  # noqa: E402
+from autoshard.cost import Calibration, Collectives, Compute, Topology, load_calibration, make_mesh
+from autoshard.cost.collectives import _COPIES
+from autoshard.exec import ensure_devices
+from autoshard.exec.devices.local_devices import retained_memory
+from experiments.lib.quiet_machine import held
 
 
 DEVICES = 8

@@ -1,6 +1,6 @@
 """Plans for every TPU generation, predicted against the result of the real TPU compiler.
 
-    python experiments/fidelity/compile_fidelity.py [ROW ...] [--predict] [--whole] [--time-limit S]
+    python experiments/fidelity/compile_fidelity.py [--only TEXT ...] [--again] [--predict] [--whole]
 
 Every row runs in a process of its own with a time limit. Results are saved by row in
 `experiments/results/compile_fidelity.json`, so that a broken run resumes. Scheduled programs are stored under
@@ -8,26 +8,16 @@ Every row runs in a process of its own with a time limit. Results are saved by r
 are compiled until every value has its place in memory (`autoshard compile --quick`), or with machine code (`--whole`).
 """
 
-import argparse
 import dataclasses
-import json
-import os
 import statistics
-import subprocess
 import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-
-if TYPE_CHECKING:
-    from autoshard.program import Program
-
-os.environ.setdefault("JAX_PLATFORMS", "cpu")
-sys.path.insert(0, str(Path(__file__).parents[2]))
-
-from experiments.lib.programs.compile_programs import (  # noqa: E402
+from experiments.lib.harness import Experiment, Rows, chosen, grid, own_parser, page
+from experiments.lib.programs.compile_programs import (
     hf,
     jax_decoder,
     jax_mamba,
@@ -37,10 +27,11 @@ from experiments.lib.programs.compile_programs import (  # noqa: E402
     llama,
     mixtral,
 )
-from experiments.lib.saved_results import checked_out, compiled  # noqa: E402
+from experiments.lib.saved_results import compiled
 
 
-HERE = Path(__file__).parents[1]
+if TYPE_CHECKING:
+    from autoshard.program import Program
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,23 +50,13 @@ class Row:
 
 @dataclasses.dataclass(frozen=True)
 class Matrix:
-    """Rows of one script, and the files of its results."""
+    """Rows of one script."""
 
-    name: str
-    """Name of the script and of its results."""
+    script: str
+    """`__file__` of the script."""
     title: str
     rows: tuple[Row, ...]
     compiler: str = "libtpu, no TPU"
-    folder: str = "fidelity"
-    """Folder of the script in `experiments`."""
-
-    @property
-    def results(self) -> Path:
-        return HERE / "results" / f"{self.name}.json"
-
-    @property
-    def table(self) -> Path:
-        return HERE / "results" / f"{self.name}.md"
 
 
 def dm(data: int, model: int, slices: int = 1) -> dict[str, int]:
@@ -139,11 +120,12 @@ ROWS = (
     Row("llama3-8b-v5p", train("llama3-8b", 64, 8192), "v5p:4x8x8", dm(32, 8)),
 )
 
-MATRIX = Matrix("compile_fidelity", "Plans predicted against the TPU compiler", ROWS)
+MATRIX = Matrix(__file__, "Plans predicted against the TPU compiler", ROWS)
 
 
 def run(row: Row, time_limit: float, predict_only: bool, whole: bool) -> dict[str, Any]:
     """Plan, compile (unless this very plan was compiled before) and compare one row."""
+    from autoshard import UserError
     from autoshard.cost import Topology
     from autoshard.exec import compile_figures
     from autoshard.exec.ahead.compile_plans import report
@@ -156,10 +138,9 @@ def run(row: Row, time_limit: float, predict_only: bool, whole: bool) -> dict[st
     plan_s = time.monotonic() - began
     plan = made.plan if row.plan == "ours" else made.baseline_plans.get(row.plan)
     if plan is None:
-        raise SystemExit(f"{row.name}: no baseline {row.plan} here, only {', '.join(made.baseline_plans)}")
+        raise UserError(f"no baseline {row.plan} here, only {', '.join(made.baseline_plans)}")
     prediction = plan.prediction
     figures: dict[str, Any] = {
-        "code": checked_out(),
         "plan": row.plan,
         "topology": row.topology,
         "mesh": row.mesh,
@@ -185,92 +166,53 @@ def run(row: Row, time_limit: float, predict_only: bool, whole: bool) -> dict[st
     return figures | compiled_figures
 
 
-def in_process(row: Row, time_limit: float, predict_only: bool, whole: bool) -> dict[str, Any]:
-    """Call `run` in a process of its own; a result with `failed` states the error."""
-    command = [sys.executable, sys.argv[0], row.name, "--inside", "--time-limit", str(time_limit)]
-    command += [flag for flag, asked in (("--predict", predict_only), ("--whole", whole)) if asked]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=time_limit + 300)
-    except subprocess.TimeoutExpired:
-        return {"failed": f"not done within {time_limit + 300:.0f} s"}
-    if done.returncode:
-        return {"failed": " ".join(done.stderr.strip().splitlines()[-1:])}
-    return json.loads(done.stdout.splitlines()[-1])
-
-
-def main(matrix: Matrix, description: str | None) -> int:
+def main(matrix: Matrix) -> int:
     """Run the command of a script with such rows."""
-    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("rows", nargs="*", help=f"rows to run (default: all): {', '.join(r.name for r in matrix.rows)}")
-    parser.add_argument("--time-limit", type=float, default=900.0, help="of one compilation, in seconds")
+    from autoshard import UserError
+
+    parser = own_parser(time_limit=900.0)
     parser.add_argument("--predict", action="store_true", help="only plan, and print what is predicted")
     parser.add_argument("--whole", action="store_true", help="compile with machine code, minutes a row")
-    parser.add_argument("--inside", action="store_true", help=argparse.SUPPRESS)
-    arguments = parser.parse_args()
-    rows = [row for row in matrix.rows if not arguments.rows or row.name in arguments.rows]
-    if arguments.inside:
-        from autoshard import UserError
+    given = parser.parse_args()
+    rows = {row.name: row for row in matrix.rows}
 
+    def work(name: str) -> dict[str, Any]:
         try:
-            print(json.dumps(run(rows[0], arguments.time_limit, arguments.predict, arguments.whole)))
+            return run(rows[name], given.time_limit, given.predict, given.whole)
         except UserError as error:
-            raise SystemExit(str(error)) from error
+            return {"error": str(error)}
+
+    if given.predict:
+        for name in chosen(rows, given.only):
+            print(f"{name:<24} {_predicted(work(name))}", flush=True)
         return 0
-    for row in rows:
-        result: dict[str, Any] = {"row": row.name} | in_process(
-            row, arguments.time_limit, arguments.predict, arguments.whole
-        )
-        if arguments.predict:
-            if "failed" in result:
-                print(f"{row.name:<24} {result['failed']}", flush=True)
-            else:
-                peak = result["predicted"]["peak_bytes"]
-                share = peak / result["limit_bytes"]
-                print(
-                    f"{row.name:<24} {peak / 2**30:7.2f} GiB {share:7.1%} {result['plan_s']:6.1f} s "
-                    f"{result['predicted']['memory']} at {result['predicted']['peak_at'][-60:]}",
-                    flush=True,
-                )
-            continue
-        _keep(matrix, result)
-        print(f"{row.name}: {result.get('failed') or result['verdict']}", flush=True)
-    if not arguments.predict:
-        text = table(matrix, _load(matrix))
-        matrix.table.write_text(text)
-        print(text)
-    return 0
+    return Experiment(
+        script=matrix.script,
+        names=rows,
+        work=work,
+        table=lambda known: table(matrix, known),
+        apart=True,
+        limit_s=given.time_limit + 300,
+    ).run(given)
 
 
-def _load(matrix: Matrix) -> list[dict[str, Any]]:
-    kept = json.loads(matrix.results.read_text()) if matrix.results.exists() else []
-    known = {result["row"]: result for result in kept}
-    return [known[row.name] for row in matrix.rows if row.name in known]
+def _predicted(row: dict[str, Any]) -> str:
+    if "error" in row:
+        return row["error"]
+    figures = row["predicted"]
+    peak = figures["peak_bytes"]
+    return (
+        f"{peak / 2**30:7.2f} GiB {peak / row['limit_bytes']:7.1%} {row['plan_s']:6.1f} s "
+        f"{figures['memory']} at {figures['peak_at'][-60:]}"
+    )
 
 
-def _keep(matrix: Matrix, result: dict[str, Any]) -> None:
-    results = [known for known in _load(matrix) if known["row"] != result["row"]] + [result]
-    matrix.results.parent.mkdir(exist_ok=True)
-    scratch = matrix.results.with_suffix(f".{os.getpid()}.part")
-    scratch.write_text(json.dumps(results, indent=1) + "\n")
-    os.replace(scratch, matrix.results)
-
-
-def table(matrix: Matrix, results: list[dict[str, Any]]) -> str:
+def table(matrix: Matrix, known: Rows) -> str:
     """Return the results as a page of Markdown."""
-    done = [result for result in results if "failed" not in result]
-    lines = [
-        f"# {matrix.title}",
-        "",
-        f"`python experiments/{matrix.folder}/{matrix.name}.py`; {matrix.compiler}. Bytes of one device, GiB.",
-        "`memory` and `wire` are",
-        "predicted over compiled; `wire` is of all axes together; `code` is the commit whose predictions these are.",
-        "",
-        "| row | topology | plan | predicted | compiled | memory | limit | verdicts | wire | by axis | unforeseen | "
-        "step s predicted | estimated | compile s | code |",
-        "| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |",
-    ]
+    done = {name: result for name, result in known.items() if "error" not in result}
+    lines = []
     memory, shares, wires, seconds, false, agree, judged = [], [], [], [], 0, 0, 0
-    for result in done:
+    for name, result in done.items():
         peak, limit = result["peak_bytes"], result["limit_bytes"]
         ratio = peak["predicted"] / peak["compiled"] if peak["compiled"] else None
         if ratio:
@@ -292,26 +234,42 @@ def table(matrix: Matrix, results: list[dict[str, Any]]) -> str:
         times = result["step_time_s"]
         if times["estimated"]:
             seconds.append(abs(times["predicted"] / times["estimated"] - 1))
-        lines.append(
-            f"| {result['row']} | {result['topology']} | {result['plan']} | {peak['predicted'] / 2**30:.2f} | "
-            f"{(peak['compiled'] or 0) / 2**30:.2f} | {f'{ratio:.2f}' if ratio else '-'} | {limit / 2**30:.2f} | "
-            f"{ours} / {theirs} | {f'{total[0] / total[1]:.2f}' if total[1] else '-'} | {', '.join(axes)} | "
-            f"{blamed if result['unforeseen'] else '-'} | {times['predicted']:.4g} | "
-            f"{times['estimated'] or 0:.4g} | {_compile_time(result)} | "
-            f"{result['code']} |"
-        )
-    lines += _unforeseen_lines(done)
-    lines += ["", f"Memory: {_spread(memory)}. Bytes on the wire by axis: {_spread(wires)}."]
-    lines += [f"Memory, as a share of what the chip has: {_spread(shares)}."]
-    lines += [f"Time, predicted over that of the compiler's schedule: {_spread(seconds)}."]
-    lines += [f"Predicted to fit where the compiler finds that they do not: {false}."]
-    lines += [f"Verdicts agree in {agree} of {judged} rows predicted more than 10 % away from the limit."]
-    lines += [f"- {result['row']}: {result['failed']}" for result in results if "failed" in result]
-    known = {result["row"] for result in results}
-    lines += [
-        f"- {row.name} ({row.topology}, {row.plan}): not compiled" for row in matrix.rows if row.name not in known
-    ]
-    return "\n".join(lines) + "\n"
+        cells = [name, result["topology"], result["plan"], f"{peak['predicted'] / 2**30:.2f}"]
+        cells += [f"{(peak['compiled'] or 0) / 2**30:.2f}", f"{ratio:.2f}" if ratio else "-", f"{limit / 2**30:.2f}"]
+        cells += [f"{ours} / {theirs}", f"{total[0] / total[1]:.2f}" if total[1] else "-", ", ".join(axes)]
+        cells += [blamed if result["unforeseen"] else "-", f"{times['predicted']:.4g}"]
+        lines.append([*cells, f"{times['estimated'] or 0:.4g}", _compile_time(result), result["code"]])
+    script = Path(matrix.script)
+    unforeseen = _unforeseen_lines(done)
+    return page(
+        f"# {matrix.title}",
+        f"""
+`python experiments/{script.parent.name}/{script.name}`; {matrix.compiler}. Bytes of one device, GiB. `memory` and \
+`wire` are
+predicted over compiled; `wire` is of all axes together; `code` is the commit whose predictions these are.
+"""
+        """"""
+        "",
+        grid(
+            "row | topology | plan | predicted | compiled | memory | limit | verdicts | wire | by axis | unforeseen | "
+            "step s predicted | estimated | compile s | code",
+            lines,
+        ),
+        *(["Unforeseen, of all bytes on the wire:", unforeseen] if unforeseen else []),
+        [
+            f"Memory: {_spread(memory)}. Bytes on the wire by axis: {_spread(wires)}.",
+            f"Memory, as a share of what the chip has: {_spread(shares)}.",
+            f"Time, predicted over that of the compiler's schedule: {_spread(seconds)}.",
+            f"Predicted to fit where the compiler finds that they do not: {false}.",
+            f"Verdicts agree in {agree} of {judged} rows predicted more than 10 % away from the limit.",
+            *(f"- {name}: {result['error']}" for name, result in known.items() if "error" in result),
+            *(
+                f"- {row.name} ({row.topology}, {row.plan}): not compiled"
+                for row in matrix.rows
+                if row.name not in known
+            ),
+        ],
+    )
 
 
 def _compile_time(result: dict[str, Any]) -> str:
@@ -319,18 +277,18 @@ def _compile_time(result: dict[str, Any]) -> str:
     return f"{result['compile_s']:.0f}" + ("" if result.get("whole", True) else " (quick)")
 
 
-def _unforeseen_lines(done: list[dict[str, Any]]) -> list[str]:
+def _unforeseen_lines(done: Rows) -> list[str]:
     """List the unforeseen collectives of more than 1 % of their row's bytes, with their specs and notes."""
     lines = []
-    for result in done:
+    for name, result in done.items():
         for row in result["unforeseen"]:
             specs = f", {row['before']} -> {row['after']}" if row["after"] else ""
             note = f" ({row['note']})" if row["note"] else ""
             lines.append(
-                f"- {result['row']}, {row['share']:.1%}: {row['count']} x {row['kind']} over {'+'.join(row['axes'])}, "
+                f"- {name}, {row['share']:.1%}: {row['count']} x {row['kind']} over {'+'.join(row['axes'])}, "
                 f"`{row['op'].rpartition('/')[2] or row['op']}`{specs}{note}"
             )
-    return ["", "Unforeseen, of all bytes on the wire:", "", *lines] if lines else []
+    return lines
 
 
 def _spread(errors: list[float]) -> str:
@@ -342,4 +300,4 @@ def _spread(errors: list[float]) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(main(MATRIX, __doc__))
+    sys.exit(main(MATRIX))

@@ -1,6 +1,6 @@
 """Predicted against measured order of our plan and every baseline, run on 8 CPU devices.
 
-    python experiments/fidelity/cpu_order.py [ROW ...] [--again] [--seconds S] [--hold CMD] [--table]
+    python experiments/fidelity/cpu_order.py [--only TEXT ...] [--again] [--seconds S] [--hold CMD] [--table]
 
 Every program is planned for `cpu:8`. Our plan and the baselines are compiled. Baselines are completed by our solver
 (`fsdp*`) and by XLA's own propagation (`fsdp`). Plans with the same compiled program count as one. Then the steps of
@@ -17,44 +17,36 @@ quiet, the command must copy a line from its input to its output. It must end wh
 and prevents nothing.)
 """
 
-import argparse
 import itertools as it
 import math
 import os
 import re
 import statistics
-import subprocess
 import sys
 import time
 from collections.abc import Collection, Mapping, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from experiments.lib.harness import Experiment, grid, own_parser, page
+from experiments.lib.quiet_machine import held
+from experiments.lib.saved_results import BUILD, Results
 
 
 if TYPE_CHECKING:
     from autoshard.planning import Plan
     from autoshard.program import Program
 
-os.environ.setdefault("JAX_PLATFORMS", "cpu")
-sys.path.insert(0, str(Path(__file__).parents[2]))
-
-from experiments.lib.quiet_machine import held  # noqa: E402
-from experiments.lib.saved_results import BUILD, Results  # noqa: E402
-
-
-HERE = Path(__file__).parents[1]
-RESULTS = HERE / "results" / "cpu_order.json"
 BILLS = BUILD / "cpu_order" / "bills.json"
 """Bills of the steps of every plan with a prediction, for `cpu_refine.py`."""
 
 TOPOLOGY = "cpu:8"
 MESHES = {"4x2": {"data": 4, "model": 2}, "8": {"data": 8}}
 ROWS = [
-    *((name, "4x2") for name in (
+    *(f"{name} | 4x2" for name in (
         "decoder, train", "decoder, wide, train", "decoder, infer", "jax decoder, train", "experts, train",
         "T5, train", "ViT, train", "ViT, infer", "ResNet, train", "recurrence, train", "MLP, train", "deep MLP, infer",
     )),
-    *((name, "8") for name in ("decoder, wide, train", "deep MLP, train", "experts, infer")),
+    *(f"{name} | 8" for name in ("decoder, wide, train", "deep MLP, train", "experts, infer")),
 ]  # fmt: skip
 ROUNDS, WARMUP = 60, 2
 MARK_TAU, MARK_RATIO = 0.8, 1.05
@@ -87,8 +79,8 @@ def kendall(plans: Sequence[tuple[float, Times]]) -> float | None:
     return (concordant - discordant) / decided if decided else None
 
 
-def judge(name: str, mesh: str, seconds: float, hold: str | None, results: Path) -> None:
-    """Plan, compile and run one row, and save it."""
+def judge(key: str, seconds: float, hold: str | None) -> dict[str, Any]:
+    """Plan, compile and run one row; save the bills of its plans."""
     from autoshard.exec import ensure_devices
 
     ensure_devices(8)
@@ -97,9 +89,10 @@ def judge(name: str, mesh: str, seconds: float, hold: str | None, results: Path)
     from experiments.lib.programs.cpu_programs import PROGRAMS
 
     jax.config.update("jax_compilation_cache_dir", str(BUILD / "cpu_order"))
+    name, mesh = key.split(" | ")
     row, bills = row_of(PROGRAMS[name][1](), MESHES[mesh], seconds=seconds, hold=hold)
-    Results(BILLS).keep(f"{name} | {mesh}", bills)
-    Results(results).keep(f"{name} | {mesh}", row)
+    Results(BILLS).keep(key, bills)
+    return row
 
 
 def row_of(
@@ -170,22 +163,9 @@ def predicted(row: Mapping[str, Any]) -> list[tuple[float, Times]]:
     return [(plan["predicted_s"], tuple(plan["measured_s"])) for plan in plans]
 
 
-def table(rows: Mapping[str, Any]) -> str:
+def table(known: Mapping[str, Any]) -> str:
     """Return the results as a page of Markdown."""
-    known = {key: rows[key] for key in (f"{name} | {mesh}" for name, mesh in ROWS) if key in rows}
-    lines = [
-        "# Predicted and measured order on 8 CPU devices",
-        "",
-        "`python experiments/fidelity/cpu_order.py`; every plan really run, a step of each in turn. "
-        + "; ".join(sorted({f"{row['cores']} cores, jax {row['jax']}, {row['date']}" for row in known.values()})),
-        "`tau`: Kendall's tau of predicted and measured order over the pairs whose quartile ranges do not overlap",
-        "(`pairs`: those of all pairs). `ours / best`: our plan's median over the least median of any plan, propagated",
-        "baselines (`fsdp`) included. `error`: median error of the predicted step times of the row.",
-        "",
-        "| program | mesh | plans | ours ms | predicted | best | its ms | ours / best | tau | pairs | error |",
-        "| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |",
-    ]
-    pooled, errors, ratios, taus = [0, 0, 0], [], [], []
+    pooled, errors, ratios, taus, lines = [0, 0, 0], [], [], [], []
     for key, row in known.items():
         plans = predicted(row)
         measured = {name: plan["measured_s"] for name, plan in row["plans"].items() if "measured_s" in plan}
@@ -196,38 +176,41 @@ def table(rows: Mapping[str, Any]) -> str:
         taus += [tau] if tau is not None else []
         mine = [abs(p / times[1] - 1.0) for p, times in plans]
         errors += mine
-        lines.append(
-            f"| {key} | {len(plans)} | {_ms(measured['plan'][1])} | {_ms(row['plans']['plan']['predicted_s'])} "
-            f"| {best} | {_ms(measured[best][1])} | {ratios[-1]:.3f} | {'-' if tau is None else f'{tau:.2f}'} "
-            f"| {counts[2]} of {len(plans) * (len(plans) - 1) // 2} | {statistics.median(mine):.0%} |"
-        )
-    if known:
-        good = sum(tau >= MARK_TAU for tau in taus)
-        near = sum(ratio <= MARK_RATIO for ratio in ratios)
-        lines += [
-            "",
-            f"{len(known)} rows. Pooled tau {(pooled[0] - pooled[1]) / max(1, pooled[2]):.2f} over {pooled[2]} decided "
-            f"pairs; median of the rows {statistics.median(taus or [0.0]):.2f}, {good} of {len(taus)} at least "
-            f"{MARK_TAU}. Ours within {MARK_RATIO - 1:.0%} of the best measured in {near} of {len(ratios)} rows, at "
-            f"most {max(ratios):.3f} of it. Median error of predicted step times {statistics.median(errors):.0%}.",
-        ]
-    lines += [line for key, row in known.items() for line in _plans(key, row)]
-    return "\n".join(lines) + "\n"
+        cells = [key, len(plans), _ms(measured["plan"][1]), _ms(row["plans"]["plan"]["predicted_s"]), best]
+        cells += [_ms(measured[best][1]), f"{ratios[-1]:.3f}", "-" if tau is None else f"{tau:.2f}"]
+        lines.append([*cells, f"{counts[2]} of {math.comb(len(plans), 2)}", f"{statistics.median(mine):.0%}"])
+    good = sum(tau >= MARK_TAU for tau in taus)
+    near = sum(ratio <= MARK_RATIO for ratio in ratios)
+    return page(
+        "# Predicted and measured order on 8 CPU devices",
+        [
+            "`python experiments/fidelity/cpu_order.py`; every plan really run, a step of each in turn. "
+            + "; ".join(sorted({f"{row['cores']} cores, jax {row['jax']}, {row['date']}" for row in known.values()})),
+            "`tau`: Kendall's tau of predicted and measured order over the pairs whose quartile ranges do not overlap",
+            "(`pairs`: those of all pairs). `ours / best`: our plan's median over the least median of any plan, "
+            "propagated",
+            "baselines (`fsdp`) included. `error`: median error of the predicted step times of the row.",
+        ],
+        grid("program | mesh | plans | ours ms | predicted | best | its ms | ours / best | tau | pairs | error", lines),
+        f"{len(known)} rows. Pooled tau {(pooled[0] - pooled[1]) / max(1, pooled[2]):.2f} over {pooled[2]} decided "
+        f"pairs; median of the rows {statistics.median(taus or [0.0]):.2f}, {good} of {len(taus)} at least "
+        f"{MARK_TAU}. Ours within {MARK_RATIO - 1:.0%} of the best measured in {near} of {len(ratios)} rows, at "
+        f"most {max(ratios):.3f} of it. Median error of predicted step times {statistics.median(errors):.0%}.",
+        *(block for key, row in known.items() for block in (f"## {key.replace(' | ', ', ')}", _plans(row))),
+    )
 
 
-def _plans(key: str, row: Mapping[str, Any]) -> list[str]:
-    """List the plans of one row, fastest first."""
-    lines = ["", f"## {key.replace(' | ', ', ')}", "", "| plan | predicted ms | measured ms | quartiles |"]
-    lines.append("| --- | --- | --- | --- |")
+def _plans(row: Mapping[str, Any]) -> str:
+    """Tabulate the plans of one row, fastest first."""
+    lines = []
     plans = {name: plan for name, plan in row["plans"].items() if "measured_s" in plan}
     for name, plan in sorted(plans.items(), key=lambda item: item[1]["measured_s"][1]):
         low, middle, high = plan["measured_s"]
         names = " = ".join([name, *plan["also"]])
-        lines.append(f"| {names} | {_ms(plan['predicted_s'])} | {_ms(middle)} | {_ms(low)} to {_ms(high)} |")
-    lines += [
-        f"| {name} | failed: {plan['failed']} | - | - |" for name, plan in row["plans"].items() if "failed" in plan
-    ]
-    return lines
+        lines.append([names, _ms(plan["predicted_s"]), _ms(middle), f"{_ms(low)} to {_ms(high)}"])
+    failed = {name: plan["failed"] for name, plan in row["plans"].items() if "failed" in plan}
+    lines += [[name, f"failed: {error}", "-", "-"] for name, error in failed.items()]
+    return grid("plan | predicted ms | measured ms | quartiles", lines)
 
 
 def _ms(seconds: float | None) -> str:
@@ -235,37 +218,18 @@ def _ms(seconds: float | None) -> str:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("rows", nargs="*", help="rows as `PROGRAM | MESH` (default: all)")
-    parser.add_argument("--again", action="store_true", help="also rows that are there")
+    parser = own_parser()
     parser.add_argument("--seconds", type=float, default=60.0, help="of timed steps for each row")
     parser.add_argument("--hold", metavar="CMD", help="a command that keeps the machine quiet while steps are timed")
-    parser.add_argument("--table", action="store_true", help="only write the table of what is known")
-    parser.add_argument("--out", type=Path, default=RESULTS, help=argparse.SUPPRESS)
-    parser.add_argument("--inside", nargs=2, metavar=("PROGRAM", "MESH"), help=argparse.SUPPRESS)
-    arguments = parser.parse_args()
-    if arguments.inside:
-        program, mesh = arguments.inside
-        judge(program, mesh, arguments.seconds, arguments.hold, arguments.out)
-        return 0
-    known = {f"{name} | {mesh}": (name, mesh) for name, mesh in ROWS}
-    if unknown := [row for row in arguments.rows if row not in known]:
-        parser.error(f"no row {unknown[0]!r}; there are {', '.join(known)}")
-    failed = 0
-    for key in () if arguments.table else arguments.rows or known:
-        if key in Results(arguments.out).rows and not arguments.again:
-            continue
-        # Each row has its process, since compiled programs and their state are freed with it.
-        command = [sys.executable, __file__, "--inside", *known[key], "--seconds", str(arguments.seconds)]
-        command += ["--out", str(arguments.out), *(["--hold", arguments.hold] if arguments.hold else [])]
-        if subprocess.run(command).returncode:
-            print(f"{key}: failed", file=sys.stderr, flush=True)
-            failed += 1
-        arguments.out.with_suffix(".md").write_text(table(Results(arguments.out).rows))
-    text = table(Results(arguments.out).rows)
-    arguments.out.with_suffix(".md").write_text(text)
-    print(text)
-    return 1 if failed else 0
+    given = parser.parse_args()
+    # Each row has its process, since compiled programs and their state are freed with it.
+    return Experiment(
+        script=__file__,
+        names=ROWS,
+        work=lambda key: judge(key, given.seconds, given.hold),
+        table=table,
+        apart=True,
+    ).run(given)
 
 
 if __name__ == "__main__":

@@ -12,22 +12,15 @@ time. All plans of the predicted programs count. Nothing is run here.
 import dataclasses
 import itertools as it
 import json
-import os
 import statistics
-import sys
 from collections.abc import Iterable, Mapping, Sequence
-from pathlib import Path
+
+from autoshard.cost import Bill, Calibration, Fit, Observation, fit, load_calibration
+from experiments.fidelity.cpu_order import BILLS, TOPOLOGY
+from experiments.lib.harness import RESULTS, grid, page
+from experiments.lib.programs.cpu_programs import PROGRAMS
 
 
-os.environ.setdefault("JAX_PLATFORMS", "cpu")
-sys.path.insert(0, str(Path(__file__).parents[2]))
-
-from autoshard.cost import Bill, Calibration, Fit, Observation, fit, load_calibration  # noqa: E402
-from experiments.fidelity.cpu_order import BILLS, RESULTS, TOPOLOGY  # noqa: E402
-from experiments.lib.programs.cpu_programs import PROGRAMS  # noqa: E402
-
-
-TABLE = Path(__file__).parents[1] / "results" / "cpu_refine.md"
 FEW = 4
 """Plans of a program that refine runs."""
 MARK = 0.15
@@ -63,7 +56,7 @@ def load() -> list[Step]:
     """Load every plan that was run and whose bill is saved."""
     if not BILLS.exists():
         raise SystemExit(f"{BILLS} is missing: run experiments/fidelity/cpu_order.py first.")
-    rows, bills = json.loads(RESULTS.read_text()), json.loads(BILLS.read_text())
+    rows, bills = json.loads((RESULTS / "cpu_order.json").read_text()), json.loads(BILLS.read_text())
     return [
         Step(row, name, Bill.from_json(bills[row][name]), plan["measured_s"][1])
         for row, measured in rows.items()
@@ -105,18 +98,9 @@ def table(steps: Sequence[Step]) -> str:
     """Return the results as a page of Markdown."""
     shipped = load_calibration("cpu")
     before = {step: step.error(shipped) for step in steps}
-    lines = [
-        "# Step times on 8 CPU devices, predicted before and after refining on other programs",
-        "",
-        f"`python experiments/fidelity/cpu_refine.py`, of the {len(steps)} plans that "
-        "`experiments/fidelity/cpu_order.py` ran. Figures "
-        f"are fitted to {FEW} plans of every program that is not predicted; errors are relative ones of step times.",
-        "",
-        "| split | median error before | after | within 15 % before | after |",
-        "| --- | --- | --- | --- | --- |",
-    ]
     after: dict[str, dict[Step, float]] = {}
     fitted: list[Fit] = []
+    kinds, programs, figures = [], [], []
     for name, apart in splits(steps).items():
         after[name] = {}
         for mine, fit_of_part in held_out(steps, apart):
@@ -124,25 +108,31 @@ def table(steps: Sequence[Step]) -> str:
             fitted.append(fit_of_part)
         middles = (statistics.median(before.values()), statistics.median(after[name].values()))
         near = (sum(e <= MARK for e in errors.values()) / len(steps) for errors in (before, after[name]))
-        lines.append(f"| {name} | {middles[0]:.1%} | {middles[1]:.1%} | " + " | ".join(f"{n:.0%}" for n in near) + " |")
+        kinds.append([name, *(f"{middle:.1%}" for middle in middles), *(f"{n:.0%}" for n in near)])
     first, errors = next(iter(after.items()))
-    lines += ["", f"By program, {first}:", "", "| program | mesh | plans | median error before | after |"]
-    lines.append("| --- | --- | --- | --- | --- |")
     for row in dict.fromkeys(step.row for step in steps):
         mine = [step for step in steps if step.row == row]
         middles = [statistics.median(kind[step] for step in mine) for kind in (before, errors)]
-        lines.append(f"| {row} | {len(mine)} | " + " | ".join(f"{m:.1%}" for m in middles) + " |")
-    lines += ["", "Fitted figures, least and most over all splits:", "", "| figure | shipped | least | most |"]
-    lines.append("| --- | --- | --- | --- |")
+        programs.append([row, len(mine), *(f"{middle:.1%}" for middle in middles)])
     for name in sorted({each.figure for fit_of_part in fitted for each in fit_of_part.figures}):
         values = [getattr(fit_of_part.calibration, name) for fit_of_part in fitted]
-        lines.append(f"| {name} | {getattr(shipped, name):.3g} | {min(values):.3g} | {max(values):.3g} |")
-    return "\n".join(lines) + "\n"
+        figures.append([name, *(f"{value:.3g}" for value in (getattr(shipped, name), min(values), max(values)))])
+    return page(
+        "# Step times on 8 CPU devices, predicted before and after refining on other programs",
+        f"`python experiments/fidelity/cpu_refine.py`, of the {len(steps)} plans that "
+        "`experiments/fidelity/cpu_order.py` ran. Figures "
+        f"are fitted to {FEW} plans of every program that is not predicted; errors are relative ones of step times.",
+        grid("split | median error before | after | within 15 % before | after", kinds),
+        f"By program, {first}:",
+        grid("program | mesh | plans | median error before | after", programs),
+        "Fitted figures, least and most over all splits:",
+        grid("figure | shipped | least | most", figures),
+    )
 
 
 def main() -> None:
     text = table(load())
-    TABLE.write_text(text)
+    (RESULTS / "cpu_refine.md").write_text(text)
     print(text)
 
 

@@ -1,25 +1,20 @@
 """First estimates of `autoshard estimate`, compared with plans of the same steps.
 
-    python experiments/fidelity/first_estimates.py [ROW ...]
+    python experiments/fidelity/first_estimates.py [--only TEXT ...] [--again] [--table]
 
-Rows in `results/first_estimates.json` are not planned again, unless they are named. The table is
-`results/first_estimates.md`.
+Rows are saved in `results/first_estimates.json`; the table is `results/first_estimates.md`.
 """
 
-import json
 import statistics
 import sys
 import time
-from pathlib import Path
 
 from autoshard.cost import Topology
 from autoshard.planning import Options, Running, make_plan, settled_options
 from autoshard.program import open_source
 from autoshard.serving import estimate_config
+from experiments.lib.harness import Experiment, grid, page
 
-
-RESULTS = Path(__file__).parents[1] / "results"
-DATA, TABLE = RESULTS / "first_estimates.json", RESULTS / "first_estimates.md"
 
 ROWS = {
     # Columns: configuration, options, topology.
@@ -33,16 +28,6 @@ ROWS = {
     "llama3-8b decode v6e-8": ("llama3-8b", {"serve": "decode", "batch": 64, "seq": 4096}, "v6e:2x4"),
     "llama3-8b prefill v6e-8": ("llama3-8b", {"serve": "prefill", "batch": 8, "seq": 4096}, "v6e:2x4"),
 }
-
-HEAD = """# First estimates beside plans
-
-`python experiments/fidelity/first_estimates.py`. What `autoshard estimate` guesses from a model's dims by closed form,
-and what `autoshard plan` predicts of the same step with a searched mesh. Nothing in the formulas was fitted to these
-rows.
-
-| row | step guessed | planned | ratio | memory guessed | planned | ratio | layout | mesh | CPU s of the guess |
-| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |
-"""
 
 
 def made(name: str) -> dict:
@@ -71,26 +56,26 @@ def table(found: dict) -> str:
         cells = [name, *(f"{1e3 * each:.4g} ms" for each in times), f"{times[0] / times[1]:.2f}"]
         cells += [*(f"{each:.2f} GiB" for each in sizes), f"{sizes[0] / sizes[1]:.2f}"]
         cells += ["x".join(map(str, row["layout"].values())), ",".join(f"{k}={v}" for k, v in row["mesh"].items())]
-        cells.append(f"{row['cpu_s']:.2f}")
-        lines.append(f"| {' | '.join(cells)} |")
-    off = {
-        what: statistics.median(abs(row[f"guessed_{key}"] / row[f"planned_{key}"] - 1) for row in found.values())
-        for what, key in (("time", "s"), ("memory", "bytes"))
-    }
-    return HEAD + "\n".join(lines) + f"\n\nMedian off: time {off['time']:.1%}, memory {off['memory']:.1%}.\n"
-
-
-def main() -> int:
-    known = json.loads(DATA.read_text()) if DATA.exists() else {}
-    for name in ROWS:
-        if name not in known or name in sys.argv[1:]:
-            known[name] = made(name)
-            finished = {each: known[each] for each in ROWS if each in known}
-            DATA.write_text(json.dumps(finished, indent=1) + "\n")
-            TABLE.write_text(table(finished))
-    print(table({each: known[each] for each in ROWS}))
-    return 0
+        lines.append([*cells, f"{row['cpu_s']:.2f}"])
+    time_off, memory_off = (
+        statistics.median(abs(row[f"guessed_{key}"] / row[f"planned_{key}"] - 1) for row in found.values())
+        for key in ("s", "bytes")
+    )
+    return page(
+        "# First estimates beside plans",
+        """
+`python experiments/fidelity/first_estimates.py`. What `autoshard estimate` guesses from a model's dims by closed \
+form, and what
+`autoshard plan` predicts of the same step with a searched mesh. Nothing in the formulas was fitted to these rows.
+""",
+        grid(
+            "row | step guessed | planned | ratio | memory guessed | planned | ratio | layout | mesh | "
+            "CPU s of the guess",
+            lines,
+        ),
+        f"Median off: time {time_off:.1%}, memory {memory_off:.1%}.",
+    )
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(Experiment(script=__file__, names=ROWS, work=made, table=table).run())

@@ -1,6 +1,6 @@
 """Effect of full memory on a step: one program and plan, its batch raised until the TPU compiler refuses it.
 
-    python experiments/fidelity/headroom.py [PROGRAM ...] [--share S ...] [--time-limit S] [--table] [--write]
+    python experiments/fidelity/headroom.py [--only TEXT ...] [--share S ...] [--table] [--write]
 
 Each point is planned as the baseline FSDP and compiled with no TPU. Its batch uses the share S of the chip's memory, by
 the memory model. The script reports if the plan fits, and the compiler's own recomputation. It also compares the time
@@ -11,14 +11,12 @@ stores the cost of nearly full memory in `autoshard/planning/price/headroom.json
 `compile_fidelity.py`.
 """
 
-import argparse
 import dataclasses
+import functools
 import json
-import os
 import statistics
 import sys
-from collections.abc import Callable, Iterable, Sequence
-from pathlib import Path
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
 
@@ -26,18 +24,13 @@ if TYPE_CHECKING:
     from autoshard.planning import Plan
     from autoshard.program import Program
 
-os.environ.setdefault("JAX_PLATFORMS", "cpu")
-sys.path.insert(0, str(Path(__file__).parents[2]))
-
-from experiments.lib.programs.compile_programs import hf, jax_mlp, llama  # noqa: E402
-from experiments.lib.saved_results import Results, compiled  # noqa: E402
+from experiments.lib.harness import RESULTS, ROOT, Experiment, Rows, grid, own_parser, page
+from experiments.lib.programs.compile_programs import hf, jax_mlp, llama
+from experiments.lib.saved_results import Results, compiled
 
 
-HERE = Path(__file__).parents[1]
-RESULTS = HERE / "results" / "headroom.json"
-TABLE = HERE / "results" / "headroom.md"
-FIDELITY = HERE / "results" / "compile_fidelity.json"
-CONSTANTS = HERE.parent / "autoshard" / "planning" / "price" / "headroom.json"
+FIDELITY = RESULTS / "compile_fidelity.json"
+CONSTANTS = ROOT / "autoshard" / "planning" / "price" / "headroom.json"
 
 RECOMPUTE = "fits only with the compiler's own remat"
 LARGE = 1 / 3
@@ -81,24 +74,33 @@ def plan_at(case: Case, batch: int) -> "tuple[Program, Plan, int]":
     return program, made.baseline_plans["fsdp"], limit
 
 
-def batch_for(case: Case, shares: Sequence[float]) -> list[int]:
-    """Return the batches per device at which the predicted peak is nearest to these shares of the limit.
+@functools.cache
+def memory_line(name: str) -> tuple[float, float, int]:
+    """Return predicted bytes without a batch, predicted bytes for each of a batch, and the chip's memory.
 
-    The peak is interpolated between two batches, since it grows linearly.
+    The predicted peak grows linearly, so that two batches give it.
     """
-    few, many = case.first, 2 * case.first
-    (_, low, limit), (_, high, _) = plan_at(case, few), plan_at(case, many)
-    slope = (high.prediction.peak_bytes - low.prediction.peak_bytes) / (many - few)
-    wanted = [few + (share * limit - low.prediction.peak_bytes) / slope for share in shares]
-    return [max(1, round(batch / case.grain)) * case.grain for batch in wanted]
+    case = CASES[name]
+    (_, low, limit), (_, high, _) = plan_at(case, case.first), plan_at(case, 2 * case.first)
+    slope = (high.prediction.peak_bytes - low.prediction.peak_bytes) / case.first
+    return low.prediction.peak_bytes - slope * case.first, slope, limit
 
 
-def judge(case: Case, batch: int, time_limit: float) -> dict[str, Any]:
+def batch_for(name: str, share: float) -> int:
+    """Return the batch per device at which the predicted peak is nearest to a share of the chip's memory."""
+    start, slope, limit = memory_line(name)
+    grain = CASES[name].grain
+    return max(1, round((share * limit - start) / slope / grain)) * grain
+
+
+def judge(point: str, time_limit: float) -> dict[str, Any]:
     """Plan and compile one point, and return its figures."""
     from autoshard.exec import compile_figures
     from autoshard.exec.ahead.compile_plans import report
 
-    program, plan, limit = plan_at(case, batch)
+    name, _, share = point.rpartition(" at ")
+    batch = batch_for(name, float(share))
+    program, plan, limit = plan_at(CASES[name], batch)
     figures = compile_figures(report(program, plan, compiled("headroom", program, plan, time_limit)))
     flops = figures["flops"]
     return {
@@ -117,31 +119,37 @@ def judge(case: Case, batch: int, time_limit: float) -> dict[str, Any]:
     }
 
 
-def constants(rows: dict[str, Any]) -> dict[str, Any]:
+def by_program(rows: Rows) -> dict[str, list[dict[str, Any]]]:
+    """Return the points of each program, those of less memory first."""
+    ordered = sorted(rows, key=lambda point: rows[point]["predicted_bytes"])
+    return {name: [rows[point] for point in ordered if point.startswith(f"{name} at ")] for name in CASES}
+
+
+def constants(rows: Rows) -> dict[str, Any]:
     """Return the figures that `autoshard.plan` charges near the limit.
 
     All points of one program have the same error, so that they count as one.
     """
-    points = [point for program in rows.values() for point in program.values()]
+    points, programs = list(rows.values()), by_program(rows).values()
     above = [_share(point, "compiled") for point in points if point["verdict"] == RECOMPUTE]
     below = [_share(point, "compiled") for point in points if point["verdict"] == "fits"]
-    errors = [statistics.mean(map(_error, fitting)) for p in rows.values() if (fitting := _compiled_large(p.values()))]
-    errors += [_error(row) for row in _compiled_large(map(_flat, json.loads(FIDELITY.read_text())))]
-    unhidden = [share for program in rows.values() if (share := _unhidden(program)) is not None]
+    errors = [statistics.mean(map(_error, fitting)) for mine in programs if (fitting := _compiled_large(mine))]
+    errors += [_error(row) for row in _compiled_large(map(_flat, json.loads(FIDELITY.read_text()).values()))]
+    unhidden = [share for mine in programs if (share := _unhidden(mine)) is not None]
     return {
         "recompute_from": round((max(below) + min(above)) / 2, 3),
         "unhidden": round(statistics.mean(unhidden), 2),
         "error_mean": round(statistics.mean(errors), 4),
         "error_deviation": round(statistics.stdev(errors), 4),
-        "source": f"libtpu 0.0.51: {len(points)} points of {len(rows)} programs (experiments/results/headroom.md); "
+        "source": f"libtpu 0.0.51: {len(points)} points of {len(programs)} programs (experiments/results/headroom.md); "
         f"errors of {len(errors)} programs that take a third of the memory or more (also compile_fidelity.md)",
     }
 
 
-def _unhidden(program: dict[str, Any]) -> float | None:
+def _unhidden(points: list[dict[str, Any]]) -> float | None:
     """Return the share of hidden communication that is exposed once the compiler recomputes; None if unknown."""
     hidden = {
-        verdict: [point["hidden_s"] for point in program.values() if point["verdict"] == verdict]
+        verdict: [point["hidden_s"] for point in points if point["verdict"] == verdict]
         for verdict in ("fits", RECOMPUTE)
     }
     if not all(hidden.values()) or not any(hidden["fits"]):
@@ -173,25 +181,25 @@ def _error(point: dict[str, Any]) -> float:
     return _share(point, "compiled") - _share(point, "predicted")
 
 
-def table(rows: dict[str, Any]) -> str:
+def table(rows: Rows) -> str:
     """Return the results as a page of Markdown."""
-    lines = [
+    return page(
         "# What full memory does to a step",
-        "",
-        "`python experiments/fidelity/headroom.py`; libtpu, no TPU. One FSDP plan per program, its batch raised.",
-        "Shares are of",
-        "the chip's memory; `recompute`: matrix flops beyond the program's; `hidden`: ms of communication beside",
-        "compute; `per sample`: estimated time of a sample over that of the first point, `foreseen` the same of our",
-        "prediction. What does not fit has under `compiled` what the compiler would need after it tried to recompute.",
-        "",
-        "| program | batch of a device | predicted | compiled | verdict | recompute | hidden | per sample | foreseen |",
-        "| --- | --- | --- | --- | --- | --- | --- | --- | --- |",
-    ]
-    for name in CASES:
-        points = sorted(rows.get(name, {}).values(), key=lambda point: point["predicted_bytes"])
-        for point in points:
-            lines.append(f"| {name} | {point['batch']} | " + " | ".join(_cells(point, points[0])) + " |")
-    return "\n".join(lines) + "\n"
+        """
+`python experiments/fidelity/headroom.py`; libtpu, no TPU. One FSDP plan per program, its batch raised. Shares are of
+the chip's memory; `recompute`: matrix flops beyond the program's; `hidden`: ms of communication beside
+compute; `per sample`: estimated time of a sample over that of the first point, `foreseen` the same of our
+prediction. What does not fit has under `compiled` what the compiler would need after it tried to recompute.
+""",
+        grid(
+            "program | batch of a device | predicted | compiled | verdict | recompute | hidden | per sample | foreseen",
+            (
+                [name, point["batch"], *_cells(point, points[0])]
+                for name, points in by_program(rows).items()
+                for point in points
+            ),
+        ),
+    )
 
 
 def _cells(point: dict[str, Any], first: dict[str, Any]) -> list[str]:
@@ -207,28 +215,22 @@ def _cells(point: dict[str, Any], first: dict[str, Any]) -> list[str]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("programs", nargs="*", help=f"default: all of {', '.join(CASES)}")
+    parser = own_parser(time_limit=600.0)
     parser.add_argument("--share", type=float, nargs="*", default=SHARES, help="predicted shares of the chip's memory")
-    parser.add_argument("--time-limit", type=float, default=600.0, help="of one compilation, in seconds")
-    parser.add_argument("--table", action="store_true", help="only write the table of what is known")
     parser.add_argument("--write", action="store_true", help="write the constants, too")
-    arguments = parser.parse_args()
-    results = Results(RESULTS)
-    for name in () if arguments.table else arguments.programs or CASES:
-        case = CASES[name]
-        for share, batch in zip(arguments.share, batch_for(case, arguments.share), strict=True):
-            points = results.rows.get(name, {})
-            if points.get(f"{share:.2f}", {}).get("batch") != batch:
-                point = judge(case, batch, arguments.time_limit)
-                results.keep(name, points | {f"{share:.2f}": point})
-                print(f"{name} at {share:.0%}: {point['verdict']}", file=sys.stderr, flush=True)
-    if arguments.write:
-        CONSTANTS.write_text(json.dumps(constants(results.rows), indent=1) + "\n")
-    text = table(results.rows)
-    TABLE.write_text(text)
-    print(text)
-    return 0
+    given = parser.parse_args()
+    known = Results(given.out / "headroom.json").rows
+    names = [*(f"{name} at {share:.2f}" for name in CASES for share in given.share), *known]
+    code = Experiment(
+        script=__file__,
+        names=dict.fromkeys(names),
+        work=lambda point: judge(point, given.time_limit),
+        table=table,
+    ).run(given)
+    if given.write:
+        known = Results(given.out / "headroom.json").rows
+        CONSTANTS.write_text(json.dumps(constants(known), indent=1) + "\n")
+    return code
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Collectives that the TPU compiler hides behind compute, by generation: the basis of `Calibration`'s overlaps.
 
-    python experiments/fidelity/overlap.py [TOPOLOGY ...]
+    python experiments/fidelity/overlap.py [--only TEXT ...] [--again] [--table]
 
 A decoder of 8 layers is compiled for each topology with no TPU, with FSDP within a slice and a copy on every slice. Its
 schedule is walked (`autoshard.exec.estimate`).
@@ -10,24 +10,18 @@ between slices. For each it has the milliseconds on the links and the share that
 stored under `build/overlap`.
 """
 
-import argparse
-import os
 import sys
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 
 if TYPE_CHECKING:
     from autoshard.exec import Estimate
 
-os.environ.setdefault("JAX_PLATFORMS", "cpu")
-sys.path.insert(0, str(Path(__file__).parents[2]))
-
-from experiments.lib.saved_results import compiled  # noqa: E402
-from experiments.quality.plan_quality import PROGRAMS  # noqa: E402
+from experiments.lib.harness import Experiment, Rows, grid, own_parser, page
+from experiments.lib.saved_results import compiled
+from experiments.quality.plan_quality import PROGRAMS
 
 
-TABLE = Path(__file__).parents[1] / "results" / "overlap.md"
 TOPOLOGIES = ("v3:4x4", "v4:2x2x4", "v5e:4x4", "v5p:2x2x4", "v6e:4x4", "tpu7x:2x2x4", "v5e:4x4*2", "v6e:4x4*2")
 CLASSES = {
     "gathers": ("all-gather",),
@@ -61,30 +55,31 @@ def hidden(found: "Estimate", kinds: tuple[str, ...] | None, far: bool) -> str:
     return f"{1e3 * sent:.2f}, {max(0.0, 1 - waited / sent):.0%}" if sent else "-"
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("topologies", nargs="*", default=TOPOLOGIES)
-    parser.add_argument("--time-limit", type=float, default=900.0, help="of one compilation, in seconds")
-    arguments = parser.parse_args()
-    lines = [
+def work(topology: str, time_limit: float) -> dict[str, list[str]]:
+    """Compute the cells of one row."""
+    schedule = judged(topology, time_limit)
+    cells = [hidden(schedule, kinds, far=False) for kinds in CLASSES.values()]
+    return {"cells": [*cells, hidden(schedule, None, far=True)]}
+
+
+def table(rows: Rows) -> str:
+    return page(
         "# What compute hides in the schedules of the TPU compiler",
-        "",
-        "`python experiments/fidelity/overlap.py`; libtpu, no TPU. A decoder with FSDP within a slice: milliseconds",
-        "on the",
-        "links in one step, and the share of them that compute does not wait for.",
-        "",
-        f"| topology | {' | '.join(CLASSES)} | between slices |",
-        "|" + " --- |" * (len(CLASSES) + 2),
-    ]
-    for topology in arguments.topologies:
-        print(topology, file=sys.stderr, flush=True)
-        schedule = judged(topology, arguments.time_limit)
-        cells = [hidden(schedule, kinds, far=False) for kinds in CLASSES.values()]
-        lines.append(f"| {topology} | {' | '.join(cells)} | {hidden(schedule, None, far=True)} |")
-    text = "\n".join(lines) + "\n"
-    TABLE.write_text(text)
-    print(text)
-    return 0
+        """
+`python experiments/fidelity/overlap.py`; libtpu, no TPU. A decoder with FSDP within a slice: milliseconds on the
+links in one step, and the share of them that compute does not wait for.
+""",
+        grid(
+            f"topology | {' | '.join(CLASSES)} | between slices", ([name, *row["cells"]] for name, row in rows.items())
+        ),
+    )
+
+
+def main() -> int:
+    given = own_parser(time_limit=900.0).parse_args()
+    return Experiment(
+        script=__file__, names=TOPOLOGIES, work=lambda name: work(name, given.time_limit), table=table
+    ).run(given)
 
 
 if __name__ == "__main__":

@@ -29,9 +29,7 @@ if TYPE_CHECKING:
     from autoshard.validation import MeasuredGroup, MeasuredPlan, PairGroup, Run
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
-sys.path.insert(0, str(Path(__file__).parents[2]))
-
-from experiments.lib.saved_results import Results, checked_out, compiled, is_compiled  # noqa: E402
+from experiments.lib.saved_results import Results, checked_out, compiled, is_compiled
 
 
 HERE = Path(__file__).parents[1]

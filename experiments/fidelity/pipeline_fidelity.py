@@ -1,6 +1,6 @@
 """Training steps in stages of a pipeline against the real TPU compiler.
 
-    python experiments/fidelity/pipeline_fidelity.py [ROW ...] [--predict] [--time-limit S]
+    python experiments/fidelity/pipeline_fidelity.py [--only TEXT ...] [--again] [--predict]
 
 Stages are on an axis of the torus, on one next to tensor parallelism, or on slices. Some rows have layers that the
 stages do not divide, and some run in rounds. Rows run as in `compile_fidelity.py`, with its compiled programs. Results
@@ -8,13 +8,9 @@ are saved by row in `experiments/results/pipeline_fidelity.json`.
 """
 
 import sys
-from pathlib import Path
 
-
-sys.path.insert(0, str(Path(__file__).parents[2]))
-
-from experiments.fidelity.compile_fidelity import Matrix, Row, main, train  # noqa: E402
-from experiments.lib.programs.compile_programs import llama  # noqa: E402
+from experiments.fidelity.compile_fidelity import Matrix, Row, main, train
+from experiments.lib.programs.compile_programs import llama
 
 
 EIGHT, SEVEN = (llama(layers, 4096, 11008, 32, 8, 32000) for layers in (8, 7))
@@ -23,7 +19,7 @@ ONCE, AROUND = {"microbatches": 8, "schedule": "gpipe"}, {"microbatches": 8, "sc
 
 
 MATRIX = Matrix(
-    "pipeline_fidelity",
+    __file__,
     "Pipelines predicted against the TPU compiler",
     (
         Row("gpipe-v5p", train(EIGHT, 256, 2048, attention="splash", stages=4, **ONCE), "v5p:4x4x8", TORUS),
@@ -36,4 +32,4 @@ MATRIX = Matrix(
 
 
 if __name__ == "__main__":
-    sys.exit(main(MATRIX, __doc__))
+    sys.exit(main(MATRIX))

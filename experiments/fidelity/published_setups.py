@@ -1,6 +1,6 @@
 """Five published training setups, planned through `hf:` as a user would, compared with the published step times.
 
-    python experiments/fidelity/published_setups.py [ROW ...] [--again] [--table]
+    python experiments/fidelity/published_setups.py [--only TEXT ...] [--again] [--table]
 
 Model, chips, batch, sequence and compiler flags are the run's. In the first way the planner chooses mesh, sharding,
 attention and remat (`--remat auto --attention auto`). In the second way these are as the source states them: FSDP over
@@ -8,17 +8,13 @@ all chips, the splash kernel, and the same values offloaded to the hosts. Nothin
 saved in `results/published_setups.json`; a run computes the missing ones.
 """
 
-import argparse
 import sys
-from pathlib import Path
 from typing import Any
 
-from experiments.lib.saved_results import Results, checked_out
-from experiments.quality.plan_vs_baselines import run
+from experiments.lib.harness import Experiment, grid, page
+from experiments.lib.plan_command import run
 
 
-HERE = Path(__file__).parents[1]
-DATA, TABLE = (HERE / "results" / f"published_setups.{end}" for end in ("json", "md"))
 LIMIT_S = 600.0
 """Processor seconds for one plan."""
 GIB = 2.0**30
@@ -70,13 +66,15 @@ ROWS: dict[str, dict[str, Any]] = {
         "source": f"{RECIPES}/trillium/Mixtral-8x7B-MaxText (capacity 1.25)",
     },
 }  # fmt: skip
-WAYS = ("chosen", "stated")
+WAYS = {f"{name} {way}": (name, way) for name in ROWS for way in ("chosen", "stated")}
 
 
-def planned(row: dict[str, Any], way: str) -> dict[str, Any]:
+def planned(key: str) -> dict[str, Any]:
     """Return the prediction of `autoshard plan` for a setup, with mesh and recipe chosen or as the source states
     them.
     """
+    name, way = WAYS[key]
+    row = ROWS[name]
     options = ["--train", "--batch", str(row["batch"] * row["chips"]), "--seq", str(row["seq"])]
     options += ["--topology", row["topology"]]
     if way == "stated":
@@ -85,7 +83,7 @@ def planned(row: dict[str, Any], way: str) -> dict[str, Any]:
         options += ["--remat", "auto", "--attention", "auto"]
     options += ["--xla-flags", row["flags"]] if row["flags"] else []
     answer = run(f"hf:{row['config']}", [*options, "--no-cache"], LIMIT_S)
-    figures = {"cpu_s": answer["cpu"], "wall_s": answer["wall"], "planner_bytes": answer["pss"], "code": checked_out()}
+    figures = {"cpu_s": answer["cpu"], "wall_s": answer["wall"], "planner_bytes": answer["pss"]}
     if "error" in answer:
         return figures | {"error": answer["error"]}
     figures["mesh"] = ", ".join(f"{axis}={n}" for axis, n in answer["mesh"].items())
@@ -94,58 +92,40 @@ def planned(row: dict[str, Any], way: str) -> dict[str, Any]:
 
 
 def table(rows: dict[str, Any]) -> str:
-    lines = [
+    lines = []
+    for key, figures in rows.items():
+        name, way = WAYS[key]
+        row = ROWS[name]
+        took = [f"{figures['cpu_s']:.0f}", f"{figures['wall_s']:.0f}", f"{figures['planner_bytes'] / 1e9:.1f}"]
+        cells = [name, way, f"{row['published_s']:.4g}"]
+        if "error" in figures:
+            cells += [figures["error"], *"-----"]
+        else:
+            cells += [f"{figures['step_time_s']:.4g}", f"{figures['step_time_s'] / row['published_s'] - 1:+.1%}"]
+            cells += [f"{figures['exposed_comm_s']:.3g}", f"{figures['peak_bytes'] / GIB:.1f}"]
+            stated = {"remat": row["remat"], "attention": "splash"}
+            recipe = stated if way == "stated" else figures["recipe"] or {}
+            cells += [figures["mesh"], ", ".join(f"{key} {value}" for key, value in recipe.items()) or "not kept"]
+        lines.append([*cells, *took, figures["code"]])
+    return page(
         "# Published setups, planned through `hf:`",
-        "",
-        "`python experiments/fidelity/published_setups.py`: what `autoshard plan hf:CONFIG` predicts for a published",
-        "run's",
-        "model, chips, batch, sequence and compiler flags. `chosen`: mesh, sharding, attention and remat are the",
-        "planner's, so that it may be faster than the run by being a better plan; `stated`: FSDP over all chips, the",
-        "splash kernel and the values sent to the hosts as the run had them (of the 405B on v5p neither flags nor",
-        "remat are known: none, and `full`). Nothing was fitted to these rows. Weights and state are in fp32, AdamW,",
-        "as in the runs. `code` is the commit that a row was planned with.",
-        "",
-        "| setup | way | published s | predicted s | error | waits s | GiB | mesh | recipe | CPU s | wall s | GB "
-        "| code |",
-        "| --- " * 13 + "|",
-    ]
-    for name, row in ROWS.items():
-        for way in (way for way in WAYS if way in rows.get(name, {})):
-            figures = rows[name][way]
-            took = [f"{figures['cpu_s']:.0f}", f"{figures['wall_s']:.0f}", f"{figures['planner_bytes'] / 1e9:.1f}"]
-            took.append(figures["code"])
-            cells = [name, way, f"{row['published_s']:.4g}"]
-            if "error" in figures:
-                cells += [figures["error"], *"-----"]
-            else:
-                cells += [f"{figures['step_time_s']:.4g}", f"{figures['step_time_s'] / row['published_s'] - 1:+.1%}"]
-                cells += [f"{figures['exposed_comm_s']:.3g}", f"{figures['peak_bytes'] / GIB:.1f}"]
-                stated = {"remat": row["remat"], "attention": "splash"}
-                recipe = stated if way == "stated" else figures["recipe"] or {}
-                cells += [figures["mesh"], ", ".join(f"{key} {value}" for key, value in recipe.items()) or "not kept"]
-            lines.append(f"| {' | '.join([*cells, *took])} |")
-    lines += ["", "Sources:", "", *(f"- {name}: {row['source']}" for name, row in ROWS.items())]
-    return "\n".join(lines) + "\n"
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("rows", nargs="*", metavar="ROW", help=f"default: all; {', '.join(ROWS)}")
-    parser.add_argument("--again", action="store_true", help="plan rows that are in the table too")
-    parser.add_argument("--table", action="store_true", help="only write the table")
-    asked = parser.parse_args()
-    if unknown := [name for name in asked.rows if name not in ROWS]:
-        parser.error(f"no row {unknown[0]!r}; there are {', '.join(ROWS)}")
-    results = Results(DATA)
-    for way in () if asked.table else reversed(WAYS):
-        for name in asked.rows or ROWS:
-            if way in results.rows.get(name, {}) and not asked.again:
-                continue
-            results.keep(name, results.rows.get(name, {}) | {way: planned(ROWS[name], way)})
-            print(name, way, results.rows[name][way], file=sys.stderr, flush=True)
-            TABLE.write_text(table(results.rows))
-    TABLE.write_text(table(results.rows))
+        """
+`python experiments/fidelity/published_setups.py`: what `autoshard plan hf:CONFIG` predicts for a published run's
+model, chips, batch, sequence and compiler flags. `chosen`: mesh, sharding, attention and remat are the
+planner's, so that it may be faster than the run by being a better plan; `stated`: FSDP over all chips, the
+splash kernel and the values sent to the hosts as the run had them (of the 405B on v5p neither flags nor
+remat are known: none, and `full`). Nothing was fitted to these rows. Weights and state are in fp32, AdamW,
+as in the runs. `code` is the commit that a row was planned with.
+""",
+        grid(
+            "setup | way | published s | predicted s | error | waits s | GiB | mesh | recipe | CPU s | wall s | GB "
+            "| code",
+            lines,
+        ),
+        "Sources:",
+        [f"- {name}: {row['source']}" for name, row in ROWS.items()],
+    )
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(Experiment(script=__file__, names=WAYS, work=planned, table=table).run())

@@ -1,6 +1,6 @@
 """Recipes of training steps against the real TPU compiler.
 
-    python experiments/fidelity/recipe_fidelity.py [ROW ...] [--predict] [--whole] [--time-limit S]
+    python experiments/fidelity/recipe_fidelity.py [--only TEXT ...] [--again] [--predict] [--whole]
 
 The recipes vary attention's kernel, the values that are saved, recomputed or offloaded, microbatches, and state on the
 hosts. Rows run as in `compile_fidelity.py`, with its compiled programs. Results are saved by row in
@@ -9,17 +9,14 @@ hosts. Rows run as in `compile_fidelity.py`, with its compiled programs. Results
 
 import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 
 if TYPE_CHECKING:
     from autoshard.program import Program
 
-sys.path.insert(0, str(Path(__file__).parents[2]))
-
-from experiments.fidelity.compile_fidelity import EXPERTS, SMALL, WIDE, Matrix, Row, dm, main, train  # noqa: E402
-from experiments.lib.programs.compile_programs import hf, llama  # noqa: E402
+from experiments.fidelity.compile_fidelity import EXPERTS, SMALL, WIDE, Matrix, Row, dm, main, train
+from experiments.lib.programs.compile_programs import hf, llama
 
 
 RAGGED = {"attention": "splash", "experts": "ragged:4"}
@@ -34,7 +31,7 @@ def value(config: Any, batch: int, seq: int, policy: str) -> "Callable[[], Progr
 
 
 MATRIX = Matrix(
-    "recipe_fidelity",
+    __file__,
     "Recipes predicted against the TPU compiler",
     (
         Row("llama-splash-v5p", train(WIDE, 64, 4096, attention="splash"), "v5p:2x2x4", dm(4, 4)),
@@ -65,4 +62,4 @@ MATRIX = Matrix(
 
 
 if __name__ == "__main__":
-    sys.exit(main(MATRIX, __doc__))
+    sys.exit(main(MATRIX))

@@ -1,6 +1,6 @@
 """Sums of weight gradients that the TPU compiler scatters, and those that it computes in full and slices.
 
-    python experiments/fidelity/scatter_tiles.py [--topology T=DATA,MODEL ...]
+    python experiments/fidelity/scatter_tiles.py [--only TEXT ...] [--again] [--table]
 
 One program of independent gradients `[k, n]` is compiled for each topology with no TPU. The gradients are summed over
 the batch (`data`) and the sequence (`model`), and split over `data` in one dim.
@@ -10,15 +10,15 @@ shard's elements of that dim in registers of 128 lanes. `waves` in `autoshard/pl
 these results.
 """
 
-import argparse
 import os
 import re
 import sys
-from pathlib import Path
+
+from experiments.lib.harness import Experiment, Rows, grid, page
 
 
-TABLE = Path(__file__).parents[1] / "results" / "scatter_tiles.md"
-TOPOLOGIES = ("v4:2x2x2=4,4", "v5e:4x4=4,4", "v5p:4x4x4=4,16", "v6e:4x4=4,4", "v5e:8x8=8,8")
+ROWS = ("v4:2x2x2, 4x4", "v5e:4x4, 4x4", "v5p:4x4x4, 4x16", "v6e:4x4, 4x4", "v5e:8x8, 8x8")
+"""Topologies, each with the sizes of `data` and `model`."""
 SHARDS = (64, 160, 256, 264, 320, 384, 512, 640, 768, 896, 1024, 1152, 1280, 1408, 1536, 1664)
 """Elements of the split dim on one device; shards below a few tiles in bytes are all-reduced for their latency."""
 OTHER = 2048
@@ -59,23 +59,8 @@ def gradients(topology: str, data: int, model: int) -> dict[tuple[int, int], boo
     return {case: number in scattered for number, case in enumerate(cases)}
 
 
-def row(topology: str, found: dict[tuple[int, int], bool]) -> str:
-    cells = []
-    for dim in (0, 1):
-        for name in CLASSES:
-            mine = [done for (own, shard), done in found.items() if own == dim and _class(shard) == name]
-            cells.append(f"{sum(mine)} of {len(mine)}")
-    return f"| {topology} | {' | '.join(cells)} |"
-
-
-def _class(shard: int) -> str:
-    return CLASSES[2] if shard % 128 else CLASSES[0] if shard // 128 % 2 else CLASSES[1]
-
-
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--topology", action="append", help=f"default: {', '.join(TOPOLOGIES)}")
-    arguments = parser.parse_args()
+def work(name: str) -> dict[str, list[str]]:
+    """Compute the cells of one row."""
     import libtpu
 
     os.environ |= {
@@ -86,26 +71,33 @@ def main() -> int:
         "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
         "JAX_PLATFORMS": "cpu",
     }
-    lines = [
+    topology, sizes = name.split(", ")
+    data, model = map(int, sizes.split("x"))
+    found = gradients(topology, data, model)
+    cells = []
+    for dim in (0, 1):
+        for kind in CLASSES:
+            mine = [done for (own, shard), done in found.items() if own == dim and _class(shard) == kind]
+            cells.append(f"{sum(mine)} of {len(mine)}")
+    return {"cells": cells}
+
+
+def _class(shard: int) -> str:
+    return CLASSES[2] if shard % 128 else CLASSES[0] if shard // 128 % 2 else CLASSES[1]
+
+
+def table(rows: Rows) -> str:
+    heads = [f"{dim}: {kind}" for dim in ("first", "last") for kind in CLASSES]
+    return page(
         "# Which sums of gradients are scattered",
-        "",
-        "`python experiments/fidelity/scatter_tiles.py`: gradients of matmuls, bf16, summed over all devices, split",
-        "over `data`",
-        "in the first or the last dim, compiled by libtpu with no TPU. How many become a reduce-scatter, by the shard",
-        "in registers of 128 elements.",
-        "",
-        f"| topology, data x model | {' | '.join(f'{dim}: {name}' for dim in ('first', 'last') for name in CLASSES)} |",
-        "| --- | --- | --- | --- | --- | --- | --- |",
-    ]
-    for asked in arguments.topology or TOPOLOGIES:
-        topology, _, sizes = asked.partition("=")
-        data, model = map(int, sizes.split(","))
-        lines.append(row(f"{topology}, {data}x{model}", gradients(topology, data, model)))
-        print(lines[-1], flush=True)
-    if not arguments.topology:
-        TABLE.write_text("\n".join(lines) + "\n")
-    return 0
+        """
+`python experiments/fidelity/scatter_tiles.py`: gradients of matmuls, bf16, summed over all devices, split over `data`
+in the first or the last dim, compiled by libtpu with no TPU. How many become a reduce-scatter, by the shard
+in registers of 128 elements.
+""",
+        grid(" | ".join(["topology, data x model", *heads]), ([name, *row["cells"]] for name, row in rows.items())),
+    )
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(Experiment(script=__file__, names=ROWS, work=work, table=table).run())

@@ -1,6 +1,6 @@
 """Steps of prefill and decoding on v5e, v5p and v6e, predicted against the result of the real TPU compiler.
 
-    python experiments/fidelity/serving_fidelity.py [ROW ...] [--predict] [--time-limit S]
+    python experiments/fidelity/serving_fidelity.py [--only TEXT ...] [--again] [--predict]
 
 Rows run as in `compile_fidelity.py`, with its compiled programs. Results are saved by row in
 `experiments/results/serving_fidelity.json`.
@@ -8,13 +8,9 @@ Rows run as in `compile_fidelity.py`, with its compiled programs. Results are sa
 
 import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
-
-sys.path.insert(0, str(Path(__file__).parents[2]))
-
-from experiments.fidelity.compile_fidelity import ROWS, Matrix, Row, dm, main, serve  # noqa: E402
+from experiments.fidelity.compile_fidelity import ROWS, Matrix, Row, dm, main, serve
 
 
 SERVING = tuple(row for row in ROWS if row.name.startswith(("prefill-", "decode-")))
@@ -26,7 +22,7 @@ def cached(config: str, batch: int, seq: int, places: int) -> Callable[[], Any]:
 
 
 MATRIX = Matrix(
-    "serving_fidelity",
+    __file__,
     "Serving steps predicted against the TPU compiler",
     (
         *SERVING,
@@ -49,4 +45,4 @@ MATRIX = Matrix(
 
 
 if __name__ == "__main__":
-    sys.exit(main(MATRIX, __doc__))
+    sys.exit(main(MATRIX))

@@ -1,26 +1,21 @@
 """Plans for programs outside the bundled families, predicted against the result of the real TPU compiler.
 
-    python experiments/fidelity/unbundled_fidelity.py [ROW ...] [--predict] [--whole] [--time-limit S]
+    python experiments/fidelity/unbundled_fidelity.py [--only TEXT ...] [--again] [--predict] [--whole]
 
 The programs are training steps with AdamW: convolutions, recurrences, graphs, tables, narrow minor dims. Rows run as in
 `compile_fidelity.py`, with its compiled programs. Results are saved by row in
 `experiments/results/unbundled_fidelity.json`. No constant is fitted to these rows.
 """
 
-import os
 import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 
 if TYPE_CHECKING:
     from autoshard.program import Program
 
-os.environ.setdefault("JAX_PLATFORMS", "cpu")
-sys.path.insert(0, str(Path(__file__).parents[2]))
-
-from experiments.fidelity.compile_fidelity import Matrix, Row, dm, main  # noqa: E402
+from experiments.fidelity.compile_fidelity import Matrix, Row, dm, main
 
 
 def step(module: str, name: str, *sizes: Any) -> "Callable[[], Program]":
@@ -39,7 +34,7 @@ def step(module: str, name: str, *sizes: Any) -> "Callable[[], Program]":
 
 
 MATRIX = Matrix(
-    "unbundled_fidelity",
+    __file__,
     "Programs outside the bundled families against the TPU compiler",
     (
         Row("unet-v5e", step("jax_programs", "unet", (128, 256, 512), 64, 128), "v5e:2x4", {"data": 8}),
@@ -61,4 +56,4 @@ MATRIX = Matrix(
 
 
 if __name__ == "__main__":
-    sys.exit(main(MATRIX, __doc__))
+    sys.exit(main(MATRIX))

@@ -1,6 +1,6 @@
 """Plans for H100s against the real GPU compiler, with no GPU.
 
-    python experiments/gpu/gpu_fidelity.py [ROW ...] [--predict] [--time-limit S]
+    python experiments/gpu/gpu_fidelity.py [--only TEXT ...] [--again] [--predict]
 
 The rows are steps for 8 and for 256 H100s, serving, and the programs of `gpu_programs.py` on one. Rows run as in
 `compile_fidelity.py`, with its compiled programs. Results are saved by row in `experiments/results/gpu_fidelity.json`.
@@ -8,14 +8,10 @@ The compiler is part of JAX's CUDA plugin (`autoshard[cuda]`).
 """
 
 import sys
-from pathlib import Path
 
-
-sys.path.insert(0, str(Path(__file__).parents[2]))
-
-from experiments.fidelity.compile_fidelity import Matrix, Row, main, serve, train  # noqa: E402
-from experiments.lib.programs.compile_programs import hf, jax_mlp, llama, mixtral  # noqa: E402
-from experiments.lib.programs.gpu_programs import PROGRAMS  # noqa: E402
+from experiments.fidelity.compile_fidelity import Matrix, Row, main, serve, train
+from experiments.lib.programs.compile_programs import hf, jax_mlp, llama, mixtral
+from experiments.lib.programs.gpu_programs import PROGRAMS
 
 
 LLAMA, EXPERTS = llama(8, 2048, 5632, 16, 8, 32000), mixtral(4, 1024, 3584, 16, 8, 8, 32000)
@@ -24,7 +20,7 @@ TWO, FAR = {"data": 4, "model": 2}, {"data": 64, "model": 4}
 
 
 MATRIX = Matrix(
-    "gpu_fidelity",
+    __file__,
     "Plans for H100s against the GPU compiler",
     (
         Row("llama-8", train(LLAMA, 16, 2048, attention="cudnn"), ONE, TWO),
@@ -47,9 +43,8 @@ MATRIX = Matrix(
         *(Row(f"one-{name}", sized.program, "h100:1", {"data": 1}) for name, sized in PROGRAMS.items()),
     ),
     "the compiler of JAX's CUDA plugin, no GPU",
-    "gpu",
 )
 
 
 if __name__ == "__main__":
-    sys.exit(main(MATRIX, __doc__))
+    sys.exit(main(MATRIX))

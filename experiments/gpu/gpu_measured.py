@@ -21,10 +21,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-
-sys.path.insert(0, str(Path(__file__).parents[2]))
-
-from experiments.lib.saved_results import checked_out  # noqa: E402
+from experiments.lib.saved_results import checked_out
 
 
 HERE = Path(__file__).parents[1]

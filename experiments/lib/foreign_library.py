@@ -10,6 +10,8 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import MagicMock
 
+from experiments.lib.harness import own_parser
+
 
 class _StandIns:
     """Finder of missing modules, which replaces them by mocks."""
@@ -66,20 +68,23 @@ def apart(work: Callable[..., None], *args: Any) -> dict[str, Any]:
         worker.join()
 
 
-def asked(doc: str | None, library: str, rows: Iterable[str]) -> tuple[Path | None, list[str]] | None:
-    """Parse the command line: return the folder of a library and the rows to run; None if the library is not found."""
-    package = library.lower()
-    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("rows", nargs="*", metavar="ROW", help="parts of names of rows")
+def foreign_parser(library: str) -> argparse.ArgumentParser:
+    """Make the parser of an experiment with a library, whose folder is an option."""
+    parser = own_parser()
     parser.add_argument(
-        f"--{package}", type=Path, metavar="FOLDER", help=f"where {library} is: installed beside, or its wheel unpacked"
+        f"--{library.lower()}",
+        dest="folder",
+        type=Path,
+        metavar="FOLDER",
+        help=f"where {library} is: installed beside, or its wheel unpacked",
     )
-    parser.add_argument("--table", action="store_true", help="only write the table again")
-    options = parser.parse_args()
-    folder = getattr(options, package)
-    if options.table:
-        return folder, []
-    if folder is None and importlib.util.find_spec(package) is None:
+    return parser
+
+
+def is_missing(library: str, given: argparse.Namespace) -> bool:
+    """Return True, with a sentence on the terminal, if rows are asked for without the library."""
+    package = library.lower()
+    missing = not given.table and given.folder is None and importlib.util.find_spec(package) is None
+    if missing:
         print(f"{library} is not installed: install `{package}`, or give its folder with --{package}.")
-        return None
-    return folder, [name for name in rows if not options.rows or any(part in name for part in options.rows)]
+    return missing

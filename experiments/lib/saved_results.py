@@ -79,7 +79,7 @@ class Results:
         self.rows[key] = result
         self.path.parent.mkdir(parents=True, exist_ok=True)
         with _whole(self.path) as part:
-            part.write_text(json.dumps(self.rows, indent=1, sort_keys=True) + "\n")
+            part.write_text(json.dumps(dict(sorted(self.rows.items())), indent=1) + "\n")
 
 
 @contextlib.contextmanager

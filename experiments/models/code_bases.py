@@ -1,6 +1,6 @@
 """Modules of torch's code bases: planned at a well-known size, and run small on 8 CPU devices.
 
-    python experiments/models/code_bases.py [--only TEXT] [--part full|small] [--again] [--table] [--jobs N]
+    python experiments/models/code_bases.py [--only TEXT ...] [--again] [--table]
 
 `full` plans the training step of the module on the meta device, with a searched mesh. The row has wall and processor
 seconds from the start of the process to the plan, and peak memory.
@@ -9,35 +9,22 @@ seconds from the start of the process to the plan, and peak memory.
 is compared with the unplanned step in loss, momentum (which equals the gradients) and parameters, relative to each
 tensor's own maximum. The loss and gradients of the unplanned step are compared with torch's own.
 
-Rows are saved in `experiments/results/code_bases.json`, so that a broken run resumes. Each part of a row has its own
-process with a limit of processor time.
+Rows are saved in `experiments/results/code_bases.json`, so that a broken run resumes. Each part of a row
+(`LIBRARY MODULE/full`, `.../small`) has its own process with a limit of processor time.
 """
 
-import argparse
-import concurrent.futures
 import dataclasses
-import json
 import math
 import os
 import resource
-import subprocess
 import sys
 import time
-from pathlib import Path
 from typing import Any
 
+from experiments.lib.harness import Experiment, grid, page, plain
+from experiments.lib.programs.code_base_programs import PROGRAMS, Case
+from experiments.models.families import is_rounding, row_of
 
-os.environ.setdefault("JAX_PLATFORMS", "cpu")
-sys.path.insert(0, str(Path(__file__).parents[2]))
-
-from experiments.lib.programs.code_base_programs import PROGRAMS, Case  # noqa: E402
-from experiments.lib.saved_results import Results, checked_out  # noqa: E402
-from experiments.models.families import is_rounding, row_of  # noqa: E402
-
-
-HERE = Path(__file__).parents[1]
-RESULTS = HERE / "results" / "code_bases.json"
-TABLE = HERE / "results" / "code_bases.md"
 
 DEVICES = 8
 MESH = {"data": 4, "model": 2}
@@ -45,6 +32,7 @@ LIMIT_S = 300
 """Processor seconds for one part of a row."""
 GOAL_S = 60
 PARTS = ("full", "small")
+ROWS = {f"{entry.library} {name}/{part}": (name, part) for part in PARTS for name, entry in PROGRAMS.items()}
 
 
 def full(name: str) -> dict[str, Any]:
@@ -192,25 +180,10 @@ def beside_torch(program: Any, case: Case) -> dict[str, Any]:
 
 
 def table(rows: dict[str, dict[str, Any]]) -> str:
-    lines = [
-        "# Modules of torch's code bases",
-        "",
-        "`python experiments/models/code_bases.py`. Left: the training step at a well-known size, in bf16 with fp32",
-        "state,",
-        "planned with a searched mesh; seconds of the processor and on the clock (of a machine that others use too)",
-        "from the start of the process to the plan, its peak memory, and the step that is predicted. Right: a small",
-        "form on 8 CPU devices, mesh `data=4,model=2`, an input fixed over `data` and the largest weight over `model`,",
-        "one step of SGD with momentum: the largest difference of any",
-        "result (loss, momentum, which holds the gradients, parameters) from the unplanned step, of its tensor's own",
-        "maximum; and of the unplanned step's loss and gradients from torch's own.",
-        "",
-        "| library | module | parameters | topology | processor s | clock s | GiB | predicted step "
-        "| planned - unplanned | loss, gradients - torch's | remark |",
-        "| --- | --- | ---: | --- | ---: | ---: | ---: | ---: | ---: | ---: | --- |",
-    ]
+    lines = []
     planned = within = ran = equal = rounding = 0
     for name, entry in PROGRAMS.items():
-        large, little = (rows.get(f"{name}/{part}", {}) for part in PARTS)
+        large, little = (rows.get(f"{entry.library} {name}/{part}", {}) for part in PARTS)
         if not large and not little:
             continue
         remarks = [each["error"] for each in (large, little) if "error" in each]
@@ -222,88 +195,60 @@ def table(rows: dict[str, dict[str, Any]]) -> str:
             rounding += is_rounding(little)
             if not little["equal"]:
                 remarks.append(f"`{little['worst']}`; rounding {little['rounding']:.1e}")
-        cells = [
-            entry.library,
-            name,
-            f"{large['parameters'] / 1e6:,.0f} M" if large.get("parameters") else "-",
-            f"`{entry.topology}`{', remat ' + entry.remat if entry.remat != 'none' else ''}",
-            *(str(large.get(key, "-")) for key in ("cpu_s", "wall_s", "peak_gib")),
-            f"{large['step_s'] * 1e3:.1f} ms" if "step_s" in large else "-",
-            f"{little['max_rel_diff']:.1e}" if "max_rel_diff" in little else "-",
-            f"{little['torch_loss']:.0e}, {little['torch_gradient']:.0e}" if "torch_loss" in little else "-",
-            " ".join(dict.fromkeys(remarks)).replace("|", "\\|").replace("\n", " "),
-        ]
-        lines.append("| " + " | ".join(cells) + " |")
-    large = [row for key, row in rows.items() if key.endswith("/full")]
-    lines += [
-        "",
+        lines.append(
+            [
+                entry.library,
+                name,
+                f"{large['parameters'] / 1e6:,.0f} M" if large.get("parameters") else "-",
+                f"`{entry.topology}`{', remat ' + entry.remat if entry.remat != 'none' else ''}",
+                *(large.get(key, "-") for key in ("cpu_s", "wall_s", "peak_gib")),
+                f"{large['step_s'] * 1e3:.1f} ms" if "step_s" in large else "-",
+                f"{little['max_rel_diff']:.1e}" if "max_rel_diff" in little else "-",
+                f"{little['torch_loss']:.0e}, {little['torch_gradient']:.0e}" if "torch_loss" in little else "-",
+                plain(" ".join(dict.fromkeys(remarks))),
+            ]
+        )
+    large = {ROWS[key][0]: row for key, row in rows.items() if key.endswith("/full")}
+    return page(
+        "# Modules of torch's code bases",
+        """
+`python experiments/models/code_bases.py`. Left: the training step at a well-known size, in bf16 with fp32 state,
+planned with a searched mesh; seconds of the processor and on the clock (of a machine that others use too)
+from the start of the process to the plan, its peak memory, and the step that is predicted. Right: a small
+form on 8 CPU devices, mesh `data=4,model=2`, an input fixed over `data` and the largest weight over `model`,
+one step of SGD with momentum: the largest difference of any
+result (loss, momentum, which holds the gradients, parameters) from the unplanned step, of its tensor's own
+maximum; and of the unplanned step's loss and gradients from torch's own.
+""",
+        grid(
+            "library | module | parameters: | topology | processor s: | clock s: | GiB: | predicted step: "
+            "| planned - unplanned: | loss, gradients - torch's: | remark",
+            lines,
+        ),
         f"{len(large)} of {len(PROGRAMS)} tried at full size: {planned} planned, {within} of them within {GOAL_S} s of "
         f"the processor. {ran} ran small: {equal} equal to the unplanned step, {rounding} that differ by no more than "
         "the unplanned step with its examples in another order does.",
-        "",
         "Layers that repeat but are not computed as a loop, by what the note says:",
-        "",
-    ]
-    for key, row in rows.items():
-        lines += [f"- {key.removesuffix('/full')}: {note}" for note in row.get("unscanned", [])]
-    return "\n".join(lines) + "\n"
+        [f"- {name}: {note}" for name, row in sorted(large.items()) for note in row.get("unscanned", [])],
+    )
 
 
-def run(name: str, part: str) -> dict[str, Any]:
-    """Run one part of a row in a process of its own."""
+def work(key: str) -> dict[str, Any]:
+    """Compute one part of a row; more processor time than its limit ends the process."""
+    name, part = ROWS[key]
+    resource.setrlimit(resource.RLIMIT_CPU, (LIMIT_S, LIMIT_S + 5))
+    return {"full": full, "small": small}[part](name)
 
-    def limit() -> None:
-        resource.setrlimit(resource.RLIMIT_CPU, (LIMIT_S, LIMIT_S + 5))
 
-    command = [sys.executable, __file__, "--worker", name, part]
+def main() -> int:
     # Eight devices on a shared machine wait for each other longer than XLA's default limit. Code that runs once is not
     # worth LLVM's optimisation.
     patient = "--xla_cpu_collective_call_terminate_timeout_seconds=1200 --xla_backend_optimization_level=0"
-    flags = {"XLA_FLAGS": f"{os.environ.get('XLA_FLAGS', '')} {patient}"}
-    done = subprocess.run(
-        command, capture_output=True, text=True, check=False, preexec_fn=limit, env={**os.environ, **flags}
-    )
-    code = {"code": checked_out()}
-    if done.returncode in (-9, -24):
-        return code | {"error": f"not finished within {LIMIT_S} s of the processor"}
-    if done.returncode:
-        raise RuntimeError(done.stderr[-1500:])
-    return json.loads(done.stdout.splitlines()[-1]) | code
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", default="", metavar="TEXT", help="rows whose name or library contains it, or several")
-    parser.add_argument("--part", choices=PARTS, help="only this part of each")
-    parser.add_argument("--again", action="store_true", help="also rows that are there")
-    parser.add_argument("--table", action="store_true", help="only write the table of what is known")
-    parser.add_argument("--jobs", type=int, default=1, metavar="N", help="processes at a time")
-    parser.add_argument("--worker", nargs=2, help=argparse.SUPPRESS)
-    asked = parser.parse_args()
-    if asked.worker:
-        name, part = asked.worker
-        print(json.dumps({"full": full, "small": small}[part](name)))
-        return
-    results = Results(RESULTS)
-    words = asked.only.split(";")
-    named = [each for word in words for each, entry in PROGRAMS.items() if word in f"{entry.library} {each}"]
-    parts = (asked.part,) if asked.part else PARTS
-    wanted = [] if asked.table else [(name, part) for part in parts for name in dict.fromkeys(named)]
-    missing = [pair for pair in wanted if asked.again or "/".join(pair) not in results.rows]
-    with concurrent.futures.ThreadPoolExecutor(asked.jobs) as pool:
-        running = {pool.submit(run, *pair): pair for pair in missing}
-        for future in concurrent.futures.as_completed(running):
-            key = "/".join(running[future])
-            try:
-                results.keep(key, future.result())
-            except RuntimeError as error:
-                print(f"{key}: FAILED {error}", flush=True)
-                continue
-            keys = ("cpu_s", "step_s", "max_rel_diff", "torch_loss", "torch_gradient", "error")
-            print(key, {each: results.rows[key][each] for each in keys if each in results.rows[key]}, flush=True)
-            TABLE.write_text(table(results.rows))
-    TABLE.write_text(table(results.rows))
+    flags = f"{os.environ.get('XLA_FLAGS', '')} {patient}"
+    return Experiment(
+        script=__file__, names=ROWS, work=work, table=table, apart=True, environment={"XLA_FLAGS": flags}
+    ).run()
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

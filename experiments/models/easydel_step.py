@@ -1,6 +1,6 @@
 """EasyDeL's own training step, planned, and compiled on the plan's mesh under the exported rules.
 
-    python experiments/models/easydel_step.py [--easydel FOLDER] [ROW ...] [--table]
+    python experiments/models/easydel_step.py [--easydel FOLDER] [--only TEXT ...] [--again] [--table]
 
 EasyDeL's `training_step` over an `EasyDeLState` is traced on a mesh of one device, where its own constraints have no
 effect. It is planned for eight CPU devices on axes with EasyDeL's names. EasyDeL's own `match_partition_rules` reads
@@ -24,17 +24,9 @@ import warnings
 from pathlib import Path
 from typing import Any
 
+from experiments.lib.foreign_library import apart, find, foreign_parser, is_missing
+from experiments.lib.harness import Experiment, Rows, grid, page
 
-os.environ.setdefault("JAX_PLATFORMS", "cpu")
-sys.path.insert(0, str(Path(__file__).parents[2]))
-
-from experiments.lib.foreign_library import apart, asked, find  # noqa: E402
-from experiments.lib.saved_results import Results, checked_out  # noqa: E402
-
-
-HERE = Path(__file__).parents[1]
-RESULTS = HERE / "results" / "easydel_step.json"
-TABLE = HERE / "results" / "easydel_step.md"
 
 MESH = {"fsdp": 4, "tp": 2}
 BATCH, SEQ = 16, 64
@@ -176,44 +168,42 @@ def compile_row(folder: Path | None, row: dict[str, Any], planned: dict[str, Any
     send.send({"specs_that_differ": wrong, "compiled_wire": sum(wire.values()), "rules": len(namespace["RULES"])})
 
 
-def write_table(rows: dict[str, dict[str, Any]]) -> None:
+def table(rows: Rows) -> str:
     mesh = ", ".join(f"{axis}={size}" for axis, size in MESH.items())
-    lines = [
-        "# EasyDeL's own step under the rules of a plan",
-        "",
-        f"EasyDeL's `training_step`, planned for `cpu:8` with {mesh}, exported as `rules`, matched by EasyDeL's own",
-        "`match_partition_rules`, and compiled on its mesh with these specs and its own constraints of what is",
-        "computed. `python experiments/models/easydel_step.py` makes this table again.",
-        "",
-        "| model | parameters whose specs differ | rules | wire predicted, the plan whole | the rules and XLA's "
-        "propagation | wire compiled by EasyDeL | planning, processor |",
-        "| --- | --- | --- | --- | --- | --- | --- |",
-    ]
+    lines = []
     for name, row in rows.items():
         whole, held, compiled = (row[key] / 2**20 for key in ("wire", "rules_wire", "compiled_wire"))
-        lines.append(
-            f"| {name}: {'; '.join(row['words'])} | {len(row['specs_that_differ'])} of {row['parameters']} | "
-            f"{row['rules']} | {whole:.1f} MiB | {held:.1f} MiB | {compiled:.1f} MiB ({compiled / held - 1:+.1%}) | "
-            f"{row['planning_cpu_s']:.0f} s |"
-        )
-    TABLE.write_text("\n".join(lines) + "\n")
+        cells = [f"{name}: {'; '.join(row['words'])}", f"{len(row['specs_that_differ'])} of {row['parameters']}"]
+        cells += [f"{row['rules']}", f"{whole:.1f} MiB", f"{held:.1f} MiB"]
+        lines.append([*cells, f"{compiled:.1f} MiB ({compiled / held - 1:+.1%})", f"{row['planning_cpu_s']:.0f} s"])
+    return page(
+        "# EasyDeL's own step under the rules of a plan",
+        f"""
+EasyDeL's `training_step`, planned for `cpu:8` with {mesh}, exported as `rules`, matched by EasyDeL's own
+`match_partition_rules`, and compiled on its mesh with these specs and its own constraints of what is
+computed. `python experiments/models/easydel_step.py` makes this table again.
+""",
+        grid(
+            "model | parameters whose specs differ | rules | wire predicted, the plan whole | the rules and XLA's "
+            "propagation | wire compiled by EasyDeL | planning, processor",
+            lines,
+        ),
+    )
 
 
-def main() -> None:
-    given = asked(__doc__, "EasyDeL", ROWS)
-    if given is None:
-        return
-    folder, names = given
-    results = Results(RESULTS)
-    for name in names:
-        planned = apart(plan_row, folder, ROWS[name])
+def main() -> int:
+    given = foreign_parser("EasyDeL").parse_args()
+    if is_missing("EasyDeL", given):
+        return 0
+
+    def work(name: str) -> dict[str, Any]:
+        planned = apart(plan_row, given.folder, ROWS[name])
+        compiled = apart(compile_row, given.folder, ROWS[name], planned)
         figures = {key: value for key, value in planned.items() if key not in ("text", "specs")}
-        print(name, figures, flush=True)
-        compiled = apart(compile_row, folder, ROWS[name], planned)
-        print(name, compiled, flush=True)
-        results.keep(name, figures | compiled | {"parameters": len(planned["specs"]), "commit": checked_out()})
-    write_table({name: results.rows[name] for name in ROWS if name in results.rows})
+        return figures | compiled | {"parameters": len(planned["specs"])}
+
+    return Experiment(script=__file__, names=ROWS, work=work, table=table).run(given)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -1,35 +1,30 @@
 """Every family of programs in its small form: planned, run on 8 CPU devices, and compared.
 
-    python experiments/models/families.py [--only TEXT] [--again] [--out FOLDER]
+    python experiments/models/families.py [--only TEXT ...] [--again] [--out FOLDER]
 
 Results are compared with the unplanned run's: outputs, caches, loss, updated parameters and optimizer state. After one
 step of SGD with momentum that state equals the gradient. Bytes on the wire of every mesh axis are compared as predicted
 and as XLA compiled them.
 
-Rows are saved in results/families.json. A run computes the missing rows; `--again` repeats all that `--only` names.
+Rows are saved in results/families.json. Each row, `NAME/MODE/MESH`, has its own process.
 """
 
-import argparse
-import json
 import math
 import re
 import resource
 import statistics
-import subprocess
 import sys
 import time
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+
+from experiments.lib.harness import Experiment, grid, page
 
 
 if TYPE_CHECKING:
     from autoshard.program import Program
 
-
-HERE = Path(__file__).parents[1]
-RESULTS = HERE / "results"
 
 SCALARS = 64
 """Difference in bytes within which an axis counts as exact: sums of scalars are no decisions."""
@@ -43,65 +38,15 @@ REASONS: dict[str, str] = {
 """Reason of a row's difference, or of its wrong bytes, by a pattern of the row's key."""
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", default="", metavar="TEXT", help="programs whose `name/mode` contains it")
-    parser.add_argument("--again", action="store_true", help="also rows that are there")
-    parser.add_argument("--out", type=Path, default=RESULTS, metavar="FOLDER", help="for rows and table")
-    parser.add_argument("--worker", nargs=2, metavar=("NAME", "MODE"), help=argparse.SUPPRESS)
-    options = parser.parse_args()
-    from experiments.lib.programs.family_programs import MESHES, PROGRAMS
-
-    if options.worker:
-        work(*options.worker)
-        return
-    pairs = [(name, mode) for name, (_, modes) in PROGRAMS.items() for mode in modes]
-    path = options.out / "families.json"
-    rows: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
-    wanted = {key(*pair, mesh) for pair in pairs for mesh in MESHES}
-    rows = {k: row for k, row in rows.items() if k in wanted}
-    for name, mode in pairs:
-        missing = [mesh for mesh in MESHES if options.again or key(name, mode, mesh) not in rows]
-        if options.only not in f"{name}/{mode}" or not missing:
-            continue
-        rows |= run(name, mode)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps({k: rows[k] for k in sorted(rows)}, indent=1) + "\n")
-    done = [(key(*pair, mesh), rows.get(key(*pair, mesh))) for pair in pairs for mesh in MESHES]
-    text = table({k: row for k, row in done if row is not None}, len(done))
-    path.with_suffix(".md").write_text(text)
-    print(text.split("\n\n")[2])
-
-
-def key(name: str, mode: str, mesh: str) -> str:
-    return f"{name}/{mode}/{mesh}"
-
-
-def run(name: str, mode: str) -> dict[str, Any]:
-    """Compute the rows of one program on every mesh, in a process of its own."""
-    command = [sys.executable, __file__, "--worker", name, mode]
-    result = subprocess.run(command, capture_output=True, text=True)
-    rows = {}
-    for line in result.stdout.splitlines():
-        if line.startswith("{"):
-            row = json.loads(line)
-            rows[key(name, mode, row.pop("mesh"))] = row
-            print(f"{name}/{mode}", line, flush=True)
-    if result.returncode:
-        print(f"{name}/{mode} FAILED: {result.stderr[-1500:]}", flush=True)
-    return rows
-
-
-def work(name: str, mode: str) -> None:
-    """Print one JSON object for each mesh."""
+def work(key: str) -> dict[str, Any]:
+    """Compute the row of one program on one mesh."""
     from autoshard.exec import ensure_devices
 
     ensure_devices(8)
     from experiments.lib.programs.family_programs import MESHES, make
 
-    program = make(name, mode)
-    for label, mesh in MESHES.items():
-        print(json.dumps({"mesh": label} | row_of(program, mesh)), flush=True)
+    name, mode, mesh = key.rsplit("/", 2)
+    return row_of(make(name, mode), MESHES[mesh])
 
 
 def row_of(program: "Program", mesh: dict[str, int], seed: int = 0, asked: Any = None) -> dict[str, Any]:
@@ -178,7 +123,18 @@ def table(rows: dict[str, Any], wanted: int) -> str:
     worst = max((row["max_rel_diff"] for row in ran.values() if row["equal"]), default=0.0)
     repeated = sorted({w for row in rows.values() for w in row.get("without_rule", [])})
     seconds = [row["plan_s"] for row in rows.values() if "plan_s" in row]
-    lines = [
+    lines = []
+    for name, row in rows.items():
+        wire = row.get("wire", {})
+        amounts = "; ".join(f"{axis} {p} / {c}" for axis, (p, c) in wire.items() if max(p, c))
+        ratios = " ".join(f"{p / c:.2f}" if c else "-" for p, c in wire.values() if max(p, c))
+        diff = f"{row['max_rel_diff']:.1e}" if "max_rel_diff" in row else "-"
+        verdict = "-"
+        if "equal" in row:
+            verdict = "yes" if row["equal"] else "rounding" if is_rounding(row) else f"NO: {row['worst']}"
+        cells = [*name.rsplit("/", 2), diff, verdict, amounts, ratios, row.get("plan_s", "-")]
+        lines.append([*cells, "; ".join(row.get("words", [])), reason(name, row)])
+    return page(
         "# Every family, small, on 8 CPU devices: planned against unplanned, predicted bytes against compiled",
         "`python experiments/models/families.py`",
         f"{len(rows)} rows{'' if len(rows) == wanted else f' of {wanted}'}, {equal} equal to the unplanned run "
@@ -191,28 +147,19 @@ def table(rows: dict[str, Any], wanted: int) -> str:
         f"{max(row.get('peak_gib', 0.0) for row in rows.values()):.2f} GiB. "
         f"Ops planned as replicated for lack of a rule: {len(repeated)}.",
         "`bytes` are predicted / compiled of one device, by mesh axis; `diff` is the largest of all results.",
-        "| program | mode | mesh | diff | equal | bytes | ratio | plan s | plan | remark |\n" + "| --- " * 10 + "|",
-    ]
-    text = "\n\n".join(lines) + "\n"
-    for name, row in rows.items():
-        program, mode, mesh = name.rsplit("/", 2)
-        wire = row.get("wire", {})
-        amounts = "; ".join(f"{axis} {p} / {c}" for axis, (p, c) in wire.items() if max(p, c))
-        ratios = " ".join(f"{p / c:.2f}" if c else "-" for p, c in wire.values() if max(p, c))
-        diff = f"{row['max_rel_diff']:.1e}" if "max_rel_diff" in row else "-"
-        verdict = (
-            ("yes" if row["equal"] else "rounding" if is_rounding(row) else f"NO: {row['worst']}")
-            if "equal" in row
-            else "-"
-        )
-        text += (
-            f"| {program} | {mode} | {mesh} | {diff} | {verdict} | {amounts} | {ratios} | {row.get('plan_s', '-')} "
-            f"| {'; '.join(row.get('words', []))} | {reason(name, row)} |\n"
-        )
-    if repeated:
-        text += "\nOps without a rule, by what their warning says:\n\n" + "".join(f"- {line}\n" for line in repeated)
-    return text
+        grid("program | mode | mesh | diff | equal | bytes | ratio | plan s | plan | remark", lines),
+        *(["Ops without a rule, by what their warning says:", [f"- {line}" for line in repeated]] if repeated else []),
+    )
+
+
+def main() -> int:
+    from experiments.lib.programs.family_programs import MESHES, PROGRAMS
+
+    names = [f"{name}/{mode}/{mesh}" for name, (_, modes) in PROGRAMS.items() for mode in modes for mesh in MESHES]
+    return Experiment(
+        script=__file__, names=names, work=work, table=lambda rows: table(rows, len(names)), apart=True
+    ).run()
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

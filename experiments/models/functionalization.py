@@ -14,7 +14,6 @@ import hashlib
 import json
 import multiprocessing
 import os
-import sys
 import tempfile
 import time
 import traceback
@@ -22,12 +21,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-
-sys.path.insert(0, str(Path(__file__).parents[2]))
-
-from experiments.lib.functionalized import WAYS, compare, lower, step_of, table  # noqa: E402
-from experiments.lib.saved_results import Results  # noqa: E402
-from experiments.models.models import ROWS, _load  # noqa: E402
+from experiments.lib.functionalized import WAYS, compare, lower, step_of, table
+from experiments.lib.saved_results import Results
+from experiments.models.models import ROWS, _load
 
 
 TABLE = Path(__file__).parents[1] / "results" / "functionalization.md"

@@ -9,18 +9,13 @@ script prints the tables of `results/functionalization.md`.
 """
 
 import collections
-import sys
 import time
 import warnings
-from pathlib import Path
 from typing import Any
 
-
-sys.path.insert(0, str(Path(__file__).parents[2]))
-
-from experiments.correctness.random_modules import alone  # noqa: E402
-from experiments.lib.functionalized import compare  # noqa: E402
-from experiments.models.models import _load  # noqa: E402
+from experiments.correctness.random_modules import alone
+from experiments.lib.functionalized import compare
+from experiments.models.models import _load
 
 
 def main() -> None:

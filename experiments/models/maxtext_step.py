@@ -1,6 +1,6 @@
 """MaxText's own training step, planned, and compiled by MaxText itself with the settings that the plan exports.
 
-    python experiments/models/maxtext_step.py [--maxtext FOLDER] [ROW ...] [--table]
+    python experiments/models/maxtext_step.py [--maxtext FOLDER] [--only TEXT ...] [--again] [--table]
 
 MaxText's `train_step` is traced from its own configuration over abstract state, on a mesh of one CPU device, where its
 sharding constraints have no effect. The plan within the limits of its settings (`form="maxtext"`) is exported.
@@ -22,18 +22,11 @@ import time
 from pathlib import Path
 from typing import Any
 
+from experiments.lib.foreign_library import apart, find, foreign_parser, is_missing
+from experiments.lib.harness import Experiment, Rows, grid, page
 
-os.environ.setdefault("JAX_PLATFORMS", "cpu")
+
 os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
-sys.path.insert(0, str(Path(__file__).parents[2]))
-
-from experiments.lib.foreign_library import apart, asked, find  # noqa: E402
-from experiments.lib.saved_results import Results, checked_out  # noqa: E402
-
-
-HERE = Path(__file__).parents[1]
-RESULTS = HERE / "results" / "maxtext_step.json"
-TABLE = HERE / "results" / "maxtext_step.md"
 
 SMALL = {"base_num_decoder_layers": 4, "base_emb_dim": 1024, "base_mlp_dim": 4096, "head_dim": 128}
 HEADS = {"base_num_query_heads": 8, "base_num_kv_heads": 8}
@@ -160,43 +153,41 @@ def compile_row(folder: Path | None, row: dict[str, Any], settings: dict[str, st
     )
 
 
-def write_table(rows: dict[str, dict[str, Any]]) -> None:
-    lines = [
-        "# MaxText's own step under the settings of a plan",
-        "",
-        f"MaxText's `train_step`, planned for {TOPOLOGY} within what its settings hold, exported, and compiled by",
-        "MaxText's `train_compile` with them. `python experiments/models/maxtext_step.py` makes this table again.",
-        "",
-        "| model | settings | step predicted, any plan | step predicted, settings | wire predicted | wire compiled | "
-        "memory predicted | memory compiled | planning, processor |",
-        "| --- | --- | --- | --- | --- | --- | --- | --- | --- |",
-    ]
+def table(rows: Rows) -> str:
+    lines = []
     for name, row in rows.items():
-        settings = ", ".join(f"`{key}={value}`" for key, value in row["settings"].items()) or "none"
-        lines.append(
-            f"| {name} | {settings} | {row['free_step_s'] * 1e3:.1f} ms | {row['step_s'] * 1e3:.1f} ms | "
-            f"{row['wire'] / 2**20:.0f} MiB | {row['compiled_wire'] / 2**20:.0f} MiB "
-            f"({row['compiled_wire'] / row['wire'] - 1:+.1%}) | {row['peak'] / 2**20:.0f} MiB | "
-            f"{row['compiled_peak'] / 2**20:.0f} MiB ({row['compiled_peak'] / row['peak'] - 1:+.1%}) | "
-            f"{row['planning_cpu_s']:.0f} s |"
-        )
-    TABLE.write_text("\n".join(lines) + "\n")
+        cells = [name, ", ".join(f"`{key}={value}`" for key, value in row["settings"].items()) or "none"]
+        cells += [f"{row[key] * 1e3:.1f} ms" for key in ("free_step_s", "step_s")]
+        for what in ("wire", "peak"):
+            own, compiled = row[what], row[f"compiled_{what}"]
+            cells += [f"{own / 2**20:.0f} MiB", f"{compiled / 2**20:.0f} MiB ({compiled / own - 1:+.1%})"]
+        lines.append([*cells, f"{row['planning_cpu_s']:.0f} s"])
+    return page(
+        "# MaxText's own step under the settings of a plan",
+        f"""
+MaxText's `train_step`, planned for {TOPOLOGY} within what its settings hold, exported, and compiled by
+MaxText's `train_compile` with them. `python experiments/models/maxtext_step.py` makes this table again.
+""",
+        grid(
+            "model | settings | step predicted, any plan | step predicted, settings | wire predicted | wire compiled | "
+            "memory predicted | memory compiled | planning, processor",
+            lines,
+        ),
+    )
 
 
-def main() -> None:
-    given = asked(__doc__, "MaxText", ROWS)
-    if given is None:
-        return
-    folder, names = given
-    results = Results(RESULTS)
-    for name in names:
-        planned = apart(plan_row, folder, ROWS[name])
-        print(name, planned, flush=True)
-        compiled = apart(compile_row, folder, ROWS[name], planned["settings"])
-        print(name, compiled, flush=True)
-        results.keep(name, planned | compiled | {"commit": checked_out()})
-    write_table({name: results.rows[name] for name in ROWS if name in results.rows})
+def main() -> int:
+    given = foreign_parser("MaxText").parse_args()
+    if is_missing("MaxText", given):
+        return 0
+
+    def work(name: str) -> dict[str, Any]:
+        planned = apart(plan_row, given.folder, ROWS[name])
+        compiled = apart(compile_row, given.folder, ROWS[name], planned["settings"])
+        return planned | compiled
+
+    return Experiment(script=__file__, names=ROWS, work=work, table=table).run(given)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

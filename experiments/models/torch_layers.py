@@ -1,6 +1,6 @@
 """Models of transformers whose layers differ, share weights, are frozen or carry adapters, compared with eager torch.
 
-    python experiments/models/torch_layers.py [--only TEXT] [--again]
+    python experiments/models/torch_layers.py [--only TEXT ...] [--again]
 
 Each model is small, in float32, with random weights on the host. `from_torch` turns it into a training step. Its loss,
 the gradient of every parameter and the buffers are compared with eager torch, from the same weights and ids. Layers
@@ -8,7 +8,6 @@ with the same computation are scanned, and the table has their number. Rows are 
 The exit code is 1 if any model differs.
 """
 
-import argparse
 import dataclasses
 import importlib
 import os
@@ -16,23 +15,17 @@ import sys
 import time
 import warnings
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
+from autoshard.errors import UserError
+from experiments.lib.harness import Experiment, grid, page, plain
+from experiments.lib.programs.tiny_configs import tiny
 
-os.environ.setdefault("JAX_PLATFORMS", "cpu")
+
 if __name__ == "__main__":
     # Importers of this module may start processes that need PyTorch's backends.
     os.environ.setdefault("TORCH_DEVICE_BACKEND_AUTOLOAD", "0")
-sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from autoshard.errors import UserError  # noqa: E402
-from experiments.lib.programs.tiny_configs import tiny  # noqa: E402
-from experiments.lib.saved_results import Results, checked_out  # noqa: E402
-
-
-HERE = Path(__file__).parents[1] / "results"
-DATA, TABLE = HERE / "torch_layers.json", HERE / "torch_layers.md"
 BATCH, SEQ, LAYERS = 2, 16, 4
 
 ALIKE = ("llama", "mistral", "phi3", "gpt_neox", "gptj", "olmo2", "starcoder2", "stablelm", "bloom", "opt", "falcon")
@@ -229,49 +222,41 @@ def work(row: Row) -> dict[str, Any]:
     }
 
 
+def attempt(name: str) -> dict[str, Any]:
+    """Compare the model of a name; an error is a row too."""
+    warnings.simplefilter("ignore")
+    try:
+        return work(next(row for row in rows() if row.name == name))
+    except Exception as error:
+        return {"status": "raised", "text": f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"}
+
+
 def table(found: dict[str, dict[str, Any]]) -> str:
     """Write the rows as Markdown."""
-    made = [(row, found[row.name]) for row in rows() if row.name in found]
-    equal = sum(result["status"] == "equal" for _, result in made)
-    lines = [
-        "# Layers of real models against eager torch",
-        "",
-        f"{equal} of {len(made)} models of transformers give the loss, gradients and buffers of eager torch.",
-        "",
-        "| kind | model | result | gradients | largest difference | stacks of layers | remark |",
-        "| --- | --- | --- | --- | --- | --- | --- |",
-    ]
-    for row, result in made:
+    groups = {row.name: row.group for row in rows()}
+    equal = sum(result["status"] == "equal" for result in found.values())
+    lines = []
+    for name, result in found.items():
         worst = f"{result['worst']:.1e} ({result['at']})" if "worst" in result else ""
         stacks = ", ".join(map(str, result.get("stacks", ())))
-        cells = (row.group, row.name, result["status"], result.get("gradients", ""), worst, stacks, result["text"])
-        lines.append("| " + " | ".join(str(cell).replace("|", "\\|") for cell in cells) + " |")
-    return "\n".join(lines) + "\n"
+        cells = (groups[name], name, result["status"], result.get("gradients", ""), worst, stacks, result["text"])
+        lines.append(map(plain, cells))
+    return page(
+        "# Layers of real models against eager torch",
+        f"{equal} of {len(found)} models of transformers give the loss, gradients and buffers of eager torch.",
+        grid("kind | model | result | gradients | largest difference | stacks of layers | remark", lines),
+    )
 
 
-def main() -> None:
-    """Run the rows that are missing and write the table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", default="", help="rows whose label holds this text")
-    parser.add_argument("--again", action="store_true", help="run rows again that are there")
-    asked = parser.parse_args()
-    kept = Results(DATA)
-    wanted = [row for row in rows() if asked.only in row.name]
-    for row in wanted:
-        if row.name in kept.rows and not asked.again:
-            continue
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            try:
-                result = work(row)
-            except Exception as error:
-                text = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
-                result = {"status": "raised", "text": text}
-        kept.keep(row.name, result | {"commit": checked_out()})
-        print(row.name, result["status"], result.get("worst", ""), result.get("stacks", ""), result["text"], flush=True)
-        TABLE.write_text(table(kept.rows))
-    sys.exit(any(kept.rows[row.name]["status"] in ("differs", "raised") for row in wanted))
+def main() -> int:
+    return Experiment(
+        script=__file__,
+        names=[row.name for row in rows()],
+        work=attempt,
+        table=table,
+        is_wrong=lambda row: row["status"] in ("differs", "raised"),
+    ).run()
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

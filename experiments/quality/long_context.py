@@ -13,28 +13,25 @@ Compiled programs are stored under `build/long_context`. The table is `experimen
 import argparse
 import functools
 import os
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")  # jax reads this variable at import
-sys.path.insert(0, str(Path(__file__).parents[2]))
-
-import jax  # noqa: E402
-import jax.numpy as jnp  # noqa: E402
-import optax  # noqa: E402
-from jax.experimental.pallas.ops.tpu.splash_attention import (  # noqa: E402
+import jax
+import jax.numpy as jnp
+import optax
+from jax.experimental.pallas.ops.tpu.splash_attention import (
     splash_attention_kernel,
     splash_attention_mask,
 )
 
-from autoshard.base.units import format_bytes, format_seconds  # noqa: E402
-from autoshard.exec.ahead.compile_plans import report  # noqa: E402
-from autoshard.planning import Options, Plan, make_plan, read_asked  # noqa: E402
-from autoshard.program import Program, Role, trace  # noqa: E402
-from experiments.lib.saved_results import compiled  # noqa: E402
+from autoshard.base.units import format_bytes, format_seconds
+from autoshard.exec.ahead.compile_plans import report
+from autoshard.planning import Options, Plan, make_plan, read_asked
+from autoshard.program import Program, Role, trace
+from experiments.lib.saved_results import compiled
 
 
 TABLE = Path(__file__).parents[1] / "results" / "long_context.md"

@@ -1,6 +1,6 @@
 """The searched mesh against meshes that people pick by hand, judged by the TPU compiler.
 
-    python experiments/quality/mesh_quality.py [PROGRAM ...] [--topology T ...] [--plans N] [--again] [--ours] [--table]
+    python experiments/quality/mesh_quality.py [--only TEXT ...] [--plans N] [--again] [--ours] [--table]
 
 The programs and topologies are those of `plan_quality.py`. Our plan is on the searched mesh. One plan by hand is FSDP
 on one axis. Others are FSDP with tensor parallelism over 4, 8 and 16 chips, with and without the sequence split. Our
@@ -11,39 +11,19 @@ figures of the others, planned with earlier prices, remain. Results are saved by
 `experiments/results/mesh_quality.json`, so that a broken run resumes.
 """
 
-import math
-import os
+import functools
 import sys
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from experiments.lib.harness import RESULTS, Experiment, Rows, grid, own_parser, page
+from experiments.lib.saved_results import Results, checked_out
+from experiments.quality.plan_quality import TOPOLOGIES, Judgement, figures_of, ms, program_of, rows, summary
 
 
 if TYPE_CHECKING:
     from autoshard.planning import Plan
     from autoshard.program import Program
 
-os.environ.setdefault("JAX_PLATFORMS", "cpu")
-sys.path.insert(0, str(Path(__file__).parents[2]))
-
-from experiments.lib.saved_results import Results, checked_out  # noqa: E402
-from experiments.quality import plan_quality  # noqa: E402
-from experiments.quality.plan_quality import (  # noqa: E402
-    PROGRAMS,
-    TOPOLOGIES,
-    Judgement,
-    Row,
-    figures_of,
-    judge_apart,
-    ms,
-    row_parser,
-    rows_asked,
-    summary,
-)
-
-
-HERE = Path(__file__).parents[1]
-RESULTS = HERE / "results" / "mesh_quality.json"
-TABLE = HERE / "results" / "mesh_quality.md"
 
 TENSOR = (4, 8, 16)
 """Numbers of chips that tensor parallelism spans."""
@@ -79,43 +59,37 @@ def hand_plans(program: "Program", topology: str) -> "dict[str, Plan]":
     return plans
 
 
-def judge_ours(row: Row, time_limit: float) -> None:
-    """Judge our plan alone again, if other plans of the row are known."""
+def judge_ours(name: str, known: dict[str, Any], time_limit: float) -> dict[str, Any]:
+    """Judge our plan alone again; the known other plans stay in the row."""
     from autoshard.planning import Options, make_plan
 
-    results = Results(RESULTS)
-    known = results.rows.get(row.name)
-    if known is None:
-        return
-    program = PROGRAMS[row.program](math.prod(TOPOLOGIES[row.topology].values()))()
-    searched = make_plan(program, Options(topology=row.topology, mesh="auto")).plan
+    program = program_of(name)
+    searched = make_plan(program, Options(topology=name.split(" | ")[1], mesh="auto")).plan
     ours = {"plan": figures_of(program, searched, time_limit)}
     about = {"mesh": searched.mesh, "code": checked_out(), "others": known.get("others", known["code"])}
-    results.keep(row.name, known | about | {"plans": known["plans"] | ours})
+    return known | about | {"plans": known["plans"] | ours}
 
 
-def judge(row: Row, time_limit: float, most: int) -> None:
-    """Plan, compile and estimate one row."""
+def judge(name: str, known: dict[str, Any] | None, time_limit: float, most: int) -> dict[str, Any]:
+    """Plan, compile and estimate one row; the known plans by hand of other prices stay in it."""
     from autoshard.cost import Topology
     from autoshard.planning import Options, make_plan
 
-    topology = row.topology
-    program = PROGRAMS[row.program](math.prod(TOPOLOGIES[topology].values()))()
+    topology = name.split(" | ")[1]
+    program = program_of(name)
     limit = Topology.parse(topology).usable_bytes
     searched = make_plan(program, Options(topology=topology, mesh="auto")).plan
     by_hand = hand_plans(program, topology)
     order = sorted(
         by_hand,
-        key=lambda name: (by_hand[name].prediction.peak_bytes > limit, by_hand[name].prediction.step_time_s),
+        key=lambda key: (by_hand[key].prediction.peak_bytes > limit, by_hand[key].prediction.step_time_s),
     )
     plans: dict[str, Any] = {}
-    for name in ("plan", *order[:most]):
-        print(f"{row.name}: {name}", file=sys.stderr, flush=True)
-        plans[name] = figures_of(program, searched if name == "plan" else by_hand[name], time_limit)
-    predicted = {name: plan.prediction.step_time_s for name, plan in by_hand.items()}
-    about = {"mesh": searched.mesh, "by_hand": predicted, "code": checked_out()}
-    results = Results(RESULTS)
-    results.keep(row.name, about | {"plans": plans | earlier(results.rows.get(row.name), checked_out())})
+    for key in ("plan", *order[:most]):
+        print(f"{name}: {key}", file=sys.stderr, flush=True)
+        plans[key] = figures_of(program, searched if key == "plan" else by_hand[key], time_limit)
+    predicted = {key: plan.prediction.step_time_s for key, plan in by_hand.items()}
+    return {"mesh": searched.mesh, "by_hand": predicted, "plans": plans | earlier(known, checked_out())}
 
 
 def earlier(known: dict[str, Any] | None, code: str) -> dict[str, Any]:
@@ -127,7 +101,7 @@ def earlier(known: dict[str, Any] | None, code: str) -> dict[str, Any]:
     return {name if ", of " in name else f"{name}, of {before}": f for name, f in others.items() if before != code}
 
 
-def all_by_hand(name: str, rows: dict[str, Any], others: dict[str, Any], every: bool = False) -> dict[str, Any]:
+def all_by_hand(name: str, known: Rows, others: Rows, every: bool = False) -> dict[str, Any]:
     """Return our plan of a row, and the compiled plans by hand: here, and on the mesh of `plan_quality.py`.
 
     With `every` all the baselines that were compiled there are included, otherwise only those picked here.
@@ -138,90 +112,82 @@ def all_by_hand(name: str, rows: dict[str, Any], others: dict[str, Any], every: 
         for plan, figures in others.get(name, {"plans": {}})["plans"].items()
         if plan in _HAND_PICKED or (every and plan != "plan")
     }
-    return rows[name]["plans"] | more
-
-
-def in_order(rows: dict[str, Any]) -> list[str]:
-    """List the names of the known rows, by program and topology."""
-    return [name for program in PROGRAMS for topology in TOPOLOGIES if (name := f"{program} | {topology}") in rows]
+    return known[name]["plans"] | more
 
 
 _HAND_PICKED = ("fsdp*", "fsdp_tp*", "fsdp_tp_sp*")
 _MESHES = {topology: "on " + "x".join(map(str, mesh.values())) for topology, mesh in TOPOLOGIES.items()}
 
 
-def table(rows: dict[str, Any], others: dict[str, Any]) -> str:
+def table(known: Rows, others: Rows) -> str:
     """Return the results as a page of Markdown; `others` are those of `plan_quality.py`."""
-    lines = [
-        "# The searched mesh against hand-picked ones, judged by the TPU compiler",
-        "",
-        "`python experiments/quality/mesh_quality.py`; libtpu, no TPU. `by hand`: of FSDP on one axis and FSDP with",
-        "tensor",
-        "parallelism over 4, 8 and 16 chips (`sp`: with the sequence split, too) the two of least predicted time, and",
-        "those that `plan_quality.md` has on its mesh, the best of them by the compiler.",
-        "Times are estimates from the compiler's schedules, judged as in `plan_quality.md`; `ratio`: theirs over ours;",
-        "`code`: the commit that planned the row, and after it that of the plans by hand if it is another.",
-        "",
-        "| program | topology | searched mesh | ours ms | predicted ms | by hand | its ms | ratio | error | judged "
-        "| code |",
-        "|" + " --- |" * 11,
-    ]
     judged: list[Judgement] = []
-    for name in in_order(rows):
-        row = rows[name]
-        plans = all_by_hand(name, rows, others)
+    lines = []
+    for name, row in known.items():
+        plans = all_by_hand(name, known, others)
         against = Judgement.of(plans)
         judged.append(against)
         mesh = ", ".join(f"{axis}={size}" for axis, size in row["mesh"].items())
         ours = row["plans"]["plan"]
         its = plans[against.best]["estimated_s"] if against.best else None
-        ratio = f"{against.ratio:.3f}" if against.ratio else "-"
-        code = row["code"] + (f", {row['others']}" if "others" in row else "")
-        lines.append(
-            f"| {name} | {mesh} | {ms(ours.get('estimated_s'))} | {ms(ours['predicted_s'])} | {against.best or '-'} | "
-            f"{ms(its)} | {ratio} | {against.error:.1%} | {against.word} | {code} |"
-        )
-    return "\n".join([*lines, *summary(judged), *against_every(rows, others)]) + "\n"
+        cells = [name, mesh, ms(ours.get("estimated_s")), ms(ours["predicted_s"]), against.best or "-", ms(its)]
+        lines.append([*cells, *against.cells, row["code"] + (f", {row['others']}" if "others" in row else "")])
+    more, against_more = against_every(known, others)
+    return page(
+        "# The searched mesh against hand-picked ones, judged by the TPU compiler",
+        """
+`python experiments/quality/mesh_quality.py`; libtpu, no TPU. `by hand`: of FSDP on one axis and FSDP with tensor
+parallelism over 4, 8 and 16 chips (`sp`: with the sequence split, too) the two of least predicted time, and
+those that `plan_quality.md` has on its mesh, the best of them by the compiler.
+Times are estimates from the compiler's schedules, judged as in `plan_quality.md`; `ratio`: theirs over ours;
+`code`: the commit that planned the row, and after it that of the plans by hand if it is another.
+""",
+        grid(
+            "program | topology | searched mesh | ours ms | predicted ms | by hand | its ms | ratio | error | judged "
+            "| code",
+            lines,
+        ),
+        summary(judged),
+        """
+Against every baseline that `plan_quality.md` has compiled on its mesh, too (data and tensor parallelism, and
+what XLA's propagation completes), where the best is one of these:
+""",
+        grid("program | topology | the best baseline | ratio | error | judged", more),
+        summary(against_more),
+    )
 
 
-def against_every(rows: dict[str, Any], others: dict[str, Any]) -> list[str]:
-    """Return the comparison with all compiled baselines, and the rows whose best baseline is a new one."""
-    lines = [
-        "",
-        "Against every baseline that `plan_quality.md` has compiled on its mesh, too (data and tensor parallelism, and",
-        "what XLA's propagation completes), where the best is one of these:",
-        "",
-        "| program | topology | the best baseline | ratio | error | judged |",
-        "|" + " --- |" * 6,
-    ]
-    judged: list[Judgement] = []
-    for name in in_order(rows):
-        judgement = Judgement.of(all_by_hand(name, rows, others, every=True))
+def against_every(known: Rows, others: Rows) -> tuple[list[list[object]], list[Judgement]]:
+    """Return the rows whose best baseline is another one among all compiled baselines, and all judgements."""
+    lines, judged = [], []
+    for name in known:
+        judgement = Judgement.of(all_by_hand(name, known, others, every=True))
         judged.append(judgement)
-        if judgement.best is not None and judgement.best != Judgement.of(all_by_hand(name, rows, others)).best:
-            lines.append(
-                f"| {name} | {judgement.best} | {judgement.ratio:.3f} | {judgement.error:.1%} | {judgement.word} |"
-            )
-    return [*lines, *summary(judged)]
+        if judgement.best is not None and judgement.best != Judgement.of(all_by_hand(name, known, others)).best:
+            lines.append([name, judgement.best, *judgement.cells])
+    return lines, judged
 
 
 def main() -> int:
-    parser = row_parser(__doc__, 2, "hand-picked plans")
-    parser.add_argument("--again", action="store_true", help="judge rows that are in the table too")
+    parser = own_parser(time_limit=900.0)
+    parser.add_argument("--plans", type=int, default=2, help="plans by hand to compile of each row (default: 2)")
     parser.add_argument("--ours", action="store_true", help="judge our plan alone again, of rows in the table")
-    arguments = parser.parse_args()
-    for row in rows_asked(parser, arguments):
-        if arguments.inside and arguments.ours:
-            judge_ours(row, arguments.time_limit)
-        elif arguments.inside:
-            judge(row, arguments.time_limit, arguments.plans)
-        elif arguments.again or arguments.ours or row.name not in Results(RESULTS).rows:
-            judge_apart(__file__, row, arguments, ["--ours"] if arguments.ours else [])
-    if not arguments.inside:
-        text = table(Results(RESULTS).rows, Results(plan_quality.RESULTS).rows)
-        TABLE.write_text(text)
-        print(text)
-    return 0
+    given = parser.parse_args()
+    known = Results(given.out / "mesh_quality.json").rows
+
+    def work(name: str) -> dict[str, Any]:
+        if given.ours:
+            return judge_ours(name, known[name], given.time_limit)
+        return judge(name, known.get(name), given.time_limit, given.plans)
+
+    return Experiment(
+        script=__file__,
+        names=[name for name in rows() if name in known or not given.ours],
+        work=work,
+        table=functools.partial(table, others=Results(RESULTS / "plan_quality.json").rows),
+        apart=True,
+        is_open=lambda row: given.ours,
+    ).run(given)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """The pipeline that is chosen for small random stacks, compared with the best of all pipelines.
 
-    python experiments/quality/pipeline_search.py [--only NUMBER] [--again] [--table]
+    python experiments/quality/pipeline_search.py [--only NUMBER ...] [--again] [--table]
 
 There are thirty stacks of 2 to 8 layers on 8 devices, in one slice and in two. The last ten have large weights between
 slices. The search chooses stages, schedule and microbatches. The enumeration plans every combination on every mesh,
@@ -8,30 +8,20 @@ without pruning and with any axis for the stages. Both choose a mesh of more axe
 are saved in `experiments/results/pipeline_search.json`, so that a broken run resumes.
 """
 
-import argparse
 import dataclasses
 import itertools
 import math
-import os
 import random
 import sys
 import time
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from experiments.lib.harness import Experiment, Rows, grid, page
 
 
 if TYPE_CHECKING:
     from autoshard.program import Program
 
-os.environ.setdefault("JAX_PLATFORMS", "cpu")
-sys.path.insert(0, str(Path(__file__).parents[2]))
-
-from experiments.lib.saved_results import Results, checked_out  # noqa: E402
-
-
-HERE = Path(__file__).parents[1]
-RESULTS = HERE / "results" / "pipeline_search.json"
-TABLE = HERE / "results" / "pipeline_search.md"
 
 COUNT = 30
 LARGE = 10
@@ -176,9 +166,9 @@ def print_nothing(line: str) -> None:
     """Ignore a line of progress."""
 
 
-def row_of(number: int) -> dict[str, Any]:
+def row_of(number: str) -> dict[str, Any]:
     """Compare the search with the enumeration for one stack."""
-    stack = stack_of(number)
+    stack = stack_of(int(number))
     began = time.process_time()
     own, expected_s = chosen(stack)
     middle = time.process_time()
@@ -195,7 +185,6 @@ def row_of(number: int) -> dict[str, Any]:
         "same": own == best or abs(expected_s / every[best] - 1) <= EQUAL,
         "search_cpu_s": middle - began,
         "enumeration_cpu_s": time.process_time() - middle,
-        "code": checked_out(),
     }
 
 
@@ -204,53 +193,34 @@ def words(values: Any) -> str:
     return "none" if stages == 1 else f"{stages} stages, {schedule}, {microbatches} microbatches"
 
 
-def table(rows: dict[str, dict[str, Any]]) -> str:
-    known = [(n, rows[str(n)]) for n in range(COUNT) if str(n) in rows]
-    lines = [
-        "# Pipelines chosen for small stacks",
-        "",
-        "`python experiments/quality/pipeline_search.py`. Stacks of MLPs (width x inner width, batch x tokens) on 8",
-        "devices.",
-        "The best is the least expected step of every pipeline on every mesh, none left out by a bound.",
-        "",
-        "| | topology | layers | sizes | batch | chosen | step | best of all | step | same |",
-        "| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |",
-    ]
-    for number, row in known:
+def table(rows: Rows) -> str:
+    lines = []
+    for number, row in rows.items():
         stack = Stack(**row["stack"])
-        lines.append(
-            f"| {number} | {stack.topology} | {stack.layers} | {stack.width} x {stack.inner} | "
-            f"{stack.batch} x {stack.tokens} | {words(row['chosen'])} | {row['chosen_s'] * 1e3:.4g} ms | "
-            f"{words(row['best'])} | {row['best_s'] * 1e3:.4g} ms | {'yes' if row['same'] else 'no'} |"
-        )
-    staged = sum(row["best"][0] > 1 for _, row in known)
-    seconds = [sum(row[f"{which}_cpu_s"] for _, row in known) for which in ("search", "enumeration")]
-    lines += [
-        "",
-        f"{sum(row['same'] for _, row in known)} of {len(known)} the same; for {staged} of them a pipeline is best. "
-        f"{sum(row['recipes'] for _, row in known)} recipes; the searches took {seconds[0]:.0f} s of processor, the "
+        cells = [number, stack.topology, stack.layers, f"{stack.width} x {stack.inner}"]
+        cells += [f"{stack.batch} x {stack.tokens}", words(row["chosen"]), f"{row['chosen_s'] * 1e3:.4g} ms"]
+        lines.append([*cells, words(row["best"]), f"{row['best_s'] * 1e3:.4g} ms", "yes" if row["same"] else "no"])
+    known = rows.values()
+    staged = sum(row["best"][0] > 1 for row in known)
+    seconds = [sum(row[f"{which}_cpu_s"] for row in known) for which in ("search", "enumeration")]
+    return page(
+        "# Pipelines chosen for small stacks",
+        """
+`python experiments/quality/pipeline_search.py`. Stacks of MLPs (width x inner width, batch x tokens) on 8 devices.
+The best is the least expected step of every pipeline on every mesh, none left out by a bound.
+""",
+        grid(" | topology | layers | sizes | batch | chosen | step | best of all | step | same", lines),
+        f"{sum(row['same'] for row in known)} of {len(known)} the same; for {staged} of them a pipeline is best. "
+        f"{sum(row['recipes'] for row in known)} recipes; the searches took {seconds[0]:.0f} s of processor, the "
         f"enumerations {seconds[1]:.0f} s. The step that is planned takes up to "
-        f"{max(row['chosen_s'] / row['best_s'] - 1 for _, row in known):.1%} longer than the best of all, whose axis "
+        f"{max(row['chosen_s'] / row['best_s'] - 1 for row in known):.1%} longer than the best of all, whose axis "
         "of stages may split other dims too.",
-    ]
-    return "\n".join(lines) + "\n"
+    )
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--only", type=int)
-    parser.add_argument("--again", action="store_true")
-    parser.add_argument("--table", action="store_true", help="only write the table of what is known")
-    asked = parser.parse_args()
-    results = Results(RESULTS)
-    for number in () if asked.table else range(COUNT):
-        if asked.only not in (None, number) or (str(number) in results.rows and not asked.again):
-            continue
-        results.keep(str(number), row_of(number))
-        print(number, {k: results.rows[str(number)][k] for k in ("chosen", "best", "same")}, flush=True)
-        TABLE.write_text(table(results.rows))
-    TABLE.write_text(table(results.rows))
+def main() -> int:
+    return Experiment(script=__file__, names=map(str, range(COUNT)), work=row_of, table=table).run()
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -1,24 +1,20 @@
 """Our plan against every baseline, judged by the TPU compiler: does it fit, what is sent, how long is a step?
 
-    python experiments/quality/plan_quality.py [PROGRAM ...] [--topology T ...] [--plans N] [--completed] [--table]
+    python experiments/quality/plan_quality.py [--only TEXT ...] [--plans N] [--completed] [--table]
 
 Every program is planned on every topology. Our plan and the baselines are compiled with no TPU, and the scheduled
 programs are timed. Baselines are completed by XLA's own propagation (`fsdp`) and by our solver (`fsdp*`). Two plans
 whose estimates differ by less than the estimator's error for pairs are undecided.
 
-Results are saved by program, topology and plan in `experiments/results/plan_quality.json`, and compiled programs under
+Results are saved by program and topology in `experiments/results/plan_quality.json`, and compiled programs under
 `build/plan_quality`, so that a broken run resumes. `--plans` compiles only the N baselines of least predicted step time
-of each row. `--completed` leaves out their propagated forms. `--table` only writes the table of known results.
+of each row. `--completed` leaves out their propagated forms.
 """
 
-import argparse
 import dataclasses
 import math
-import os
-import subprocess
 import sys
-from collections.abc import Callable, Sequence
-from pathlib import Path
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 
@@ -26,16 +22,10 @@ if TYPE_CHECKING:
     from autoshard.planning import Plan
     from autoshard.program import Program
 
-os.environ.setdefault("JAX_PLATFORMS", "cpu")
-sys.path.insert(0, str(Path(__file__).parents[2]))
+from experiments.lib.harness import Experiment, Rows, grid, own_parser, page
+from experiments.lib.programs.compile_programs import hf, jax_mlp, jax_recurrent, llama, mixtral
+from experiments.lib.saved_results import compiled, is_compiled
 
-from experiments.lib.programs.compile_programs import hf, jax_mlp, jax_recurrent, llama, mixtral  # noqa: E402
-from experiments.lib.saved_results import Results, checked_out, compiled, is_compiled  # noqa: E402
-
-
-HERE = Path(__file__).parents[1]
-RESULTS = HERE / "results" / "plan_quality.json"
-TABLE = HERE / "results" / "plan_quality.md"
 
 FOLDER = "plan_quality"
 """Folder of compiled programs, under `build`."""
@@ -68,39 +58,38 @@ PROGRAMS: dict[str, Callable[[int], "Callable[[], Program]"]] = {
 """Makers of a program for a number of devices, by name."""
 
 
-@dataclasses.dataclass(frozen=True)
-class Row:
-    program: str
-    topology: str
-
-    @property
-    def name(self) -> str:
-        return f"{self.program} | {self.topology}"
+def rows() -> list[str]:
+    """List the names of all rows."""
+    return [f"{program} | {topology}" for program in PROGRAMS for topology in TOPOLOGIES]
 
 
-def judge(row: Row, time_limit: float, most: int | None, completed: bool = False) -> None:
-    """Plan, compile and estimate one row; save every plan as soon as it is known."""
+def program_of(name: str) -> "Program":
+    """Make the program of a row for the devices of its topology."""
+    program, topology = name.split(" | ")
+    return PROGRAMS[program](math.prod(TOPOLOGIES[topology].values()))()
+
+
+def judge(name: str, time_limit: float, most: int | None, completed: bool = False) -> dict[str, Any]:
+    """Plan, compile and estimate one row."""
     from autoshard.cost import Topology
     from autoshard.planning import Options, make_plan
     from autoshard.report import candidates
 
-    mesh = TOPOLOGIES[row.topology]
-    program = PROGRAMS[row.program](math.prod(mesh.values()))()
-    made = make_plan(program, Options(topology=row.topology, mesh=mesh))
-    limit = Topology.parse(row.topology).usable_bytes
+    topology = name.split(" | ")[1]
+    program = program_of(name)
+    made = make_plan(program, Options(topology=topology, mesh=TOPOLOGIES[topology]))
+    limit = Topology.parse(topology).usable_bytes
     chosen = sorted(
         made.baseline_plans,
-        key=lambda name: (_over(made.baseline_plans[name], limit), made.baseline_plans[name].prediction.step_time_s),
+        key=lambda key: (_over(made.baseline_plans[key], limit), made.baseline_plans[key].prediction.step_time_s),
     )[:most]
-    wanted = {"plan", *(f"{name}*" for name in chosen), *(() if completed else chosen)}
-    results = Results(RESULTS)
+    wanted = {"plan", *(f"{key}*" for key in chosen), *(() if completed else chosen)}
     plans: dict[str, Any] = {}
-    for name, plan, holds in candidates(made.plan, made.baseline_plans, propagated=True):
-        if name in wanted or is_compiled(FOLDER, program, plan):
-            print(f"{row.name}: {name}", file=sys.stderr, flush=True)
-            plans[name] = figures_of(program, plan, time_limit, holds)
-            about = {"limit_bytes": limit, "baselines": len(made.baseline_plans), "code": checked_out()}
-            results.keep(row.name, about | {"plans": plans})
+    for key, plan, holds in candidates(made.plan, made.baseline_plans, propagated=True):
+        if key in wanted or is_compiled(FOLDER, program, plan):
+            print(f"{name}: {key}", file=sys.stderr, flush=True)
+            plans[key] = figures_of(program, plan, time_limit, holds)
+    return {"limit_bytes": limit, "baselines": len(made.baseline_plans), "plans": plans}
 
 
 def figures_of(program: "Program", plan: "Plan", time_limit: float, holds: bool = True) -> dict[str, Any]:
@@ -160,69 +149,71 @@ class Judgement:
         word = ("better" if mine < theirs else "worse") if decided(mine, theirs, error) else "undecided"
         return cls(word, theirs / mine, error, best)
 
+    @property
+    def cells(self) -> tuple[str, str, str]:
+        return f"{self.ratio:.3f}" if self.ratio else "-", f"{self.error:.1%}", self.word
 
-def table(rows: dict[str, Any]) -> str:
+
+def table(known: Rows) -> str:
     """Return the results as a page of Markdown."""
     from autoshard.exec.hlo.schedule_estimate import estimator_error
 
-    lines = [
-        "# Our plan against every baseline, judged by the TPU compiler",
-        "",
-        f"Two estimates are undecided if they differ by less than {estimator_error().pairs:.1%} of the longer (nine of",
-        "ten ratios of two measured plans of one model are less wrong, `pair_estimates.md`), and on top of it by less",
-        "than how much they differ in what took next to no time in published runs.",
-        "",
-        "`python experiments/quality/plan_quality.py`; libtpu, no TPU. Times are estimates from the compiler's",
-        "schedules.",
-        "`fsdp` is completed by XLA's propagation, `fsdp*` by our solver. `ratio`: the best baseline's time over ours.",
-        "`fit`: compiled baselines that fit; `compiled`: how many were compiled of how many there are, those of the",
-        "least predicted time first; `code`: the commit that planned the row.",
-        "",
-        "| program | topology | ours ms | predicted ms | peak GiB | verdict | best baseline | its ms | ratio | error "
-        "| judged | fit | compiled | code |",
-        "| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |",
-    ]
     judged: list[Judgement] = []
-    for name in (f"{program} | {topology}" for program in PROGRAMS for topology in TOPOLOGIES):
-        row = rows.get(name)
-        others = {key: plan for key, plan in row["plans"].items() if key != "plan"} if row else {}
-        if row is None or not others:
+    lines = []
+    for name, row in known.items():
+        others = {key: plan for key, plan in row["plans"].items() if key != "plan"}
+        if not others:
             continue  # nothing to compare yet
         ours = row["plans"]["plan"]
         against = Judgement.of(row["plans"])
         judged.append(against)
-        lines.append(
-            f"| {name} | {ms(ours.get('estimated_s'))} | {ms(ours['predicted_s'])} | "
-            f"{(ours.get('peak_bytes') or 0) / 2**30:.2f} | {ours.get('verdict', 'failed')} | {against.best or '-'} | "
-            f"{ms(others[against.best]['estimated_s'] if against.best else None)} | "
-            f"{f'{against.ratio:.3f}' if against.ratio else '-'} | {against.error:.1%} | {against.word} | "
-            f"{sum(map(fits, others.values()))} of {len(others)} | "
-            f"{len(others)} of {2 * row['baselines']} | {row.get('code', '-')} |"
-        )
-    lines += summary(judged)
+        cells = [name, ms(ours.get("estimated_s")), ms(ours["predicted_s"])]
+        cells += [f"{(ours.get('peak_bytes') or 0) / 2**30:.2f}", ours.get("verdict", "failed"), against.best or "-"]
+        cells += [ms(others[against.best]["estimated_s"] if against.best else None), *against.cells]
+        cells += [f"{sum(map(fits, others.values()))} of {len(others)}", f"{len(others)} of {2 * row['baselines']}"]
+        lines.append([*cells, row.get("code", "-")])
     failed = [
         f"- {name}: {key}: {plan['failed']}"
-        for name, row in rows.items()
+        for name, row in known.items()
         for key, plan in row["plans"].items()
         if "failed" in plan
     ]
-    return "\n".join([*lines, "", *failed]).rstrip() + "\n"
+    return page(
+        "# Our plan against every baseline, judged by the TPU compiler",
+        f"""
+Two estimates are undecided if they differ by less than {estimator_error().pairs:.1%} of the longer (nine of
+ten ratios of two measured plans of one model are less wrong, `pair_estimates.md`), and on top of it by less
+than how much they differ in what took next to no time in published runs.
+""",
+        """
+`python experiments/quality/plan_quality.py`; libtpu, no TPU. Times are estimates from the compiler's schedules.
+`fsdp` is completed by XLA's propagation, `fsdp*` by our solver. `ratio`: the best baseline's time over ours.
+`fit`: compiled baselines that fit; `compiled`: how many were compiled of how many there are, those of the
+least predicted time first; `code`: the commit that planned the row.
+""",
+        grid(
+            "program | topology | ours ms | predicted ms | peak GiB | verdict | best baseline | its ms | ratio | error "
+            "| judged | fit | compiled | code",
+            lines,
+        ),
+        summary(judged),
+        failed,
+    )
 
 
-def summary(judged: "list[Judgement]") -> list[str]:
+def summary(judged: "list[Judgement]") -> str:
     ratios = [judgement.ratio for judgement in judged if judgement.ratio]
     if not ratios:
-        return []
+        return ""
     words = {
         word: sum(judgement.word == word for judgement in judged) for word in dict.fromkeys(f.word for f in judged)
     }
     mean = math.exp(sum(map(math.log, ratios)) / len(ratios))
     counts = ", ".join(f"{word} {count}" for word, count in sorted(words.items()))
-    return [
-        "",
+    return (
         f"{len(judged)} rows: {counts}. Geometric mean of the ratio: {mean:.3f}, from {min(ratios):.3f} to "
-        f"{max(ratios):.3f}. Error aside, ours takes less time in {sum(r > 1 for r in ratios)} of {len(ratios)}.",
-    ]
+        f"{max(ratios):.3f}. Error aside, ours takes less time in {sum(r > 1 for r in ratios)} of {len(ratios)}."
+    )
 
 
 def fits(plan: dict[str, Any]) -> bool:
@@ -233,51 +224,18 @@ def ms(seconds: float | None) -> str:
     return "-" if seconds is None else f"{seconds * 1e3:.2f}"
 
 
-def row_parser(doc: str | None, plans: int | None, what: str) -> argparse.ArgumentParser:
-    """Make the parser of an experiment on these rows; `plans` of `what` are compiled of each row."""
-    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("programs", nargs="*", help=f"programs (default: all): {', '.join(PROGRAMS)}")
-    parser.add_argument("--topology", action="append", choices=list(TOPOLOGIES), help="default: all")
-    number = "all" if plans is None else plans
-    parser.add_argument("--plans", type=int, default=plans, help=f"{what} to compile of each row (default: {number})")
-    parser.add_argument("--time-limit", type=float, default=900.0, help="of one compilation, in seconds")
-    parser.add_argument("--table", action="store_true", help="only write the table of what is known")
-    parser.add_argument("--inside", action="store_true", help=argparse.SUPPRESS)
-    return parser
-
-
-def rows_asked(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> list[Row]:
-    """Return the rows to judge; none for the table alone."""
-    unknown = [name for name in arguments.programs if name not in PROGRAMS]
-    if unknown:
-        parser.error(f"no program {unknown[0]!r}; there are {', '.join(PROGRAMS)}")
-    programs = () if arguments.table else arguments.programs or PROGRAMS
-    return [Row(name, topology) for name in programs for topology in arguments.topology or TOPOLOGIES]
-
-
-def judge_apart(script: str, row: Row, arguments: argparse.Namespace, flags: Sequence[str] = ()) -> None:
-    """Judge a row in a process of its own, so that a compiler crash loses one row only."""
-    command = [sys.executable, script, row.program, "--topology", row.topology, "--inside", *flags]
-    command += ["--time-limit", str(arguments.time_limit)]
-    command += ["--plans", str(arguments.plans)] if arguments.plans is not None else []
-    if subprocess.run(command).returncode:
-        print(f"{row.name}: failed", file=sys.stderr, flush=True)
-
-
 def main() -> int:
-    parser = row_parser(__doc__, None, "baselines")
+    parser = own_parser(time_limit=900.0)
+    parser.add_argument("--plans", type=int, help="baselines to compile of each row (default: all)")
     parser.add_argument("--completed", action="store_true", help="compile baselines as our solver completes them only")
-    arguments = parser.parse_args()
-    for row in rows_asked(parser, arguments):
-        if arguments.inside:
-            judge(row, arguments.time_limit, arguments.plans, arguments.completed)
-        else:
-            judge_apart(__file__, row, arguments, ["--completed"] if arguments.completed else [])
-    if not arguments.inside:
-        text = table(Results(RESULTS).rows)
-        TABLE.write_text(text)
-        print(text)
-    return 0
+    given = parser.parse_args()
+    return Experiment(
+        script=__file__,
+        names=rows(),
+        work=lambda name: judge(name, given.time_limit, given.plans, given.completed),
+        table=table,
+        apart=True,
+    ).run(given)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Recipes found for published training runs, compared with the recipes that they ran with: remat and batch.
 
-    python experiments/quality/published_recipes.py [ROW ...] [--time-limit S] [--whole] [--search] [--table]
+    python experiments/quality/published_recipes.py [--only TEXT ...] [--again] [--whole] [--search] [--table]
 
 A row is a published run of MaxText's (`published.json`) with its model, chips, sequence and compiler flags. The search
 covers the batch (the same, twice, half) and, value by value, what layers save, recompute or offload to the host
@@ -12,32 +12,22 @@ compiling the found recipe, times the candidates. Results are saved by row in
 `experiments/results/published_recipes.json`, so that a broken run resumes.
 """
 
-import argparse
 import dataclasses
-import math
-import os
 import resource
 import statistics
 import sys
 import time
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from experiments.fidelity.published_runs import published_rows
+from experiments.lib.harness import Experiment, Rows, grid, own_parser, page
+from experiments.lib.saved_results import Results
 
 
 if TYPE_CHECKING:
     from autoshard.program import Program
     from autoshard.validation.published_runs import Run
 
-os.environ.setdefault("JAX_PLATFORMS", "cpu")
-sys.path.insert(0, str(Path(__file__).parents[2]))
-
-from experiments.fidelity.published_runs import published_rows  # noqa: E402
-from experiments.lib.saved_results import Results, checked_out  # noqa: E402
-
-
-HERE = Path(__file__).parents[1]
-RESULTS = HERE / "results" / "published_recipes.json"
-TABLE = HERE / "results" / "published_recipes.md"
 
 ROWS = (
     "recipe-v6e-llama3.1-8b-v6e-8",
@@ -79,6 +69,8 @@ GIB = 2.0**30
 
 SHARES = (1.0, 2.0, 0.5)
 """Candidate batches, as shares of the published batch."""
+
+CANDIDATES = POLICIES * len(SHARES)
 
 
 def processor_s() -> float:
@@ -144,7 +136,6 @@ def searched(run: "Run") -> tuple[dict[str, Any], "Program", Any]:
         "planned": sum(each["step_time_s"] is not None for each in tried),
         "search_s": took,
         "search_processor_s": spent,
-        "code": checked_out(),
     }
     return row, program_of(run, **chosen), made.plan
 
@@ -176,66 +167,62 @@ def judged(program: "Program", plan: Any, time_limit: float, whole: bool) -> dic
     return verdict | {"compile_processor_s" if whole else "quick_processor_s": processor_s() - used}
 
 
-def table(rows: dict[str, dict[str, Any]]) -> str:
-    known = [(name, rows[name]) for name in ROWS if name in rows]
-    lines = [
-        "# Recipes found for published runs",
-        "",
-        "`python experiments/quality/published_recipes.py`. Remat by value and the batch are searched with mesh and",
-        "sharding, under the run's own compiler flags; step times of both are predicted, the published one's as its",
-        "author states it. `faster`: predicted tokens a second over the published recipe's. `fits` is the compiler's",
-        "verdict, once it has every value in its place. `compile all`: processor time of compiling the found recipe",
-        f"with machine code, times {POLICIES * len(SHARES)} candidates, over the search's, where that was done (for",
-        "recipes as they were found at the time).",
-        "",
-        "| run | published | found | mesh | faster | GiB: ours, compiled | fits | plans | search s | compile all |",
-        "| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |",
-    ]
-    for name, row in known:
+def table(rows: Rows) -> str:
+    lines = []
+    for name, row in rows.items():
         said, recipe = row["published"], row["found"]
         size = row.get("compiled_bytes")
         spent = row.get("compile_processor_s")
-        cells = [
-            name,
-            f"{said['remat']}, {said['batch']}: {said['step_s']:.3g} s",
-            f"{recipe['remat']}, {recipe['batch']}: {recipe['step_s']:.3g} s",
-            ", ".join(f"{axis} {size}" for axis, size in recipe["mesh"].items()),
-            f"{row['faster']:.3f}",
-            f"{recipe['peak_bytes'] / GIB:.1f}, " + ("-" if size is None else f"{size / GIB:.1f}"),
-            row.get("verdict")
-            or {True: "yes", False: "no", None: row.get("failed", "not compiled")[:60]}[row.get("fits")],
-            f"{row['planned']} of {row['tried']}",
-            f"{row['search_processor_s']:.0f}",
-            f"{spent * POLICIES * len(SHARES) / row['search_processor_s']:.0f}x" if spent and "fits" in row else "-",
-        ]
-        lines.append(f"| {' | '.join(cells)} |")
-    if known:
-        mean = math.exp(statistics.fmean(math.log(row["faster"]) for _, row in known))
-        lines += ["", f"Geometric mean of `faster`: {mean:.3f}; least {min(row['faster'] for _, row in known):.3f}."]
-    return "\n".join(lines) + "\n"
+        lines.append(
+            [
+                name,
+                f"{said['remat']}, {said['batch']}: {said['step_s']:.3g} s",
+                f"{recipe['remat']}, {recipe['batch']}: {recipe['step_s']:.3g} s",
+                ", ".join(f"{axis} {size}" for axis, size in recipe["mesh"].items()),
+                f"{row['faster']:.3f}",
+                f"{recipe['peak_bytes'] / GIB:.1f}, " + ("-" if size is None else f"{size / GIB:.1f}"),
+                row.get("verdict")
+                or {True: "yes", False: "no", None: row.get("failed", "not compiled")[:60]}[row.get("fits")],
+                f"{row['planned']} of {row['tried']}",
+                f"{row['search_processor_s']:.0f}",
+                f"{spent * CANDIDATES / row['search_processor_s']:.0f}x" if spent and "fits" in row else "-",
+            ]
+        )
+    faster = [row["faster"] for row in rows.values()]
+    return page(
+        "# Recipes found for published runs",
+        f"""
+`python experiments/quality/published_recipes.py`. Remat by value and the batch are searched with mesh and
+sharding, under the run's own compiler flags; step times of both are predicted, the published one's as its
+author states it. `faster`: predicted tokens a second over the published recipe's. `fits` is the compiler's
+verdict, once it has every value in its place. `compile all`: processor time of compiling the found recipe
+with machine code, times {CANDIDATES} candidates, over the search's, where that was done (for
+recipes as they were found at the time).
+""",
+        grid(
+            "run | published | found | mesh | faster | GiB: ours, compiled | fits | plans | search s | compile all",
+            lines,
+        ),
+        f"Geometric mean of `faster`: {statistics.geometric_mean(faster):.3f}; least {min(faster):.3f}.",
+    )
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("rows", nargs="*", default=ROWS)
-    parser.add_argument("--time-limit", type=float, default=1200.0)
+def main() -> int:
+    parser = own_parser(time_limit=1200.0)
     parser.add_argument("--whole", action="store_true", help="compile with machine code, minutes of processor a row")
     parser.add_argument("--search", action="store_true", help="compile nothing")
-    parser.add_argument("--table", action="store_true", help="only write the table of what is known")
-    asked = parser.parse_args()
-    results = Results(RESULTS)
+    given = parser.parse_args()
+    known = Results(given.out / "published_recipes.json").rows
     runs = {row["id"]: run for row, run in published_rows()}
-    for name in () if asked.table else asked.rows:
-        known = {key: value for key, value in results.rows.get(name, {}).items() if key == "compile_processor_s"}
+
+    def work(name: str) -> dict[str, Any]:
         row, program, plan = searched(runs[name])
-        row |= known if not asked.whole else {}
-        results.keep(name, row)
-        print(name, row["found"], f"{row['faster']:.3f}", file=sys.stderr, flush=True)
-        if not asked.search:
-            results.keep(name, row | judged(program, plan, asked.time_limit, asked.whole))
-        TABLE.write_text(table(results.rows))
-    TABLE.write_text(table(results.rows))
+        if not given.whole:
+            row |= {key: value for key, value in known.get(name, {}).items() if key == "compile_processor_s"}
+        return row if given.search else row | judged(program, plan, given.time_limit, given.whole)
+
+    return Experiment(script=__file__, names=ROWS, work=work, table=table).run(given)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

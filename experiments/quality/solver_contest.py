@@ -1,6 +1,6 @@
 """The solver on the contest's problems, at the contest's time limits, on two threads: a table.
 
-    python experiments/quality/solver_contest.py [--only AB] [--out experiments/results/solver_contest.md]
+    python experiments/quality/solver_contest.py [--only A ...] [--again] [--out FOLDER]
 
 A fresh `autoshard solve` process solves each problem. Its limit counts from the start of that process. The evaluator
 recomputes the cost from the printed choices. The table compares the cost with the contest's own results, and with the
@@ -8,7 +8,6 @@ literature's best known costs and lower bounds (github.com/ti2-group/iopddl_expe
 contest winner's C++ solver run on two threads.
 """
 
-import argparse
 import json
 import os
 import pathlib
@@ -20,9 +19,9 @@ import tempfile
 import time
 
 from autoshard.solver import evaluate, read_contest
+from experiments.lib.harness import ROOT, Experiment, Rows, grid, own_parser, page
 
 
-HERE = pathlib.Path(__file__).parents[1]
 KNOWN = {
     # Columns: time limit (s), contest winner's solver on 2 threads, best known cost, best known lower bound.
     "A": (60, 6569457721, 6548641531, 6513812172),
@@ -34,21 +33,6 @@ KNOWN = {
     "S": (240, 1551405075, 1534613444, 1511240135),
     "U": (300, 2733906559, 2569342178, 2018900000),
 }
-HEADER = (
-    "id",
-    "limit s",
-    "cost",
-    "winner, 2 threads",
-    "ratio",
-    "best known",
-    "ratio",
-    "our bound",
-    "literature's bound",
-    "gap %",
-    "s to within 1 %",
-    "wall s",
-    "peak GB",
-)
 RUN = (
     "import sys; from autoshard.solver.solve_command import run_solve; sys.exit(run_solve({!r}, {}, {}, 2, None, {!r}))"
 )
@@ -56,7 +40,7 @@ RUN = (
 
 def run(name: str, seed: int) -> dict:
     """Solve one problem in its own process and measure it."""
-    path = HERE / "data" / "iopddl" / f"{name}.json.gz"
+    path = ROOT / "experiments" / "data" / "iopddl" / f"{name}.json.gz"
     limit, _, _, _ = KNOWN[name]
     before = os.getloadavg()[0]
     with tempfile.TemporaryDirectory() as folder:
@@ -81,7 +65,6 @@ def run(name: str, seed: int) -> dict:
     steps = [(float(a), int(b)) for a, b in re.findall(r"^ *([\d.]+) s  incumbent (\d+)", progress, re.M)]
     soon = next((when for when, cost in steps if cost <= 1.01 * judged.cost), wall)
     return {
-        "name": name,
         "cost": judged.cost,
         "bound": answer["lower_bound"],
         "status": answer["status"],
@@ -92,62 +75,48 @@ def run(name: str, seed: int) -> dict:
     }
 
 
-def row(result: dict) -> str:
-    limit, winner, best, bound = KNOWN[result["name"]]
+def cells_of(name: str, result: dict) -> list[object]:
+    limit, winner, best, bound = KNOWN[name]
     cost, ours = result["cost"], result["bound"]
-    cells = (
-        result["name"],
-        str(limit),
-        f"{cost:,}" + (" (proven)" if result["status"] == "optimal" else ""),
-        f"{winner:,}",
-        f"{cost / winner:.4f}",
-        f"{best:,}",
-        f"{cost / best:.4f}",
-        f"{ours:,}",
-        f"{bound:,}",
-        f"{100 * (cost - ours) / cost:.2f}",
-        f"{result['soon']:.1f}",
-        f"{result['wall']:.1f}",
-        f"{result['peak']:.2f}",
-    )
-    return "| " + " | ".join(cells) + " |"
+    cells = [name, limit, f"{cost:,}" + (" (proven)" if result["status"] == "optimal" else ""), f"{winner:,}"]
+    cells += [f"{cost / winner:.4f}", f"{best:,}", f"{cost / best:.4f}", f"{ours:,}", f"{bound:,}"]
+    cells += [f"{100 * (cost - ours) / cost:.2f}", f"{result['soon']:.1f}", f"{result['wall']:.1f}"]
+    return [*cells, f"{result['peak']:.2f}"]
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--only", default="".join(KNOWN), help="ids to run, e.g. AB")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--out", default=str(HERE / "results" / "solver_contest.md"))
-    arguments = parser.parse_args()
-    store = pathlib.Path(arguments.out).with_suffix(".json")
-    results = json.loads(store.read_text()) if store.exists() else {}
-    for name in arguments.only:
-        results[name] = run(name, arguments.seed)
-        print(row(results[name]), flush=True)
-        store.parent.mkdir(parents=True, exist_ok=True)
-        store.write_text(json.dumps(results, indent=1, sort_keys=True) + "\n")
-    done = [results[name] for name in KNOWN if name in results]
-    score = sum(min(KNOWN[r["name"]][2] / r["cost"], 1.0) for r in done)
-    free = sum(KNOWN[r["name"]][2] / r["cost"] for r in done)
-    loads = ", ".join(f"{r['name']} {r['load']:.1f}" for r in done)
-    lines = [
+def table(rows: Rows, seed: int) -> str:
+    shares = [KNOWN[name][2] / row["cost"] for name, row in rows.items()]
+    loads = ", ".join(f"{name} {row['load']:.1f}" for name, row in rows.items())
+    return page(
         "# The solver on the contest's problems",
-        "",
-        f"Command: `python experiments/quality/solver_contest.py`, seed {arguments.seed}, 2 threads, "
-        f"{platform.machine()} with {os.cpu_count()} cores.",
-        "Peak memory is that of the larger of the two processes. "
-        f"Load average of the machine when each began: {loads} "
-        "(without other work it is near 0; the figures are pessimistic otherwise).",
-        "",
-        "| " + " | ".join(HEADER) + " |",
-        "|" + " --- |" * len(HEADER),
-        *map(row, done),
-        "",
-        f"Score (sum of best known / ours, each at most 1): {score:.4f} of {len(done)}; uncapped {free:.4f}.",
-    ]
-    pathlib.Path(arguments.out).write_text("\n".join(lines) + "\n")
-    print(lines[-1])
+        [
+            f"Command: `python experiments/quality/solver_contest.py`, seed {seed}, 2 threads, "
+            f"{platform.machine()} with {os.cpu_count()} cores.",
+            "Peak memory is that of the larger of the two processes. "
+            f"Load average of the machine when each began: {loads} "
+            "(without other work it is near 0; the figures are pessimistic otherwise).",
+        ],
+        grid(
+            "id | limit s | cost | winner, 2 threads | ratio | best known | ratio | our bound | literature's bound | "
+            "gap % | s to within 1 % | wall s | peak GB",
+            (cells_of(name, row) for name, row in rows.items()),
+        ),
+        f"Score (sum of best known / ours, each at most 1): {sum(min(share, 1.0) for share in shares):.4f} of "
+        f"{len(rows)}; uncapped {sum(shares):.4f}.",
+    )
+
+
+def main() -> int:
+    parser = own_parser()
+    parser.add_argument("--seed", type=int, default=0)
+    given = parser.parse_args()
+    return Experiment(
+        script=__file__,
+        names=KNOWN,
+        work=lambda name: run(name, given.seed),
+        table=lambda rows: table(rows, given.seed),
+    ).run(given)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -1,30 +1,21 @@
 """Growth of planning with layers and with chips: CPU seconds of each phase, with repeated layers shared or not.
 
-    python experiments/speed/planning_growth.py [--again] [--table]
+    python experiments/speed/planning_growth.py [--only TEXT ...] [--again] [--table]
 
 One program is a decoder in plain JAX of 2 to 32 layers, unrolled or scanned. The other has 8 layers and runs on 16 to
 16384 chips. Every plan has its own process, after one small plan that loads shared modules. The script writes
-`results/planning_growth.md` and, row by row, `.json`. Existing rows are not measured again without `--again`.
+`results/planning_growth.md` and, row by row, `.json`.
 """
 
-import argparse
-import json
-import os
-import subprocess
 import sys
 import time
 from pathlib import Path
 from typing import Any
 
-
-os.environ.setdefault("JAX_PLATFORMS", "cpu")
-sys.path.insert(0, str(Path(__file__).parents[2]))
-
-from experiments.lib.saved_results import Results  # noqa: E402
+from experiments.lib.harness import Experiment, Rows, grid, own_parser, page
+from experiments.lib.saved_results import Results
 
 
-HERE = Path(__file__).parents[1]
-DATA, TABLE, PLOT = (HERE / "results" / f"planning_growth.{end}" for end in ("json", "md", "svg"))
 LAYERS = (2, 4, 8, 16, 32)
 CHIPS = {
     "v5p:2x2x4": 16,
@@ -72,25 +63,25 @@ def rows() -> dict[str, tuple[str, int, str, int]]:
     return by_layers | {f"{chips} chips": ("shared", 8, topology, chips) for topology, chips in CHIPS.items()}
 
 
-def table(known: dict[str, Any]) -> str:
-    lines = [
+def table(known: Rows) -> str:
+    cells = [" | ".join(_cells(known.get(f"{kind} {n} layers")) for kind in KINDS) for n in LAYERS]
+    return page(
         "# How planning grows",
-        "",
-        "`python experiments/speed/planning_growth.py`. CPU seconds of a whole plan (not the trace), and of its solve.",
-        "A decoder with layers of its own, decided alike where they are alike (`shared`), each for itself",
-        "(`unshared`), or `scanned`; a step's time is the same where the decisions are.",
-        "",
+        """
+`python experiments/speed/planning_growth.py`. CPU seconds of a whole plan (not the trace), and of its solve.
+A decoder with layers of its own, decided alike where they are alike (`shared`), each for itself
+(`unshared`), or `scanned`; a step's time is the same where the decisions are.
+""",
         "![growth](planning_growth.svg)",
-        "",
-        f"| layers, v5p:4x4x4 | {' | '.join(f'{k} CPU s | {k} solve s | {k} step ms' for k in KINDS)} |",
-        "| --- |" + " --- |" * 3 * len(KINDS),
-    ]
-    for n in LAYERS:
-        cells = [_cells(known.get(f"{kind} {n} layers")) for kind in KINDS]
-        lines.append(f"| {n} | {' | '.join(cells)} |")
-    lines += ["", "| chips, 8 layers | CPU s | solve s | step ms |", "| --- | --- | --- | --- |"]
-    lines += [f"| {chips} | {_cells(known.get(f'{chips} chips'))} |" for chips in CHIPS.values()]
-    return "\n".join(lines) + "\n"
+        grid(
+            " | ".join(["layers, v5p:4x4x4", *(f"{k} CPU s | {k} solve s | {k} step ms" for k in KINDS)]),
+            zip(LAYERS, cells, strict=True),
+        ),
+        grid(
+            "chips, 8 layers | CPU s | solve s | step ms",
+            ((chips, _cells(known.get(f"{chips} chips"))) for chips in CHIPS.values()),
+        ),
+    )
 
 
 def _cells(row: dict[str, Any] | None) -> str:
@@ -99,7 +90,7 @@ def _cells(row: dict[str, Any] | None) -> str:
     return f"{row['cpu_s']:.1f} | {row['phases']['solve']:.1f} | {row['step_s'] * 1e3:.3f}"
 
 
-def plot(known: dict[str, Any]) -> None:
+def plot(known: Rows, path: Path) -> None:
     import matplotlib
 
     matplotlib.use("svg")
@@ -119,30 +110,18 @@ def plot(known: dict[str, Any]) -> None:
         axes.set_ylim(bottom=0)
         axes.legend()
     figure.tight_layout()
-    figure.savefig(PLOT, metadata={"Date": None})
+    figure.savefig(path, metadata={"Date": None})
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--again", action="store_true", help="measure rows that are in the table too")
-    parser.add_argument("--table", action="store_true", help="only write the table and the plot of what is known")
-    parser.add_argument("--inside", metavar="ROW", help=argparse.SUPPRESS)
-    arguments = parser.parse_args()
-    if arguments.inside:
-        print(json.dumps(measure(*rows()[arguments.inside])))
-        return
-    results = Results(DATA)
-    for name in () if arguments.table else rows():
-        if name in results.rows and not arguments.again:
-            continue
-        print(name, file=sys.stderr, flush=True)
-        command = [sys.executable, __file__, "--inside", name]
-        done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
-        results.keep(name, json.loads(done.stdout.strip().splitlines()[-1]))
-    TABLE.write_text(table(results.rows))
-    plot(results.rows)
-    print(TABLE.read_text())
+def main() -> int:
+    given = own_parser().parse_args()
+    code = Experiment(
+        script=__file__, names=rows(), work=lambda name: measure(*rows()[name]), table=table, apart=True
+    ).run(given)
+    if given.inside is None:
+        plot(Results(given.out / "planning_growth.json").rows, given.out / "planning_growth.svg")
+    return code
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

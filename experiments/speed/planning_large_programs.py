@@ -1,6 +1,6 @@
 """Cost of planning programs that are large in one way each: layers, arguments, parameters.
 
-    python experiments/speed/planning_large_programs.py [ROW ...] [--again] [--table] [--profile]
+    python experiments/speed/planning_large_programs.py [--only TEXT ...] [--again] [--table] [--profile]
 
 One program has 80 unrolled layers of a decoder in plain JAX, another a step of 10,000 arguments (a deep network with
 AdamW). The third is a mixture of 1T parameters on 2048 chips. Every row is traced and planned in a process of its
@@ -8,24 +8,19 @@ own, without a cache, and saved in `results/planning_large_programs.json`. `--pr
 rows instead.
 """
 
-import argparse
-import os
 import sys
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from experiments.lib.harness import ROOT, Experiment, Rows, chosen, grid, own_parser, page
+from experiments.lib.plan_command import run
 
 
 if TYPE_CHECKING:
     from autoshard.program import Program
 
-os.environ.setdefault("JAX_PLATFORMS", "cpu")
-sys.path.insert(0, str(Path(__file__).parents[2]))
 
-
-HERE = Path(__file__).parents[1]
-DATA, TABLE = (HERE / "results" / f"planning_large_programs.{end}" for end in ("json", "md"))
 MARK_S = 60
-MIXTURE = f"hf:{HERE / 'data' / 'mixture_1t.json'}"
+MIXTURE = "hf:experiments/data/mixture_1t.json"
 SPARSE = ("--train", "--batch", "2048", "--seq", "4096", "--remat", "full", "--topology", "v5p:8x16x16")
 SMALL = ("--topology", "v5p:4x4x4", "--mesh")
 ROWS = {
@@ -59,28 +54,35 @@ def arguments() -> "Program":
     return train_program("arguments", Case(stack([width] * 1667), batch, forward, squares(forward)), "adamw")
 
 
-def table(rows: dict[str, Any]) -> str:
-    lines = [
-        "# Large programs",
-        "",
-        "`python experiments/speed/planning_large_programs.py`. Of a whole `autoshard plan`, with start and trace,",
-        f"nothing cached; {MARK_S} s",
-        "of processor are aimed at. `GB`: the most that all its processes held at once, shared pages counted once.",
-        "",
-        f"| program | CPU s | wall s | GB | {' s | '.join(PHASES)} s | mesh | step ms | plan gap |",
-        "| --- " * (7 + len(PHASES)) + "|",
-    ]
-    for name in (name for name in ROWS if name in rows):
-        row = rows[name]
+def work(name: str) -> dict[str, Any]:
+    """Trace and plan one program, without a cache."""
+    program, options = ROWS[name]
+    answer = run(program, [*options, "--no-cache"], limit_s=600.0)
+    row = {"cpu_s": answer["cpu"], "wall_s": answer["wall"], "planner_bytes": answer["pss"]}
+    if "error" in answer:
+        return row | {"error": answer["error"]}
+    row |= {key: answer[key] for key in ("step_time_s", "plan_gap")} | {"phases": answer["wall_s"]}
+    return row | {"mesh": ", ".join(f"{axis}={n}" for axis, n in answer["mesh"].items())}
+
+
+def table(rows: Rows) -> str:
+    lines = []
+    for name, row in rows.items():
         cells = [name, f"{row['cpu_s']:.0f}", f"{row['wall_s']:.0f}", f"{row['planner_bytes'] / 1e9:.1f}"]
         if "error" in row:
-            lines.append(f"| {' | '.join([*cells, row['error']])} |")
+            lines.append([*cells, row["error"]])
             continue
-        cells += [f"{row['phases'].get(phase, 0.0):.1f}" for phase in PHASES]
-        cells.append(row["mesh"])
-        cells += [f"{row['step_time_s'] * 1e3:.1f}", f"{row['plan_gap']:.2%}"]
-        lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines) + "\n"
+        cells += [*(f"{row['phases'].get(phase, 0.0):.1f}" for phase in PHASES), row["mesh"]]
+        lines.append([*cells, f"{row['step_time_s'] * 1e3:.1f}", f"{row['plan_gap']:.2%}"])
+    return page(
+        "# Large programs",
+        f"""
+`python experiments/speed/planning_large_programs.py`. Of a whole `autoshard plan`, with start and trace,
+nothing cached; {MARK_S} s
+of processor are aimed at. `GB`: the most that all its processes held at once, shared pages counted once.
+""",
+        grid(f"program | CPU s | wall s | GB | {' s | '.join(PHASES)} s | mesh | step ms | plan gap", lines),
+    )
 
 
 def profile(name: str) -> None:
@@ -93,43 +95,22 @@ def profile(name: str) -> None:
     program, options = ROWS[name]
     profiler = cProfile.Profile()
     profiler.runcall(autoshard, ["plan", program, *options, "--no-cache"])
-    kept = HERE.parent / "build" / f"scale-{name.split()[0]}.prof"
+    kept = ROOT / "build" / f"scale-{name.split()[0]}.prof"
     kept.parent.mkdir(exist_ok=True)
     profiler.dump_stats(kept)
     pstats.Stats(profiler).sort_stats("tottime").print_stats(40).sort_stats("cumtime").print_stats(60)
 
 
-def main() -> None:
-    from experiments.lib.saved_results import Results, checked_out
-    from experiments.quality.plan_vs_baselines import run
-
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("rows", nargs="*", metavar="ROW", help=f"default: all; {', '.join(ROWS)}")
-    parser.add_argument("--again", action="store_true", help="measure rows that are in the table too")
-    parser.add_argument("--table", action="store_true", help="only write the table")
+def main() -> int:
+    parser = own_parser()
     parser.add_argument("--profile", action="store_true", help="print where the time of rows goes, keep nothing")
-    asked = parser.parse_args()
-    if unknown := [name for name in asked.rows if name not in ROWS]:
-        parser.error(f"no row {unknown[0]!r}; there are {', '.join(ROWS)}")
-    results = Results(DATA)
-    for name in () if asked.table else asked.rows or ROWS:
-        if asked.profile:
+    given = parser.parse_args()
+    if given.profile:
+        for name in chosen(ROWS, given.only):
             profile(name)
-            continue
-        if name in results.rows and not asked.again:
-            continue
-        program, options = ROWS[name]
-        answer = run(program, [*options, "--no-cache"], limit_s=600.0)
-        row = {"cpu_s": answer["cpu"], "wall_s": answer["wall"], "planner_bytes": answer["pss"], "code": checked_out()}
-        if "error" not in answer:
-            row |= {key: answer[key] for key in ("step_time_s", "plan_gap")} | {"phases": answer["wall_s"]}
-            row["mesh"] = ", ".join(f"{axis}={n}" for axis, n in answer["mesh"].items())
-        results.keep(name, row | {key: answer[key] for key in ("error",) if key in answer})
-        print(name, results.rows[name], file=sys.stderr, flush=True)
-        TABLE.write_text(table(results.rows))
-    if not asked.profile:
-        TABLE.write_text(table(results.rows))
+        return 0
+    return Experiment(script=__file__, names=ROWS, work=work, table=table).run(given)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

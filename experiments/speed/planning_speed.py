@@ -1,24 +1,19 @@
 """Planning time end to end, from a cold start: wall, CPU, peak memory and phases of every row.
 
-    python experiments/speed/planning_speed.py [--again] [--out FOLDER] [LABEL ...]
+    python experiments/speed/planning_speed.py [--only TEXT ...] [--again] [--table] [--out FOLDER]
 
-Rows in results/planning_speed.json are not run again, unless they are named or `--again` is given. The table,
-results/planning_speed.md, is written after every row. Wall seconds depend on the load of the machine. CPU seconds are
+Rows are saved in results/planning_speed.json. Wall seconds depend on the load of the machine. CPU seconds are
 those of all threads.
 """
 
-import argparse
-import json
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 from autoshard.base.processes import cores
-from experiments.quality.plan_vs_baselines import run
+from experiments.lib.harness import Experiment, Rows, grid, page
+from experiments.lib.plan_command import run
 
-
-RESULTS = Path(__file__).parents[1] / "results"
 
 LONG = ("--batch", "64", "--seq", "8192", "--remat", "full")
 WIDE = ("--batch", "1024", "--seq", "4096", "--remat", "full")
@@ -37,7 +32,7 @@ ROWS = {
     "llama3.1-405b recipe": ("llama3.1-405b", LEFT, "v5p:8x16x16", None, 90, 6, ""),
     "llama3.1-405b pipeline": ("llama3.1-405b", (*LEFT, "--stages", "auto"), "v5p:8x16x16*4", None, 120, 6, ""),
     "maxtext-1024b pipeline": (
-        str(Path(__file__).parents[1] / "data" / "maxtext_1024b.json"),
+        "experiments/data/maxtext_1024b.json",
         ("--batch", "4096", "--seq", "2048", "--remat", "auto", "--stages", "auto"),
         "v5p:8x8x16*2",
         None,
@@ -64,36 +59,21 @@ ROWS = {
 }
 PHASES = ("trace", "extract", "meshes", "price", "solve", "write")
 
-HEAD = f"""# How long planning takes
-
-`python experiments/speed/planning_speed.py`. One training step each, in a process of its own, nothing cached; the peer
-is meta-pytorch/autoparallel on two cores (trace, build and solve of Llama-3-8B on (32, 8), batch 64 x 8192). `loop`:
-what twenty million additions in Python took just before, which says how fast a shared machine is. `planner GB`: the
-most that all processes of a plan held at once, with pages that they share counted for each (in brackets once).
-The machine has {cores()} cores.
-
-| row | wall s | CPU s | planner GB | aim | peer | {" s | ".join(PHASES)} s | mesh | step ms | plan gap | loop s |
-{"| --- " * (10 + len(PHASES))}|
-"""
+COMMANDS = {"import autoshard": ["-c", "import autoshard"], "autoshard --help": ["-m", "autoshard", "--help"]}
+"""Commands that must not wait for heavy imports."""
 
 
-def line(label: str, found: dict) -> str:
+def line(label: str, found: dict) -> list[str]:
     _, _, _, _, seconds, size, peer = ROWS[label]
-    cells = [
-        label,
-        f"{found['wall']:.1f}",
-        f"{found['cpu']:.1f}",
-        f"{found['rss'] / 1e9:.2f}" + (f" ({found['pss'] / 1e9:.2f})" if "pss" in found else ""),
-        f"{seconds} s, {size} GB",
-    ]
-    cells.append(peer)
+    cells = [label, f"{found['wall']:.1f}", f"{found['cpu']:.1f}"]
+    cells.append(f"{found['rss'] / 1e9:.2f}" + (f" ({found['pss'] / 1e9:.2f})" if "pss" in found else ""))
+    cells += [f"{seconds} s, {size} GB", peer]
     if "error" in found:
-        return f"| {' | '.join([*cells, found['error']])} |"
+        return [*cells, found["error"]]
     cells += [f"{found['wall_s'].get(phase, 0.0):.1f}" for phase in PHASES]
     cells.append(",".join(f"{axis}={n}" for axis, n in found["mesh"].items()))
     cells += [f"{found['step_time_s'] * 1e3:.1f}", f"{found['plan_gap']:.2%}"]
-    cells.append(f"{found['loop_s']:.2f}" if "loop_s" in found else "-")
-    return f"| {' | '.join(cells)} |"
+    return [*cells, f"{found['loop_s']:.2f}" if "loop_s" in found else "-"]
 
 
 def loop() -> float:
@@ -105,45 +85,51 @@ def loop() -> float:
     return time.process_time() - began
 
 
-def starts() -> str:
-    """Return the wall seconds of the two commands that must not wait for heavy imports; the best of five."""
-    best = {}
-    for name, command in (("import autoshard", ["-c", "import autoshard"]), ("--help", ["-m", "autoshard", "--help"])):
-        times = []
-        for _ in range(5):
-            began = time.monotonic()
-            subprocess.run([sys.executable, *command], capture_output=True, check=True)
-            times.append(time.monotonic() - began)
-        best[name] = min(times)
-    return f"\n`import autoshard` takes {best['import autoshard']:.2f} s, `autoshard --help` {best['--help']:.2f} s.\n"
+def started(command: list[str]) -> float:
+    """Return the wall seconds of a command; the best of five."""
+    times = []
+    for _ in range(5):
+        began = time.monotonic()
+        subprocess.run([sys.executable, *command], capture_output=True, check=True)
+        times.append(time.monotonic() - began)
+    return min(times)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("rows", nargs="*", metavar="ROW", help=f"default: all; {', '.join(ROWS)}")
-    parser.add_argument("--again", action="store_true", help="measure rows that are in the table too")
-    parser.add_argument("--out", type=Path, default=RESULTS, metavar="FOLDER", help="for rows and table")
-    arguments = parser.parse_args()
-    named = arguments.rows
-    if unknown := [label for label in named if label not in ROWS]:
-        parser.error(f"no row {unknown[0]!r}; there are {', '.join(ROWS)}")
-    path = arguments.out / "planning_speed.json"
-    kept = json.loads(path.read_text()) if path.is_file() else {}
-    for label in named or ROWS:
-        if label in kept and not named and not arguments.again:
-            continue
-        program, options, topology, mesh, *_ = ROWS[label]
-        slow = loop()
-        where = ["--topology", topology, "--mesh", mesh or "auto"]
-        answer = run(f"hf:{program}", ["--train", "--no-cache", *options, *where])
-        wanted = ("wall", "cpu", "rss", "pss", "error", "wall_s", "mesh", "step_time_s", "plan_gap", "meshes")
-        kept[label] = {key: answer[key] for key in wanted if key in answer} | {"loop_s": slow}
-        print(line(label, kept[label]), flush=True)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps({label: kept[label] for label in ROWS if label in kept}, indent=1) + "\n")
-        lines = [line(each, kept[each]) for each in ROWS if each in kept]
-        path.with_suffix(".md").write_text(HEAD + "\n".join(lines) + "\n" + starts())
+def work(label: str) -> dict:
+    """Plan one step from a cold start, or start one command."""
+    if label in COMMANDS:
+        return {"wall": started(COMMANDS[label])}
+    program, options, topology, mesh, *_ = ROWS[label]
+    slow = loop()
+    where = ["--topology", topology, "--mesh", mesh or "auto"]
+    answer = run(f"hf:{program}", ["--train", "--no-cache", *options, *where])
+    wanted = ("wall", "cpu", "rss", "pss", "error", "wall_s", "mesh", "step_time_s", "plan_gap", "meshes")
+    return {key: answer[key] for key in wanted if key in answer} | {"loop_s": slow}
+
+
+def table(rows: Rows) -> str:
+    starts = [f"`{name}` {row['wall']:.2f} s" for name, row in rows.items() if name in COMMANDS]
+    return page(
+        "# How long planning takes",
+        f"""
+`python experiments/speed/planning_speed.py`. One training step each, in a process of its own, nothing cached; the \
+peer is
+meta-pytorch/autoparallel on two cores (trace, build and solve of Llama-3-8B on (3{cores()}, 8), batch 64 x 8192). \
+`loop`: what
+twenty million additions in Python took just before, which says how fast a shared machine is. `planner GB`: the most
+that all processes of a plan held at once, with pages that they share counted for each (in brackets once).
+The machine has 2 cores.
+"""
+        """
+""",
+        grid(
+            f"row | wall s | CPU s | planner GB | aim | peer | {' s | '.join(PHASES)} s | mesh | step ms | plan gap | "
+            "loop s",
+            (line(label, row) for label, row in rows.items() if label in ROWS),
+        ),
+        f"{', '.join(starts)}.".replace("` ", "` takes ", 1) if starts else "",
+    )
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(Experiment(script=__file__, names=[*ROWS, *COMMANDS], work=work, table=table).run())

@@ -35,16 +35,13 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from autoshard.base.ray_pool import RayPool
+from autoshard.base.worker import Job, Worker
+from autoshard.base.worker_pool import HelperPool
+from tests.ray_cluster import LocalCluster, local_cluster
+
 
 ROOT = Path(__file__).parents[2]
-sys.path.insert(0, str(ROOT))
-
-from autoshard.base.ray_pool import RayPool  # noqa: E402
-from autoshard.base.worker import Job, Worker  # noqa: E402
-from autoshard.base.worker_pool import HelperPool  # noqa: E402
-from tests.ray_cluster import LocalCluster, local_cluster  # noqa: E402
-
-
 TABLE = ROOT / "experiments" / "results" / "ray_sweep.md"
 SWEEP = (
     "hf:llama-tiny --train --seq 64 --remat full --batch 8,16 --topology v5e:1x1,v5e:2x2,v5e:2x4,v5p:2x2x1 --mesh auto"

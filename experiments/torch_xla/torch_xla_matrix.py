@@ -1,25 +1,24 @@
 """Planned PyTorch/XLA loops against unsharded ones: six small models, three meshes, two optimizers.
 
-`python experiments/torch_xla/torch_xla_matrix.py` fills `results/torch_xla_matrix.json` and writes the table,
-`results/torch_xla_matrix.md`. Existing rows are not run again without `--again`. Every row is a process of its own
-under the real torch_xla on 8 CPU devices.
+    python experiments/torch_xla/torch_xla_matrix.py [--only TEXT ...] [--again] [--table] [--steps N]
+
+Rows are saved in `results/torch_xla_matrix.json`; the table is `results/torch_xla_matrix.md`. Every row is a process
+of its own under the real torch_xla on 8 CPU devices.
 
 The unsharded losses are from one device in another process. Another unsharded run has the examples of each batch in
 another order, which shows the effect of rounding alone. The table also has the bytes on the wire by mesh axis. They
 are those of the plan, and those of the HLO that XLA runs from the second step on.
 """
 
-import argparse
 import json
 import os
 import subprocess
 import sys
-from pathlib import Path
 from typing import Any
 
+from experiments.lib.harness import ROOT, Experiment, Rows, grid, own_parser, page
 
-ROOT = Path(__file__).parents[2]
-RESULTS = ROOT / "experiments" / "results" / "torch_xla_matrix.json"
+
 MODELS = ("mlp", "cnn", "gpt2", "llama", "vit", "mixtral")
 MESHES = ("8", "4,2", "2,4")
 UNSHARDED = {"unsharded": [], "reordered": ["--reorder"]}
@@ -62,60 +61,53 @@ def on_the_wire(wire: dict[str, Any]) -> str:
     return ", ".join(parts)
 
 
-def table(rows: dict[str, Any]) -> str:
-    """Return the Markdown table of all rows that ran."""
-    head = (
-        "| model | mesh | optimizer | largest difference of a loss | from its order alone | compiled | split | "
-        "bytes on the wire (executed) | plan |"
-    )
-    lines = [head, "| --- | --- | --- | --- | --- | --- | --- | --- | --- |"]
+def table(rows: Rows, steps: int) -> str:
+    """Return the table of all rows that ran."""
+    lines = []
     for model in MODELS:
         plain, reordered = (rows.get(f"{model} {name}", {}) for name in UNSHARDED)
         for mesh in MESHES:
             by_optimizer = rows.get(f"{model} {mesh}")
-            if by_optimizer is None:
+            if by_optimizer is None or not plain or not reordered:
                 continue
             errors = [each["error"] for each in (by_optimizer, plain, reordered) if "error" in each]
             if errors:
-                lines.append(f"| {model} | {mesh} | | {errors[0][:100]} | | | | | |")
+                lines.append([model, f"{mesh} | | {errors[0][:100]} | | | | |", ""])
                 continue
-            for optimizer, row in sorted(by_optimizer.items(), reverse=True):  # momentum first
-                expected = plain[optimizer]["losses"]
+            for optimizer in sorted(by_optimizer.keys() - {"code"}, reverse=True):  # momentum first
+                row, expected = by_optimizer[optimizer], plain[optimizer]["losses"]
                 off = largest_difference(row["losses"], expected)
                 noise = largest_difference(reordered[optimizer]["losses"], expected)
                 mark = "" if off < ALLOWED else " (above what is allowed)"
-                lines.append(
-                    f"| {model} | {mesh.replace(',', ' x ')} | {optimizer} | {off:.1e}{mark} | {noise:.1e} | "
-                    f"{row['compiles'][-1]} | {row['split_parameters']} parameters, {row['split_states']} states | "
-                    f"{on_the_wire(row['wire'])} | {'; '.join(row['words'])} |"
-                )
-    return "\n".join(lines) + "\n"
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--models", nargs="+", default=MODELS, choices=MODELS)
-    parser.add_argument("--meshes", nargs="+", default=MESHES, choices=MESHES)
-    parser.add_argument("--steps", type=int, default=20)
-    parser.add_argument("--again", action="store_true", help="run rows that have been run")
-    given = parser.parse_args()
-    rows = json.loads(RESULTS.read_text()) if RESULTS.is_file() else {}
-    for model in given.models:
-        wanted = UNSHARDED | {mesh: ["--mesh", mesh] for mesh in given.meshes}
-        for what, options in wanted.items():
-            name = f"{model} {what}"
-            if name in rows and "error" not in rows[name] and not given.again:
-                continue
-            print(name, flush=True)
-            rows[name] = run(model, options, given.steps)
-            RESULTS.write_text(json.dumps(rows, indent=1, sort_keys=True) + "\n")
-    text = table(rows)
-    RESULTS.with_suffix(".md").write_text(
-        f"# Planned PyTorch/XLA loops against unsharded ones\n\n{given.steps} steps in fp32, 8 CPU devices; "
-        f"{ALLOWED:.0e} of a loss is allowed. Made by `python experiments/torch_xla/torch_xla_matrix.py`.\n\n{text}"
+                cells = [model, mesh.replace(",", " x "), optimizer, f"{off:.1e}{mark}", f"{noise:.1e}"]
+                cells += [row["compiles"][-1], f"{row['split_parameters']} parameters, {row['split_states']} states"]
+                lines.append([*cells, on_the_wire(row["wire"]), "; ".join(row["words"])])
+    return page(
+        "# Planned PyTorch/XLA loops against unsharded ones",
+        f"{steps} steps in fp32, 8 CPU devices; "
+        f"{ALLOWED:.0e} of a loss is allowed. Made by `python experiments/torch_xla/torch_xla_matrix.py`.",
+        grid(
+            "model | mesh | optimizer | largest difference of a loss | from its order alone | compiled | split | "
+            "bytes on the wire (executed) | plan",
+            lines,
+        ),
     )
-    print(text)
+
+
+def main() -> int:
+    parser = own_parser()
+    parser.add_argument("--steps", type=int, default=20)
+    given = parser.parse_args()
+    kinds = UNSHARDED | {mesh: ["--mesh", mesh] for mesh in MESHES}
+    rows = {f"{model} {kind}": (model, options) for model in MODELS for kind, options in kinds.items()}
+    return Experiment(
+        script=__file__,
+        names=rows,
+        work=lambda name: run(*rows[name], given.steps),
+        table=lambda known: table(known, given.steps),
+        is_open=lambda row: "error" in row,
+    ).run(given)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

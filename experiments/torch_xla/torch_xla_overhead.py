@@ -1,6 +1,6 @@
 """Cost of auto-sharding after the first step, and for a script that does not use it.
 
-    python experiments/torch_xla/torch_xla_overhead.py [ROW ...] [--again] [--table]
+    python experiments/torch_xla/torch_xla_overhead.py [--only TEXT ...] [--again] [--table]
 
 A training loop under `xr.use_spmd(auto=True)` is timed against the same loop that is sharded by hand with PyTorch/XLA
 alone. The loop by hand `all` marks everything that the hook marks: parameters, states, batches, outputs of modules and
@@ -12,7 +12,6 @@ adjacent turns. A step ends when its loss is read.
 Rows are saved in `experiments/results/torch_xla_overhead.json`; the table is `torch_xla_overhead.md` there.
 """
 
-import argparse
 import contextlib
 import json
 import os
@@ -27,14 +26,9 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-
-sys.path.insert(0, str(Path(__file__).parents[2]))
-
-from experiments.lib.saved_results import Results  # noqa: E402
+from experiments.lib.harness import ROOT, Experiment, grid, page
 
 
-ROOT = Path(__file__).parents[2]
-RESULTS = ROOT / "experiments" / "results" / "torch_xla_overhead.json"
 MODELS = ("mlp", "gpt2", "llama")
 IMPORT = "import"
 BY_HAND = ("all", "arguments")
@@ -245,19 +239,7 @@ def spread(values: Sequence[float], show: Callable[[float], str]) -> str:
 
 def table(rows: Mapping[str, Any]) -> str:
     """Return the results as a page of Markdown."""
-    lines = [
-        "# What auto-sharding costs after the first step",
-        "",
-        "`python experiments/torch_xla/torch_xla_overhead.py`: AdamW in fp32 on 8 CPU devices, mesh 4 x 2, median",
-        "(quartiles) of",
-        "turns. A step ends when its loss is read. By hand `all` marks what the hook marks but for ops inside of",
-        "modules, which only the hook pins; `arguments` marks parameters, states and batches. Ratios are the planned",
-        f"loop over the one by hand; {MARK_RATIO - 1:.0%} more is allowed over `all`.",
-        "",
-        "| model | marked by hand | planned ms | by hand ms | ratio | ratio until handed over | pins of values, of ops "
-        "| bytes on the wire: planned, by hand | calls of the hook in a step | compiled: planned, by hand | date |",
-        "| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |",
-    ]
+    lines = []
     for model in MODELS:
         if model not in rows:
             continue
@@ -266,51 +248,47 @@ def table(rows: Mapping[str, Any]) -> str:
         for how in BY_HAND:
             handed, whole = zip(*turns[how], strict=True)
             ours_handed, ours = zip(*turns["planned"], strict=True)
-            lines.append(
-                f"| {model} | {how} | {spread(ours, ms)} | {spread(whole, ms)} "
-                f"| {spread(ratios(ours, whole), '{:.3f}'.format)} "
-                f"| {spread(ratios(ours_handed, handed), '{:.3f}'.format)} | {row['values']}, {row['ops']} "
-                f"| {sum(said['planned']['wire'].values())}, {sum(said[how]['wire'].values())} "
-                f"| {said['planned']['calls'][-1]} | {said['planned']['compiled']}, {said[how]['compiled']} "
-                f"| {row['date']} |"
-            )
+            cells = [model, how, spread(ours, ms), spread(whole, ms), spread(ratios(ours, whole), "{:.3f}".format)]
+            cells += [spread(ratios(ours_handed, handed), "{:.3f}".format), f"{row['values']}, {row['ops']}"]
+            cells.append(f"{sum(said['planned']['wire'].values())}, {sum(said[how]['wire'].values())}")
+            compiled = f"{said['planned']['compiled']}, {said[how]['compiled']}"
+            lines.append([*cells, said["planned"]["calls"][-1], compiled, row["date"]])
+    blocks = [
+        "# What auto-sharding costs after the first step",
+        f"""
+`python experiments/torch_xla/torch_xla_overhead.py`: AdamW in fp32 on 8 CPU devices, mesh 4 x 2, median (quartiles) of
+turns. A step ends when its loss is read. By hand `all` marks what the hook marks but for ops inside of
+modules, which only the hook pins; `arguments` marks parameters, states and batches. Ratios are the planned
+loop over the one by hand; {MARK_RATIO - 1:.0%} more is allowed over `all`.
+""",
+        grid(
+            "model | marked by hand | planned ms | by hand ms | ratio | ratio until handed over | pins of values, of "
+            "ops | bytes on the wire: planned, by hand | calls of the hook in a step | compiled: planned, "
+            "by hand | date",
+            lines,
+        ),
+    ]
     if IMPORT in rows:
         turns = rows[IMPORT]["turns"]
         more = [b - a for a, b in zip(turns["without"], turns["with"], strict=True)]
-        lines += [
-            "",
+        figures = [spread(times, ms) for times in (turns["without"], turns["with"], more, turns["own"], turns["found"])]
+        blocks += [
             "## A script that does not ask",
-            "",
             f"`import torch_xla, torch_xla.runtime` in milliseconds of processor, {rows[IMPORT]['date']}; "
             f"{ms(MARK_IMPORT)} more are allowed.",
-            "",
-            "| without autoshard installed | with it | difference of a pair | in autoshard's own code "
-            "| to find it | modules loaded more |",
-            "| --- | --- | --- | --- | --- | --- |",
-            f"| {spread(turns['without'], ms)} | {spread(turns['with'], ms)} | {spread(more, ms)} "
-            f"| {spread(turns['own'], ms)} | {spread(turns['found'], ms)} | {', '.join(rows[IMPORT]['more'])} |",
+            grid(
+                "without autoshard installed | with it | difference of a pair | in autoshard's own code "
+                "| to find it | modules loaded more",
+                [[*figures, ", ".join(rows[IMPORT]["more"])]],
+            ),
         ]
-    return "\n".join(lines) + "\n"
+    return page(*blocks)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("rows", nargs="*", help=f"of {', '.join([*MODELS, IMPORT])} (default: all)")
-    parser.add_argument("--again", action="store_true", help="also rows that are there")
-    parser.add_argument("--table", action="store_true", help="only write the table of what is known")
-    given = parser.parse_args()
-    if unknown := [row for row in given.rows if row not in (*MODELS, IMPORT)]:
-        parser.error(f"no row {unknown[0]!r}; there are {', '.join([*MODELS, IMPORT])}")
-    results = Results(RESULTS)
-    for key in () if given.table else given.rows or (*MODELS, IMPORT):
-        if key in results.rows and not given.again:
-            continue
-        print(key, flush=True)
-        figures = imports(IMPORTS) if key == IMPORT else overhead(key, ROUNDS, STEPS)
-        results.keep(key, rounded(figures) | {"date": time.strftime("%Y-%m-%d")})
-    text = table(results.rows)
-    RESULTS.with_suffix(".md").write_text(text)
-    print(text)
+def work(name: str) -> dict[str, Any]:
+    """Measure one model, or imports."""
+    figures = imports(IMPORTS) if name == IMPORT else overhead(name, ROUNDS, STEPS)
+    return rounded(figures) | {"date": time.strftime("%Y-%m-%d")}
 
 
 def rounded(found: Any) -> Any:
@@ -323,4 +301,4 @@ def rounded(found: Any) -> Any:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(Experiment(script=__file__, names=[*MODELS, IMPORT], work=work, table=table).run())

@@ -1,6 +1,6 @@
 """Time in which auto-sharding inside PyTorch/XLA plans the first step of a model, without and with a cached decision.
 
-    python experiments/torch_xla/torch_xla_planning.py [NAME ...]
+    python experiments/torch_xla/torch_xla_planning.py [--only TEXT ...] [--again] [--table]
 
 A script trains a model of Hugging Face in a process of its own, on 8 CPU devices in a mesh of 4 x 2. It stops once the
 first step is planned, and does not run the step. Three parts are timed: reading the pending graph, the decision (the
@@ -9,7 +9,6 @@ which finds the decision of the first in the cache. Figures are wall seconds, an
 seconds. `loop` is the time of twenty million additions in Python just before. It shows the speed of a shared machine.
 """
 
-import argparse
 import json
 import os
 import subprocess
@@ -17,17 +16,11 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
-
-sys.path.insert(0, str(Path(__file__).parents[2]))
-
-from experiments.lib.saved_results import Results, checked_out  # noqa: E402
+from experiments.lib.harness import ROOT, Experiment, Rows, grid, page
 
 
-ROOT = Path(__file__).parents[2]
-RESULTS = ROOT / "experiments" / "results" / "torch_xla_planning.json"
 MODELS: dict[str, tuple[str, dict[str, Any], tuple[int, int]]] = {
     "gpt2-small": ("gpt2", {}, (8, 128)),
     "bert-base": ("bert", {}, (8, 128)),
@@ -118,39 +111,27 @@ def measured(name: str) -> dict[str, Any]:
     return row
 
 
-def table(rows: dict[str, Any]) -> str:
+def table(rows: Rows) -> str:
     heads = [f"{part} s, {which}" for which in ("first", "again") for part in PARTS]
-    lines = [
-        "| " + " | ".join(["model", "parameters", "batch", *heads, "predicted ms", "loop s"]) + " |",
-        "| " + " | ".join(["---"] * (5 + len(heads))) + " |",
-    ]
+    lines = []
     for name, row in rows.items():
         cells = [name, f"{row['first']['parameters'] / 1e6:.0f} M", "x".join(map(str, MODELS[name][2]))]
         for which in ("first", "again"):
             cells += [f"{row[which][part][0]:.2f} ({row[which][part][1]:.2f})" for part in PARTS]
-        cells += [f"{row['first']['step_ms']:.0f}", f"{row['loop']:.2f}"]
-        lines.append("| " + " | ".join(cells) + " |")
-    return "\n".join(lines) + "\n"
+        lines.append([*cells, f"{row['first']['step_ms']:.0f}", f"{row['loop']:.2f}"])
+    return page(
+        "# How long the hook plans a first step",
+        *str(__doc__).split("\n\n")[2:],
+        grid(" | ".join(["model", "parameters", "batch", *heads, "predicted ms", "loop s"]), lines),
+    )
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("names", nargs="*", metavar="NAME", help="models; all of them without")
-    parser.add_argument("--process", action="store_true", help=argparse.SUPPRESS)
-    given = parser.parse_args()
-    if unknown := [name for name in given.names if name not in MODELS]:
-        parser.error(f"no model {unknown[0]!r}; there are {', '.join(MODELS)}")
-    if given.process:
-        print("found " + json.dumps(plan_first_step(given.names[0])), flush=True)
+def main() -> int:
+    if sys.argv[1:2] == ["--process"]:
+        print("found " + json.dumps(plan_first_step(sys.argv[2])), flush=True)
         os._exit(0)  # torch_xla takes seconds to end
-    results = Results(RESULTS)
-    for name in given.names or MODELS:
-        results.keep(name, measured(name) | {"commit": checked_out()})
-        print(name, results.rows[name], flush=True)
-    said = "\n\n".join(str(__doc__).split("\n\n")[2:])
-    head = "# How long the hook plans a first step"
-    RESULTS.with_suffix(".md").write_text(f"{head}\n\n{said}\n{table(results.rows)}")
+    return Experiment(script=__file__, names=MODELS, work=measured, table=table).run()
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -1,6 +1,6 @@
 """Whole scripts as people write them, each run under auto-sharding and without it.
 
-    python experiments/torch_xla/torch_xla_scripts.py [NAME ...] [--again] [--table]
+    python experiments/torch_xla/torch_xla_scripts.py [--only TEXT ...] [--again] [--table]
 
 Every file of `torch_xla/programs` is a script that knows nothing of autoshard. It runs in two processes in SPMD mode on
 8 CPU devices. In `hooked`, `xr.use_spmd(auto=True)` plans for a mesh of 4 x 2. In `unhooked`, `xr.use_spmd()` leaves
@@ -20,7 +20,6 @@ host, or by numbers that are read in it. Such a step has pieces that run whole b
 Rows are saved in `experiments/results/torch_xla_scripts.json`; the table is `torch_xla_scripts.md` there.
 """
 
-import argparse
 import ast
 import json
 import math
@@ -32,18 +31,12 @@ import tempfile
 import threading
 import time
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
-
-sys.path.insert(0, str(Path(__file__).parents[2]))
-
-from experiments.lib.saved_results import Results, checked_out  # noqa: E402
+from experiments.lib.harness import ROOT, Experiment, Rows, grid, page, plain
 
 
-ROOT = Path(__file__).parents[2]
-PROGRAMS = ROOT / "experiments" / "torch_xla" / "programs"
-RESULTS = ROOT / "experiments" / "results" / "torch_xla_scripts.json"
+PROGRAMS = {path.stem: path for path in sorted((ROOT / "experiments/torch_xla/programs").glob("*/*.py"))}
 LIMIT_S = 300.0
 ALLOWED, OVERHEAD, WIRE = 1e-5, 0.05, 0.05
 
@@ -250,22 +243,13 @@ def is_within(found: float | str, most: float | str, times: float = 1.0) -> bool
     return not isinstance(found, str) and not isinstance(most, str) and found <= times * most
 
 
-def table(rows: dict[str, Any]) -> str:
-    """Return the known results as Markdown."""
-    lines = [
-        "| script | what it is | numbers | largest difference (of rounding alone; hooked, unhooked to "
-        "plain PyTorch) | compiled, unhooked | ms a step, "
-        "unhooked | ratio (quartiles) | the hook's own share | parameters split, by number and by size | plans | "
-        "sent by later steps, to the plan | falls short |",
-        "| " + " | ".join(["---"] * 12) + " |",
-    ]
-    for name in sorted(PROGRAMS.glob("*/*.py"), key=lambda path: path.stem):
-        row = rows.get(name.stem)
-        if row is None:
-            continue
-        what = str(ast.get_docstring(ast.parse(name.read_text())))
+def table(rows: Rows) -> str:
+    """Return the known results as a page of Markdown."""
+    lines = []
+    for name, row in rows.items():
+        what = str(ast.get_docstring(ast.parse(PROGRAMS[name].read_text())))
         if "error" in row:
-            lines.append(f"| {name.stem} | {what} | | | | | | | | | | {row['error']} |")
+            lines.append([f"{name} | {what} | | | | | | | | |", row["error"]])
             continue
         steps = [1e3 * statistics.median(sum(row["turns"][how], [])) for how in ("hooked", "unhooked")]
         low, middle, high = statistics.quantiles(ratios(row), n=4)
@@ -274,7 +258,7 @@ def table(rows: dict[str, Any]) -> str:
             off += f" ({', '.join(shown(row[key]) for key in ('rounding', 'hooked to host', 'unhooked to host'))})"
         (split, count), (part, whole) = row["parameters"], row["elements"]
         cells = [
-            name.stem,
+            name,
             what,
             str(row["numbers"]),
             off,
@@ -287,14 +271,24 @@ def table(rows: dict[str, Any]) -> str:
             "" if (sent := on_the_wire(row)) is None else f"{sent[0]} {sent[1]:+.1%}",
             "; ".join(
                 [
-                    *filter(None, [verdict(row, MORE.get(name.stem, ""), SENDS.get(name.stem, ""))]),
+                    *filter(None, [verdict(row, MORE.get(name, ""), SENDS.get(name, ""))]),
                     *row["said"],
                     *on_host(row),
                 ]
             ),
         ]
-        lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
-    return "\n".join(lines) + "\n"
+        lines.append(map(plain, cells))
+    return page(
+        "# Whole scripts under auto-sharding, and without it",
+        *str(__doc__).split("\n\n")[2:4],
+        summary(rows),
+        grid(
+            "script | what it is | numbers | largest difference (of rounding alone; hooked, unhooked to "
+            "plain PyTorch) | compiled, unhooked | ms a step, unhooked | ratio (quartiles) | the hook's own share | "
+            "parameters split, by number and by size | plans | sent by later steps, to the plan | falls short",
+            lines,
+        ),
+    )
 
 
 def on_host(row: dict[str, Any]) -> list[str]:
@@ -333,26 +327,10 @@ def summary(rows: dict[str, Any]) -> str:
     )
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("names", nargs="*", metavar="NAME", help="scripts; all of them without")
-    parser.add_argument("--again", action="store_true", help="also rows that are there")
-    parser.add_argument("--table", action="store_true", help="only write the table of what is known")
-    given = parser.parse_args()
-    every = sorted(path.stem for path in PROGRAMS.glob("*/*.py"))
-    if unknown := [name for name in given.names if name not in every]:
-        parser.error(f"no script {unknown[0]!r}; there are {', '.join(every)}")
-    results = Results(RESULTS)
-    for name in () if given.table else given.names or every:
-        if name in results.rows and not given.again:
-            continue
-        began = time.monotonic()
-        row = compare(name)
-        results.keep(name, rounded(row) | {"seconds": round(time.monotonic() - began), "commit": checked_out()})
-        print(name, row.get("error") or f"{row['difference']:.1e} {verdict(row)}", flush=True)
-    said = "\n\n".join(str(__doc__).split("\n\n")[2:4])
-    head = f"# Whole scripts under auto-sharding, and without it\n\n{said}\n\n"
-    RESULTS.with_suffix(".md").write_text(f"{head}{summary(results.rows)}\n\n{table(results.rows)}")
+def work(name: str) -> dict[str, Any]:
+    """Compute the row of one script."""
+    began = time.monotonic()
+    return rounded(compare(name)) | {"seconds": round(time.monotonic() - began)}
 
 
 def rounded(found: Any) -> Any:
@@ -365,4 +343,4 @@ def rounded(found: Any) -> Any:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(Experiment(script=__file__, names=sorted(PROGRAMS), work=work, table=table).run())

@@ -1,7 +1,7 @@
 """PyTorch/XLA's own tests of SPMD, each file once with auto-sharding and once without autoshard: a table.
 
     make bench-spmd PYTORCH_XLA=/path/to/a/checkout/of/pytorch/xla   (v2.9.0)
-    python experiments/torch_xla/torch_xla_spmd.py [FILE ...]
+    python experiments/torch_xla/torch_xla_spmd.py [--only TEXT ...] [--again] [--table]
 
 Every `test/spmd/test_*.py` of the checkout that `PYTORCH_XLA` names runs in two processes on 8 CPU devices. In `hooked`
 with `XLA_AUTO_SPMD=1`, every step that the tests run in SPMD mode is planned. In `unhooked`, PyTorch does not load
@@ -10,7 +10,6 @@ written independently. Rows are saved in `experiments/results/torch_xla_spmd.jso
 there.
 """
 
-import argparse
 import json
 import os
 import subprocess
@@ -19,14 +18,9 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-
-sys.path.insert(0, str(Path(__file__).parents[2]))
-
-from experiments.lib.saved_results import checked_out  # noqa: E402
+from experiments.lib.harness import ROOT, Experiment, Rows, grid, page
 
 
-ROOT = Path(__file__).parents[2]
-RESULTS = ROOT / "experiments" / "results" / "torch_xla_spmd.json"
 SHAPES = ROOT / "experiments" / "lib" / "torch_xla_spmd_shapes.py"
 LIMIT_S = 600.0
 WAYS = {
@@ -82,26 +76,26 @@ def row_of(path: Path, checkout: Path | None) -> dict[str, Any]:
     return {"tests": len(names), "both": len(alike), "neither": neither, "differ": differ, "wrong": wrong}
 
 
-def table(rows: dict[str, Any]) -> str:
+def table(rows: Rows) -> str:
     tests, both = (sum(row[key] for row in rows.values() if row["tests"]) for key in ("tests", "both"))
     differ = sum(len(row["differ"]) for row in rows.values())
-    lines = [
-        "# Tests of SPMD with auto-sharding, and without it\n",
-        "`make bench-spmd PYTORCH_XLA=CHECKOUT` runs PyTorch/XLA's own `test/spmd`, each file in a process with",
-        "`XLA_AUTO_SPMD=1`, by which every step is planned, and in one without autoshard, on 8 CPU devices.",
-        "Without a checkout the file is `torch_xla_spmd_shapes.py`, which does what those do in words of its own.\n",
-        f"Of {tests} tests {both} pass in both; {differ} differ.\n",
-        "| file | tests | pass in both | pass in neither, or are skipped | differ | commit |",
-        "| --- | ---: | ---: | ---: | ---: | --- |",
-    ]
-    notes = []
+    lines, notes = [], []
     for name, row in rows.items():
-        cells = [name, *(str(each) for each in (row["tests"], row["both"], len(row["neither"]), len(row["differ"])))]
-        lines.append(f"| {' | '.join(cells)} | {row['commit']} |")
+        lines.append([name, row["tests"], row["both"], len(row["neither"]), len(row["differ"]), row["code"]])
         notes += [f"- {name}, {test}: hooked {_of(a)}; unhooked {_of(b)}" for test, (a, b) in row["differ"].items()]
         notes += [f"- {name}, {test}, in neither: {_of(why)}" for test, why in row["neither"].items()]
         notes += [f"- {name}, {way}: {_of(why)}" for way, why in row["wrong"].items()]
-    return "\n".join([*lines, *(["", *notes] if notes else [])]) + "\n"
+    return page(
+        "# Tests of SPMD with auto-sharding, and without it",
+        """
+`make bench-spmd PYTORCH_XLA=CHECKOUT` runs PyTorch/XLA's own `test/spmd`, each file in a process with
+`XLA_AUTO_SPMD=1`, by which every step is planned, and in one without autoshard, on 8 CPU devices.
+Without a checkout the file is `torch_xla_spmd_shapes.py`, which does what those do in words of its own.
+""",
+        f"Of {tests} tests {both} pass in both; {differ} differ.",
+        grid("file | tests: | pass in both: | pass in neither, or are skipped: | differ: | commit", lines),
+        notes,
+    )
 
 
 def _of(said: str) -> str:
@@ -109,22 +103,14 @@ def _of(said: str) -> str:
     return " ".join(said.replace("|", "/").split())[:240]
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("files", nargs="*", help="names of files; all without any")
-    given = parser.parse_args().files
+def main() -> int:
     checkout = Path(os.environ["PYTORCH_XLA"]).absolute() if os.environ.get("PYTORCH_XLA") else None
     if checkout is not None and not (checkout / "test" / "spmd").is_dir():
         raise SystemExit(f"PYTORCH_XLA: {checkout} is no checkout of pytorch/xla: it has no test/spmd.")
     paths = [SHAPES] if checkout is None else sorted((checkout / "test" / "spmd").glob("test_*.py"))
-    rows = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
-    for path in paths:
-        if not given or path.name in given:
-            rows[path.name] = row_of(path, checkout) | {"commit": checked_out()}
-            print(path.name, json.dumps(rows[path.name]), flush=True)
-            RESULTS.write_text(json.dumps(dict(sorted(rows.items())), indent=1) + "\n")
-            RESULTS.with_suffix(".md").write_text(table(dict(sorted(rows.items()))))
+    files = {path.name: path for path in paths}
+    return Experiment(script=__file__, names=files, work=lambda name: row_of(files[name], checkout), table=table).run()
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

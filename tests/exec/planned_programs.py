@@ -83,6 +83,13 @@ def numbers(program: Program, kind: str) -> list[int]:
     return [i for i, op in enumerate(mlir.number_ops(inlined(program))) if op.name.endswith("." + kind)]
 
 
+def assert_close(found: Any, wanted: Any, relative: float) -> None:
+    """Compare all leaves; `relative` is the largest difference allowed, as a share of the tensor's own maximum."""
+    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
+        b = np.asarray(b)
+        np.testing.assert_allclose(np.asarray(a), b, rtol=0, atol=relative * max(float(np.abs(b).max()), 1e-30))
+
+
 def mlp_loss(params: dict[str, Any], x: Any, y: Any) -> Any:
     h = jax.nn.relu(x @ params["up"])
     return jnp.mean((h @ params["down"] - y) ** 2)

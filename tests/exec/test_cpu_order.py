@@ -12,6 +12,7 @@ import pytest
 from autoshard.exec.run.planned_steps import PlannedStep, first_arguments, quartiles, run_in_turn
 from autoshard.planning import Options, make_plan
 from experiments.fidelity import cpu_order
+from experiments.lib import harness
 from experiments.lib.programs.jax_case import infer_program, train_program
 from experiments.lib.programs.jax_programs import CASES
 from experiments.lib.quiet_machine import held
@@ -91,19 +92,21 @@ def test_rows_that_are_there_are_not_run_again(tmp_path, monkeypatch: pytest.Mon
     plan = {"predicted_s": 0.010, "measured_s": (0.011, 0.012, 0.013), "rounds": 5, "also": ["fsdp*"]}
     other = {"predicted_s": None, "measured_s": (0.021, 0.022, 0.023), "rounds": 5, "also": []}
     row = {"plans": {"plan": plan, "fsdp": other}, "cores": 2, "date": "2026-01-02", "jax": "0"}
-    rows = {f"{name} | {mesh}": row for name, mesh in cpu_order.ROWS[1:]}
-    out = tmp_path / "order.json"
-    out.write_text(json.dumps(rows))
+    out = tmp_path / "cpu_order.json"
+    out.write_text(json.dumps(dict.fromkeys(cpu_order.ROWS[1:], row)))
     started: list[list[str]] = []
 
     class Done:
         returncode = 0
+        stdout = json.dumps(row)
 
-    monkeypatch.setattr(cpu_order.subprocess, "run", lambda command: started.append(command) or Done())
-    monkeypatch.setattr(sys, "argv", ["cpu_order.py", "--out", str(out)])
+    monkeypatch.setattr(harness.subprocess, "run", lambda command, **_: started.append(command) or Done())
+    monkeypatch.setattr(harness, "checked_out", lambda: "abc")
+    monkeypatch.setattr(sys, "argv", ["cpu_order.py", "--out", str(tmp_path)])
     assert cpu_order.main() == 0
     (command,) = started
-    assert command[command.index("--inside") + 1 :][:2] == list(cpu_order.ROWS[0])
+    assert command[command.index("--inside") + 1 :] == [cpu_order.ROWS[0]]
+    assert json.loads(out.read_text())[cpu_order.ROWS[0]]["code"] == "abc"
     text = out.with_suffix(".md").read_text()
     assert text == capsys.readouterr().out.rstrip("\n") + "\n"
     assert "| plan = fsdp* | 10.0 | 12.0 | 11.0 to 13.0 |" in text and "| fsdp | - | 22.0 |" in text

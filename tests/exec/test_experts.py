@@ -13,7 +13,7 @@ from autoshard.planning import Options, PlanResult, make_plan, read_asked
 from autoshard.program import Program, parse_experts, trace
 from autoshard.program.moe.experts import capacity, mix
 from autoshard.program.moe.hf_routers import softmax_router
-from tests.exec.planned_programs import f32
+from tests.exec.planned_programs import assert_close, f32
 
 
 BATCH, LENGTH, WIDTH, INNER, EXPERTS, ACTIVE = 16, 8, 64, 512, 8, 2
@@ -82,9 +82,7 @@ def test_values_and_gradients_are_those_of_a_plain_mixture(form: str, which: str
     placed = jax.tree.unflatten(jax.tree.structure(given), plan.in_shardings)
     found = compiled(*jax.device_put(given, placed))
     wanted = jax.jit(functools.partial(step, plain))(*given)
-    for mine, theirs in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
-        theirs = np.asarray(theirs)
-        np.testing.assert_allclose(np.asarray(mine), theirs, rtol=0, atol=1e-5 * np.abs(theirs).max())
+    assert_close(found, wanted, 1e-5)
 
 
 def test_devices_send_the_rows_that_there_are() -> None:

@@ -5,6 +5,7 @@ The rows need the compiler.
 
 import json
 import math
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +14,9 @@ import pytest
 from autoshard.cost import Topology, make_mesh
 from autoshard.exec import estimate
 from experiments.fidelity import overlap
+from experiments.lib.harness import Experiment
 from experiments.quality import mesh_quality
-from experiments.quality.plan_quality import TOPOLOGIES, Row
+from experiments.quality.plan_quality import PROGRAMS, TOPOLOGIES
 from tests.planning import programs
 
 
@@ -46,7 +48,7 @@ def test_ours_is_judged_against_the_best_of_both_tables() -> None:
 
 def test_ours_alone_is_judged_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     known = {"mesh": {"data": 16}, "code": "abc", "plans": {"plan": compiled(1.0), "fsdp 1-D": compiled(3.0)}}
-    file = tmp_path / "results.json"
+    file = tmp_path / "mesh_quality.json"
     file.write_text(json.dumps({"MLP | v5e:4x4": known}))
     planned = []
 
@@ -54,11 +56,11 @@ def test_ours_alone_is_judged_again(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         planned.append(plan)
         return compiled(0.5)
 
-    monkeypatch.setattr(mesh_quality, "RESULTS", file)
     monkeypatch.setattr(mesh_quality, "figures_of", figures_of)
-    monkeypatch.setitem(mesh_quality.PROGRAMS, "MLP", lambda devices: lambda: programs.program("mlp"))
-    for topology in ("v5e:4x4", "v5p:4x4x4"):  # the second one has no stored results
-        mesh_quality.judge_ours(Row("MLP", topology), time_limit=1.0)
+    monkeypatch.setitem(PROGRAMS, "MLP", lambda devices: lambda: programs.program("mlp"))
+    monkeypatch.setattr(Experiment, "_apart", lambda self, name: self.work(name))
+    monkeypatch.setattr(sys, "argv", ["mesh_quality.py", "--ours", "--out", str(tmp_path)])
+    assert mesh_quality.main() == 0  # other rows have no stored results
     (row,) = json.loads(file.read_text()).values()
     (plan,) = planned
     assert row["plans"] == {"plan": compiled(0.5), "fsdp 1-D": compiled(3.0)}

@@ -18,6 +18,7 @@ from autoshard.errors import UserError
 from autoshard.exec import measure
 from autoshard.planning import Options, PlanResult, Spec, explain_plan, make_plan
 from autoshard.program import Program, lift_constraints, trace
+from tests.exec.planned_programs import assert_close
 
 
 SIZES, NAMES = (4, 2), ("data", "model")
@@ -153,8 +154,7 @@ def test_planned_equals_the_same_written_without_a_mesh(name: str, kind: str) ->
     fn, _ = PROGRAMS[name](None)
     wanted = jax.jit(fn)(*values)
     found = made.plan.jit(program.fn)(*values)
-    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
-        np.testing.assert_allclose(a, b, atol=1e-5 * float(jnp.abs(b).max()))
+    assert_close(found, wanted, 1e-5)
 
 
 @pytest.mark.parametrize("name", PROGRAMS)
@@ -327,8 +327,7 @@ def test_constraints_on_one_device_say_nothing(made: Any, kind: str) -> None:
     assert "said_by_program" not in plan.provenance and any("one device" in line for line in plan.warnings)
     values = program.make_args(0)  # type: ignore[misc]
     wanted = jax.jit(plain)(*values)
-    for a, b in zip(jax.tree.leaves(plan.jit(fn)(*values)), jax.tree.leaves(wanted), strict=True):
-        np.testing.assert_allclose(a, b, atol=1e-5 * float(jnp.abs(b).max()))
+    assert_close(plan.jit(fn)(*values), wanted, 1e-5)
     check = measure(program, plan, steps=1, warmup=0, check=True).check
     assert check is not None and check.passed, check
 
@@ -363,8 +362,7 @@ def test_constraints_are_lifted_where_the_user_asks_for_it(kind: str, tmp_path: 
     assert plan.program_fingerprint != kept.program_fingerprint
     values = program.make_args(0)  # type: ignore[misc]
     wanted = jax.jit(wholly_replicated(None)[0])(*values)
-    for a, b in zip(jax.tree.leaves(plan.jit(fn)(*values)), jax.tree.leaves(wanted), strict=True):
-        np.testing.assert_allclose(a, b, atol=1e-5 * float(jnp.abs(b).max()))
+    assert_close(plan.jit(fn)(*values), wanted, 1e-5)
     check = measure(program, plan, steps=1, warmup=0, check=True).check
     assert check is not None and check.passed, check
     assert explain_plan(plan, "x", program, time_limit=5.0).alternatives

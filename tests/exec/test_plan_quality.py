@@ -13,7 +13,7 @@ from autoshard.exec.hlo.schedule_estimate import estimator_error
 from experiments.lib import saved_results as kept
 from experiments.lib.programs.compile_programs import jax_mlp
 from experiments.quality import plan_quality
-from experiments.quality.plan_quality import Judgement, Row
+from experiments.quality.plan_quality import Judgement
 
 
 def compiled(seconds: float, verdict: str = "fits", vector: float = 0.0) -> dict[str, Any]:
@@ -55,23 +55,20 @@ def test_the_table_counts_its_rows() -> None:
 def test_a_row_is_compiled_once_and_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(plan_quality, "PROGRAMS", {"tiny": lambda n: jax_mlp(2, 512, 64 * n)})
     monkeypatch.setattr(plan_quality, "TOPOLOGIES", {"v5e:2x2": {"data": 2, "model": 2}})
-    monkeypatch.setattr(plan_quality, "RESULTS", tmp_path / "results" / "quality.json")
     monkeypatch.setattr(kept, "BUILD", tmp_path / "build")
-    row = Row("tiny", "v5e:2x2")
-    plan_quality.judge(row, 300.0, 1)
-    rows = kept.Results(plan_quality.RESULTS).rows
-    plans = rows[row.name]["plans"]
+    (name,) = plan_quality.rows()
+    row = plan_quality.judge(name, 300.0, 1)
+    plans = row["plans"]
     assert {name.rstrip("*") for name in plans} > {"plan"} and any(name.endswith("*") for name in plans)
     for plan in plans.values():
         assert (
             plan["verdict"] == "fits" and plan["estimated_s"] > 0 and plan["peak_bytes"] > 0 and plan["wire_bytes"] > 0
         )
     assert Judgement.of(plans).word in ("better", "undecided")
-    assert "| tiny | v5e:2x2 |" in plan_quality.table(rows)
+    assert "| tiny | v5e:2x2 |" in plan_quality.table({name: row})
 
     def refuse(*_: Any) -> None:
         raise AssertionError("compiled again")
 
     monkeypatch.setattr("autoshard.exec.ahead.ahead_process.compile_without_devices", refuse)
-    plan_quality.judge(row, 300.0, 1)
-    assert kept.Results(plan_quality.RESULTS).rows == rows
+    assert plan_quality.judge(name, 300.0, 1) == row

@@ -13,7 +13,7 @@ from autoshard.exec.apply.calls_on_shards import lower_for_compiler
 from autoshard.graph import FactorKind, read_graph
 from autoshard.planning import Options, PlanResult, make_plan
 from autoshard.program import Program, trace
-from tests.exec.planned_programs import f32
+from tests.exec.planned_programs import assert_close, f32
 
 
 ROWS, INNER, COLUMNS, GROUPS = 4096, 64, 128, 5
@@ -62,9 +62,7 @@ def test_it_runs_as_planned(which: str) -> None:
     compiled = plan.lower(step, *program.args).compile()
     placed = jax.tree.unflatten(jax.tree.structure(given), plan.in_shardings)
     found, wanted = compiled(*jax.device_put(given, placed)), jax.jit(step)(*given)
-    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
-        b = np.asarray(b)
-        np.testing.assert_allclose(np.asarray(a), b, rtol=0, atol=1e-5 * np.abs(b).max())
+    assert_close(found, wanted, 1e-5)
     wire = wire_by_axis(read_collectives(compiled.as_text(), plan_mesh(plan)))
     for axis, size in plan.prediction.wire_bytes.items():
         assert wire.get(axis, 0) == pytest.approx(size, abs=64)

@@ -84,5 +84,5 @@ def test_the_table_says_what_differs():
         "mlp reordered": {"momentum": {"losses": [2.0, 1.001]}},
         "mlp 8": {"momentum": {**row, "losses": [2.0, 1.01], "wire": wire}},
     }
-    line = torch_xla_matrix.table(found).splitlines()[-1]
+    line = torch_xla_matrix.table(found, 3).splitlines()[-1]
     assert line.startswith("| mlp | 8 | momentum | 1.0e-02 (above what is allowed) | 1.0e-03 | 1 | 1 parameters")

@@ -60,7 +60,7 @@ def test_what_differs_is_told_with_its_reason(tmp_path: Path) -> None:
     assert row["neither"] == {"test_skipped": "skipped: not on CPU"}
     (hooked, unhooked) = row["differ"]["test_planned"]
     assert "autoshard is there" in hooked and unhooked == "passed"
-    text = spmd.table({"test_marks.py": row | {"commit": "abc"}})
+    text = spmd.table({"test_marks.py": row | {"code": "abc"}})
     assert "| test_marks.py | 3 | 1 | 1 | 1 | abc |" in text and "test_planned: hooked AssertionError" in text
 
 

@@ -55,7 +55,7 @@ def test_it_is_the_mean_over_the_errors_of_our_memory_model():
 def test_the_constants_are_those_of_the_data():
     from experiments.fidelity.headroom import CONSTANTS, RESULTS, constants
 
-    assert constants(json.loads(RESULTS.read_text())) == json.loads(CONSTANTS.read_text())
+    assert constants(json.loads((RESULTS / "headroom.json").read_text())) == json.loads(CONSTANTS.read_text())
 
 
 @functools.cache

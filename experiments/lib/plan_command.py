@@ -1,7 +1,4 @@
-"""Full-size decoders, planned: the predicted step time compared with the best baseline that fits.
-
-python experiments/quality/plan_vs_baselines.py [NAME ...]
-"""
+"""The command `autoshard plan` in a process of its own, with its time and memory."""
 
 import contextlib
 import json
@@ -16,22 +13,8 @@ import time
 from pathlib import Path
 
 
-HERE = Path(__file__).parents[1]
-OUT = HERE / "results" / "plan_vs_baselines.md"
-
 SAMPLE_S, SAMPLE_SHARE = 0.1, 0.02
 """Least seconds between two samples of memory, and as a share of the time since the start: samples cost time."""
-
-ROWS = [
-    # Columns: name, mode, batch, sequence, remat, topology, mesh.
-    ("gpt2-xl", "train", 256, 1024, "dots", "v5e:8x8", "data=16,model=4"),
-    ("gpt2-xl", "infer", 64, 1024, "none", "v5e:4x4", "data=4,model=4"),
-    ("llama3-8b", "train", 64, 8192, "full", "v5p:4x8x8", "data=32,model=8"),
-    ("llama3-8b", "train", 64, 8192, "full", "v5p:4x4x4", "data=64"),
-    ("llama3-8b", "infer", 64, 8192, "none", "v5e:8x8", "data=16,model=4"),
-    ("llama3-70b", "train", 256, 8192, "full", "v5p:8x8x8", "data=64,model=8"),
-    ("llama3-70b", "infer", 64, 8192, "none", "v6e:8x8", "data=8,model=8"),
-]
 
 
 def run(program: str, options: list[str], limit_s: float = math.inf) -> dict:
@@ -87,41 +70,3 @@ def resident(root: int) -> tuple[int, int]:
             match = re.search(r"^Pss:\s+(\d+)", Path(f"/proc/{pid}/smaps_rollup").read_text(), re.MULTILINE)
             shared += 1024 * int(match[1]) if match else 0
     return sum(sizes.get(pid, 0) for pid in family), shared
-
-
-def main() -> None:
-    wanted = set(sys.argv[1:])
-    lines = []
-    for row in ROWS:
-        if wanted and row[0] not in wanted:
-            continue
-        name, mode, batch, seq, remat, topology, mesh = row
-        options = [f"--{mode}", "--batch", str(batch), "--seq", str(seq), "--topology", topology, "--mesh", mesh]
-        answer = run(f"hf:{name}", options + (["--remat", remat] if mode == "train" else []))
-        if "error" in answer:
-            lines.append(f"| {name} | {mode} | {topology} | {mesh} | {answer['error']} |")
-        else:
-            fitting = {k: b["step_time_s"] for k, b in answer["baselines"].items() if b["fits"]}
-            best = min(fitting, key=lambda k: fitting[k], default="none fits")
-            ratio = f"{fitting[best] / answer['step_time_s']:.3f}" if fitting else "-"
-            shown = f"{fitting[best] * 1e3:.1f}" if fitting else "-"
-            lines.append(
-                f"| {name} | {mode} {batch}x{seq} {remat} | {topology} | {mesh} | {answer['step_time_s'] * 1e3:.1f} "
-                f"| {best} | {shown} | {ratio} | {answer['mfu']:.1%} | {answer['peak_bytes'] / 2**30:.1f} "
-                f"| {answer['solver_gap']:.2%} | {answer['plan_gap']:.2%} | {answer['wall']:.1f} "
-                f"| {answer['rss'] / 2**30:.2f} | {'; '.join(answer['words'])} |"
-            )
-        print(lines[-1], flush=True)
-    head = (
-        "# The plan against the best baseline that fits, predicted\n\n"
-        "`python experiments/quality/plan_vs_baselines.py`\n\n"
-        "| model | step | topology | mesh | plan ms | best baseline | its ms | ratio | MFU | peak GiB | solver gap "
-        "| plan gap | wall s | planner GiB | plan |\n" + "| --- " * 15 + "|\n"
-    )
-    if not wanted:
-        OUT.parent.mkdir(exist_ok=True)
-        OUT.write_text(head + "\n".join(lines) + "\n")
-
-
-if __name__ == "__main__":
-    main()
