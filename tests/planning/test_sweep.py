@@ -128,6 +128,7 @@ def rows_of(**changes: Any) -> str:
         rows_of(words="ab"),
         rows_of(words=[1]),
         rows_of(recipe=[]),
+        rows_of(colour="red"),
     ],
 )
 def test_a_file_of_another_kind_is_left_alone(source: str, tmp_path: Path, text: str) -> None:
