@@ -213,7 +213,7 @@ class Child:
             self._source.close()
 
     def _leaves(self, patience_s: float) -> bool:
-        """Hang up, and return True if the process ends by itself in so many seconds."""
+        """Close stdin, and return True if the process then ends within so many seconds."""
         if patience_s > 0:
             self.hang_up()
             with contextlib.suppress(subprocess.TimeoutExpired):
