@@ -2,8 +2,10 @@
 
 import dataclasses
 import enum
+import functools
 import math
 import operator
+from typing import Any
 
 from autoshard.mlir import WindowedDim
 
@@ -263,9 +265,13 @@ class Manual:
     where: str
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
+@dataclasses.dataclass(frozen=True)
 class OpGraph:
-    """The whole step: ops in program order, with each loop's body inlined once."""
+    """The whole step: ops in program order, with each loop's body inlined once.
+
+    Maps derived from the fields, such as the users of every tensor, are computed once. Copies that are pickled lack
+    them.
+    """
 
     tensors: tuple[Tensor, ...]
     ops: tuple[Op, ...]
@@ -281,6 +287,35 @@ class OpGraph:
     """`structure_hash` of the inlined module; op numbers are positions in this module."""
     regions: tuple[Manual, ...] = ()
     """Regions that the program splits by hand, in order."""
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return the fields alone."""
+        return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+
+    def maker(self, tensor: int) -> Op | None:
+        """Return the op that computes a tensor; None for an argument, and for a value or result of a loop."""
+        producer = self.tensors[tensor].producer
+        return self.ops[producer] if producer >= 0 else None
+
+    @functools.cached_property
+    def users(self) -> tuple[tuple[Op, ...], ...]:
+        """Ops that consume each tensor, in program order."""
+        users: list[list[Op]] = [[] for _ in self.tensors]
+        for op in self.ops:
+            for tensor in set(op.operands):
+                users[tensor].append(op)
+        return tuple(map(tuple, users))
+
+    @functools.cached_property
+    def generated(self) -> frozenset[int]:
+        """Results of ops of the class `FREE`."""
+        return frozenset(t for op in self.ops if op.op_class is OpClass.FREE for t in op.results)
+
+    @functools.cached_property
+    def returned(self) -> frozenset[int]:
+        """Results of the program, and the initial and updated values of its loops."""
+        carries = (carry for loop in self.loops for carry in loop.carries)
+        return frozenset(self.results).union(t for carry in carries for t in (carry.init, carry.update))
 
     def trips(self, loop: int) -> float:
         """Return how often an op of block `loop` runs in one step; branches of a conditional share its runs equally."""

@@ -1,7 +1,7 @@
 """Buffers of loops: materialised loop inputs, and matmuls of pipeline stages."""
 
 from autoshard.graph.extraction.rolls import ROTATE
-from autoshard.graph.records import Op, OpClass, OpGraph
+from autoshard.graph.records import OpClass, OpGraph
 
 
 def matmuls_of_stages(graph: OpGraph) -> frozenset[int]:
@@ -36,16 +36,13 @@ _PASSED_ON = _LAID_OUT | {"convert", "dynamic_slice"}
 
 def sliced_loop_inputs(graph: OpGraph) -> frozenset[int]:
     """Return the values computed outside of the loops that slice them."""
-    makers: dict[int, Op] = {tensor: op for op in graph.ops for tensor in op.results}
     loop_inputs = set()
     for op in graph.ops:
         if op.kind != "dynamic_slice" or op.op_class is not OpClass.LAYER:
             continue
         tensor = op.operands[0]
-        maker = makers.get(tensor)
-        while maker is not None and maker.kind in _LAID_OUT and maker.loop != op.loop:
+        while (maker := graph.maker(tensor)) is not None and maker.kind in _LAID_OUT and maker.loop != op.loop:
             tensor = maker.operands[0]
-            maker = makers.get(tensor)
         if maker is not None and maker.loop != op.loop and maker.op_class is not OpClass.FREE:
             loop_inputs.add(tensor)
     return frozenset(loop_inputs)
@@ -56,34 +53,29 @@ def selected_slices(graph: OpGraph, apart: frozenset[int]) -> dict[int, int]:
 
     The values in `apart`, which are stored in any case, are left out.
     """
-    makers: dict[int, Op] = {tensor: op for op in graph.ops for tensor in op.results}
-    users: dict[int, list[Op]] = {}
-    for op in graph.ops:
-        for tensor in set(op.operands):
-            users.setdefault(tensor, []).append(op)
     last_matmuls: dict[int, int] = {}
     for op in graph.ops:
-        if op.kind == "select" and op.loop >= 0 and all(_is_slice(makers, value) for value in op.operands[1:]):
-            matmuls = _matmuls(users, op.results[0])
+        if op.kind == "select" and op.loop >= 0 and all(_is_slice(graph, value) for value in op.operands[1:]):
+            matmuls = _matmuls(graph, op.results[0])
             if len(matmuls) > 1 and op.results[0] not in apart:
                 last_matmuls[op.results[0]] = max(matmuls)
     return last_matmuls
 
 
-def _is_slice(makers: dict[int, Op], tensor: int) -> bool:
+def _is_slice(graph: OpGraph, tensor: int) -> bool:
     """Return True if a tensor is one layer of a stack, possibly in another layout."""
-    maker = makers.get(tensor)
+    maker = graph.maker(tensor)
     while maker is not None and maker.kind in _LAID_OUT:
-        maker = makers.get(maker.operands[0])
+        maker = graph.maker(maker.operands[0])
     return maker is not None and maker.kind == "dynamic_slice" and maker.op_class is OpClass.LAYER
 
 
-def _matmuls(users: dict[int, list[Op]], tensor: int) -> set[int]:
+def _matmuls(graph: OpGraph, tensor: int) -> set[int]:
     """Return the matmuls that consume a tensor, directly or after layout ops, casts and slices."""
     matmuls = set()
-    for user in users.get(tensor, ()):
+    for user in graph.users[tensor]:
         if user.kind == "dot_general":
             matmuls.add(user.id)
         elif user.kind in _PASSED_ON:
-            matmuls |= _matmuls(users, user.results[0])
+            matmuls |= _matmuls(graph, user.results[0])
     return matmuls

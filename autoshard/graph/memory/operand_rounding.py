@@ -28,14 +28,13 @@ def round_operands(graph: OpGraph) -> OpGraph:
 
     Tensors keep their ids, and new tensors follow. Ops and the spans of loops are renumbered.
     """
-    generated = {t for op in graph.ops if op.op_class is OpClass.FREE for t in op.results}
     moves = _narrow_moves(graph)
     within = {t for op in moves for t in graph.ops[op].results}
     users: dict[int, list[int]] = defaultdict(list)
     for op in graph.ops:
         if _rounds(op) or op.id in moves:
             for tensor in dict.fromkeys(op.operands):
-                if graph.tensors[tensor].dtype == _WIDE and tensor not in generated and tensor not in within:
+                if graph.tensors[tensor].dtype == _WIDE and tensor not in graph.generated and tensor not in within:
                     users[tensor].append(op.id)
     if not users:
         return graph
@@ -94,29 +93,22 @@ def _narrow_moves(graph: OpGraph) -> set[int]:
 
     Their operands are rounded before the move, so that the ops move half the bytes.
     """
-    stored = {*graph.results, *(t for loop in graph.loops for c in loop.carries for t in (c.init, c.update))}
-    users: dict[int, list[Op]] = defaultdict(list)
-    for op in graph.ops:
-        for tensor in set(op.operands):
-            users[tensor].append(op)
     moves: set[int] = set()
     for op in reversed(graph.ops):
         if op.kind not in _MOVES or op.op_class in (OpClass.FREE, OpClass.LAYER):
             continue
         (result,) = op.results
-        consumers = users[result]
-        alone = all((_rounds(user) or user.id in moves) and user.loop == op.loop for user in consumers)
-        if consumers and alone and result not in stored and graph.tensors[result].dtype == _WIDE:
+        users = graph.users[result]
+        alone = all((_rounds(user) or user.id in moves) and user.loop == op.loop for user in users)
+        if users and alone and result not in graph.returned and graph.tensors[result].dtype == _WIDE:
             moves.add(op.id)
     return moves
 
 
 def source_of(graph: OpGraph, tensor: int) -> int:
     """Return the module's value from which a tensor is rounded, or the tensor itself."""
-    producer = graph.tensors[tensor].producer
-    if producer >= 0 and graph.ops[producer].number == INSERTED:
-        return graph.ops[producer].operands[0]
-    return tensor
+    maker = graph.maker(tensor)
+    return maker.operands[0] if maker is not None and maker.number == INSERTED else tensor
 
 
 def _convert(graph: OpGraph, op_id: int, tensor: int, result: int, user: Op) -> Op:
