@@ -4,7 +4,6 @@ import dataclasses
 import enum
 import functools
 import math
-import operator
 from typing import Any
 
 from autoshard.mlir import WindowedDim
@@ -326,51 +325,23 @@ class OpGraph:
             loop = record.parent
         return count
 
+    def needed_until(self, tensor: int, user: int) -> int:
+        """Return the last op id at which op `user` needs a value.
+
+        For a value from outside of a loop this is the end of the outermost loop that contains the op but not the value.
+        A branch of a conditional runs once, so it does not extend the lifetime.
+        """
+        home, loop, moment = self.tensors[tensor].loop, self.ops[user].loop, user
+        while loop != home and loop >= 0:
+            if not self.loops[loop].branches:
+                moment = max(moment, self.loops[loop].stop - 1)
+            loop = self.loops[loop].parent
+        return moment
+
     @property
     def flops(self) -> int:
         """FLOPs of the ops of one unsharded step, loop trips included."""
         return round(sum(op.flops * self.trips(op.loop) for op in self.ops))
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Fusion:
-    """One kernel: its root op, the values that it writes, and the values in memory that it reads."""
-
-    root: int
-    writes: tuple[int, ...]
-    reads: tuple[int, ...]
-    """Tensors read from memory; a slice of a stored stack stands for the slice's bytes, not the stack's."""
-    moved: tuple[int, ...]
-    """Values whose bytes are written: `writes`, or the slice that is put into a stack in place."""
-    is_fused_sibling: bool = False
-    """True if the kernel of an earlier fusion also does this fusion's work, so that no kernel is launched for it."""
-
-
-_OP_FIELDS, _TENSOR_FIELDS = (
-    operator.attrgetter(*(field.name for field in dataclasses.fields(record))) for record in (Op, Tensor)
-)
-_OPERANDS, _PRODUCER = (
-    [field.name for field in dataclasses.fields(record)].index(name)
-    for record, name in ((Op, "operands"), (Tensor, "producer"))
-)
-
-
-def with_id(op: Op, number: int, operands: tuple[int, ...]) -> Op:
-    """Return the op with another id and other operands; `dataclasses.replace` would cost seconds on large graphs."""
-    if op.id == number and op.operands == operands:
-        return op
-    _, *fields = _OP_FIELDS(op)
-    fields[_OPERANDS - 1] = operands
-    return Op(number, *fields)
-
-
-def with_producer(tensor: Tensor, producer: int) -> Tensor:
-    """Return the tensor with another producer."""
-    if tensor.producer == producer:
-        return tensor
-    fields = list(_TENSOR_FIELDS(tensor))
-    fields[_PRODUCER] = producer
-    return Tensor(*fields)
 
 
 def is_batched(op: Op) -> bool:

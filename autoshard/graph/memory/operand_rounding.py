@@ -7,12 +7,13 @@ Evidence: docs/compiler_behaviour.md, "Rounding of matmul operands".
 """
 
 import dataclasses
+import operator
 from collections import defaultdict
 from collections.abc import Iterator
 
 from autoshard.graph.extraction.opaque_rules import same_rule
 from autoshard.graph.flops import is_sum
-from autoshard.graph.records import Op, OpClass, OpGraph, Tensor, with_id, with_producer
+from autoshard.graph.records import Op, OpClass, OpGraph, Tensor
 
 
 ROUNDING = frozenset({"dot_general", "convolution"})
@@ -62,18 +63,45 @@ def round_operands(graph: OpGraph) -> OpGraph:
         takes = op.operands
         if _rounds(op) or op.id in moves:
             takes = tuple(narrow.get(t, t) for t in takes)
-        ops.append(with_id(op, len(ops), takes))
+        ops.append(_with_id(op, len(ops), takes))
         for tensor in after[op.id]:
             ops.append(_convert(graph, len(ops), tensor, narrow[tensor], graph.ops[users[tensor][0]]))
     for op in ops:
         for tensor in op.results:
-            tensors[tensor] = with_producer(tensors[tensor], op.id)
+            tensors[tensor] = _with_producer(tensors[tensor], op.id)
     loops = tuple(
         dataclasses.replace(loop, start=start, stop=stop)
         for loop, (start, stop) in zip(graph.loops, _spans(graph, ops, at), strict=True)
     )
     without_rule = tuple(at[op] for op in graph.without_rule)
     return dataclasses.replace(graph, tensors=tuple(tensors), ops=tuple(ops), loops=loops, without_rule=without_rule)
+
+
+_OP_FIELDS, _TENSOR_FIELDS = (
+    operator.attrgetter(*(field.name for field in dataclasses.fields(record))) for record in (Op, Tensor)
+)
+_OPERANDS, _PRODUCER = (
+    [field.name for field in dataclasses.fields(record)].index(name)
+    for record, name in ((Op, "operands"), (Tensor, "producer"))
+)
+
+
+def _with_id(op: Op, number: int, operands: tuple[int, ...]) -> Op:
+    """Return the op with another id and other operands; `dataclasses.replace` would cost seconds on large graphs."""
+    if op.id == number and op.operands == operands:
+        return op
+    _, *fields = _OP_FIELDS(op)
+    fields[_OPERANDS - 1] = operands
+    return Op(number, *fields)
+
+
+def _with_producer(tensor: Tensor, producer: int) -> Tensor:
+    """Return the tensor with another producer."""
+    if tensor.producer == producer:
+        return tensor
+    fields = list(_TENSOR_FIELDS(tensor))
+    fields[_PRODUCER] = producer
+    return Tensor(*fields)
 
 
 def _rounds(op: Op) -> bool:

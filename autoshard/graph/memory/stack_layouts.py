@@ -1,11 +1,10 @@
-"""Layouts of stacked layers: gradient stacks, tile rows, and the copies that change a layout."""
+"""Stacks of layers that loops slice or fill: their layouts, and the copies that change a layout or select a slice."""
 
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 
 from autoshard.graph.flops import is_sum
 from autoshard.graph.memory.host_transfers import TO_DEVICE
-from autoshard.graph.memory.lifetimes import outlast
 from autoshard.graph.records import Loop, Op, OpClass, OpGraph, is_batched
 
 
@@ -171,7 +170,7 @@ def copied_slices(graph: OpGraph, consumers: Sequence[Sequence[int]]) -> Iterato
         users, last, copied = list(consumers[op.results[0]]), op.id, False
         while users:
             user = graph.ops[users.pop()]
-            last = max(last, outlast(graph, op.results[0], user.id))
+            last = max(last, graph.needed_until(op.results[0], user.id))
             copied |= takes_whole(user)
             if user.kind in SHAPING:
                 users += consumers[user.results[0]]
@@ -267,3 +266,54 @@ def _stack_of(
             if user.kind in SHAPING or user.kind == "broadcast_in_dim":
                 todo += user.results
     return -1
+
+
+_LAID_OUT = frozenset({"reshape", "transpose", "slice", "sharding_constraint"})
+_PASSED_ON = _LAID_OUT | {"convert", "dynamic_slice"}
+
+
+def sliced_loop_inputs(graph: OpGraph) -> frozenset[int]:
+    """Return the values computed outside of the loops that slice them."""
+    loop_inputs = set()
+    for op in graph.ops:
+        if op.kind != "dynamic_slice" or op.op_class is not OpClass.LAYER:
+            continue
+        tensor = op.operands[0]
+        while (maker := graph.maker(tensor)) is not None and maker.kind in _LAID_OUT and maker.loop != op.loop:
+            tensor = maker.operands[0]
+        if maker is not None and maker.loop != op.loop and maker.op_class is not OpClass.FREE:
+            loop_inputs.add(tensor)
+    return frozenset(loop_inputs)
+
+
+def selected_slices(graph: OpGraph, apart: frozenset[int]) -> dict[int, int]:
+    """Map values selected among slices of stacks that several matmuls read to the last of these matmuls.
+
+    The values in `apart`, which are stored in any case, are left out.
+    """
+    last_matmuls: dict[int, int] = {}
+    for op in graph.ops:
+        if op.kind == "select" and op.loop >= 0 and all(_is_slice(graph, value) for value in op.operands[1:]):
+            matmuls = _matmuls(graph, op.results[0])
+            if len(matmuls) > 1 and op.results[0] not in apart:
+                last_matmuls[op.results[0]] = max(matmuls)
+    return last_matmuls
+
+
+def _is_slice(graph: OpGraph, tensor: int) -> bool:
+    """Return True if a tensor is one layer of a stack, possibly in another layout."""
+    maker = graph.maker(tensor)
+    while maker is not None and maker.kind in _LAID_OUT:
+        maker = graph.maker(maker.operands[0])
+    return maker is not None and maker.kind == "dynamic_slice" and maker.op_class is OpClass.LAYER
+
+
+def _matmuls(graph: OpGraph, tensor: int) -> set[int]:
+    """Return the matmuls that consume a tensor, directly or after layout ops, casts and slices."""
+    matmuls = set()
+    for user in graph.users[tensor]:
+        if user.kind == "dot_general":
+            matmuls.add(user.id)
+        elif user.kind in _PASSED_ON:
+            matmuls |= _matmuls(graph, user.results[0])
+    return matmuls
