@@ -21,7 +21,8 @@ from autoshard.planning.price.reshard_times import (
 from autoshard.planning.record.plan_parts import Collective, PlannedOp
 from autoshard.planning.record.spec import pattern
 from autoshard.planning.space.decision_model import EXPOSED, HOST, Channel, Model, Node, link_names
-from autoshard.planning.space.op_strategies import FOLDED_OPS, heavy_seconds
+from autoshard.planning.space.op_models import FOLDED_OPS, heavy_seconds
+from autoshard.planning.space.op_work import OpWork
 from autoshard.planning.space.overlap import lanes
 from autoshard.program import WEIGHTS
 
@@ -138,7 +139,8 @@ def _add_work(work: PlaceWork, model: Model, node: Node, choice: int, notes: Rec
     op, compute = model.graph.ops[node.ref], model.compute
     trips = model.graph.trips(op.loop)
     states = node.states[choice : choice + 1]
-    heavy_seconds(model.graph, op, states, model.axis_sizes, notes, model.residency, model.padding)  # type: ignore[arg-type]
+    where = (model.graph, op, states, model.axis_sizes)
+    heavy_seconds(OpWork(*where, notes, model.residency, model.padding))  # type: ignore[arg-type]
     for name, keywords, amounts in notes.pop_calls():
         given = dict(keywords)
         if name == "again":

@@ -15,7 +15,8 @@ from autoshard.planning.price.reshard_times import reshard_overlap, reshard_rela
 from autoshard.planning.price.softmax_credit import uncharged_bytes
 from autoshard.planning.record.plan_parts import Collective, Prediction
 from autoshard.planning.space.decision_model import HOST, Model, Node
-from autoshard.planning.space.op_strategies import heavy_seconds
+from autoshard.planning.space.op_models import heavy_seconds
+from autoshard.planning.space.op_work import OpWork
 from autoshard.planning.space.overlap import hiding_figures
 
 
@@ -93,8 +94,8 @@ def _work(model: Model, choices: NDArray[np.int64]) -> Iterator[Charge]:
         if node.kind == "op":
             op = model.graph.ops[node.ref]
             trips = model.graph.trips(op.loop)
-            states, axes = node.states[choice : choice + 1], model.axis_sizes
-            heavy_seconds(model.graph, op, states, axes, notes, model.residency, model.padding)  # type: ignore[arg-type]
+            where = (model.graph, op, node.states[choice : choice + 1], model.axis_sizes)
+            heavy_seconds(OpWork(*where, notes, model.residency, model.padding))  # type: ignore[arg-type]
             yield from (Charge(*called, op.loop, trips) for called in notes.pop_calls())
         else:
             yield from _streamed(model, node, choice)
