@@ -40,7 +40,7 @@ def _gathered(op: Op) -> tuple[Side, Side]:
 def _scattered(op: Op) -> tuple[Side, Side]:
     """Return the updates twice, as those of a table and of the rows that they are added to, and the results."""
     operands, results = sides(op)
-    return operands[2:] * 2, results
+    return (*operands[2:], *operands[2:]), results
 
 
 def _in_bursts(work: OpWork, size: Seconds) -> Seconds:
