@@ -147,11 +147,10 @@ def build_structure(
     - `ties`: (result tensor, argument tensor) pairs that must have one spec.
     - `whole`: (tensor, dim) pairs that no axis may split.
     """
-    free = {t for op in graph.ops if op.op_class is OpClass.FREE for t in op.results}
     trivial = {t.id for t in graph.tensors if t.elements <= 1 or not t.shape or t.dtype == "token"}
     # A generated value that starts a loop is stored like any other once the loop changes it.
     started = {c.init for loop in graph.loops for c in loop.carries}
-    skip = (free - started) | trivial
+    skip = trivial | (graph.generated - started)
     stored = set(parameters)
     union = _Merged([None if t.id in skip else t.shape for t in graph.tensors], stored)
     asked = {c.tensor: c.sharding for c in graph.constraints}

@@ -2,8 +2,9 @@
 
 import dataclasses
 import enum
+import functools
 import math
-import operator
+from typing import Any
 
 from autoshard.mlir import MeshAxes, Sharding, WindowedDim
 
@@ -231,9 +232,13 @@ class Manual:
     where: str
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
+@dataclasses.dataclass(frozen=True)
 class OpGraph:
-    """The whole step: ops in program order, with each loop's body inlined once."""
+    """The whole step: ops in program order, with each loop's body inlined once.
+
+    Maps derived from the fields, such as the users of every tensor, are computed once. Copies that are pickled lack
+    them.
+    """
 
     tensors: tuple[Tensor, ...]
     ops: tuple[Op, ...]
@@ -250,6 +255,35 @@ class OpGraph:
     regions: tuple[Manual, ...] = ()
     """Regions that the program splits by hand, in order."""
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Return the fields alone."""
+        return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+
+    def maker(self, tensor: int) -> Op | None:
+        """Return the op that computes a tensor; None for an argument, and for a value or result of a loop."""
+        producer = self.tensors[tensor].producer
+        return self.ops[producer] if producer >= 0 else None
+
+    @functools.cached_property
+    def users(self) -> tuple[tuple[Op, ...], ...]:
+        """Ops that consume each tensor, in program order."""
+        users: list[list[Op]] = [[] for _ in self.tensors]
+        for op in self.ops:
+            for tensor in set(op.operands):
+                users[tensor].append(op)
+        return tuple(map(tuple, users))
+
+    @functools.cached_property
+    def generated(self) -> frozenset[int]:
+        """Results of ops of the class `FREE`."""
+        return frozenset(t for op in self.ops if op.op_class is OpClass.FREE for t in op.results)
+
+    @functools.cached_property
+    def returned(self) -> frozenset[int]:
+        """Results of the program, and the initial and updated values of its loops."""
+        carries = (carry for loop in self.loops for carry in loop.carries)
+        return frozenset(self.results).union(t for carry in carries for t in (carry.init, carry.update))
+
     def trips(self, loop: int) -> float:
         """Return how often an op of block `loop` runs in one step; branches of a conditional share its runs equally."""
         count = 1
@@ -259,51 +293,23 @@ class OpGraph:
             loop = record.parent
         return count
 
+    def needed_until(self, tensor: int, user: int) -> int:
+        """Return the last op id at which op `user` needs a value.
+
+        For a value from outside of a loop this is the end of the outermost loop that contains the op but not the value.
+        A branch of a conditional runs once, so it does not extend the lifetime.
+        """
+        home, loop, moment = self.tensors[tensor].loop, self.ops[user].loop, user
+        while loop != home and loop >= 0:
+            if not self.loops[loop].branches:
+                moment = max(moment, self.loops[loop].stop - 1)
+            loop = self.loops[loop].parent
+        return moment
+
     @property
     def flops(self) -> int:
         """FLOPs of the ops of one unsharded step, loop trips included."""
         return round(sum(op.flops * self.trips(op.loop) for op in self.ops))
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Fusion:
-    """One kernel: its root op, the values that it writes, and the values in memory that it reads."""
-
-    root: int
-    writes: tuple[int, ...]
-    reads: tuple[int, ...]
-    """Tensors read from memory; a slice of a stored stack stands for the slice's bytes, not the stack's."""
-    moved: tuple[int, ...]
-    """Values whose bytes are written: `writes`, or the slice that is put into a stack in place."""
-    is_fused_sibling: bool = False
-    """True if the kernel of an earlier fusion also does this fusion's work, so that no kernel is launched for it."""
-
-
-_OP_FIELDS, _TENSOR_FIELDS = (
-    operator.attrgetter(*(field.name for field in dataclasses.fields(record))) for record in (Op, Tensor)
-)
-_OPERANDS, _PRODUCER = (
-    [field.name for field in dataclasses.fields(record)].index(name)
-    for record, name in ((Op, "operands"), (Tensor, "producer"))
-)
-
-
-def with_id(op: Op, number: int, operands: tuple[int, ...]) -> Op:
-    """Return the op with another id and other operands; `dataclasses.replace` would cost seconds on large graphs."""
-    if op.id == number and op.operands == operands:
-        return op
-    _, *fields = _OP_FIELDS(op)
-    fields[_OPERANDS - 1] = operands
-    return Op(number, *fields)
-
-
-def with_producer(tensor: Tensor, producer: int) -> Tensor:
-    """Return the tensor with another producer."""
-    if tensor.producer == producer:
-        return tensor
-    fields = list(_TENSOR_FIELDS(tensor))
-    fields[_PRODUCER] = producer
-    return Tensor(*fields)
 
 
 def is_batched(op: Op) -> bool:

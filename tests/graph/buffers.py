@@ -2,7 +2,10 @@
 
 from typing import Any
 
-from autoshard.graph import Liveness, OpGraph
+from autoshard.graph import FusionRules, Liveness, OpGraph
+
+
+TPU = FusionRules(fused_matmuls=True)
 
 
 def lifetimes(liveness: Liveness) -> dict[int, tuple[int, int]]:

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from autoshard.graph import Fusion, OpGraph, analyse
+from tests.graph.buffers import TPU
 from tests.graph.programs import f32, graph_of, ops
 
 
@@ -32,7 +33,7 @@ def traffic(graph: OpGraph, fusions: tuple[Fusion, ...]) -> int:
 def test_a_matmul_goes_on_with_what_follows_and_sums_it() -> None:
     layer = (f32(WIDTH, WIDTH), f32(WIDTH))
     graph = graph_of(jax.grad(dense), [layer] * 4, f32(ROWS, WIDTH))
-    liveness = analyse(graph, fused_matmuls=True)
+    liveness = analyse(graph, rules=TPU)
     products = {op.results[0] for op in ops(graph, "dot_general") if graph.tensors[op.results[0]].shape[0] == ROWS}
     back = sorted(products)[4:]  # gradients of the layers' inputs; the first layer's is not computed
     assert len(products) == 7 and set(back) <= set(liveness.stores)
@@ -58,7 +59,7 @@ def test_ways_that_meet_are_one_kernel() -> None:
 
     graph = graph_of(fn, *[f32(ROWS, WIDTH)] * 3)
     both = ops(graph, "multiply")[0].results[0]
-    (fusion,) = analyse(graph, fused_matmuls=True).fusions
+    (fusion,) = analyse(graph, rules=TPU).fusions
     assert both not in fusion.writes and len(fusion.reads) == 3
 
     def apart(x: Any, y: Any) -> Any:
@@ -66,7 +67,7 @@ def test_ways_that_meet_are_one_kernel() -> None:
         return both + 1, jnp.sin(both)
 
     graph = graph_of(apart, *[f32(ROWS, WIDTH)] * 2)
-    assert ops(graph, "multiply")[0].results[0] in analyse(graph, fused_matmuls=True).materialised
+    assert ops(graph, "multiply")[0].results[0] in analyse(graph, rules=TPU).materialised
 
 
 def test_statistics_of_a_convolutions_result_are_summed_by_it() -> None:
@@ -78,7 +79,7 @@ def test_statistics_of_a_convolutions_result_are_summed_by_it() -> None:
         return lax.conv_general_dilated(h, v, (1, 1), "SAME", dimension_numbers=names)
 
     graph = graph_of(fn, f32(8, 16, 16, 64), f32(3, 3, 64, 64), f32(3, 3, 64, 64))
-    liveness = analyse(graph, fused_matmuls=True)
+    liveness = analyse(graph, rules=TPU)
     sums = [f for f in liveness.fusions if graph.ops[f.root].kind == "reduce"]
     assert len(sums) == 2 and not any(large(graph, f.reads) for f in sums)
     assert not liveness.stores  # the ops after the first convolution wait for its statistics
@@ -94,7 +95,7 @@ def test_what_is_asked_for_is_stored_as_it_is() -> None:
         return product, product + y
 
     graph = graph_of(fn, f32(ROWS, WIDTH), f32(WIDTH, WIDTH), f32(ROWS, WIDTH))
-    liveness = analyse(graph, fused_matmuls=True)
+    liveness = analyse(graph, rules=TPU)
     assert not liveness.stores and set(graph.results) <= liveness.materialised
 
 
@@ -104,7 +105,7 @@ def test_a_sum_that_needs_another_reads_again() -> None:
         return y, ((y - y.mean(0)) ** 2).sum(0)
 
     graph = graph_of(fn, f32(ROWS, WIDTH))
-    liveness = analyse(graph, fused_matmuls=True)
+    liveness = analyse(graph, rules=TPU)
     first, second = (f for f in liveness.fusions if graph.ops[f.root].kind == "reduce")
     assert not large(graph, first.reads) and len(large(graph, second.reads)) == 1
 
@@ -118,7 +119,7 @@ def test_a_sum_that_needs_what_follows_reads_the_product_from_memory() -> None:
 
     labels = jax.ShapeDtypeStruct((ROWS,), "int32")
     graph = graph_of(jax.value_and_grad(loss, (0, 1)), f32(WIDTH, ROWS), f32(ROWS, WIDTH), labels)
-    liveness = analyse(graph, fused_matmuls=True)
+    liveness = analyse(graph, rules=TPU)
     scores = ops(graph, "dot_general")[0].results[0]
     picked = [f for f in liveness.fusions if graph.ops[f.root].kind == "reduce" and scores in f.reads]
     assert len(picked) == 1 and scores in liveness.materialised and scores not in liveness.stores

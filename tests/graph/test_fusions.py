@@ -7,8 +7,8 @@ import jax.numpy as jnp
 import pytest
 from jax import lax
 
-from autoshard.graph import OpClass, analyse
-from tests.graph.buffers import lifetimes
+from autoshard.graph import FusionRules, OpClass, analyse
+from tests.graph.buffers import TPU, lifetimes
 from tests.graph.programs import bf16, f32, graph_of, ops
 
 
@@ -45,7 +45,7 @@ def test_on_tpus_pads_between_elements_are_kernels(tpu: bool) -> None:
 
     shape = f32(4, 64, 32, 8)
     graph = graph_of(jax.grad(loss, (0, 1)), shape, shape, f32(8, 8))
-    liveness = analyse(graph, fused_matmuls=tpu)
+    liveness = analyse(graph, rules=FusionRules(fused_matmuls=tpu))
     between = [op for op in ops(graph, "pad") if op.strided and graph.tensors[op.results[0]].elements]
     assert len(between) > 20 and all(op.strided == (1,) for op in between)
     roots = {fusion.root for fusion in liveness.fusions}
@@ -59,7 +59,7 @@ def test_on_tpus_what_is_taken_apart_is_computed_once() -> None:
 
     graph = graph_of(fn, f32(4, 16, 8))
     whole = ops(graph, "exponential")[0].results[0]
-    assert whole in analyse(graph, fused_matmuls=True).materialised
+    assert whole in analyse(graph, rules=TPU).materialised
     assert whole not in analyse(graph).materialised
 
 
@@ -71,7 +71,7 @@ def test_on_tpus_steps_through_tiles_are_kernels(axis: int, apart: bool) -> None
     graph = graph_of(half, f32(16, 16, 16))
     (step,) = ops(graph, "slice")
     assert step.strided == (axis,)
-    assert (step.results[0] in analyse(graph, fused_matmuls=True).materialised) == apart
+    assert (step.results[0] in analyse(graph, rules=TPU).materialised) == apart
 
 
 def test_of_a_value_in_memory_only_the_slice_is_read() -> None:
@@ -100,7 +100,7 @@ def test_tpus_compute_activations_inside_the_matmuls_that_take_them(fused: bool)
         return jnp.sum(x)
 
     graph = graph_of(jax.grad(loss), tuple(f32(64, 64) for _ in range(3)), f32(256, 64))
-    liveness = analyse(graph, fused_matmuls=fused)
+    liveness = analyse(graph, rules=FusionRules(fused_matmuls=fused))
     products = {op.results[0] for op in ops(graph, "dot_general")} | set(liveness.stores.values())
     stored = [t for t in liveness.materialised if graph.tensors[t].shape == (256, 64) and t not in graph.arguments]
     assert stored and (set(stored) <= products) is fused
@@ -111,7 +111,7 @@ def test_attention_finds_its_operands_stored_on_tpus_too() -> None:
         return jnp.einsum("bsd,btd->bst", jnp.sin(q), k)
 
     graph = graph_of(fn, f32(2, 8, 4), f32(2, 8, 4))
-    assert ops(graph, "sine")[0].results[0] in analyse(graph, fused_matmuls=True).materialised
+    assert ops(graph, "sine")[0].results[0] in analyse(graph, rules=TPU).materialised
 
 
 def test_a_sum_is_stored_as_narrow_as_it_is_made() -> None:

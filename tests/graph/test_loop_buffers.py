@@ -8,7 +8,7 @@ from jax import lax
 
 from autoshard.graph import Liveness, OpGraph, analyse, read_graph
 from tests.graph import programs as made
-from tests.graph.buffers import carry_of, lifetimes, peak
+from tests.graph.buffers import TPU, carry_of, lifetimes, peak
 from tests.graph.programs import bf16, f32, graph_of, ops
 
 
@@ -188,8 +188,8 @@ def test_a_stack_that_loops_in_a_loop_take_apart_is_copied_for_them_if_it_is_wri
         liveness = analyse(graph, **options)
         return [(b, liveness.itemsize(graph, b)) for b in liveness.buffers if b[0] == stack and b[1]]
 
-    assert copies(updates={stack: result}, fused_matmuls=True) == [((stack, outer.start, outer.stop), 4)]
-    assert copies(fused_matmuls=True) == copies(updates={stack: result}) == []
+    assert copies(updates={stack: result}, rules=TPU) == [((stack, outer.start, outer.stop), 4)]
+    assert copies(rules=TPU) == copies(updates={stack: result}) == []
 
 
 def test_a_carried_value_that_starts_two_of_a_loop_within_is_held_once_more() -> None:

@@ -8,6 +8,7 @@ import pytest
 from jax import lax
 
 from autoshard.graph import OpGraph, analyse, round_operands, source_of
+from tests.graph.buffers import TPU
 from tests.graph.programs import bf16, f32, graph_of, ops
 
 
@@ -88,7 +89,7 @@ def test_a_gradient_is_stored_as_its_matmuls_take_it_and_summed_beside() -> None
 
     params = [(f32(64, 64), f32(64))] * 3
     graph = round_operands(graph_of(jax.grad(loss), params, f32(512, 64)))
-    liveness = analyse(graph, fused_matmuls=True)
+    liveness = analyse(graph, rules=TPU)
     kept = [graph.tensors[t] for t in liveness.stores.values()]
     assert {t.dtype for t in kept if graph.ops[t.producer].number < 0} == {"bfloat16"}
     assert sum(graph.ops[t.producer].number < 0 for t in kept) == 2

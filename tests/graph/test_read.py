@@ -1,5 +1,6 @@
 """From a lowered module to ops, tensors and loops."""
 
+import pickle
 from typing import Any
 
 import jax
@@ -10,6 +11,33 @@ from jax import lax
 from autoshard.graph import FactorKind, OpClass, analyse, build_structure, read_graph, replace_names
 from tests.graph import programs as made
 from tests.graph.programs import f32, graph_of, ops
+
+
+def test_every_tensor_knows_its_maker_and_its_users() -> None:
+    def step(x: Any, w: Any) -> Any:
+        last, saved = lax.scan(lambda c, p: (jnp.tanh(c @ p) * c, c), x, w)
+        return last + saved[0], last * last
+
+    graph = graph_of(step, f32(8, 4), f32(5, 4, 4))
+    for tensor in graph.tensors:
+        makers = [op for op in graph.ops if tensor.id in op.results]
+        assert makers == [op for op in (graph.maker(tensor.id),) if op is not None]
+        assert list(graph.users[tensor.id]) == [op for op in graph.ops if tensor.id in op.operands]
+    (square,) = (op for op in ops(graph, "multiply") if op.loop < 0)
+    assert square.operands[0] == square.operands[1] and graph.users[square.operands[0]].count(square) == 1
+    (constant, *_) = ops(graph, "constant")
+    assert constant.results[0] in graph.generated and graph.generated.isdisjoint(graph.arguments)
+    (loop,) = graph.loops
+    assert graph.returned == {*graph.results, *(t for c in loop.carries for t in (c.init, c.update))}
+
+
+def test_a_pickled_graph_lacks_what_is_derived() -> None:
+    graph = graph_of(lambda x: jnp.tanh(x) + x, f32(8, 4))
+    before = len(pickle.dumps(graph))
+    assert len(graph.users) == len(graph.tensors) and not graph.generated and graph.returned
+    assert len(pickle.dumps(graph)) == before
+    again = pickle.loads(pickle.dumps(graph))
+    assert again == graph and again.users == graph.users
 
 
 def test_tensors_carry_shape_bytes_producer_and_place() -> None:

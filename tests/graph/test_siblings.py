@@ -5,7 +5,8 @@ from typing import Any
 import jax.numpy as jnp
 import pytest
 
-from autoshard.graph import Fusion, analyse
+from autoshard.graph import Fusion, FusionRules, analyse
+from tests.graph.buffers import TPU
 from tests.graph.programs import f32, graph_of
 
 
@@ -22,7 +23,7 @@ def light(fusions: tuple[Fusion, ...]) -> tuple[int, int]:
 
 @pytest.mark.parametrize("tpu", [False, True])
 def test_an_update_reads_its_gradient_once(tpu: bool) -> None:
-    fusions = analyse(graph_of(adam, *[f32(64, 64)] * 4), fused_matmuls=tpu).fusions
+    fusions = analyse(graph_of(adam, *[f32(64, 64)] * 4), rules=FusionRules(fused_matmuls=tpu)).fusions
     assert len(fusions) == 3
     assert light(fusions) == ((1, 4) if tpu else (3, 7))
 
@@ -33,5 +34,5 @@ def test_sizes_that_differ_and_what_waits_for_others_stay_apart() -> None:
         return first, jnp.cos(y) + first @ w, jnp.sin(x)[:4]
 
     graph = graph_of(fn, f32(8, 8), f32(8, 8), f32(8, 8))
-    fusions = analyse(graph, fused_matmuls=True).fusions
+    fusions = analyse(graph, rules=TPU).fusions
     assert all(not f.is_fused_sibling for f in fusions)

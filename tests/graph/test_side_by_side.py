@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import pytest
 
 import autoshard
-from autoshard.graph import analyse, matmuls_of_stages
+from autoshard.graph import FusionRules, analyse, matmuls_of_stages
 from tests.graph.programs import f32, graph_of
 
 
@@ -45,7 +45,7 @@ def test_nothing_but_results_is_stored_between_them() -> None:
     assert matmuls_of_stages(graph)
 
     def inner(fused: bool) -> list[str]:
-        liveness = analyse(graph, fused_matmuls=fused)
+        liveness = analyse(graph, rules=FusionRules(fused_matmuls=fused))
         wide = [t for t in liveness.materialised if graph.tensors[t].shape == (STAGES, 4, INNER)]
         return [graph.ops[graph.tensors[t].producer].kind for t in wide]
 

@@ -9,6 +9,7 @@ import pytest
 from jax import lax
 
 from autoshard.graph import OpClass, OpGraph, Softmax, SoftmaxForm, analyse, build_structure, find_softmaxes
+from tests.graph.buffers import TPU
 from tests.graph.programs import bf16, graph_of
 
 
@@ -101,7 +102,7 @@ def test_neither_sigmoids_nor_saved_probabilities_are_one() -> None:
 def test_what_a_softmax_holds_is_nowhere_else() -> None:
     graph, softmaxes = softmaxes_of(gradient(attention), 1024)
     inside = {tensor for softmax in softmaxes for tensor in softmax.tensors}
-    before = analyse(graph, fused_matmuls=True)
-    after = analyse(graph, fused_matmuls=True, softmaxes=softmaxes)
+    before = analyse(graph, rules=TPU)
+    after = analyse(graph, rules=TPU, softmaxes=softmaxes)
     assert inside.intersection(tensor for tensor, *_ in before.buffers)
     assert after.buffers == tuple(buffer for buffer in before.buffers if buffer[0] not in inside)

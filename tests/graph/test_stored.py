@@ -5,8 +5,9 @@ import jax.numpy as jnp
 import pytest
 
 import autoshard
-from autoshard.graph import analyse, read_graph, round_operands
+from autoshard.graph import FusionRules, analyse, read_graph, round_operands
 from autoshard.program import trace
+from tests.graph.buffers import TPU
 
 
 LAYERS, WIDTH = 4, 128
@@ -30,7 +31,7 @@ def test_a_stack_is_narrowed_before_the_loop_along_whatever_dim_it_counts_layers
     shape = (LAYERS, WIDTH, WIDTH) if axis == 0 else (WIDTH, LAYERS, WIDTH)
     given = (jax.ShapeDtypeStruct(shape, "float32"), jax.ShapeDtypeStruct((64, WIDTH), "bfloat16"))
     graph = read_graph(trace(step(axis, "float32"), given, name="stack", donate_argnums=(0,)).module)
-    liveness = analyse(graph, (), {}, fused_matmuls=True)
+    liveness = analyse(graph, rules=TPU)
     stacks = {b: w for b, w in liveness.widths.items() if graph.tensors[b[0]].shape == (LAYERS, WIDTH, WIDTH)}
     assert list(stacks.values()) == [2]
     ((_, start, stop),) = stacks
@@ -41,7 +42,7 @@ def test_a_stack_is_narrowed_before_the_loop_along_whatever_dim_it_counts_layers
 def test_a_stack_of_gradients_that_is_narrowed_afterwards_is_narrow(gradients: str, widths: list[int]) -> None:
     given = (jax.ShapeDtypeStruct((LAYERS, WIDTH, WIDTH), "float32"), jax.ShapeDtypeStruct((64, WIDTH), "bfloat16"))
     graph = read_graph(trace(step(0, gradients), given, name="stack", donate_argnums=(0,)).module)
-    liveness = analyse(graph, (), {}, fused_matmuls=True)
+    liveness = analyse(graph, rules=TPU)
     carried = {carry.body for loop in graph.loops for carry in loop.carries}
     assert [w for (t, *_), w in liveness.widths.items() if t in carried and t not in graph.arguments] == widths
 
@@ -59,13 +60,13 @@ def test_a_saved_stack_that_only_matmuls_take_is_rounded(norm: bool, width: int 
 
     given = (jax.ShapeDtypeStruct((LAYERS, WIDTH, WIDTH), "float32"), jax.ShapeDtypeStruct((64, WIDTH), "float32"))
     graph = round_operands(read_graph(trace(jax.grad(loss), given, name="stack").module))
-    liveness = analyse(graph, (), {}, fused_matmuls=True)
+    liveness = analyse(graph, rules=TPU)
     carried = {
         c.body for loop in graph.loops for c in loop.carries if graph.tensors[c.body].shape == (LAYERS, 64, WIDTH)
     }
     (buffer,) = (b for b in liveness.buffers if b[0] in carried)
     assert liveness.widths.get(buffer) == width
-    on_gpus = analyse(graph, (), {}, narrows_stacks=False)
+    on_gpus = analyse(graph, rules=FusionRules(narrows_stacks=False))
     assert not [b for b in on_gpus.widths if b[0] in carried]
 
 
@@ -83,7 +84,7 @@ def test_saved_states_of_a_recurrence_stay_wide() -> None:
     graph = round_operands(read_graph(trace(jax.grad(loss), (given, given), name="states").module))
     shape = (LAYERS, 16, WIDTH, WIDTH)
     carried = {c.body for loop in graph.loops for c in loop.carries if graph.tensors[c.body].shape == shape}
-    assert carried and not [b for b in analyse(graph, (), {}, fused_matmuls=True).widths if b[0] in carried]
+    assert carried and not [b for b in analyse(graph, rules=TPU).widths if b[0] in carried]
 
 
 @pytest.mark.parametrize("schedule", ["gpipe", "circular:2"])
@@ -97,7 +98,7 @@ def test_stacks_of_stages_are_narrowed_once_for_both_passes(schedule: str) -> No
 
     given = (jax.ShapeDtypeStruct((LAYERS, WIDTH, WIDTH), "float32"), jax.ShapeDtypeStruct((64, WIDTH), "bfloat16"))
     graph = read_graph(trace(run, given, name="stages", donate_argnums=(0,)).module)
-    liveness = analyse(graph, (), {}, fused_matmuls=True)
+    liveness = analyse(graph, rules=TPU)
     elements = LAYERS * WIDTH * WIDTH
     (stack,) = (b for b, w in liveness.widths.items() if w == 2 and graph.tensors[b[0]].elements == elements)
     assert graph.tensors[stack[0]].loop < 0 and graph.tensors[stack[0]].shape != (LAYERS, WIDTH, WIDTH)

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from autoshard.graph import analyse
-from tests.graph.buffers import lifetimes
+from tests.graph.buffers import TPU, lifetimes
 from tests.graph.programs import f32, graph_of
 
 
@@ -51,6 +51,6 @@ def test_what_is_chosen_among_slices_is_in_memory_where_several_matmuls_take_it(
         graph = graph_of(lambda x, w, twice=twice: run(x, w, twice), f32(8, 4), f32(5, 4, 4))
         (loop,) = graph.loops
         (weight,) = (op for op in graph.ops if op.kind == "select" and graph.tensors[op.results[0]].shape == (4, 4))
-        spans = [b[1:] for b in analyse(graph, fused_matmuls=True).buffers if b[0] == weight.results[0]]
+        spans = [b[1:] for b in analyse(graph, rules=TPU).buffers if b[0] == weight.results[0]]
         last = max(op.id for op in graph.ops if op.kind == "dot_general")
         assert spans == ([(weight.id, last + 1)] if twice else []) and loop.start < weight.id

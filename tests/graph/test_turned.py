@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from autoshard.graph import OpGraph, analyse, read_graph
+from autoshard.graph import FusionRules, OpGraph, analyse, read_graph
 from autoshard.graph.memory.stack_layouts import ExtraTraffic, transposed_stack_copies
 from autoshard.program import trace
 
@@ -88,6 +88,6 @@ def test_what_nothing_meets_is_not_copied():
 @pytest.mark.parametrize("tiled", [True, False])
 def test_only_compilers_that_fuse_matmuls_lay_stacks_out_so(tiled: bool):
     graph = graph_of(descent)
-    passes = analyse(graph, fused_matmuls=tiled).extra_traffic
+    passes = analyse(graph, rules=FusionRules(fused_matmuls=tiled)).extra_traffic
     stack = graph.tensors[next(each.tensor for each in transposed_stack_copies(graph))]
     assert (ExtraTraffic(stack.id, -1, 1) in passes) == tiled

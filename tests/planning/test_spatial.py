@@ -20,7 +20,9 @@ from autoshard.planning.explain.plan_pins import region_of
 from autoshard.planning.price.reshard_paths import path_steps
 from autoshard.planning.record.plan_files import plan_from_json, plan_to_json
 from autoshard.planning.space.decision_model import Path, Residency
-from autoshard.planning.space.op_strategies import heavy_seconds, heavy_strategies, result_states
+from autoshard.planning.space.op_models import heavy_seconds
+from autoshard.planning.space.op_strategies import heavy_strategies, result_states
+from autoshard.planning.space.op_work import OpWork
 from autoshard.planning.xla.array_layouts import Padding
 from autoshard.planning.xla.axis_assignments import WHOLE
 from autoshard.planning.xla.spatial_splits import halo_exchanges, split_in_space
@@ -337,7 +339,8 @@ def test_a_convolution_split_over_few_features_wastes_the_matrix_unit() -> None:
     states = heavy_strategies(graph, op, [8], "tpu")
     topology = Topology.parse("v5p:2x2x2")
     residency = Residency(graph, analyse(graph), topology.chip)
-    seconds = heavy_seconds(graph, op, states, [8], Compute(topology), residency, Padding(graph, topology.backend))
+    padding = Padding(graph, topology.backend)
+    seconds = heavy_seconds(OpWork(graph, op, states, [8], Compute(topology), residency, padding))
     by_factor = {int(s[0]): float(t) for s, t in zip(states, seconds, strict=True)}
     (features,), (height,) = op.rule.results[0][1], op.rule.results[0][2]
     assert by_factor[height] < by_factor[WHOLE] / 5

@@ -3,7 +3,6 @@
 import dataclasses
 import json
 import re
-from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -66,14 +65,10 @@ class Attention:
 
 def find_attentions(graph: OpGraph) -> tuple[Attention, ...]:
     """Return every attention of a graph that one op computes, in program order."""
-    uses: dict[int, list[int]] = defaultdict(list)
-    for op in graph.ops:
-        for tensor in op.operands:
-            uses[tensor].append(op.id)
-    return tuple(attention for op in graph.ops if (attention := _attention(graph, op, uses)) is not None)
+    return tuple(attention for op in graph.ops if (attention := _attention(graph, op)) is not None)
 
 
-def _attention(graph: OpGraph, op: Op, uses: Mapping[int, list[int]]) -> Attention | None:
+def _attention(graph: OpGraph, op: Op) -> Attention | None:
     """Return the attention record of an op; None if the op has no rule or is no attention kernel."""
     known = op.kind in MATMULS or (op.opaque is not None and (op.opaque.head or op.opaque.target.startswith(RING)))
     if op.rule is None or not known:
@@ -97,7 +92,7 @@ def _attention(graph: OpGraph, op: Op, uses: Mapping[int, list[int]]) -> Attenti
         record = graph.tensors[tensor]
         along = [d for d, factors in enumerate(dims) if sequence & set(factors)]
         if along and _is_float(record):
-            connected = _between(graph, tensor, along[0], uses)
+            connected = _between(graph, tensor, along[0])
             values |= connected
             if splits and queries & set(dims[along[0]]):
                 # Half of the queries' elements: excludes tables of positions, which have no heads.
@@ -116,15 +111,15 @@ def _is_float(tensor: Tensor) -> bool:
     return len(tensor.shape) > 2 and tensor.dtype.startswith(("float", "bfloat"))
 
 
-def _between(graph: OpGraph, tensor: int, dim: int, uses: Mapping[int, list[int]]) -> dict[int, int]:
+def _between(graph: OpGraph, tensor: int, dim: int) -> dict[int, int]:
     """Map a tensor, and all tensors connected to it through ops of `_PASSED`, to their sequence dim."""
     sequence_dims = {tensor: dim}
     waiting = [tensor]
     while waiting:
         at = waiting.pop()
-        producer = graph.tensors[at].producer
-        for number in ((producer,) if producer >= 0 else ()) + tuple(uses.get(at, ())):
-            for other, where in _along(graph.ops[number], at, sequence_dims[at]):
+        maker = graph.maker(at)
+        for op in (*(() if maker is None else (maker,)), *graph.users[at]):
+            for other, where in _along(op, at, sequence_dims[at]):
                 if other not in sequence_dims and graph.tensors[other].elements > 1:
                     sequence_dims[other] = where
                     waiting.append(other)

@@ -10,7 +10,7 @@ Evidence: docs/compiler_behaviour.md, "Stored dtype of matmul results", "Narrow 
 from collections.abc import Collection, Iterable, Mapping
 
 from autoshard.graph.memory.operand_rounding import INSERTED
-from autoshard.graph.records import Op, OpClass, OpGraph, is_batched
+from autoshard.graph.records import OpClass, OpGraph, is_batched
 
 
 Buffer = tuple[int, int, int]
@@ -60,18 +60,13 @@ def _itemsize(graph: OpGraph, tensor: int) -> int:
 
 def widened_values(graph: OpGraph) -> dict[int, int]:
     """Map results of matmuls that are stored as a wider value computed from them to that value's bytes per element."""
-    users: dict[int, list[Op]] = {}
-    for op in graph.ops:
-        for tensor in set(op.operands):
-            users.setdefault(tensor, []).append(op)
-    stored_values = {*graph.results, *(t for loop in graph.loops for c in loop.carries for t in (c.init, c.update))}
     widths = {}
     for op in graph.ops:
         if op.kind not in _MATMULS:
             continue
         last, computed = op.results[0], False
-        while last not in stored_values and len(users.get(last, ())) == 1:
-            (user,) = users[last]
+        while last not in graph.returned and len(graph.users[last]) == 1:
+            (user,) = graph.users[last]
             if user.op_class is not OpClass.POINTWISE or user.loop != op.loop:
                 break
             last, computed = user.results[0], computed or user.kind != "convert"
@@ -106,24 +101,18 @@ def _filled_narrow(graph: OpGraph, sliced: bool) -> dict[int, int]:
 
     Evidence: docs/compiler_behaviour.md, "Saved stacks stored narrow".
     """
-    makers = {tensor: op for op in graph.ops for tensor in op.results}
-    users: dict[int, list[Op]] = {}
-    for op in graph.ops:
-        for tensor in set(op.operands):
-            users.setdefault(tensor, []).append(op)
-    stored_values = {*graph.results, *(t for loop in graph.loops for c in loop.carries for t in (c.init, c.update))}
     widths = {}
     for loop in graph.loops:
         for carry in loop.carries:
-            inside = users.get(carry.body, [])
+            inside = graph.users[carry.body]
             if len(inside) != 1 or inside[0].kind != "dynamic_update_slice" or inside[0].op_class is not OpClass.LAYER:
                 continue
             own = _itemsize(graph, carry.body)
-            width = _stored_width(graph, users, stored_values, carry.result, sliced)
+            width = _stored_width(graph, carry.result, sliced)
             if not sliced:
-                maker = makers.get(inside[0].operands[1])
+                maker = graph.maker(inside[0].operands[1])
                 while maker is not None and maker.kind in _VIEWS and maker.loop == inside[0].loop:
-                    maker = makers.get(maker.operands[0])
+                    maker = graph.maker(maker.operands[0])
                 widened = maker is not None and maker.kind == "convert"
                 source = _itemsize(graph, maker.operands[0]) if maker is not None and widened else own
                 width = source if width <= source else own
@@ -132,31 +121,29 @@ def _filled_narrow(graph: OpGraph, sliced: bool) -> dict[int, int]:
     return widths
 
 
-def _stored_width(
-    graph: OpGraph, users: Mapping[int, list[Op]], kept: Collection[int], tensor: int, sliced: bool
-) -> int:
+def _stored_width(graph: OpGraph, tensor: int, sliced: bool) -> int:
     """Return the bytes per element of the widest convert of a tensor or of its views.
 
     If other ops read the tensor, its own bytes per element are returned.
     """
     own, width = _itemsize(graph, tensor), 0
-    if tensor in kept:
+    if tensor in graph.returned:
         return own
-    for op in users.get(tensor, ()):
+    for op in graph.users[tensor]:
         if op.kind in _VIEWS or (sliced and op.kind == "dynamic_slice" and op.op_class is OpClass.LAYER):
-            width = max(width, _stored_width(graph, users, kept, op.results[0], sliced))
+            width = max(width, _stored_width(graph, op.results[0], sliced))
         # Matmuls with a batch dim for the heads, as in a recurrence, read float32 slices.
-        elif op.kind == "convert" and not (sliced and _feeds_batched(users, op.results[0])):
+        elif op.kind == "convert" and not (sliced and _feeds_batched(graph, op.results[0])):
             width = max(width, _itemsize(graph, op.results[0]))
         else:
             return own
     return width or own
 
 
-def _feeds_batched(users: Mapping[int, list[Op]], tensor: int) -> bool:
+def _feeds_batched(graph: OpGraph, tensor: int) -> bool:
     """Return True if a matmul with batch dims reads a tensor or a view of it."""
     return any(
-        is_batched(op) or (op.kind in _VIEWS and _feeds_batched(users, op.results[0])) for op in users.get(tensor, ())
+        is_batched(op) or (op.kind in _VIEWS and _feeds_batched(graph, op.results[0])) for op in graph.users[tensor]
     )
 
 
@@ -167,16 +154,14 @@ def _outermost(graph: OpGraph, loop: int) -> int:
     return loop
 
 
-def _laid_out(makers: Mapping[int, Op], tensor: int) -> int:
+def _laid_out(graph: OpGraph, tensor: int) -> int:
     """Return the source of a value outside of loops, through layout ops and slices.
 
     Layers that are stacked along another dim than the first are transposed before a loop. Layers of pipeline stages are
     split and put next to each other.
     """
-    maker = makers.get(tensor)
-    while maker is not None and maker.kind in _PLACED and maker.loop < 0:
+    while (maker := graph.maker(tensor)) is not None and maker.kind in _PLACED and maker.loop < 0:
         tensor = maker.operands[0]
-        maker = makers.get(tensor)
     return tensor
 
 
@@ -187,7 +172,6 @@ def _converted(graph: OpGraph) -> tuple[dict[Buffer, int], dict[int, int]]:
     selections among slices, to bytes per element. Converts that the compiler inserts do not count: it rounds slice by
     slice (decoders in float32, v4 and v5e).
     """
-    makers = {tensor: op for op in graph.ops for tensor in op.results}
     spans: dict[tuple[int, int], tuple[int, int]] = {}
     between: dict[int, int] = {}
     for op in graph.ops:
@@ -196,8 +180,8 @@ def _converted(graph: OpGraph) -> tuple[dict[Buffer, int], dict[int, int]]:
         width = _itemsize(graph, op.results[0])
         if width >= _itemsize(graph, op.operands[0]):
             continue
-        stacks, passed = _sliced(makers, op.operands[0])
-        if not stacks or any(_laid_out(makers, stack) not in graph.arguments for stack in stacks):
+        stacks, passed = _sliced(graph, op.operands[0])
+        if not stacks or any(_laid_out(graph, stack) not in graph.arguments for stack in stacks):
             continue
         between |= dict.fromkeys(passed, width)
         outer = _outermost(graph, op.loop)
@@ -208,7 +192,7 @@ def _converted(graph: OpGraph) -> tuple[dict[Buffer, int], dict[int, int]]:
     return {(stack, start, stop): width for (stack, width), (start, stop) in spans.items()}, between
 
 
-def _sliced(makers: Mapping[int, Op], tensor: int) -> tuple[set[int], set[int]]:
+def _sliced(graph: OpGraph, tensor: int) -> tuple[set[int], set[int]]:
     """Return the stacks among whose slices a value in a loop is selected, and the values between.
 
     Both sets are empty if the value is anything else.
@@ -216,7 +200,7 @@ def _sliced(makers: Mapping[int, Op], tensor: int) -> tuple[set[int], set[int]]:
     stacks, passed, left = set[int](), set[int](), [(tensor, False)]
     while left:
         value, is_slice = left.pop()
-        maker = makers.get(value)
+        maker = graph.maker(value)
         if maker is None or maker.loop < 0:
             if not is_slice:
                 return set(), set()

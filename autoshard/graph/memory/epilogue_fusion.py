@@ -1,187 +1,43 @@
-"""Epilogue fusion: elementwise ops that kernels of matmuls and reductions compute before they store their results."""
+"""Third stage of the fusion analysis: elementwise ops that other kernels compute before they store their results.
 
-import dataclasses
-from collections.abc import Collection, Mapping, Sequence
-
-from autoshard.graph.flops import is_sum
-from autoshard.graph.records import Fusion, OpClass, OpGraph
-
-
-_FEW = 64
-"""Largest number of values that are followed from a matmul's result."""
-_MOST_MADE = 4
-"""Largest number of values that a matmul's kernel stores instead of its result."""
-SMALL = 8
-"""Factor by which a value must be smaller to be ignored.
-
-An operand with so many times fewer elements than a sum's input does not decide which kernel computes the sum. Bytes
-that are so many times smaller than a value do not decide if the value is stored.
+Kernels of matmuls compute epilogues, kernels of reductions and elementwise ops compute sums. Sibling elementwise ops
+share one kernel.
 """
 
+import dataclasses
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
 
-def post_dominators(graph: OpGraph, consumers: Sequence[Sequence[int]], apart: Collection[int]) -> dict[int, int]:
-    """Map each value with several users to its immediate post-dominator: the pointwise op where all paths from it join.
-
-    All users up to that op are parts of one kernel, which computes the value once. Paths stay in one block, and lead
-    over pointwise ops only. `apart` are ops that end a kernel; no path leads through them.
-    """
-    after = [-1] * len(graph.ops)
-    """Next op to which all paths from each op lead; -1 for none, [ops]."""
-    joins: dict[int, int] = {}
-
-    def first_common_op(users: Sequence[int], loop: int) -> int:
-        """Return the first op common to all paths from `users`; -1 if there is none."""
-        at = -1
-        for number, user in enumerate(sorted(set(users))):
-            other = graph.ops[user]
-            if other.loop != loop or other.op_class is not OpClass.POINTWISE or user in apart:
-                return -1
-            if not number:
-                at = user
-                continue
-            mine, theirs = at, user
-            while mine != theirs:  # ids follow program order, so the smaller one moves on
-                if mine < theirs:
-                    mine = after[mine]
-                else:
-                    theirs = after[theirs]
-                if mine < 0 or theirs < 0:
-                    return -1
-            at = mine
-        return at
-
-    for op in reversed(graph.ops):
-        users = [user for tensor in op.results for user in consumers[tensor]]
-        if not users or op.id in apart:
-            continue
-        after[op.id] = first_common_op(users, op.loop)
-        if len(op.results) == 1 and len(set(users)) > 1 and after[op.id] >= 0:
-            joins[op.results[0]] = after[op.id]
-    return joins
+from autoshard.graph.flops import is_sum
+from autoshard.graph.memory.fusion_analysis import SMALL, Fusion, FusionAnalysis
+from autoshard.graph.memory.materialization import MOST_MADE
+from autoshard.graph.records import Op, OpClass, OpGraph
 
 
-def latest_makers(graph: OpGraph) -> list[int]:
-    """Return for every value the latest op with a kernel of its own from which it is computed; -1 for none."""
-    latest = [tensor.producer for tensor in graph.tensors]
-    for op in graph.ops:
-        if op.op_class is OpClass.FREE or (op.op_class is OpClass.POINTWISE and op.operands):
-            before = -1 if op.op_class is OpClass.FREE else max(latest[t] for t in op.operands)
-            for tensor in op.results:
-                latest[tensor] = before
-    return latest
-
-
-def leads_from_matmul(
-    graph: OpGraph,
-    tensor: int,
-    reads: Collection[int],
-    consumers: Sequence[Sequence[int]],
-    matmuls: Collection[int],
-    pinned: Collection[int],
-    latest: Sequence[int],
-) -> bool:
-    """Return True if the kernel of a matmul in `reads` also computes and stores `tensor`, which other matmuls read.
-
-    The kernel does so if all values computed from its result are pointwise, and are read by matmuls. The gradient of a
-    gated activation has two such values. The same kernel also computes sums of them.
-
-    - `tensor`: the value in question.
-    - `reads`: stored values from which it is computed.
-    - `matmuls`: matmuls that fuse pointwise ops.
-    - `pinned`: values that are stored in any case.
-    - `latest`: the result of `latest_makers`.
-    """
-    last = graph.ops[graph.tensors[tensor].producer]
-    if last.op_class is not OpClass.POINTWISE:
-        return False
-    for source in reads:
-        maker = graph.tensors[source].producer
-        if maker not in matmuls or source in pinned or graph.ops[maker].loop != last.loop:
-            continue
-        if graph.tensors[source].elements != graph.tensors[tensor].elements:
-            continue
-        if tensor in _epilogue_values(graph, source, consumers, matmuls, pinned, latest):
-            return True
-    return False
-
-
-def _epilogue_values(
-    graph: OpGraph,
-    source: int,
-    consumers: Sequence[Sequence[int]],
-    matmuls: Collection[int],
-    pinned: Collection[int],
-    latest: Sequence[int],
-) -> set[int]:
-    """Return the values that matmuls read and that only pointwise ops compute from the matmul result `source`.
-
-    The result is empty if other ops also read such a value, or if one depends on a kernel later than the matmul.
-    """
-    loop, maker, values = graph.tensors[source].loop, graph.tensors[source].producer, set[int]()
-    left, seen = [source], {source}
-    while left:
-        tensor = left.pop()
-        users = [graph.ops[user] for user in consumers[tensor] if graph.ops[user].kind != "reduce"]
-        matmul_users = [user for user in users if user.id in matmuls and user.loop == loop]
-        if tensor in pinned or (matmul_users and (tensor == source or len(matmul_users) < len(users))):
-            return set()
-        if matmul_users:
-            values.add(tensor)
-            continue
-        if any(user.loop != loop or user.op_class is not OpClass.POINTWISE for user in users):
-            return set()
-        if any(latest[t] > maker for user in users for t in user.operands):
-            return set()
-        more = {t for user in users for t in user.results} - seen
-        left += more
-        seen |= more
-        if len(seen) > _FEW:
-            return set()
-    return values if len(values) <= _MOST_MADE else set()
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class EpilogueFusion:
-    """Fusions after epilogue fusion, some of them part of others' kernels."""
-
-    fusions: list[Fusion]
-    stores: Mapping[int, int]
-    """Maps the unstored result of a matmul or convolution to the value that its kernel stores instead."""
-
-
-def fuse_epilogues(
-    graph: OpGraph,
-    fusions: Sequence[Fusion],
-    matmuls: Collection[int],
-    pinned: Collection[int],
-    bases: Mapping[int, Collection[int]],
-) -> EpilogueFusion:
+def fuse_epilogues(graph: OpGraph, analysis: FusionAnalysis) -> FusionAnalysis:
     """Fuse pointwise fusions into the matmuls whose results they read, and sums into the kernels of their inputs.
 
     A pointwise fusion that becomes an epilogue does not read the matmul's result; its own result is stored instead.
     Several fusions join one matmul if only matmuls and sums read their results. A fused sum reads only its small
     operands.
-
-    - `matmuls`: matmuls that fuse pointwise ops.
-    - `pinned`: values that are stored in any case.
-    - `bases`: maps each slice to the stored values of which it is a part.
     """
+    fusions, matmuls = analysis.fusions, analysis.matmuls
     readers: dict[int, list[int]] = {}
     for number, fusion in enumerate(fusions):
         for tensor in fusion.reads:
-            for source in {tensor, *bases.get(tensor, ())}:
+            for source in {tensor, *analysis.stored_sources(tensor)}:
                 readers.setdefault(source, []).append(number)
     made = list(fusions)
     stores: dict[int, int] = {}
     done: set[int] = set()
-    able = {number: _epilogue_sources(graph, fusion, matmuls, pinned, bases) for number, fusion in enumerate(fusions)}
+    able = {number: _epilogue_sources(graph, analysis, fusion) for number, fusion in enumerate(fusions)}
 
     def takers(source: int, fusion: Fusion) -> list[int]:
         """Return the fusions that read a matmul's result, without the sums that `fusion` computes in its own kernel."""
         return [
             n
             for n in readers[source]
-            if fusions[n] is fusion or not _is_fused_sum(graph, fusions[n], fusion, source, bases)
+            if fusions[n] is fusion or not _is_fused_sum(graph, analysis, fusions[n], fusion, source)
         ]
 
     def for_matmuls(number: int) -> bool:
@@ -199,7 +55,7 @@ def fuse_epilogues(
     for number, fusion in enumerate(fusions):
         for source in able[number]:
             together = takers(source, fusion)
-            if number in done or source in stores or not 1 < len(together) <= _MOST_MADE:
+            if number in done or source in stores or not 1 < len(together) <= MOST_MADE:
                 continue
             if any(n in done or source not in able[n] or not for_matmuls(n) for n in together):
                 continue
@@ -211,37 +67,35 @@ def fuse_epilogues(
                 moved = fusions[n].moved if first else ()
                 made[n] = dataclasses.replace(fusions[n], reads=left, moved=moved, is_fused_sibling=bool(first))
                 there.update(fusions[n].reads)
-    _fuse_sums(graph, fusions, made, matmuls, readers)
-    return EpilogueFusion(made, stores)
+    _fuse_sums(graph, analysis, made, readers)
+    return _fused(analysis, made, stores)
 
 
-def _epilogue_sources(
-    graph: OpGraph,
-    fusion: Fusion,
-    matmuls: Collection[int],
-    pinned: Collection[int],
-    bases: Mapping[int, Collection[int]],
-) -> list[int]:
+def _fused(analysis: FusionAnalysis, fusions: Sequence[Fusion], stores: Mapping[int, int]) -> FusionAnalysis:
+    """Return the analysis with other fusions, in which the kernels of matmuls store other values."""
+    materialised = analysis.materialised - stores.keys()
+    return dataclasses.replace(analysis, fusions=fusions, stores=stores, materialised=materialised)
+
+
+def _epilogue_sources(graph: OpGraph, analysis: FusionAnalysis, fusion: Fusion) -> list[int]:
     """Return the matmul results that a fusion reads as a whole, and whose kernels may compute the fusion."""
     root = graph.ops[fusion.root]
     if root.op_class is not OpClass.POINTWISE or len(fusion.writes) != 1 or fusion.moved != fusion.writes:
         return []
     elements = graph.tensors[fusion.writes[0]].elements
-    sliced = {base for t in fusion.reads for base in bases.get(t, ())}
+    sliced = {base for t in fusion.reads for base in analysis.bases.get(t, ())}
     return [
         t
         for t in fusion.reads
-        if graph.tensors[t].producer in matmuls
-        and t not in pinned
+        if graph.tensors[t].producer in analysis.matmuls
+        and t not in analysis.pinned
         and t not in sliced
         and graph.ops[graph.tensors[t].producer].loop == root.loop
         and graph.tensors[t].elements == elements
     ]
 
 
-def _is_fused_sum(
-    graph: OpGraph, fusion: Fusion, other: Fusion, source: int, bases: Mapping[int, Collection[int]]
-) -> bool:
+def _is_fused_sum(graph: OpGraph, analysis: FusionAnalysis, fusion: Fusion, other: Fusion, source: int) -> bool:
     """Return True if `fusion` is a sum of values that the fusion `other` reads or writes; one kernel then computes
     both.
 
@@ -254,7 +108,7 @@ def _is_fused_sum(
     large = set(_large_reads(graph, fusion))
     small = [t for t in fusion.reads if t not in large]
     return large <= {*other.reads, *other.writes} and all(
-        graph.tensors[t].producer < other.root and source not in (t, *bases.get(t, ())) for t in small
+        graph.tensors[t].producer < other.root and source not in (t, *analysis.stored_sources(t)) for t in small
     )
 
 
@@ -265,13 +119,13 @@ def _large_reads(graph: OpGraph, fusion: Fusion) -> list[int]:
 
 
 def _fuse_sums(
-    graph: OpGraph,
-    fusions: Sequence[Fusion],
-    made: list[Fusion],
-    matmuls: Collection[int],
-    readers: Mapping[int, Sequence[int]],
+    graph: OpGraph, analysis: FusionAnalysis, made: list[Fusion], readers: Mapping[int, Sequence[int]]
 ) -> None:
-    """Drop the large reads of sums that another kernel of their block computes."""
+    """Drop in `made` the large reads of sums that another kernel of their block computes.
+
+    `readers` maps each stored value to the numbers of the fusions that read it.
+    """
+    fusions = analysis.fusions
     maker = {tensor: number for number, fusion in enumerate(fusions) for tensor in fusion.writes}
     for number, fusion in enumerate(fusions):
         root = graph.ops[fusion.root]
@@ -291,7 +145,7 @@ def _fuse_sums(
         hosts = [*([maker[latest]] if latest in maker else ()), *siblings]
         for host in hosts:
             other = graph.ops[fusions[host].root]
-            goes_on = other.op_class is OpClass.POINTWISE or other.id in matmuls or other.kind == "reduce"
+            goes_on = other.op_class is OpClass.POINTWISE or other.id in analysis.matmuls or other.kind == "reduce"
             there = {*fusions[host].reads, *fusions[host].writes}
             if not goes_on or other.loop != root.loop or not large <= there:
                 continue
@@ -300,29 +154,27 @@ def _fuse_sums(
                 break
 
 
-def fuse_gpu_epilogues(
-    graph: OpGraph, fusions: Sequence[Fusion], consumers: Sequence[Sequence[int]], pinned: Collection[int]
-) -> EpilogueFusion:
-    """Return the fusions that remain after GPU matmuls compute their epilogues, and the values stored instead."""
-    made, stores = list(fusions), {}
+def fuse_gpu_epilogues(graph: OpGraph, analysis: FusionAnalysis) -> FusionAnalysis:
+    """Return the analysis after GPU matmuls compute their epilogues."""
+    fusions, made, stores = analysis.fusions, list(analysis.fusions), dict[int, int]()
     number_of = {fusion.root: number for number, fusion in enumerate(fusions)}
     for fusion in fusions:
         op = graph.ops[fusion.root]
-        if op.kind != "dot_general" or op.rule is None or is_sum(op.rule) or op.results[0] in pinned:
+        if op.kind != "dot_general" or op.rule is None or is_sum(op.rule) or op.results[0] in analysis.pinned:
             continue
-        root = _end_of_chain(graph, op.results[0], consumers, pinned)
+        root = _end_of_chain(graph, analysis, op.results[0])
         number = number_of.get(root, -1)
         if number < 0 or len(fusions[number].writes) != 1 or fusions[number].moved != fusions[number].writes:
             continue
         stores[op.results[0]] = fusions[number].writes[0]
         reads = tuple(t for t in fusions[number].reads if t != op.results[0])
         made[number] = Fusion(root, fusions[number].writes, reads, (), True)
-    return EpilogueFusion(made, stores)
+    return _fused(analysis, made, stores)
 
 
-def _end_of_chain(graph: OpGraph, tensor: int, consumers: Sequence[Sequence[int]], pinned: Collection[int]) -> int:
+def _end_of_chain(graph: OpGraph, analysis: FusionAnalysis, tensor: int) -> int:
     """Return the last elementwise op of a chain from a value, each with one consumer; -1 for none."""
-    own, last = graph.tensors[tensor], -1
+    own, last, consumers = graph.tensors[tensor], -1, analysis.consumers
     while len(set(consumers[tensor])) == 1:
         op = graph.ops[consumers[tensor][0]]
         result = graph.tensors[op.results[0]] if op.results else own
@@ -336,7 +188,7 @@ def _end_of_chain(graph: OpGraph, tensor: int, consumers: Sequence[Sequence[int]
         ):
             break
         tensor, last = op.results[0], op.id
-        if tensor in pinned:
+        if tensor in analysis.pinned:
             break
     return last
 
@@ -344,10 +196,67 @@ def _end_of_chain(graph: OpGraph, tensor: int, consumers: Sequence[Sequence[int]
 def _is_small(graph: OpGraph, tensor: int, elements: int) -> bool:
     """Return True if a value is small, or repeats a small one."""
     while graph.tensors[tensor].elements * SMALL > elements:
-        producer = graph.tensors[tensor].producer
-        if producer < 0 or graph.ops[producer].op_class not in (OpClass.FREE, OpClass.VIEW):
+        maker = graph.maker(tensor)
+        if maker is None or maker.op_class not in (OpClass.FREE, OpClass.VIEW):
             return False
-        if graph.ops[producer].op_class is OpClass.FREE:
+        if maker.op_class is OpClass.FREE:
             return True
-        tensor = graph.ops[producer].operands[0]
+        tensor = maker.operands[0]
     return True
+
+
+_MOVES = frozenset({"slice", "dynamic_update_slice"})
+_MOST = 8
+"""Largest number of results of one kernel."""
+
+
+@dataclasses.dataclass(slots=True)
+class _Kernel:
+    """A kernel that sibling fusions may join."""
+
+    first: int
+    """Root op of its first fusion; all operands of the kernel exist before this op."""
+    elements: int
+    seen: set[int]
+    """Values that the kernel reads or writes."""
+    results: int = 1
+
+
+def fuse_siblings(graph: OpGraph, fusions: Sequence[Fusion]) -> list[Fusion]:
+    """Fuse sibling elementwise fusions of equal size that read the same values into one kernel.
+
+    A fusion that joins an earlier kernel is marked `is_fused_sibling`, and no longer reads the values that this kernel
+    reads or writes.
+    """
+    merged = list(fusions)
+    kernels: dict[int, list[_Kernel]] = defaultdict(list)
+    """Maps a value to the kernels that read or write it."""
+    for number, fusion in enumerate(fusions):
+        root = graph.ops[fusion.root]
+        if not fusion.moved or not _is_light(root):
+            continue
+        size = sum(graph.tensors[t].elements for t in fusion.moved)
+        host = next((k for t in fusion.reads for k in kernels[t] if _may_join(graph, k, fusion, root, size)), None)
+        if host is None:
+            host = _Kernel(root.id, size, set())
+        else:
+            host.results += 1
+            merged[number] = dataclasses.replace(
+                fusion, reads=tuple(t for t in fusion.reads if t not in host.seen), is_fused_sibling=True
+            )
+        for tensor in {*fusion.reads, *fusion.writes} - host.seen:
+            host.seen.add(tensor)
+            kernels[tensor].append(host)
+    return merged
+
+
+def _is_light(op: Op) -> bool:
+    """Return True for ops that may share a kernel: pointwise ops, slices and updates of a slice."""
+    return op.op_class is OpClass.POINTWISE or op.kind in _MOVES
+
+
+def _may_join(graph: OpGraph, kernel: _Kernel, fusion: Fusion, root: Op, size: int) -> bool:
+    """Return True if a fusion can be computed in a kernel: equal size and block, and all its operands available."""
+    if kernel.results >= _MOST or kernel.elements != size or graph.ops[kernel.first].loop != root.loop:
+        return False
+    return all(t in kernel.seen or graph.tensors[t].producer < kernel.first for t in fusion.reads)

@@ -107,5 +107,5 @@ def _moving(graph: OpGraph, kind: str) -> list[Op]:
 
 def _is_stacked(graph: OpGraph, tensor: int) -> bool:
     """Return True if a value is only inserted into stacks."""
-    users = [op for op in graph.ops if tensor in op.operands]
+    users = graph.users[tensor]
     return bool(users) and all(op.kind in INTO_STACKS for op in users)

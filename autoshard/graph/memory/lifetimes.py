@@ -1,53 +1,37 @@
-"""Lifetimes of stored values, and the values that share one buffer."""
+"""Fourth stage of the fusion analysis: lifetimes of stored values, and the values that share one buffer."""
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping
 
-from autoshard.graph.records import Fusion, OpClass, OpGraph
+from autoshard.graph.memory.fusion_analysis import Fusion, FusionAnalysis
+from autoshard.graph.records import OpClass, OpGraph
 
 
-def buffers_of(
-    graph: OpGraph,
-    fusions: Sequence[Fusion],
-    materialised: set[int],
-    free: set[int],
-    reach: dict[int, frozenset[int]],
-    bases: dict[int, frozenset[int]],
-    kept: Collection[int],
-    updates: Mapping[int, int],
-    overwritten: Sequence[tuple[int, int]],
-    stores: Mapping[int, int],
-    writes_over: bool = False,
-) -> tuple[tuple[tuple[int, int, int], ...], tuple[tuple[int, int], ...], frozenset[int]]:
-    """Return `Liveness.buffers`, the (tensor, loop) pairs of copies, and `Liveness.reserved`.
+Buffers = tuple[tuple[int, int, int], ...]
+"""Live ranges (tensor, start, stop) in op ids."""
 
-    - `materialised`: tensors that reach memory.
-    - `free`: generated tensors.
-    - `reach`: stored tensors from which each tensor is computed.
-    - `bases`: stored tensors of which a slice is a part.
-    - `kept`, `updates`: as in `analyse`.
-    - `overwritten`: (value, value that overwrites it) pairs.
-    - `stores`: as in `Liveness`.
-    - `writes_over`: True if an elementwise kernel overwrites an operand of equal shape and dtype that has no later use.
-    """
+
+def buffers_of(graph: OpGraph, analysis: FusionAnalysis) -> tuple[Buffers, tuple[tuple[int, int], ...], frozenset[int]]:
+    """Return the buffers of stored values, the (tensor, loop) pairs of copies, and `Liveness.reserved`."""
+    updates, materialised, reach = analysis.updates, analysis.materialised, analysis.reach
     end = len(graph.ops)
     start = {t.id: (t.producer if t.producer >= 0 else 0) for t in graph.tensors}
-    for source, tensor in stores.items():
+    for source, tensor in analysis.stores.items():
         start[tensor] = graph.tensors[source].producer  # it is written while the matmul runs
     last = dict.fromkeys(materialised, -1)
-    for fusion in fusions:
+    for fusion in analysis.fusions:
         for read in fusion.reads:
-            for tensor in bases.get(read, (read,)):
-                last[tensor] = max(last[tensor], outlast(graph, tensor, fusion.root))
+            for tensor in analysis.stored_sources(read):
+                last[tensor] = max(last[tensor], graph.needed_until(tensor, fusion.root))
     for tensor in graph.results:
         for read in reach.get(tensor, ()):
-            for source in bases.get(read, (read,)):
+            for source in analysis.stored_sources(read):
                 last[source] = end
         if tensor in last:
             last[tensor] = end
-    last |= dict.fromkeys(kept, end)
-    _delay_updates(graph, fusions, bases, kept, updates, start, last)
-    over = _written_over(graph, fusions, bases, last) if writes_over else frozenset()
-    home, copied = _share_carried(graph, free, start, last, updates, overwritten)
+    last |= dict.fromkeys(analysis.kept, end)
+    _delay_updates(graph, analysis, start, last)
+    over = _written_over(graph, analysis, last) if analysis.rules.gpu_kernels else frozenset()
+    home, copied = _share_carried(graph, analysis, start, last)
     buffers, arguments = [], set(graph.arguments)
     for tensor in sorted(materialised):
         if home.get(tensor, tensor) != tensor:
@@ -71,33 +55,23 @@ def buffers_of(
     return tuple(buffers), tuple(copied), frozenset(home.get(tensor, tensor) for tensor in reserved)
 
 
-def _written_over(
-    graph: OpGraph, fusions: Sequence[Fusion], bases: Mapping[int, frozenset[int]], last: Mapping[int, int]
-) -> frozenset[int]:
+def _written_over(graph: OpGraph, analysis: FusionAnalysis, last: Mapping[int, int]) -> frozenset[int]:
     """Return the values that the elementwise kernel which reads them last overwrites with its result."""
     overwritten = set()
-    for fusion in fusions:
+    for fusion in analysis.fusions:
         if graph.ops[fusion.root].op_class is not OpClass.POINTWISE or len(fusion.writes) != 1:
             continue
         written = graph.tensors[fusion.writes[0]]
         for tensor in fusion.reads:
             read = graph.tensors[tensor]
             alike = read.shape == written.shape and read.dtype == written.dtype and read.loop == written.loop
-            if alike and read.producer >= 0 and tensor not in bases and last.get(tensor) == fusion.root:
+            if alike and read.producer >= 0 and tensor not in analysis.bases and last.get(tensor) == fusion.root:
                 overwritten.add(tensor)
                 break
     return frozenset(overwritten)
 
 
-def _delay_updates(
-    graph: OpGraph,
-    fusions: Sequence[Fusion],
-    bases: Mapping[int, frozenset[int]],
-    kept: Collection[int],
-    updates: Mapping[int, int],
-    start: dict[int, int],
-    last: dict[int, int],
-) -> None:
+def _delay_updates(graph: OpGraph, analysis: FusionAnalysis, start: dict[int, int], last: dict[int, int]) -> None:
     """Let updated state without other readers be written when the old state's last reader is done.
 
     State that is stored narrower than it is updated needs this. The parameter depends on wide moments, which are never
@@ -105,7 +79,7 @@ def _delay_updates(
 
     Evidence: docs/compiler_behaviour.md, "Update of narrow state".
     """
-    states = set(updates.values())
+    states = set(analysis.updates.values())
 
     def is_update(fusion: Fusion) -> bool:
         op = graph.ops[fusion.root]
@@ -113,31 +87,26 @@ def _delay_updates(
 
     writers: dict[int, Fusion] = {}
     readers: dict[int, list[Fusion]] = {}
-    for fusion in fusions:
+    for fusion in analysis.fusions:
         writers |= dict.fromkeys(fusion.writes, fusion)
         for each in fusion.reads:
-            for tensor in bases.get(each, (each,)):
+            for tensor in analysis.stored_sources(each):
                 readers.setdefault(tensor, []).append(fusion)
-    for tensor, written in updates.items():
+    for tensor, written in analysis.updates.items():
         fusion = writers.get(written)
-        if fusion is None or tensor in kept or written in readers or fusion.writes != (written,):
+        if fusion is None or tensor in analysis.kept or written in readers or fusion.writes != (written,):
             continue
         later = [reader for reader in readers.get(tensor, ()) if reader.root > start[written]]
         if not later or not all(map(is_update, (fusion, *later))):
             continue
         start[written] = last[tensor]
         for each in fusion.reads:
-            for source in bases.get(each, (each,)):
+            for source in analysis.stored_sources(each):
                 last[source] = max(last[source], start[written])
 
 
 def _share_carried(
-    graph: OpGraph,
-    free: set[int],
-    start: dict[int, int],
-    last: dict[int, int],
-    updates: Mapping[int, int],
-    overwritten: Sequence[tuple[int, int]],
+    graph: OpGraph, analysis: FusionAnalysis, start: dict[int, int], last: dict[int, int]
 ) -> tuple[dict[int, int], list[tuple[int, int]]]:
     """Merge the buffers of carried values and of values written in place; extend the lifetime of each shared buffer.
 
@@ -168,11 +137,11 @@ def _share_carried(
                 shared.append(carry.update)
             again = carry.init in used or read.get(carry.init, -1) >= loop.start
             if carry.init in arguments:
-                over = not again and updates.get(carry.init) == carry.result
+                over = not again and analysis.updates.get(carry.init) == carry.result
                 last[carry.init] = max(last.get(carry.init, -1), loop.start - over)
                 if not over:
                     copied.append((carry.body, loop.parent))
-            elif not again and carry.init not in free:
+            elif not again and carry.init not in graph.generated:
                 shared.append(carry.init)
             used.update((carry.init, carry.update))
             for tensor in shared:
@@ -181,7 +150,7 @@ def _share_carried(
                     continue  # two values of one loop never share
                 # Outer loops come first, so a buffer that already has a carried value's name keeps the outer name.
                 owner[mine if other in loop_of else other] = other if other in loop_of else mine
-    for value, written in overwritten:
+    for value, written in analysis.overwritten:
         mine, other = find(value), find(written)
         if value in arguments:
             last[value] = max(last[value], start[written] - 1)
@@ -192,17 +161,3 @@ def _share_carried(
         start[home] = min(start[home], start[tensor])
         last[home] = max(last.get(home, -1), last.get(tensor, -1))
     return {tensor: find(tensor) for tensor in owner}, copied
-
-
-def outlast(graph: OpGraph, tensor: int, user: int) -> int:
-    """Return the last op id at which op `user` needs a value.
-
-    For a value from outside of a loop this is the end of the outermost loop that contains the op but not the value. A
-    branch of a conditional runs once, so it does not extend the lifetime.
-    """
-    home, loop, moment = graph.tensors[tensor].loop, graph.ops[user].loop, user
-    while loop != home and loop >= 0:
-        if not graph.loops[loop].branches:
-            moment = max(moment, graph.loops[loop].stop - 1)
-        loop = graph.loops[loop].parent
-    return moment

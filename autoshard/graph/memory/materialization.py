@@ -1,71 +1,131 @@
-"""Values that kernels store in memory, and the multi-output fusion of sibling elementwise ops."""
+"""Second stage of the fusion analysis: values that kernels store in memory, and the fusions that store them.
+
+Heavy ops write their results and read their operands. Pointwise values stay inside the fusion of their consumer. They
+are stored if recomputing them for several consumers would read more bytes than storing them.
+
+On TPUs, matmuls without batch dims also fuse the pointwise ops that lead to their operands (`_StoreDecision`). The
+stored form of attention scores there depends on the spec (`Softmax`).
+
+Evidence: docs/compiler_behaviour.md, "Elementwise ops inside matmul kernels".
+"""
 
 import dataclasses
-from collections import defaultdict
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 
-from autoshard.graph.memory.epilogue_fusion import SMALL, leads_from_matmul
-from autoshard.graph.memory.host_transfers import INTO_STACKS, TO_DEVICE, TO_HOST
-from autoshard.graph.records import Fusion, Op, OpClass, OpGraph
+from autoshard.graph.memory.fusion_analysis import CHEAP_INTO_MATMUL, SMALL, Fusion, FusionAnalysis
+from autoshard.graph.memory.host_transfers import INTO_STACKS, TO_HOST
+from autoshard.graph.records import Op, OpClass, OpGraph
 
 
-CHEAP_INTO_MATMUL = frozenset({"convert", "transpose", "reshape", "broadcast_in_dim"})
-_WRITERS = frozenset({"reduce", "case", "if", TO_DEVICE})
+MOST_MADE = 4
+"""Largest number of values that a matmul's kernel stores instead of its result."""
+_FEW = 64
+"""Largest number of values that are followed from a matmul's result."""
 _PARTS = frozenset({"slice", "pad"})
 
 
-def ends_fusion(op: Op, pinned: Collection[int], kernels: Collection[int]) -> bool:
-    """Return True for an op that ends its fusion: its result is stored in any case."""
-    writes = op.kind in _WRITERS or op.kind == "dynamic_update_slice" or any(t in pinned for t in op.results)
-    return writes or op.id in kernels
+def store_values(graph: OpGraph, analysis: FusionAnalysis) -> FusionAnalysis:
+    """Return the analysis with the stored values, the fusions that store them, and what each value is computed from."""
+    deciding = _StoreDecision(graph, analysis, _latest_makers(graph))
+    materialised = {tensor.id for tensor in graph.tensors if tensor.producer < 0}
+    reach = {tensor: frozenset((tensor,)) for tensor in materialised}
+    bases: dict[int, frozenset[int]] = {}
+    fusions: list[Fusion] = []
+    overwritten: list[tuple[int, int]] = []
+    for op in graph.ops:
+        if op.op_class is OpClass.FREE:
+            reach |= dict.fromkeys(op.results, frozenset())
+            continue
+        if op.kind == "dynamic_slice" and op.op_class is OpClass.LAYER:
+            whole = reach.get(op.operands[0], frozenset())
+            bases[op.results[0]] = frozenset().union(*(bases.get(t, (t,)) for t in whole))  # a slice of a slice
+            reach[op.results[0]] = frozenset(op.results)
+            continue
+        if op.id in analysis.passing:
+            reach[op.results[0]] = reach.get(op.operands[0], frozenset())
+            continue
+        in_place = op.kind == "dynamic_update_slice" and _is_overwritten(graph, analysis, op, materialised)
+        if in_place:
+            overwritten.append((op.operands[0], op.results[0]))
+        sources = op.operands[1:2] if in_place else op.operands
+        reads = frozenset().union(*(reach.get(t, frozenset()) for t in sources))
+        writes = []
+        for tensor in op.results:
+            if tensor not in analysis.joins and deciding.is_stored(op, tensor, reads):
+                materialised.add(tensor)
+                reach[tensor] = frozenset((tensor,))
+                writes.append(tensor)
+            elif op.kind == "slice" and reads == frozenset(op.operands):
+                bases[tensor] = frozenset().union(*(bases.get(t, (t,)) for t in reads))
+                reach[tensor] = frozenset((tensor,))
+            else:
+                reach[tensor] = reads
+        if writes:
+            moved = op.operands[1:2] if in_place else tuple(writes)
+            fusions.append(Fusion(op.id, tuple(writes), tuple(sorted(reads)), moved))
+    return dataclasses.replace(
+        analysis,
+        reach=reach,
+        bases=bases,
+        materialised=frozenset(materialised),
+        fusions=fusions,
+        overwritten=overwritten,
+    )
+
+
+def _is_overwritten(graph: OpGraph, analysis: FusionAnalysis, op: Op, materialised: Collection[int]) -> bool:
+    """Return True if an update is written in place: its operand belongs to the same loop and has no later use.
+
+    A layer sliced from a stack, or a value inside a fusion, is not overwritten: the updated value is written to new
+    memory.
+    """
+    value = op.operands[0]
+    if value not in materialised or graph.tensors[value].loop != op.loop or value in graph.results:
+        return False
+    if any(user > op.id for user in analysis.consumers[value]):
+        return False
+    return value not in graph.arguments or (value in analysis.updates and value not in analysis.kept)
+
+
+def _latest_makers(graph: OpGraph) -> list[int]:
+    """Return for every value the latest op with a kernel of its own from which it is computed; -1 for none."""
+    latest = [tensor.producer for tensor in graph.tensors]
+    for op in graph.ops:
+        if op.op_class is OpClass.FREE or (op.op_class is OpClass.POINTWISE and op.operands):
+            before = -1 if op.op_class is OpClass.FREE else max(latest[t] for t in op.operands)
+            for tensor in op.results:
+                latest[tensor] = before
+    return latest
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class StoreDecision:
+class _StoreDecision:
     """Decision for every value of a program: stored in memory, or recomputed in its consumers."""
 
     graph: OpGraph
-    consumers: Sequence[Sequence[int]]
-    pinned: Collection[int]
-    """Values that are stored in any case."""
-    sizes: Sequence[int]
-    """Bytes of every value in its stored dtype."""
-    kernels: Collection[int]
-    """Ops that are separate kernels."""
-    inner: Collection[int]
-    """Matmuls whose kernels compute the pointwise ops before them."""
-    fused_matmuls: bool
+    analysis: FusionAnalysis
     latest: Sequence[int]
-    """Result of `latest_makers`: for every value its latest kernel."""
-    gpu_kernels: bool = False
-    """True for the rules of XLA's GPU compiler.
+    """Result of `_latest_makers`: for every value its latest kernel."""
 
-    A value that several kernels read is stored only if that moves fewer bytes than recomputing it in each. The last
-    cast in a chain from a computed value is stored for the matmul that reads it.
-    """
-
-    def is_stored(self, op: Op, tensor: int, ends: frozenset[int] | None, reads: frozenset[int]) -> bool:
-        """Return True if a result of `op` is stored in memory.
-
-        - `ends`: fusion-ending ops that the value leads to; None for many.
-        - `reads`: stored values from which the value is computed.
-        """
-        if ends_fusion(op, self.pinned, self.kernels):
+    def is_stored(self, op: Op, tensor: int, reads: frozenset[int]) -> bool:
+        """Return True if a result of `op`, which is computed from the stored values `reads`, is stored in memory."""
+        if self.analysis.ends_fusion(op):
             return True
-        users = self.consumers[tensor]
+        users, ends = self.analysis.consumers[tensor], self.analysis.ends[tensor]
+        rules, sizes = self.analysis.rules, self.analysis.sizes
         if op.kind == TO_HOST and any(self.graph.ops[u].kind not in INTO_STACKS for u in users):
             return True  # otherwise it goes to the host as the stack's slice
-        if self.fused_matmuls and self._is_rounded_and_summed(tensor):
+        if rules.fused_matmuls and self._is_rounded_and_summed(tensor):
             return False
-        apart = any(u in self.kernels and not self._inside(op, u) for u in users)
-        if self.fused_matmuls and sum(self.graph.ops[u].kind in _PARTS for u in users) > 1:
+        apart = any(u in self.analysis.kernels and not self._inside(op, u) for u in users)
+        if rules.fused_matmuls and sum(self.graph.ops[u].kind in _PARTS for u in users) > 1:
             apart = True  # inside their kernel it would be computed once for every part
         if apart and op.op_class is not OpClass.LAYER:
             if op.kind not in CHEAP_INTO_MATMUL:
                 return True
-            if self.gpu_kernels and reads and reads != {self._source(tensor)}:
+            if rules.gpu_kernels and reads and reads != {self._source(tensor)}:
                 return True
-        summed = self.fused_matmuls and op.kind == "convert" and self._is_rounded_and_summed(op.operands[0])
+        summed = rules.fused_matmuls and op.kind == "convert" and self._is_rounded_and_summed(op.operands[0])
         if summed and ends:
             return self._saves_traffic(tensor, reads, len(ends), len(ends) + 1)
         if len(users) < 2:
@@ -77,8 +137,8 @@ class StoreDecision:
             # size.
             elements = self.graph.tensors[tensor].elements
             return sum(self.graph.tensors[t].elements >= elements for t in reads) > 1
-        before, own = sum(self.sizes[t] for t in reads), self.sizes[tensor]
-        if self.gpu_kernels:
+        before, own = sum(sizes[t] for t in reads), sizes[tensor]
+        if rules.gpu_kernels:
             kernels = len(users) if ends is None else len(ends)
             # Recompute: every kernel reads the sources. Store: read them once, write the value, read it in every
             # kernel.
@@ -87,15 +147,13 @@ class StoreDecision:
 
     def _source(self, tensor: int) -> int:
         """Return the value at the start of a chain of casts and layout ops, which matmul kernels apply on load."""
-        while (maker := self.graph.tensors[tensor].producer) >= 0:
-            if self.graph.ops[maker].kind not in CHEAP_INTO_MATMUL:
-                break
-            tensor = self.graph.ops[maker].operands[0]
+        while (maker := self.graph.maker(tensor)) is not None and maker.kind in CHEAP_INTO_MATMUL:
+            tensor = maker.operands[0]
         return tensor
 
     def _inside(self, op: Op, user: int) -> bool:
         """Return True if `user` is a matmul of the op's block that computes the op inside its kernel."""
-        return user in self.inner and self.graph.ops[user].loop == op.loop
+        return user in self.analysis.matmuls and self.graph.ops[user].loop == op.loop
 
     def _saves_traffic(self, tensor: int, reads: frozenset[int], matmuls: int, kernels: int) -> bool:
         """Return True if storing a value for `matmuls` readers moves fewer bytes than `kernels` kernels that recompute
@@ -104,109 +162,98 @@ class StoreDecision:
         A stored value is computed once, written, and read by each reader. Storing also pays if the preceding matmul's
         kernel computes the value.
         """
-        own = self.sizes[tensor]
-        before = sum(self.sizes[t] for t in reads if self.sizes[t] * SMALL > own)
+        sizes, own = self.analysis.sizes, self.analysis.sizes[tensor]
+        before = sum(sizes[t] for t in reads if sizes[t] * SMALL > own)
         # Recompute: every kernel reads the sources. Store: read them once, write the value, read it in every matmul.
         if kernels * before > before + (matmuls + 1) * own:
             return True
-        return leads_from_matmul(self.graph, tensor, reads, self.consumers, self.inner, self.pinned, self.latest)
+        return self._leads_from_matmul(tensor, reads)
 
     def _is_rounded_and_summed(self, tensor: int) -> bool:
         """Return True if a value is read by one cast to a narrower dtype, and otherwise only by sums in the same block.
 
         The kernel that stores the cast also computes the sums, so the value need not be stored.
         """
-        record = self.graph.tensors[tensor]
-        if record.producer < 0 or self.graph.ops[record.producer].op_class is not OpClass.POINTWISE:
+        record, maker = self.graph.tensors[tensor], self.graph.maker(tensor)
+        if maker is None or maker.op_class is not OpClass.POINTWISE or tensor in self.analysis.pinned:
             return False
-        if tensor in self.pinned:
-            return False
-        users = [self.graph.ops[user] for user in self.consumers[tensor]]
+        users = [self.graph.ops[user] for user in self.analysis.consumers[tensor]]
         rounds = [u for u in users if u.kind == "convert" and self.graph.tensors[u.results[0]].bytes < record.bytes]
         others = [u for u in users if u not in rounds]
         return (
             len(rounds) == 1 and bool(others) and all(u.kind == "reduce" and u.loop == rounds[0].loop for u in others)
         )
 
+    def _leads_from_matmul(self, tensor: int, reads: frozenset[int]) -> bool:
+        """Return True if the kernel of a matmul in `reads` also computes and stores `tensor`, which other matmuls read.
 
-def fused_operand_ratios(
-    graph: OpGraph, matmuls: Collection[int], reach: Mapping[int, frozenset[int]], sizes: Sequence[int]
-) -> dict[int, float]:
+        The kernel does so if all values computed from its result are pointwise, and are read by matmuls. The gradient
+        of a gated activation has two such values. The same kernel also computes sums of them.
+        """
+        graph, last = self.graph, self.graph.ops[self.graph.tensors[tensor].producer]
+        if last.op_class is not OpClass.POINTWISE:
+            return False
+        for source in reads:
+            maker = graph.tensors[source].producer
+            if maker not in self.analysis.matmuls or source in self.analysis.pinned:
+                continue
+            if graph.ops[maker].loop != last.loop or graph.tensors[source].elements != graph.tensors[tensor].elements:
+                continue
+            if tensor in self._epilogue_values(source):
+                return True
+        return False
+
+    def _epilogue_values(self, source: int) -> set[int]:
+        """Return the values that matmuls read and that only pointwise ops compute from the matmul result `source`.
+
+        The result is empty if other ops also read such a value, or if one depends on a kernel later than the matmul.
+        """
+        graph, matmuls = self.graph, self.analysis.matmuls
+        loop, maker, values = graph.tensors[source].loop, graph.tensors[source].producer, set[int]()
+        left, seen = [source], {source}
+        while left:
+            tensor = left.pop()
+            consumers = (graph.ops[user] for user in self.analysis.consumers[tensor])
+            users = [user for user in consumers if user.kind != "reduce"]
+            matmul_users = [user for user in users if user.id in matmuls and user.loop == loop]
+            if tensor in self.analysis.pinned or (
+                matmul_users and (tensor == source or len(matmul_users) < len(users))
+            ):
+                return set()
+            if matmul_users:
+                values.add(tensor)
+                continue
+            if any(user.loop != loop or user.op_class is not OpClass.POINTWISE for user in users):
+                return set()
+            if any(self.latest[t] > maker for user in users for t in user.operands):
+                return set()
+            more = {t for user in users for t in user.results} - seen
+            left += more
+            seen |= more
+            if len(seen) > _FEW:
+                return set()
+        return values if len(values) <= MOST_MADE else set()
+
+
+def fused_operand_ratios(graph: OpGraph, analysis: FusionAnalysis) -> dict[int, float]:
     """Return `Liveness.fused_operand_ratios`, for example for a gated activation: its matmul reads two values for one
     operand.
 
     Weights (arguments and slices of stacks) are left out: they are converted and gathered beforehand.
     """
     ratios = {}
-    for op_id in matmuls:
+    for op_id in analysis.matmuls:
         op = graph.ops[op_id]
         for tensor in op.operands:
-            reads = reach.get(tensor, frozenset())
+            reads = analysis.reach.get(tensor, frozenset())
             if tensor in reads or not graph.tensors[tensor].bytes:
                 continue
-            makers = [graph.tensors[t].producer for t in reads]
-            if any(maker < 0 or graph.ops[maker].op_class is OpClass.LAYER for maker in makers):
+            makers = [graph.maker(t) for t in reads]
+            if any(maker is None or maker.op_class is OpClass.LAYER for maker in makers):
                 continue
             if any(graph.tensors[t].loop != op.loop for t in reads):
                 continue
-            ratio = sum(sizes[t] for t in reads) / graph.tensors[tensor].bytes
+            ratio = sum(analysis.sizes[t] for t in reads) / graph.tensors[tensor].bytes
             if ratio > 1.0:
                 ratios[tensor] = ratio
     return ratios
-
-
-_MOVES = frozenset({"slice", "dynamic_update_slice"})
-_MOST = 8
-"""Largest number of results of one kernel."""
-
-
-@dataclasses.dataclass(slots=True)
-class _Kernel:
-    """A kernel that sibling fusions may join."""
-
-    first: int
-    """Root op of its first fusion; all operands of the kernel exist before this op."""
-    elements: int
-    seen: set[int]
-    """Values that the kernel reads or writes."""
-    results: int = 1
-
-
-def fuse_siblings(graph: OpGraph, fusions: Sequence[Fusion]) -> list[Fusion]:
-    """Fuse sibling elementwise fusions of equal size that read the same values into one kernel.
-
-    A fusion that joins an earlier kernel is marked `is_fused_sibling`, and no longer reads the values that this kernel
-    reads or writes.
-    """
-    merged = list(fusions)
-    kernels: dict[int, list[_Kernel]] = defaultdict(list)
-    """Maps a value to the kernels that read or write it."""
-    for number, fusion in enumerate(fusions):
-        root = graph.ops[fusion.root]
-        if not fusion.moved or not _is_light(root):
-            continue
-        size = sum(graph.tensors[t].elements for t in fusion.moved)
-        host = next((k for t in fusion.reads for k in kernels[t] if _may_join(graph, k, fusion, root, size)), None)
-        if host is None:
-            host = _Kernel(root.id, size, set())
-        else:
-            host.results += 1
-            merged[number] = dataclasses.replace(
-                fusion, reads=tuple(t for t in fusion.reads if t not in host.seen), is_fused_sibling=True
-            )
-        for tensor in {*fusion.reads, *fusion.writes} - host.seen:
-            host.seen.add(tensor)
-            kernels[tensor].append(host)
-    return merged
-
-
-def _is_light(op: Op) -> bool:
-    """Return True for ops that may share a kernel: pointwise ops, slices and updates of a slice."""
-    return op.op_class is OpClass.POINTWISE or op.kind in _MOVES
-
-
-def _may_join(graph: OpGraph, kernel: _Kernel, fusion: Fusion, root: Op, size: int) -> bool:
-    """Return True if a fusion can be computed in a kernel: equal size and block, and all its operands available."""
-    if kernel.results >= _MOST or kernel.elements != size or graph.ops[kernel.first].loop != root.loop:
-        return False
-    return all(t in kernel.seen or graph.tensors[t].producer < kernel.first for t in fusion.reads)

@@ -7,12 +7,13 @@ Evidence: docs/compiler_behaviour.md, "Rounding of matmul operands".
 """
 
 import dataclasses
+import operator
 from collections import defaultdict
 from collections.abc import Iterator
 
 from autoshard.graph.extraction.opaque_rules import same_rule
 from autoshard.graph.flops import is_sum
-from autoshard.graph.records import Op, OpClass, OpGraph, Tensor, with_id, with_producer
+from autoshard.graph.records import Op, OpClass, OpGraph, Tensor
 
 
 ROUNDING = frozenset({"dot_general", "convolution"})
@@ -28,14 +29,13 @@ def round_operands(graph: OpGraph) -> OpGraph:
 
     Tensors keep their ids, and new tensors follow. Ops and the spans of loops are renumbered.
     """
-    generated = {t for op in graph.ops if op.op_class is OpClass.FREE for t in op.results}
     moves = _narrow_moves(graph)
     within = {t for op in moves for t in graph.ops[op].results}
     users: dict[int, list[int]] = defaultdict(list)
     for op in graph.ops:
         if _rounds(op) or op.id in moves:
             for tensor in dict.fromkeys(op.operands):
-                if graph.tensors[tensor].dtype == _WIDE and tensor not in generated and tensor not in within:
+                if graph.tensors[tensor].dtype == _WIDE and tensor not in graph.generated and tensor not in within:
                     users[tensor].append(op.id)
     if not users:
         return graph
@@ -63,18 +63,45 @@ def round_operands(graph: OpGraph) -> OpGraph:
         takes = op.operands
         if _rounds(op) or op.id in moves:
             takes = tuple(narrow.get(t, t) for t in takes)
-        ops.append(with_id(op, len(ops), takes))
+        ops.append(_with_id(op, len(ops), takes))
         for tensor in after[op.id]:
             ops.append(_convert(graph, len(ops), tensor, narrow[tensor], graph.ops[users[tensor][0]]))
     for op in ops:
         for tensor in op.results:
-            tensors[tensor] = with_producer(tensors[tensor], op.id)
+            tensors[tensor] = _with_producer(tensors[tensor], op.id)
     loops = tuple(
         dataclasses.replace(loop, start=start, stop=stop)
         for loop, (start, stop) in zip(graph.loops, _spans(graph, ops, at), strict=True)
     )
     without_rule = tuple(at[op] for op in graph.without_rule)
     return dataclasses.replace(graph, tensors=tuple(tensors), ops=tuple(ops), loops=loops, without_rule=without_rule)
+
+
+_OP_FIELDS, _TENSOR_FIELDS = (
+    operator.attrgetter(*(field.name for field in dataclasses.fields(record))) for record in (Op, Tensor)
+)
+_OPERANDS, _PRODUCER = (
+    [field.name for field in dataclasses.fields(record)].index(name)
+    for record, name in ((Op, "operands"), (Tensor, "producer"))
+)
+
+
+def _with_id(op: Op, number: int, operands: tuple[int, ...]) -> Op:
+    """Return the op with another id and other operands; `dataclasses.replace` would cost seconds on large graphs."""
+    if op.id == number and op.operands == operands:
+        return op
+    _, *fields = _OP_FIELDS(op)
+    fields[_OPERANDS - 1] = operands
+    return Op(number, *fields)
+
+
+def _with_producer(tensor: Tensor, producer: int) -> Tensor:
+    """Return the tensor with another producer."""
+    if tensor.producer == producer:
+        return tensor
+    fields = list(_TENSOR_FIELDS(tensor))
+    fields[_PRODUCER] = producer
+    return Tensor(*fields)
 
 
 def _rounds(op: Op) -> bool:
@@ -94,29 +121,22 @@ def _narrow_moves(graph: OpGraph) -> set[int]:
 
     Their operands are rounded before the move, so that the ops move half the bytes.
     """
-    stored = {*graph.results, *(t for loop in graph.loops for c in loop.carries for t in (c.init, c.update))}
-    users: dict[int, list[Op]] = defaultdict(list)
-    for op in graph.ops:
-        for tensor in set(op.operands):
-            users[tensor].append(op)
     moves: set[int] = set()
     for op in reversed(graph.ops):
         if op.kind not in _MOVES or op.op_class in (OpClass.FREE, OpClass.LAYER):
             continue
         (result,) = op.results
-        consumers = users[result]
-        alone = all((_rounds(user) or user.id in moves) and user.loop == op.loop for user in consumers)
-        if consumers and alone and result not in stored and graph.tensors[result].dtype == _WIDE:
+        users = graph.users[result]
+        alone = all((_rounds(user) or user.id in moves) and user.loop == op.loop for user in users)
+        if users and alone and result not in graph.returned and graph.tensors[result].dtype == _WIDE:
             moves.add(op.id)
     return moves
 
 
 def source_of(graph: OpGraph, tensor: int) -> int:
     """Return the module's value from which a tensor is rounded, or the tensor itself."""
-    producer = graph.tensors[tensor].producer
-    if producer >= 0 and graph.ops[producer].number == INSERTED:
-        return graph.ops[producer].operands[0]
-    return tensor
+    maker = graph.maker(tensor)
+    return maker.operands[0] if maker is not None and maker.number == INSERTED else tensor
 
 
 def _convert(graph: OpGraph, op_id: int, tensor: int, result: int, user: Op) -> Op:

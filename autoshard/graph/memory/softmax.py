@@ -15,7 +15,7 @@ Evidence: docs/compiler_behaviour.md, "Softmax between matmuls".
 import dataclasses
 import math
 from collections import Counter, defaultdict
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 
 from autoshard.graph.clusters import Cluster, Structure
 from autoshard.graph.memory.buffer_dtypes import widened_values
@@ -70,7 +70,6 @@ class _Region:
     graph: OpGraph
     members: frozenset[int]
     ops: tuple[Op, ...]
-    users: Sequence[Sequence[Op]]
 
     def operands_of(self, op: Op) -> list[int]:
         """Return the op's operands in the region."""
@@ -86,7 +85,7 @@ class _Region:
 
     def enters_matmul(self, tensor: int) -> bool:
         """Return True if a matmul with batch dims reads the tensor."""
-        return any(is_batched(user) for user in self.users[tensor])
+        return any(is_batched(user) for user in self.graph.users[tensor])
 
 
 def find_softmaxes(graph: OpGraph, structure: Structure) -> tuple[Softmax, ...]:
@@ -95,10 +94,6 @@ def find_softmaxes(graph: OpGraph, structure: Structure) -> tuple[Softmax, ...]:
     Clusters with a value that a loop carries, such as saved probabilities, are left out: such values are stored in any
     case.
     """
-    users: list[list[Op]] = [[] for _ in graph.tensors]
-    for op in graph.ops:
-        for tensor in set(op.operands):
-            users[tensor].append(op)
     stored = {*graph.arguments, *graph.results}
     stored |= {t for loop in graph.loops for c in loop.carries for t in (c.init, c.body, c.update, c.result)}
     wide = widened_values(graph)
@@ -106,17 +101,15 @@ def find_softmaxes(graph: OpGraph, structure: Structure) -> tuple[Softmax, ...]:
     for number in sorted({structure.cluster_of[op.results[0]] for op in graph.ops if op.kind == "exponential"} - {-1}):
         cluster = structure.clusters[number]
         if stored.isdisjoint(cluster.tensors):
-            softmaxes.append(_softmax(graph, structure, cluster, users, wide))
+            softmaxes.append(_softmax(graph, structure, cluster, wide))
     return tuple(softmax for softmax in softmaxes if softmax is not None)
 
 
-def _softmax(
-    graph: OpGraph, structure: Structure, cluster: Cluster, users: Sequence[Sequence[Op]], wide: Mapping[int, int]
-) -> Softmax | None:
+def _softmax(graph: OpGraph, structure: Structure, cluster: Cluster, wide: Mapping[int, int]) -> Softmax | None:
     """Return the softmax of a cluster; None if the cluster contains none."""
     members = frozenset(cluster.tensors)
-    ids = {graph.tensors[t].producer for t in members} | {op.id for t in members for op in users[t]}
-    region = _Region(graph, members, tuple(graph.ops[i] for i in sorted(ids)), users)
+    ids = {graph.tensors[t].producer for t in members} | {op.id for t in members for op in graph.users[t]}
+    region = _Region(graph, members, tuple(graph.ops[i] for i in sorted(ids)))
     if len({op.loop for op in region.ops}) > 1 or not any(region.enters_matmul(t) for t in members):
         return None
     again = _reach(region, lambda op, tensor, before: op.op_class is OpClass.HEAVY)
@@ -124,7 +117,7 @@ def _softmax(
         op.results[0]: user
         for op in region.ops
         if op.kind == "exponential" and any(region.is_scores(t) for t in again[op.results[0]])
-        for user in users[op.results[0]]
+        for user in graph.users[op.results[0]]
         if user.kind == "reduce" and user.rule is not None
     }
     if not sums:

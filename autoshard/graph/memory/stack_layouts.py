@@ -1,11 +1,10 @@
-"""Layouts of stacked layers: gradient stacks, tile rows, and the copies that change a layout."""
+"""Stacks of layers that loops slice or fill: their layouts, and the copies that change a layout or select a slice."""
 
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 
 from autoshard.graph.flops import is_sum
 from autoshard.graph.memory.host_transfers import TO_DEVICE
-from autoshard.graph.memory.lifetimes import outlast
 from autoshard.graph.records import Loop, Op, OpClass, OpGraph, is_batched
 
 
@@ -29,10 +28,6 @@ class ExtraTraffic:
 
 def transposed_stack_copies(graph: OpGraph) -> tuple[ExtraTraffic, ...]:
     """Return the copies caused by transposed layouts of stacks that loops fill; for targets with tiled layouts only."""
-    consumers: list[list[Op]] = [[] for _ in graph.tensors]
-    for op in graph.ops:
-        for tensor in set(op.operands):
-            consumers[tensor].append(op)
     passes = []
     for loop in graph.loops:
         for carry in loop.carries:
@@ -41,7 +36,7 @@ def transposed_stack_copies(graph: OpGraph) -> tuple[ExtraTraffic, ...]:
                 and graph.tensors[carry.result].bytes >= _SMALL
                 and _is_transposed(graph, carry.update)
             ):
-                copies = sorted(_combined_values(graph, consumers, carry.result))
+                copies = sorted(_combined_values(graph, carry.result))
                 passes += [ExtraTraffic(carry.result, loop.parent, 1)] if copies else []
                 # A copy of the stack itself, the first of the copies, is one read and one write. Any other value must
                 # first be written, which doubles the passes.
@@ -51,11 +46,11 @@ def transposed_stack_copies(graph: OpGraph) -> tuple[ExtraTraffic, ...]:
 
 def _is_transposed(graph: OpGraph, update: int) -> bool:
     """Return True if a loop inserts a matmul's result into a stack after a transpose that changes its minor dim."""
-    op = _maker(graph, update)
+    op = graph.maker(update)
     if op is None or op.kind != "dynamic_update_slice":
         return False
     tensor, turns = op.operands[1], False
-    while (op := _maker(graph, tensor)) is not None and op.op_class is not OpClass.HEAVY:
+    while (op := graph.maker(tensor)) is not None and op.op_class is not OpClass.HEAVY:
         if op.kind == "transpose":
             turns = not turns and _minor_moves(graph, op)
         elif op.kind not in _UNMOVED:
@@ -83,13 +78,13 @@ def exchanges_outer(op: Op) -> bool:
     return len(source) > 2 and turned == (source[1], source[0], *source[2:])
 
 
-def _combined_values(graph: OpGraph, consumers: list[list[Op]], stack: int) -> Iterator[int]:
+def _combined_values(graph: OpGraph, stack: int) -> Iterator[int]:
     """Yield the values computed from a stack alone that an op combines with another value of equal shape."""
     own, todo = {stack}, [stack]
     while todo:
         tensor = todo.pop()
         meets = False
-        for op in consumers[tensor]:
+        for op in graph.users[tensor]:
             if op.kind == "transpose" and exchanges_outer(op):  # only a layout: the stack stays stored layer by layer
                 own.add(op.results[0])
                 todo.append(op.results[0])
@@ -110,17 +105,11 @@ def _combined_values(graph: OpGraph, consumers: list[list[Op]], stack: int) -> I
 
 def _is_value(graph: OpGraph, tensor: int) -> bool:
     """Return True if a tensor is more than one number that is repeated."""
-    op = _maker(graph, tensor)
+    op = graph.maker(tensor)
     while op is not None and op.kind in _UNMOVED and op.operands:
         tensor = op.operands[0]
-        op = _maker(graph, tensor)
+        op = graph.maker(tensor)
     return graph.tensors[tensor].elements > 1 and (op is None or op.op_class is not OpClass.FREE)
-
-
-def _maker(graph: OpGraph, tensor: int) -> Op | None:
-    """Return the op that computes a tensor; None for arguments and carried values."""
-    producer = graph.tensors[tensor].producer
-    return graph.ops[producer] if producer >= 0 else None
 
 
 _SUBLANES = 8
@@ -134,10 +123,6 @@ def tile_row_copies(graph: OpGraph) -> tuple[ExtraTraffic, ...]:
     """Return the row-by-row copies that move a stack's layers out of tiles or back into tiles; for TPUs only."""
     arguments, results = set(graph.arguments), set(graph.results)
     carried = {carry.result for loop in graph.loops if not loop.branches for carry in loop.carries}
-    consumers: list[list[Op]] = [[] for _ in graph.tensors]
-    for op in graph.ops:
-        for tensor in set(op.operands):
-            consumers[tensor].append(op)
     passes = []
     for op in graph.ops:
         if op.kind != "transpose" or op.loop >= 0 or not exchanges_outer(op):
@@ -148,7 +133,7 @@ def tile_row_copies(graph: OpGraph) -> tuple[ExtraTraffic, ...]:
         if source.id in arguments and _fills_tiles(source.shape[1]):
             passes.append(ExtraTraffic(source.id, -1, 1, by_rows=True))
         elif source.id in carried and _fills_tiles(turned.shape[1]):
-            made = sorted(set(_followed(graph, consumers, turned.id)) & results)
+            made = sorted(set(_followed(graph, turned.id)) & results)
             passes += [ExtraTraffic(tensor, -1, 1, by_rows=True) for tensor in made]
     return tuple(passes)
 
@@ -158,13 +143,13 @@ def _fills_tiles(layers: int) -> bool:
     return layers % _SUBLANES == 0 or layers in _SMALL_TILES
 
 
-def _followed(graph: OpGraph, consumers: list[list[Op]], tensor: int) -> Iterator[int]:
+def _followed(graph: OpGraph, tensor: int) -> Iterator[int]:
     """Yield a tensor, and the tensors of its shape that elementwise ops compute from it."""
     seen, todo = {tensor}, [tensor]
     while todo:
         current = todo.pop()
         yield current
-        for op in consumers[current]:
+        for op in graph.users[current]:
             if op.op_class is not OpClass.POINTWISE:
                 continue
             for result in op.results:
@@ -185,7 +170,7 @@ def copied_slices(graph: OpGraph, consumers: Sequence[Sequence[int]]) -> Iterato
         users, last, copied = list(consumers[op.results[0]]), op.id, False
         while users:
             user = graph.ops[users.pop()]
-            last = max(last, outlast(graph, op.results[0], user.id))
+            last = max(last, graph.needed_until(op.results[0], user.id))
             copied |= takes_whole(user)
             if user.kind in SHAPING:
                 users += consumers[user.results[0]]
@@ -257,8 +242,7 @@ def _chain(graph: OpGraph, tensor: int) -> Iterator[Op]:
 
     They are reshapes that only add or drop dims of size 1, and updates of a part; the last op may be of any kind.
     """
-    while (producer := graph.tensors[tensor].producer) >= 0:
-        op = graph.ops[producer]
+    while (op := graph.maker(tensor)) is not None:
         yield op
         shapes = [[size for size in graph.tensors[t].shape if size > 1] for t in (*op.operands[:1], tensor)]
         if (
@@ -282,3 +266,54 @@ def _stack_of(
             if user.kind in SHAPING or user.kind == "broadcast_in_dim":
                 todo += user.results
     return -1
+
+
+_LAID_OUT = frozenset({"reshape", "transpose", "slice", "sharding_constraint"})
+_PASSED_ON = _LAID_OUT | {"convert", "dynamic_slice"}
+
+
+def sliced_loop_inputs(graph: OpGraph) -> frozenset[int]:
+    """Return the values computed outside of the loops that slice them."""
+    loop_inputs = set()
+    for op in graph.ops:
+        if op.kind != "dynamic_slice" or op.op_class is not OpClass.LAYER:
+            continue
+        tensor = op.operands[0]
+        while (maker := graph.maker(tensor)) is not None and maker.kind in _LAID_OUT and maker.loop != op.loop:
+            tensor = maker.operands[0]
+        if maker is not None and maker.loop != op.loop and maker.op_class is not OpClass.FREE:
+            loop_inputs.add(tensor)
+    return frozenset(loop_inputs)
+
+
+def selected_slices(graph: OpGraph, apart: frozenset[int]) -> dict[int, int]:
+    """Map values selected among slices of stacks that several matmuls read to the last of these matmuls.
+
+    The values in `apart`, which are stored in any case, are left out.
+    """
+    last_matmuls: dict[int, int] = {}
+    for op in graph.ops:
+        if op.kind == "select" and op.loop >= 0 and all(_is_slice(graph, value) for value in op.operands[1:]):
+            matmuls = _matmuls(graph, op.results[0])
+            if len(matmuls) > 1 and op.results[0] not in apart:
+                last_matmuls[op.results[0]] = max(matmuls)
+    return last_matmuls
+
+
+def _is_slice(graph: OpGraph, tensor: int) -> bool:
+    """Return True if a tensor is one layer of a stack, possibly in another layout."""
+    maker = graph.maker(tensor)
+    while maker is not None and maker.kind in _LAID_OUT:
+        maker = graph.maker(maker.operands[0])
+    return maker is not None and maker.kind == "dynamic_slice" and maker.op_class is OpClass.LAYER
+
+
+def _matmuls(graph: OpGraph, tensor: int) -> set[int]:
+    """Return the matmuls that consume a tensor, directly or after layout ops, casts and slices."""
+    matmuls = set()
+    for user in graph.users[tensor]:
+        if user.kind == "dot_general":
+            matmuls.add(user.id)
+        elif user.kind in _PASSED_ON:
+            matmuls |= _matmuls(graph, user.results[0])
+    return matmuls

@@ -10,6 +10,7 @@ from autoshard.base.workers import WorkerCrew
 from autoshard.cost import BACKENDS, Bill, Calibration, Mesh, Topology, make_mesh, recorded_calibration
 from autoshard.errors import UserError
 from autoshard.graph import (
+    FusionRules,
     Liveness,
     OpGraph,
     Structure,
@@ -74,17 +75,9 @@ def analyse_program(program: Program, backend: str, kept: bool = False) -> Analy
     named = list(zip(graph.arguments, program.arguments, strict=True))
     undonated = [t for t, a in named if not a.donated]
     updates = {t: graph.results[a.result] for t, a in named if a.donated and a.result is not None}
-    fused = traits.fuses_into_matmuls
-    softmaxes = find_softmaxes(graph, structure) if fused else ()
-    liveness = analyse(
-        graph,
-        undonated,
-        updates,
-        fused,
-        softmaxes,
-        narrows_stacks=traits.narrows_stacks,
-        gpu_kernels=traits.gpu_kernels,
-    )
+    rules = FusionRules(traits.fuses_into_matmuls, traits.narrows_stacks, traits.gpu_kernels)
+    softmaxes = find_softmaxes(graph, structure) if rules.fused_matmuls else ()
+    liveness = analyse(graph, undonated, updates, rules, softmaxes)
     if traits.late_gradients:
         liveness = defer_weight_gradients(graph, liveness)
     return AnalysedProgram(graph, structure, liveness, find_groups(program, graph, structure))

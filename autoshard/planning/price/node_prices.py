@@ -9,17 +9,12 @@ import numpy as np
 
 from autoshard.cost import Calibration, Collectives, Compute, Mesh
 from autoshard.graph import TILED, Cluster, ExtraTraffic, Fusion, Liveness, Op, OpClass, OpGraph, Softmax, Structure
-from autoshard.planning.space.attention_exchange import ExchangeAsked, is_ring, ring_memory, ring_permutes
+from autoshard.planning.space.attention_exchange import ExchangeAsked
 from autoshard.planning.space.decision_model import EXPOSED, HOST, Channel, MemoryTerm, Node, Residency, link_names
 from autoshard.planning.space.derived_axes import AxisParts, StageAxis
-from autoshard.planning.space.dim_groups import factor_states
-from autoshard.planning.space.op_strategies import (
-    FOLDED_OPS,
-    heavy_seconds,
-    heavy_strategies,
-    is_ragged,
-    ragged_exchanges,
-)
+from autoshard.planning.space.op_models import FOLDED_OPS, heavy_seconds, model_of
+from autoshard.planning.space.op_strategies import heavy_strategies
+from autoshard.planning.space.op_work import OpWork
 from autoshard.planning.space.spec_constraints import (
     Demand,
     allowed_states,
@@ -29,7 +24,7 @@ from autoshard.planning.space.spec_constraints import (
     own_collectives,
     program_demands,
 )
-from autoshard.planning.xla.array_layouts import Padding, padded_rows, padded_tables, scratch_itemsize
+from autoshard.planning.xla.array_layouts import Padding
 from autoshard.planning.xla.axis_assignments import WHOLE, Seconds, States, enumerate_states, local_elements, relabel
 from autoshard.planning.xla.partitioner_rules import inner_collectives
 from autoshard.program import WEIGHTS, Program, Role
@@ -335,25 +330,16 @@ class NodePricer:
         if self.stage_axis is not None:
             states = states[self.stage_axis.of_op(op, states)]
         trips = self.graph.trips(op.loop)
-        seconds = heavy_seconds(self.graph, op, states, self.axes, self.compute, self.residency, self.padding)
+        work = OpWork(self.graph, op, states, self.axes, self.compute, self.residency, self.padding)
+        seconds, own = heavy_seconds(work), model_of(op)
         inner = tuple(inner_collectives(self.graph, op, states, self.axes, backend))
         inner += own_collectives(self.graph, op, states, self.collectives)
-        if is_ring(op):
-            inner += tuple(ring_permutes(self.graph, op, states, self.axes, seconds, self.collectives))
-        if is_ragged(op):
-            inner += tuple(ragged_exchanges(self.graph, op, states, self.axes, self.collectives))
+        inner += tuple(own.collectives(work, seconds, self.collectives))
         time: dict[Channel, Seconds] = {(op.loop, "compute"): seconds * trips}
         if inner:
             waits = (each.times(self.collectives)[1] for each in inner)
             time[EXPOSED] = sum(waits, np.zeros(len(states))) * trips
         held = np.ones(len(states), dtype=bool)
-        padded = padded_tables(self.graph, op, states, self.axes, backend)
-        padded = (padded + padded_rows(self.graph, op, states, self.axes, backend)).astype(np.int64)
-        if scratch := scratch_itemsize(self.graph, op, backend):
-            first = self.graph.tensors[op.operands[0]]
-            local = states if op.rule is None else factor_states(states, op.rule.operands[0])
-            padded = padded + (local_elements(local, first.shape, self.axes) * scratch).astype(np.int64)
-        if is_ring(op):
-            padded = padded + ring_memory(self.graph, op, states, self.axes)
-        memory = (MemoryTerm("temporaries", op.id, op.id + 1, padded),) if padded.any() else ()
+        usage = own.memory(work)
+        memory = (MemoryTerm("temporaries", op.id, op.id + 1, usage),) if usage.any() else ()
         self.nodes.append(Node("op", op.id, states, held, time, memory, op.name or op.kind, inner))

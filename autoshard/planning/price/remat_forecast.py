@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from autoshard.graph import OpGraph, is_copied
+from autoshard.graph import is_copied
 from autoshard.planning.price.device_memory import tight_seconds
 from autoshard.planning.price.evaluate import evaluate, memory_events, tensor_spec
 from autoshard.planning.price.remat_values import AGAIN, Occurrence, find_values
@@ -156,17 +156,13 @@ class _SavableValues:
         again = {op.id for op in graph.ops if AGAIN in op.name}
         at = {t: number for number, path in enumerate(self.paths) for p in self.places[path] for t in p.recomputed}
         needed: dict[int, Bools] = {}
-        lasting = _kept_by_loops(graph)
-        users: dict[int, list[int]] = defaultdict(list)
-        for op in graph.ops:
-            for tensor in set(op.operands):
-                users[tensor].append(op.id)
         spared: dict[Channel, Floats] = defaultdict(lambda: np.zeros(len(saved)))
         for op in (graph.ops[number] for number in sorted(again, reverse=True)):
             is_needed = np.zeros(len(saved), dtype=bool)
             for tensor in op.results:
-                wanted = np.full(len(saved), tensor in lasting or any(u not in again for u in users[tensor]))
-                for user in users[tensor]:
+                users = [user.id for user in graph.users[tensor]]
+                wanted = np.full(len(saved), tensor in graph.returned or any(u not in again for u in users))
+                for user in users:
                     if user in again:
                         wanted = wanted | needed[user]
                 is_needed |= wanted & ~saved[:, at[tensor]] if tensor in at else wanted
@@ -234,11 +230,6 @@ def _sets(inputs: Sequence[bool], can_offload: bool) -> tuple[Bools, Bools]:
     grid = np.array(np.meshgrid(*[range(len(own)) for own in states], indexing="ij")).reshape(len(states), -1).T
     is_input = np.asarray(inputs)
     return (grid == 1) & ~is_input, np.where(is_input, grid == 1, grid == 2)
-
-
-def _kept_by_loops(graph: OpGraph) -> set[int]:
-    """Return the tensors that a loop carries or that the program returns."""
-    return set(graph.results) | {t for loop in graph.loops for c in loop.carries for t in (c.init, c.update)}
 
 
 def _op_seconds(ledger: Ledger) -> Mapping[int, dict[Channel, float]]:

@@ -11,7 +11,7 @@ recognised as follows:
 import dataclasses
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 
 from autoshard.graph import Op, OpClass, OpGraph
 from autoshard.program import CONTEXT, INPUT, Program, chosen_name
@@ -56,10 +56,6 @@ class _ValueFinder:
         self.program, self.graph = program, graph
         self.names = {t: a.name for t, a in zip(graph.arguments, program.arguments, strict=True)}
         self.carried = {c.body: c.init for loop in graph.loops for c in loop.carries}
-        self.users: dict[int, list[int]] = defaultdict(list)
-        for op in graph.ops:
-            for tensor in set(op.operands):
-                self.users[tensor].append(op.id)
 
     def computed(self) -> Iterable[Occurrence]:
         """Yield every recomputed value with its ops in the forward and in the backward pass."""
@@ -109,9 +105,9 @@ class _ValueFinder:
     def origin(self, tensor: int) -> int:
         """Return the tensor at the start of a chain of reshapes, casts and loop carries."""
         while True:
-            producer = self.graph.tensors[tensor].producer
-            if producer >= 0 and self.graph.ops[producer].kind in _SAME:
-                tensor = self.graph.ops[producer].operands[0]
+            maker = self.graph.maker(tensor)
+            if maker is not None and maker.kind in _SAME:
+                tensor = maker.operands[0]
             elif tensor in self.carried:
                 tensor = self.carried[tensor]
             else:
@@ -121,7 +117,7 @@ class _ValueFinder:
         """Return True if a matmul with a weight consumes one of the op's results, possibly in another form."""
         waiting = list(op.results)
         while waiting:
-            for user in (self.graph.ops[u] for u in self.users[waiting.pop()]):
+            for user in self.graph.users[waiting.pop()]:
                 if user.kind in _SAME:
                     waiting += user.results
                 elif user.kind == "dot_general" and (self.path_of(user) or CONTEXT) not in (CONTEXT, *_EXPERTS):
@@ -130,7 +126,7 @@ class _ValueFinder:
 
     def value(self, op: Op) -> int:
         """Return the largest used result of an op, preferring results that are consumed whole."""
-        used = [t for t in op.results if self.users[t]] or list(op.results)
+        used = [t for t in op.results if self.graph.users[t]] or list(op.results)
         return max(used, key=lambda t: (self.graph.tensors[t].bytes if t in self.direct(op) else -1, -t))
 
     def direct(self, op: Op) -> set[int]:
@@ -138,7 +134,7 @@ class _ValueFinder:
 
         Kernels repeat row sums along a lane, and of such a result only a slice is consumed.
         """
-        return {t for t in op.results if not all(self.graph.ops[u].kind == "slice" for u in self.users[t])}
+        return {t for t in op.results if not all(user.kind == "slice" for user in self.graph.users[t])}
 
 
 _EXPERTS = frozenset({"experts.gate_up_proj", "experts.down_proj"})
@@ -155,19 +151,15 @@ def _tail(name: str) -> str:
 def _inputs(graph: OpGraph) -> Iterable[Occurrence]:
     """Yield the layer inputs: tensors that a forward loop carries and writes into a stack for a backward loop."""
     carries = {c.body: c for loop in graph.loops for c in loop.carries}
-    slices: Mapping[int, list[Op]] = defaultdict(list)
-    for op in graph.ops:
-        if op.kind == "dynamic_slice":
-            slices[op.operands[0]].append(op)
     for op in graph.ops:
         if op.kind != "dynamic_update_slice" or op.loop < 0 or _BACKWARD in op.name or op.operands[0] not in carries:
             continue
         value = op.operands[1]
-        while graph.tensors[value].producer >= 0 and graph.ops[graph.tensors[value].producer].kind in _SAME:
-            value = graph.ops[graph.tensors[value].producer].operands[0]
+        while (maker := graph.maker(value)) is not None and maker.kind in _SAME:
+            value = maker.operands[0]
         if value not in carries or carries[value].update == carries[value].body:
             continue
         stack = carries[op.operands[0]].result
-        takers = [taker for taker in slices[stack] if _BACKWARD in taker.name]
+        takers = [t for t in graph.users[stack] if t.kind == "dynamic_slice" and _BACKWARD in t.name]
         if takers:
             yield Occurrence(INPUT, value, op.loop, (), takers[0].loop)

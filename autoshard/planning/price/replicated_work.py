@@ -17,7 +17,7 @@ from autoshard.planning.record.plan_parts import Unruled
 from autoshard.planning.record.spec import axis_words
 from autoshard.planning.space.decision_model import Model, Node
 from autoshard.planning.space.dim_groups import Groups, tensor_groups
-from autoshard.planning.space.op_strategies import FOLDED_OPS
+from autoshard.planning.space.op_models import FOLDED_OPS
 from autoshard.planning.xla.partitioner_rules import whole_factors
 
 

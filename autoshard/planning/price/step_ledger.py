@@ -20,7 +20,8 @@ from autoshard.planning.price.reshard_paths import Relayouts
 from autoshard.planning.price.reshard_times import reshard_overlap, reshard_time
 from autoshard.planning.price.softmax_credit import uncharged_bytes
 from autoshard.planning.space.decision_model import EXPOSED, HOST, Channel, Model, Node, Reshard, link_names
-from autoshard.planning.space.op_strategies import FOLDED_OPS, heavy_seconds
+from autoshard.planning.space.op_models import FOLDED_OPS, heavy_seconds
+from autoshard.planning.space.op_work import OpWork
 from autoshard.planning.space.overlap import hiding_figures, lanes
 
 
@@ -123,8 +124,8 @@ def _node_rows(model: Model, choices: NDArray[np.int64]) -> Iterator[LedgerRow]:
             if op is None:
                 charges = _streamed(model, node, choice, channel)
             else:
-                states, axes = node.states[choice : choice + 1], model.axis_sizes
-                heavy_seconds(model.graph, op, states, axes, notes, model.residency, model.padding)  # type: ignore[arg-type]
+                where = (model.graph, op, node.states[choice : choice + 1], model.axis_sizes)
+                heavy_seconds(OpWork(*where, notes, model.residency, model.padding))  # type: ignore[arg-type]
                 charges = notes.pop_charges(block, model.graph.trips(block))
             line = "" if op is None else op.line
             yield LedgerRow(

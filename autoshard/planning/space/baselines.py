@@ -136,13 +136,8 @@ def _normed(model: Model, groups: Groups, dims: Iterable[Sequence[int]]) -> set[
 
 def _by_first_use(graph: OpGraph, dims: Mapping[int, object]) -> list[int]:
     """Sort parameters by the first op that consumes them."""
-    first = {}
-    wanted = {graph.arguments[p]: p for p in dims}
-    for op in graph.ops:
-        for tensor in op.operands:
-            if tensor in wanted:
-                first.setdefault(wanted[tensor], op.id)
-    return sorted(dims, key=lambda p: (first.get(p, len(graph.ops)), p))
+    first = {p: next((op.id for op in graph.users[graph.arguments[p]]), len(graph.ops)) for p in dims}
+    return sorted(dims, key=lambda p: (first[p], p))
 
 
 def _produced(model: Model, groups: Groups, position: int) -> set[int]:

@@ -57,12 +57,12 @@ class Residency:
             written[start + 1] += size
         written = written.cumsum()
         alike: dict[object, list[tuple[int, float]]] = defaultdict(list)
-        users = _users(graph)
         for size, tensor, start, stop in candidates:
             # Values without elements have no bytes.
             later_writes = max(written[stop] - written[start], 1.0)
             record = graph.tensors[tensor]
-            look = (graph.ops[record.producer].kind, record.shape, record.dtype, record.loop, users[tensor], size)
+            kinds = tuple(sorted({user.kind for user in graph.users[tensor]}))
+            look = (graph.ops[record.producer].kind, record.shape, record.dtype, record.loop, kinds, size)
             alike[look].append((tensor, room / later_writes if later_writes <= LASTING * size else 0.0))
         for members in alike.values():
             least = min(share for _, share in members)
@@ -77,11 +77,10 @@ class Residency:
         """
         for source, tensor in liveness.stores.items():
             self.share[source] = self.share[tensor]
-        generated = {t for op in self.graph.ops if op.op_class is OpClass.FREE for t in op.results}
         for op in self.graph.ops:
             if op.op_class in (OpClass.HEAVY, OpClass.LAYER):
                 continue
-            read = [self.share[t] for t in op.operands if t not in generated]
+            read = [self.share[t] for t in op.operands if t not in self.graph.generated]
             for tensor in op.results:
                 if read and tensor not in liveness.materialised:
                     self.share[tensor] = min(read)
@@ -103,15 +102,6 @@ class Residency:
         If its kernel goes on with the result in an epilogue, these are the bytes of the tensor that is stored instead.
         """
         return self.streamed(tensor, local_bytes) * self.stored_over_own.get(tensor, 1.0)
-
-
-def _users(graph: OpGraph) -> list[tuple[str, ...]]:
-    """Return for every tensor the kinds of its consumers."""
-    kinds: list[set[str]] = [set() for _ in graph.tensors]
-    for op in graph.ops:
-        for tensor in op.operands:
-            kinds[tensor].add(op.kind)
-    return [tuple(sorted(each)) for each in kinds]
 
 
 def _candidates(graph: OpGraph, liveness: Liveness) -> Iterator[tuple[int, int, int, int]]:

@@ -101,10 +101,7 @@ class _SegmentPlaces:
         self.lifted: set[int] = set()
         self.of: list[Place | None] = [self._named(op) if trains else self._forward(op) for op in graph.ops]
         self.maker: dict[int, Place] = {}
-        self.users: dict[int, list[int]] = defaultdict(list)
-        for op in graph.ops:
-            for tensor in op.operands:
-                self.users[tensor].append(op.id)
+        self.users = [[op.id for op in users] for users in graph.users]
         self._loops()
         self._downwards()
         self._upwards()
@@ -298,7 +295,7 @@ def _fixed(
 def _handed(model: Model, places: _SegmentPlaces, sizes: _Sizes, count: int) -> NDArray[np.float64]:
     """Return the bytes that forward work up to segment k computes and later forward work uses [K - 1]."""
     handed = np.zeros(count - 1)
-    for tensor, users in places.users.items():
+    for tensor, users in enumerate(places.users):
         producer_place = places.maker.get(tensor)
         if producer_place is None or producer_place[0] is not Part.FORWARD:
             continue

@@ -84,23 +84,18 @@ def _outer_dims(graph: OpGraph) -> Mapping[int, tuple[int, ...]]:
 
 def _in_order(graph: OpGraph) -> frozenset[int]:
     """Return the stacks of matrices that grouped kernels consume or compute; parameters have layouts of their own."""
-    makers = {tensor: op for op in graph.ops for tensor in op.results}
-    users: dict[int, list[Op]] = {}
-    for op in graph.ops:
-        for tensor in op.operands:
-            users.setdefault(tensor, []).append(op)
     stacks: set[int] = set()
     for op in graph.ops:
         if op.kind == GROUPED:
-            maker = makers.get(op.operands[1])
+            maker = graph.maker(op.operands[1])
             while maker is not None and maker.kind in _ALONG:
-                maker = makers.get(maker.operands[0])
+                maker = graph.maker(maker.operands[0])
             if maker is not None and maker.op_class is OpClass.LAYER:
                 stacks.add(maker.operands[0])
         elif op.kind == GROUPED_GRADIENT:
-            last = users.get(op.results[0], [])
+            last = graph.users[op.results[0]]
             while len(last) == 1 and last[0].kind in _ALONG:
-                last = users.get(last[0].results[0], [])
+                last = graph.users[last[0].results[0]]
             stacks |= {t for user in last if user.op_class is OpClass.LAYER for t in (user.operands[0], *user.results)}
     for loop in graph.loops:
         for carry in loop.carries:

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import pytest
 
 from autoshard.exec import compile_plan
-from autoshard.graph import analyse, read_graph
+from autoshard.graph import FusionRules, analyse, read_graph
 from autoshard.planning import Options, make_plan
 from autoshard.program import Program, trace
 
@@ -114,7 +114,7 @@ def test_a_cache_whose_heads_come_first_is_copied_nowhere() -> None:
         counts = [
             sum(
                 graph.tensors[each.tensor].shape == cache.shape
-                for each in analyse(graph, gpu_kernels=gpu).extra_traffic
+                for each in analyse(graph, rules=FusionRules(gpu_kernels=gpu)).extra_traffic
             )
             for gpu in (False, True)
         ]

@@ -10,6 +10,9 @@ import pytest
 
 from autoshard.cost import Compute, Topology, make_mesh
 from autoshard.planning.price.analysed_program import analyse_program, build_model
+from autoshard.planning.space import op_models
+from autoshard.planning.space.decision_model import Node
+from autoshard.planning.space.op_work import OpModel
 from autoshard.program import trace
 
 
@@ -17,15 +20,39 @@ def shape(*sizes: int, dtype: str = "float32") -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(sizes, dtype)
 
 
-def seconds(fn: Callable, *args: jax.ShapeDtypeStruct, topology: str = "v5e:2x2", kind: str) -> np.ndarray:
-    """Return the compute time of the only op of that kind in each of its strategies, the unsplit op first."""
+def priced(fn: Callable, *args: jax.ShapeDtypeStruct, topology: str = "v5e:2x2", kind: str) -> Node:
+    """Return the node of the only op of that kind; the unsplit op is its first strategy."""
     program = trace(fn, args, name="heavy")
     parsed = Topology.parse(topology)
     model = build_model(
         program, analyse_program(program, parsed.backend), make_mesh(parsed, {"data": parsed.num_devices}), 1 << 40
     )
     (found,) = (node for node in model.nodes if node.kind == "op" and model.graph.ops[node.ref].kind == kind)
-    return next(iter(found.time.values()))
+    return found
+
+
+def seconds(fn: Callable, *args: jax.ShapeDtypeStruct, topology: str = "v5e:2x2", kind: str) -> np.ndarray:
+    """Return the compute time of the only op of that kind in each of its strategies, the unsplit op first."""
+    return next(iter(priced(fn, *args, topology=topology, kind=kind).time.values()))
+
+
+def test_a_kind_has_the_price_of_its_entry_and_the_roofline_without_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows, width, topology = 1 << 16, 256, "h100:4"
+
+    def found() -> Node:
+        args = shape(rows, width), shape(dtype="int32")
+        cut = functools.partial(jax.lax.dynamic_slice_in_dim, slice_size=rows // 2)
+        return priced(cut, *args, topology=topology, kind="dynamic_slice")
+
+    moved = 4 * width * (rows + rows // 2)
+    roofline = float(Compute(Topology.parse(topology)).op_seconds(0, moved))
+    plain = found()
+    assert plain.time[-1, "compute"][0] == pytest.approx(roofline, rel=1e-6) and not plain.memory
+    entry = OpModel(streamed=lambda work, size: work.zeros + 7.0, memory=lambda work: np.full(len(work.states), 11))
+    monkeypatch.setattr(op_models, "OP_MODELS", {**op_models.OP_MODELS, "dynamic_slice": entry})
+    other = found()
+    assert set(other.time[-1, "compute"]) == {7.0}
+    assert [set(term.usage) for term in other.memory] == [{11}]
 
 
 @pytest.mark.parametrize("topology", ["v5e:2x2", "h100:4", "cpu:4"])

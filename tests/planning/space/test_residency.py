@@ -10,7 +10,8 @@ import pytest
 from autoshard.cost import Topology, make_mesh
 from autoshard.planning.price.analysed_program import analyse_program, build_model
 from autoshard.planning.space.decision_model import RESERVED, Model, Residency
-from autoshard.planning.space.op_strategies import heavy_seconds
+from autoshard.planning.space.op_models import heavy_seconds
+from autoshard.planning.space.op_work import OpWork
 from autoshard.program import Program, trace
 
 
@@ -130,7 +131,7 @@ def test_a_matmul_of_what_is_there_takes_less_time() -> None:
     op = [op for op in model.graph.ops if op.kind == "dot_general"][1]
     states = np.full((1, 1), -1)
     there, away = (
-        heavy_seconds(model.graph, op, states, model.axis_sizes, model.compute, where, model.padding)
+        heavy_seconds(OpWork(model.graph, op, states, model.axis_sizes, model.compute, where, model.padding))
         for where in (model.residency, nowhere)
     )
     assert there[0] < 0.8 * away[0]

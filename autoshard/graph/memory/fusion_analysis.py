@@ -1,0 +1,302 @@
+"""Record of the fusion analysis, and its first stage: which ops are kernels, and where each value leads.
+
+The stages run in this order, and each needs the results of those before it:
+
+1. `begin_analysis`: users across ops that move no data, kernels, and the ops at which fusions end.
+2. `store_values` (`materialization.py`): values that are stored, and the fusions that store them.
+3. `fuse_epilogues` or `fuse_gpu_epilogues` (`epilogue_fusion.py`): values that kernels store instead of others.
+4. `buffers_of` (`lifetimes.py`): live ranges of stored values.
+5. `analyse` (`liveness.py`): buffers in another dtype or layout, and traffic outside of fusions.
+"""
+
+import dataclasses
+from collections.abc import Collection, Mapping, Sequence
+
+from autoshard.graph.extraction.opaque_rules import IN, OUT
+from autoshard.graph.extraction.rolls import ROTATE
+from autoshard.graph.memory.buffer_dtypes import widened_values
+from autoshard.graph.memory.host_transfers import TO_DEVICE
+from autoshard.graph.memory.stack_layouts import sliced_loop_inputs
+from autoshard.graph.records import Op, OpClass, OpGraph, is_batched
+
+
+CHEAP_INTO_MATMUL = frozenset({"convert", "transpose", "reshape", "broadcast_in_dim"})
+"""Casts and layout ops that a matmul's kernel applies on load."""
+SMALL = 8
+"""Factor by which a value must be smaller to be ignored.
+
+An operand with so many times fewer elements than a sum's input does not decide which kernel computes the sum. Bytes
+that are so many times smaller than a value do not decide if the value is stored.
+"""
+TILED = 2
+"""Number of minor dims of a tensor that are laid out in register tiles."""
+_WRITERS = frozenset({"reduce", "case", "if", "dynamic_update_slice", TO_DEVICE})
+_PASSING = frozenset({"sharding_constraint", IN, OUT})
+"""Ops that define how a value is split, and that move no data themselves."""
+_FUSED_MOVES = frozenset({"slice", "concatenate", "pad", "reverse"})
+_MANY = 8
+"""Largest number of fusion ends that are tracked for one value."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class FusionRules:
+    """Rules by which a compiler fuses ops and stores values; the defaults are those of CPUs."""
+
+    fused_matmuls: bool = False
+    """True if a matmul's kernel computes the pointwise values that it reads, as TPU compilers do."""
+    narrows_stacks: bool = True
+    """True if a stack whose slices a loop narrows is converted before the loop, with both copies live."""
+    gpu_kernels: bool = False
+    """True for the rules of XLA's GPU compiler.
+
+    A value that several kernels read is stored only if that moves fewer bytes. The last cast in a chain from a computed
+    value is stored for the matmul that reads it. Matmuls fuse their epilogues (`fuse_gpu_epilogues`). Elementwise
+    kernels overwrite operands that they read last. Constants that start a loop are written before it. `copied_slices`
+    and `relaid_stacks` add copies.
+    """
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Fusion:
+    """One kernel: its root op, the values that it writes, and the values in memory that it reads."""
+
+    root: int
+    writes: tuple[int, ...]
+    reads: tuple[int, ...]
+    """Tensors read from memory; a slice of a stored stack stands for the slice's bytes, not the stack's."""
+    moved: tuple[int, ...]
+    """Values whose bytes are written: `writes`, or the slice that is put into a stack in place."""
+    is_fused_sibling: bool = False
+    """True if the kernel of an earlier fusion also does this fusion's work, so that no kernel is launched for it."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class FusionAnalysis:
+    """Facts about the values and kernels of one graph, collected stage by stage."""
+
+    rules: FusionRules
+    kept: frozenset[int]
+    """Arguments that are not donated, live throughout."""
+    updates: Mapping[int, int]
+    """Maps each argument of donated state to the result that overwrites it."""
+    loop_inputs: frozenset[int]
+    """Result of `sliced_loop_inputs`."""
+    wide: Mapping[int, int]
+    """Result of `widened_values`."""
+    sizes: Sequence[int]
+    """Bytes of every value in its stored dtype."""
+    consumers: Sequence[Sequence[int]]
+    """Ids of the ops that read each value, also through ops that move no data or only widen it."""
+    passing: frozenset[int]
+    """Ops whose result is their operand."""
+    pinned: frozenset[int]
+    """Values that are stored in any case."""
+    matmuls: frozenset[int]
+    """Matmuls whose kernels compute the pointwise ops before and after them."""
+    kernels: frozenset[int]
+    """Ops that are separate kernels."""
+    ends: Sequence[frozenset[int] | None] = ()
+    """For each tensor the fusion-ending ops that its consumers lead to; None for more than `_MANY`."""
+    joins: Mapping[int, int] = dataclasses.field(default_factory=dict)
+    """Maps values with several users that one kernel computes to the op where their paths join."""
+    reach: Mapping[int, frozenset[int]] = dataclasses.field(default_factory=dict)
+    """Maps each tensor to the stored tensors from which it is computed."""
+    bases: Mapping[int, frozenset[int]] = dataclasses.field(default_factory=dict)
+    """Maps each slice to the stored tensors of which it is a part."""
+    materialised: frozenset[int] = frozenset()
+    """Tensors that reach memory."""
+    fusions: Sequence[Fusion] = ()
+    overwritten: Sequence[tuple[int, int]] = ()
+    """The (value, value that overwrites it) pairs."""
+    stores: Mapping[int, int] = dataclasses.field(default_factory=dict)
+    """Maps the unstored result of a matmul or convolution to the value that its kernel stores instead."""
+
+    def ends_fusion(self, op: Op) -> bool:
+        """Return True for an op that ends its fusion: its result is stored in any case."""
+        return op.kind in _WRITERS or op.id in self.kernels or not self.pinned.isdisjoint(op.results)
+
+    def stored_sources(self, read: int) -> Collection[int]:
+        """Return the stored values that a fusion reads: the stacks of a slice, or the value itself."""
+        return self.bases.get(read, (read,))
+
+
+def begin_analysis(
+    graph: OpGraph, kept: Collection[int], updates: Mapping[int, int], rules: FusionRules
+) -> FusionAnalysis:
+    """Return the facts that no decision about stored values changes; the arguments are those of `analyse`."""
+    wide, loop_inputs = widened_values(graph), sliced_loop_inputs(graph)
+    sizes = [t.elements * wide[t.id] if t.id in wide else t.bytes for t in graph.tensors]
+    consumers = [[op.id for op in users] for users in graph.users]
+    pinned = {*graph.returned, *loop_inputs}
+    passing = {op.id for op in graph.ops if op.kind in _PASSING and not _takes_stored(graph, op)}
+    for op_id in sorted(passing, reverse=True):
+        source, result = graph.ops[op_id].operands[0], graph.ops[op_id].results[0]
+        consumers[source].extend(consumers[result])
+        if result in pinned:
+            pinned.add(source)
+    for op in reversed(graph.ops):
+        if _widens(graph, op):  # readers of the wide value may read the narrow one instead
+            consumers[op.operands[0]].extend(consumers[op.results[0]])
+    fused = rules.fused_matmuls
+    kernels = {op.id for op in graph.ops if _is_kernel(graph, op, fused)} | _copied_into_stacks(graph) - passing
+    analysis = FusionAnalysis(
+        rules,
+        frozenset(kept),
+        updates,
+        loop_inputs,
+        wide,
+        sizes,
+        consumers,
+        frozenset(passing),
+        frozenset(pinned),
+        _plain_matmuls(graph) if fused else frozenset(),
+        frozenset(kernels),
+    )
+    joins = _joins(graph, consumers, {op.id for op in graph.ops if analysis.ends_fusion(op)}) if fused else {}
+    return dataclasses.replace(analysis, ends=_ends_of(graph, analysis), joins=joins)
+
+
+def _widens(graph: OpGraph, op: Op) -> bool:
+    """Return True for a convert to a wider dtype in the block in which its operand is computed."""
+    if op.kind != "convert" or op.op_class is not OpClass.POINTWISE:
+        return False
+    source, result = graph.tensors[op.operands[0]], graph.tensors[op.results[0]]
+    return source.loop == op.loop and source.bytes < result.bytes
+
+
+def _takes_stored(graph: OpGraph, op: Op) -> bool:
+    """Return True for a constraint on an argument or on a slice of a stack.
+
+    Its gathered result needs memory in addition to the stored value.
+    """
+    if op.kind != "sharding_constraint":
+        return False
+    tensor = op.operands[0]
+    while (made := graph.maker(tensor)) is not None:
+        if made.op_class is OpClass.LAYER:
+            return True
+        if made.kind not in CHEAP_INTO_MATMUL:
+            return False
+        tensor = made.operands[0]
+    return tensor in graph.arguments
+
+
+def _copied_into_stacks(graph: OpGraph) -> set[int]:
+    """Return the constraints whose results a loop writes into a stack; these are collectives' results, which are
+    copied.
+    """
+    constraints = set()
+    for op in graph.ops:
+        if op.kind != "dynamic_update_slice":
+            continue
+        tensor = op.operands[1]
+        while (maker := graph.maker(tensor)) is not None:
+            if maker.kind == "sharding_constraint":
+                constraints.add(maker.id)
+            if len(maker.operands) != 1 or maker.op_class is OpClass.HEAVY:
+                break
+            tensor = maker.operands[0]
+    return constraints
+
+
+def _is_kernel(graph: OpGraph, op: Op, tiled: bool) -> bool:
+    """Return True for an op that compilers emit as a separate kernel.
+
+    With `tiled` layouts, as on TPUs, such ops include pads with places between elements, and slices that step through a
+    tiled dim.
+    """
+    if op.op_class is not OpClass.HEAVY or op.kind not in _FUSED_MOVES:
+        return op.op_class is OpClass.HEAVY
+    rank = len(graph.tensors[op.results[0]].shape)
+    return tiled and any(op.kind == "pad" or dim >= rank - TILED for dim in op.strided)
+
+
+def _ends_of(graph: OpGraph, analysis: FusionAnalysis) -> list[frozenset[int] | None]:
+    """Return `FusionAnalysis.ends`."""
+    ends_by_tensor: list[frozenset[int] | None] = [frozenset()] * len(graph.tensors)
+    for op in reversed(graph.ops):
+        for tensor in op.results:
+            ends: frozenset[int] | None = frozenset()
+            for user in analysis.consumers[tensor]:
+                other = graph.ops[user]
+                apart = other.loop != op.loop or analysis.ends_fusion(other)
+                after = [frozenset((user,))] if apart else [ends_by_tensor[t] for t in other.results]
+                ends = None if ends is None or None in after else ends.union(*(e for e in after if e is not None))
+                if ends is None or len(ends) > _MANY:
+                    ends = None
+                    break
+            ends_by_tensor[tensor] = ends
+    return ends_by_tensor
+
+
+def _joins(graph: OpGraph, consumers: Sequence[Sequence[int]], apart: Collection[int]) -> dict[int, int]:
+    """Map each value with several users to its immediate post-dominator: the pointwise op where all paths from it join.
+
+    All users up to that op are parts of one kernel, which computes the value once. Paths stay in one block, and lead
+    over pointwise ops only. `apart` are ops that end a kernel; no path leads through them.
+    """
+    after = [-1] * len(graph.ops)
+    """Next op to which all paths from each op lead; -1 for none, [ops]."""
+    joins: dict[int, int] = {}
+
+    def first_common_op(users: Sequence[int], loop: int) -> int:
+        """Return the first op common to all paths from `users`; -1 if there is none."""
+        at = -1
+        for number, user in enumerate(sorted(set(users))):
+            other = graph.ops[user]
+            if other.loop != loop or other.op_class is not OpClass.POINTWISE or user in apart:
+                return -1
+            if not number:
+                at = user
+                continue
+            mine, theirs = at, user
+            while mine != theirs:  # ids follow program order, so the smaller one moves on
+                if mine < theirs:
+                    mine = after[mine]
+                else:
+                    theirs = after[theirs]
+                if mine < 0 or theirs < 0:
+                    return -1
+            at = mine
+        return at
+
+    for op in reversed(graph.ops):
+        users = [user for tensor in op.results for user in consumers[tensor]]
+        if not users or op.id in apart:
+            continue
+        after[op.id] = first_common_op(users, op.loop)
+        if len(op.results) == 1 and len(set(users)) > 1 and after[op.id] >= 0:
+            joins[op.results[0]] = after[op.id]
+    return joins
+
+
+def _plain_matmuls(graph: OpGraph) -> frozenset[int]:
+    """Return convolutions, dots without batch dims, and matmuls of pipeline stages; `Softmax` covers attention."""
+    matmuls = (op for op in graph.ops if op.kind in ("dot_general", "convolution") and op.rule is not None)
+    return matmuls_of_stages(graph).union(op.id for op in matmuls if not is_batched(op))
+
+
+def matmuls_of_stages(graph: OpGraph) -> frozenset[int]:
+    """Return the matmuls of pipeline loops whose one batch dim is the dim of stages.
+
+    A pipeline loop is one that rotates the stages' results by one place.
+    """
+    stages: dict[int, int] = {}
+    for op in graph.ops:
+        if op.kind == ROTATE and op.loop >= 0:
+            size = graph.tensors[op.operands[0]].shape[0]
+            if op.shift in (1, size - 1):
+                stages[op.loop] = size
+    matmuls = set()
+    for op in graph.ops if stages else ():
+        if op.kind != "dot_general" or op.rule is None:
+            continue
+        loop = op.loop
+        while loop >= 0 and loop not in stages:
+            loop = graph.loops[loop].parent
+        sides = (*op.rule.operands, op.rule.results[0])
+        shared = set.intersection(*({f for dim in dims for f in dim} for dims in sides))
+        if loop >= 0 and len(shared) == 1 and all(dims[0] == tuple(shared) for dims in sides):
+            if op.rule.sizes[shared.pop()] == stages[loop]:
+                matmuls.add(op.id)
+    return frozenset(matmuls)

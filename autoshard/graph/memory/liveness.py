@@ -1,0 +1,171 @@
+"""Liveness of a program: its fusions, and the buffers and traffic of every value that reaches memory."""
+
+import dataclasses
+from collections.abc import Collection, Iterator, Mapping
+
+from autoshard.graph.memory.buffer_dtypes import stored_buffers
+from autoshard.graph.memory.epilogue_fusion import fuse_epilogues, fuse_gpu_epilogues, fuse_siblings
+from autoshard.graph.memory.fusion_analysis import Fusion, FusionAnalysis, FusionRules, begin_analysis
+from autoshard.graph.memory.host_transfers import copied_stacks, hosted, in_transit
+from autoshard.graph.memory.lifetimes import buffers_of
+from autoshard.graph.memory.materialization import fused_operand_ratios, store_values
+from autoshard.graph.memory.softmax import Softmax
+from autoshard.graph.memory.stack_layouts import (
+    ExtraTraffic,
+    RelaidStack,
+    copied_slices,
+    relaid_stacks,
+    selected_slices,
+    tile_row_copies,
+    transposed_stack_copies,
+)
+from autoshard.graph.records import OpClass, OpGraph
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Liveness:
+    """Live range of each value that reaches memory, in op ids, half open."""
+
+    fusions: tuple[Fusion, ...]
+    materialised: frozenset[int]
+    buffers: tuple[tuple[int, int, int], ...]
+    """Live ranges (tensor, start, stop); a loop's carried value has one buffer, named by the tensor inside the body."""
+    widths: Mapping[tuple[int, int, int], int] = dataclasses.field(default_factory=dict)
+    """Bytes per element of the buffers that store their tensor in another dtype (see `stored_buffers`)."""
+    reserved: frozenset[int] = frozenset()
+    """Tensors of results whose memory is allocated before the program starts, although `buffers` begin later."""
+    hosted: frozenset[int] = frozenset()
+    """Tensors in the host's memory; `buffers` contains none of them."""
+    softmaxes: tuple[Softmax, ...] = ()
+    """Softmaxes whose buffers and traffic depend on the spec; `buffers` contains none of their tensors."""
+    extra_traffic: tuple[ExtraTraffic, ...] = ()
+    """Transfers of whole tensors outside all fusions.
+
+    These are copies of initial values that a loop must not overwrite, copies of results into donated arguments, and
+    copies of stacks into another layout.
+    """
+    stores: Mapping[int, int] = dataclasses.field(default_factory=dict)
+    """Maps the result of a matmul or convolution to the value that its kernel stores instead."""
+    relaid: tuple[RelaidStack, ...] = ()
+    """Stacks that loops store in another layout."""
+    fused_operand_ratios: Mapping[int, float] = dataclasses.field(default_factory=dict)
+    """Maps an operand that matmul kernels compute themselves to the ratio of bytes read for it to its own bytes."""
+
+    def itemsize(self, graph: OpGraph, buffer: tuple[int, int, int]) -> int:
+        """Return the bytes of one element of a buffer."""
+        record = graph.tensors[buffer[0]]
+        return self.widths.get(buffer) or record.itemsize
+
+
+def analyse(
+    graph: OpGraph,
+    kept: Collection[int] = (),
+    updates: Mapping[int, int] | None = None,
+    rules: FusionRules | None = None,
+    softmaxes: tuple[Softmax, ...] = (),
+) -> Liveness:
+    """Return the fusions, and the lifetime of every value that reaches memory.
+
+    - `kept`: arguments that are not donated, live throughout.
+    - `updates`: for donated state, maps each argument tensor to the result tensor that overwrites it.
+    - `rules`: rules of the compiler; default: those of CPUs.
+    - `softmaxes`: the result of `find_softmaxes`; passed on to the liveness.
+    """
+    rules = rules or FusionRules()
+    analysis = store_values(graph, begin_analysis(graph, kept, updates or {}, rules))
+    if rules.fused_matmuls:
+        analysis = fuse_epilogues(graph, analysis)
+    elif rules.gpu_kernels:
+        analysis = fuse_gpu_epilogues(graph, analysis)
+    away = hosted(graph)
+    buffers, copied, reserved = buffers_of(graph, analysis)
+    buffers = (*buffers, *in_transit(graph, analysis.reach, away), *copied_stacks(graph, away))
+    away_or_apart = away.union(*(softmax.tensors for softmax in softmaxes))
+    buffers = tuple(buffer for buffer in buffers if buffer[0] not in away_or_apart)
+    if rules.fused_matmuls:
+        buffers += tuple(
+            (t, graph.tensors[t].producer, graph.needed_until(t, last) + 1)
+            for t, last in selected_slices(graph, analysis.loop_inputs).items()
+        )
+    overwritten = analysis.updates if rules.fused_matmuls else ()
+    more, widths = stored_buffers(graph, buffers, analysis.wide, overwritten, rules.narrows_stacks)
+    buffers += more
+    traffic = [ExtraTraffic(tensor, loop, 2) for tensor, loop in copied]
+    relaid: tuple[RelaidStack, ...] = ()
+    if rules.gpu_kernels:
+        slices = tuple(copied_slices(graph, analysis.consumers))
+        relaid = tuple(relaid_stacks(graph, analysis.consumers))
+        buffers += (*slices, *((stack.source, stack.loop.start, stack.loop.stop) for stack in relaid))
+        traffic += (ExtraTraffic(tensor, graph.tensors[tensor].loop, 2) for tensor, _, _ in slices)
+        traffic += _gpu_traffic(graph, analysis, relaid)
+    if rules.fused_matmuls:
+        traffic += (*transposed_stack_copies(graph), *tile_row_copies(graph))
+    return Liveness(
+        tuple(fuse_siblings(graph, analysis.fusions) if rules.fused_matmuls else analysis.fusions),
+        analysis.materialised,
+        tuple(sorted(buffers)),
+        widths,
+        reserved,
+        away,
+        softmaxes,
+        tuple(traffic),
+        analysis.stores,
+        relaid,
+        fused_operand_ratios(graph, analysis),
+    )
+
+
+def _gpu_traffic(graph: OpGraph, analysis: FusionAnalysis, relaid: Collection[RelaidStack]) -> Iterator[ExtraTraffic]:
+    """Yield the copies of stacks into other layouts, and the writes of constants that start a loop."""
+    for stack in relaid:
+        yield from (ExtraTraffic(t, stack.loop.parent, 2) for t in (stack.source, stack.result) if t >= 0)
+    for loop in graph.loops:
+        for carry in () if loop.branches else loop.carries:
+            stored = carry.init in graph.generated and carry.body in analysis.materialised
+            if stored and graph.tensors[carry.body].shape:
+                yield ExtraTraffic(carry.body, loop.parent, 1)
+
+
+def defer_weight_gradients(graph: OpGraph, liveness: Liveness) -> Liveness:
+    """Return the liveness with the weight gradients that some compilers schedule after the backward loop.
+
+    The matmuls are those outside of loops whose result is first needed after a later loop. Their inputs stay live until
+    the last loop before that use is done. Evidence: docs/compiler_behaviour.md, "Deferred weight gradients".
+    """
+    outer_loops = [loop for loop in graph.loops if loop.parent < 0]
+    needed = _needed(graph)
+    late: dict[int, int] = {}
+    for fusion in liveness.fusions:
+        op = graph.ops[fusion.root]
+        if op.kind != "dot_general" or op.loop >= 0:
+            continue
+        use = needed[op.results[0]]
+        after = max((loop.stop for loop in outer_loops if op.id < loop.start and loop.stop <= use), default=0)
+        for tensor in fusion.reads if after else ():
+            late[tensor] = max(late.get(tensor, 0), after)
+    widths = dict(liveness.widths)
+    buffers = []
+    for buffer in liveness.buffers:
+        tensor, start, stop = buffer
+        longer = (tensor, start, max(stop, late.get(tensor, 0)))
+        if buffer != longer and buffer in widths:
+            widths[longer] = widths.pop(buffer)
+        buffers.append(longer)
+    return dataclasses.replace(liveness, buffers=tuple(sorted(buffers)), widths=widths)
+
+
+def _needed(graph: OpGraph) -> dict[int, int]:
+    """Map each tensor to the first op that needs it.
+
+    Elementwise ops outside of loops do not count, since compilers defer them too.
+    """
+    needed = dict.fromkeys(range(len(graph.tensors)), len(graph.ops))
+    for loop in graph.loops:
+        for carry in loop.carries:
+            needed[carry.init] = min(needed[carry.init], loop.start)
+    for op in reversed(graph.ops):
+        waits = op.op_class in (OpClass.POINTWISE, OpClass.VIEW) and op.loop < 0
+        first = min((needed[t] for t in op.results), default=op.id) if waits else op.id
+        for tensor in op.operands:
+            needed[tensor] = min(needed[tensor], first)
+    return needed

@@ -1,0 +1,249 @@
+"""Prices of heavy ops by kind: seconds, temporary memory and collectives of one execution in every strategy.
+
+`OP_MODELS` lists the kinds that differ from the default `OpModel()`.
+"""
+
+import math
+from collections.abc import Mapping
+
+import numpy as np
+from numpy.typing import NDArray
+
+from autoshard.cost import LANES
+from autoshard.graph import IN, OUT, FactorKind, Op, OpGraph, is_sum
+from autoshard.planning.space.call_models import CALL_MODELS, call_kind
+from autoshard.planning.space.dim_groups import factor_states
+from autoshard.planning.space.op_work import OpModel, OpWork, Side, matrix_seconds, no_memory, sides, streamed_seconds
+from autoshard.planning.xla.array_layouts import (
+    SORTS,
+    cumulative_copies,
+    padded_rows,
+    padded_tables,
+    relaid_bytes,
+    scratch_itemsize,
+)
+from autoshard.planning.xla.axis_assignments import WHOLE, Seconds, local_elements, relabel
+
+
+FOLDED_OPS = frozenset(
+    {"slice", "concatenate", "pad", "reverse", "broadcast_in_dim", "reshape", "dynamic_update_slice", IN, OUT}
+)
+"""Ops that compilers fold into adjacent fusions, and updates; the fusion's memory traffic covers theirs."""
+
+
+def _gathered(op: Op) -> tuple[Side, Side]:
+    """Return the gathered rows as read and written: a gather does not read the whole table."""
+    _, results = sides(op)
+    return results, results
+
+
+def _scattered(op: Op) -> tuple[Side, Side]:
+    """Return the updates twice, as those of a table and of the rows that they are added to, and the results."""
+    operands, results = sides(op)
+    return (*operands[2:], *operands[2:]), results
+
+
+def _in_bursts(work: OpWork, size: Seconds) -> Seconds:
+    """Return the bytes of a gather, which reads every slice in whole memory bursts."""
+    return _relaid(work, size + _burst_waste(work) if work.op.rule is not None else size)
+
+
+def _burst_waste(work: OpWork) -> Seconds:
+    """Return the bytes that a gather reads in excess, since every slice is read in whole memory bursts, [states]."""
+    graph, op, states, axes = work.graph, work.op, work.states, work.axes
+    assert op.rule is not None
+    record = graph.tensors[op.results[0]]
+    itemsize = record.itemsize
+    copied_factors = {f for dim in op.rule.operands[0] for f in dim} & {f for dim in op.rule.results[0] for f in dim}
+    sizes = [size if f in copied_factors else 1 for f, size in enumerate(op.rule.sizes)]
+    slice_bytes = local_elements(np.where(np.isin(states, list(copied_factors)), states, WHOLE), sizes, axes) * itemsize
+    local = local_elements(factor_states(states, op.rule.results[0]), record.shape, axes) * itemsize
+    burst = work.compute.burst_bytes
+    return local * (np.ceil(slice_bytes / burst) * burst / np.maximum(slice_bytes, 1.0) - 1.0)
+
+
+def _relaid(work: OpWork, size: Seconds) -> Seconds:
+    """Return the bytes of a gather or scatter, with the padded copies of its table and updates."""
+    return size + relaid_bytes(work.graph, work.op, work.states, work.axes, work.backend)
+
+
+def _padded_memory(work: OpWork) -> NDArray[np.int64]:
+    """Return the bytes of the padded copies of a gather's or scatter's table and updates."""
+    where = (work.graph, work.op, work.states, work.axes, work.backend)
+    return (padded_tables(*where) + padded_rows(*where)).astype(np.int64)
+
+
+def _sort_seconds(work: OpWork, size: Seconds) -> Seconds:
+    """Return the seconds of a sort along one dim."""
+    graph, op = work.graph, work.op
+    first = graph.tensors[op.operands[0]]
+    elements: Seconds | int = first.elements
+    if op.rule is not None:
+        elements = local_elements(factor_states(work.states, op.rule.operands[0]), first.shape, work.axes)
+    return work.compute.sort_seconds(elements, _sorted_length(graph, op), len(op.operands), size)
+
+
+def _sorted_length(graph: OpGraph, op: Op) -> int:
+    """Return the size of the sorted dim: the dim that needs replication, else the last."""
+    whole = (
+        []
+        if op.rule is None
+        else [
+            size for size, kind in zip(op.rule.sizes, op.rule.kinds, strict=True) if kind is FactorKind.NEED_REPLICATION
+        ]
+    )
+    return max(whole, default=graph.tensors[op.operands[0]].shape[-1])
+
+
+def _cumulative_seconds(work: OpWork, size: Seconds) -> Seconds:
+    """Return the seconds of a cumulative op or pool; each copy is read and written, and is summed in two steps."""
+    copies = cumulative_copies(work.graph, work.op, work.backend)
+    return streamed_seconds(work, size * (3 * copies if copies else 1))
+
+
+def _scratch_memory(work: OpWork) -> NDArray[np.int64]:
+    """Return the bytes of a sort's or cumulative op's copies."""
+    graph, op = work.graph, work.op
+    scratch = scratch_itemsize(graph, op, work.backend)
+    if not scratch:
+        return no_memory(work)
+    states = work.states if op.rule is None else factor_states(work.states, op.rule.operands[0])
+    return (local_elements(states, graph.tensors[op.operands[0]].shape, work.axes) * scratch).astype(np.int64)
+
+
+_DIRECT = 256
+"""Longest dim that a TPU transforms by one matrix.
+
+Longer multiples of 128 take two matrices, and other lengths one.
+"""
+_FLOAT32 = 6
+"""Number of bfloat16 products in one float32 product."""
+
+
+def _fft_seconds(work: OpWork, size: Seconds) -> Seconds:
+    """Return the seconds of an fft; a TPU multiplies by matrices, one dim after the other.
+
+    Real and imaginary parts are multiplied separately. A complex product takes three real products, a product with real
+    input two. Each stage reads and writes all elements, and two stages have layout changes around them.
+
+    Evidence: docs/compiler_behaviour.md, "FFT as matmuls".
+    """
+    graph, op, compute = work.graph, work.op, work.compute
+    if op.rule is None or not compute.topology.traits.rounds_operands:
+        return streamed_seconds(work, size)
+    ends = ((op.operands[0], op.rule.operands[0]), (op.results[0], op.rule.results[0]))
+    record, dims = max(((graph.tensors[t], dims) for t, dims in ends), key=lambda side: side[0].itemsize)
+    local = local_elements(factor_states(work.states, dims), record.shape, work.axes)
+    real = not graph.tensors[op.operands[0]].dtype.startswith("complex")
+    kinds = zip(op.rule.sizes, op.rule.kinds, strict=True)
+    total = compute.op_seconds(work.zeros, 0.0)
+    for length in (n for n, kind in kinds if kind is FactorKind.NEED_REPLICATION and n > 1):
+        one_matrix = length <= _DIRECT or length % LANES
+        if not one_matrix:
+            total = total + compute.memory_seconds(2.0 * size)
+        for stage in (length,) if one_matrix else (LANES, length // LANES):
+            products = 2 if real else 3
+            busy = compute.matmul_seconds(local / stage, stage, stage) * (_FLOAT32 * products)
+            total = total + np.maximum(busy, compute.memory_seconds(2.0 * local * record.itemsize))
+            real = False
+    return total
+
+
+def _dot_seconds(work: OpWork, size: Seconds, fused: Seconds) -> Seconds:
+    """Return the seconds of a dot."""
+    op, compute, further = work.op, work.compute, work.further_passes
+    assert op.rule is not None
+    m, n, k, batch = _matmul_sizes(work)
+    if is_sum(op.rule) and not compute.topology.traits.packs_blocks:
+        return streamed_seconds(work, size)
+    once = compute.dot_seconds(m, n, k, batch, work.dtype, size, fused)
+    if not further:
+        return once
+    flops = 2.0 * m * n * k * batch * further
+    return once + compute.extra_pass_seconds(flops, work.dtype, compute.matmul_efficiency(m, n, k, batch))
+
+
+def _matmul_sizes(work: OpWork) -> tuple[Seconds, ...]:
+    """Return the local m, n, k and batch of a dot, each [states]."""
+    rule, states, axes = work.op.rule, work.states, work.axes
+    assert rule is not None
+    left, right = ({f for dim in dims for f in dim} for dims in rule.operands[:2])
+    out = {f for dim in rule.results[0] for f in dim}
+    groups = (left - right, right - left, (left & right) - out, left & right & out)
+    sizes = []
+    for group in groups:
+        masked = [size if f in group else 1 for f, size in enumerate(rule.sizes)]
+        mapping = [f if f in group else WHOLE for f in range(len(rule.sizes))]
+        sizes.append(local_elements(relabel(states, mapping), masked, axes))
+    return tuple(sizes)
+
+
+def _convolution_seconds(work: OpWork, size: Seconds, fused: Seconds) -> Seconds:
+    """Return the seconds of a convolution."""
+    share, steps = work.sloped_share(), work.op.steps * work.share()
+    return matrix_seconds(work, size + fused, share, steps, _convolution_efficiency(work))
+
+
+def _convolution_efficiency(work: OpWork) -> Seconds | None:
+    """Return the share of the matrix unit's peak that a local convolution reaches, computed as one matmul, [states].
+
+    Each window is a row of the matmul's left side. The window's elements are contracted together with the features; in
+    the gradient of a kernel they are its results. None for grouped convolutions, which have no such form.
+    """
+    rule = work.op.rule
+    assert rule is not None
+    m, n, k, batch = _matmul_sizes(work)
+    if (batch > 1).any():
+        return None
+    left, right = ({f for dim in dims for f in dim} for dims in rule.operands[:2])
+    out = {f for dim in rule.results[0] for f in dim}
+    window, results, apart = (
+        math.prod(rule.sizes[f] for f in group)
+        for group in (right - left - out, out - left - right, left - right - out)
+    )
+    return work.compute.matmul_efficiency(m * results / apart, n / window, k * window)
+
+
+OP_MODELS: Mapping[str, OpModel] = {
+    "gather": OpModel(_gathered, _in_bursts, memory=_padded_memory),
+    "scatter": OpModel(_scattered, _relaid, memory=_padded_memory),
+    **dict.fromkeys(SORTS, OpModel(streamed=_sort_seconds, memory=_scratch_memory)),
+    "reduce_window": OpModel(streamed=_cumulative_seconds, memory=_scratch_memory),
+    "fft": OpModel(streamed=_fft_seconds),
+    "dot_general": OpModel(busy=_dot_seconds),
+    "convolution": OpModel(busy=_convolution_seconds),
+    **CALL_MODELS,
+}
+"""Models by kind of op, and by kind of custom call."""
+_OTHER = OpModel()
+
+
+def model_of(op: Op) -> OpModel:
+    """Return the model of an op."""
+    return OP_MODELS.get(call_kind(op), _OTHER)
+
+
+def heavy_seconds(work: OpWork) -> Seconds:
+    """Return the roofline seconds of one execution in every state: local matrix work against local memory traffic."""
+    graph, op, residency, model = work.graph, work.op, work.residency, model_of(work.op)
+    if op.kind in FOLDED_OPS:
+        return work.zeros
+    read, written = model.sides(op)
+    size, fused = work.zeros, work.zeros
+    for number, (tensor, dims) in enumerate((*read, *written)):
+        record = graph.tensors[tensor]
+        if not record.shape:
+            continue
+        local, ratio = np.full(len(work.states), float(record.elements)), 1.0
+        if dims:
+            states = factor_states(work.states, dims)
+            local = local_elements(states, record.shape, work.axes)
+            ratio = work.padding.ratio(tensor, states, work.axes)
+        traffic = local * ratio * record.itemsize
+        if number < len(read):
+            size = size + residency.streamed(tensor, traffic)
+            fused = fused + residency.fused_operand_bytes(tensor, traffic)
+        else:
+            size = size + residency.stored_bytes(tensor, traffic)
+    size = model.traffic(work, size)
+    return model.busy(work, size, fused) if op.flops and op.rule is not None else model.streamed(work, size)
