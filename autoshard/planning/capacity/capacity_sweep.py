@@ -186,20 +186,19 @@ def read_sweep(path: str | os.PathLike[str]) -> dict[str, SweepRow]:
     """
     if Path(path).is_dir():
         path = Path(path) / ROWS
+    foreign = f"{path} is not a file that `autoshard sweep --out` wrote; name another one, or remove it."
     try:
         text = read_json(path)
         rows = msgspec.convert(text, _SweepFile)["rows"]
-        known = {field.name for field in dataclasses.fields(SweepRow)}
-        # msgspec ignores unknown keys of a dataclass, and the next run would write the file without them.
-        if any(row.keys() - known for row in text["rows"].values()):
-            raise ValueError("unknown keys")
-        return rows
     except OSError as error:
         raise UserError(f"cannot read {path}: {error.strerror}.") from error
     except ValueError as error:
-        raise UserError(
-            f"{path} is not a file that `autoshard sweep --out` wrote; name another one, or remove it."
-        ) from error
+        raise UserError(foreign) from error
+    known = {field.name for field in dataclasses.fields(SweepRow)}
+    # msgspec ignores unknown keys of a dataclass, and the next run would write the file without them.
+    if any(row.keys() - known for row in text["rows"].values()):
+        raise UserError(foreign)
+    return rows
 
 
 def is_sweep(path: str | os.PathLike[str]) -> bool:
