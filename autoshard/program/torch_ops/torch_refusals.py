@@ -26,6 +26,9 @@ _PROBED = 1 << 16
 _READ = 1 << 20
 """Largest number of elements that are read from zeros to check constant indices."""
 
+_COMPUTED = 1 << 24
+"""Largest number of elements of an operation's tensors for which a refusal is confirmed on the CPU."""
+
 _INDICES = 1 << 12
 """Largest number of constant indices that are checked."""
 
@@ -144,6 +147,8 @@ def refusal_of(func: Any, args: Any, kwargs: Any) -> BaseException | None:
     try:
         given, operands = _described(func, args, kwargs)
     except _UnknownError:
+        return None
+    if _elements(operands) > _COMPUTED:
         return None
     with torch_layouts.torch_alone(), torch.random.fork_rng(devices=()):
         try:
@@ -334,12 +339,16 @@ def _with_dtypes(func: Any, given: Any, operands: list[_Operand], apart: set[int
             results = run(_Operand.on_meta, "meta")
         except Exception as error:  # a refusal, or an operation without a meta kernel
             said = any(part in str(error) for part in _META_ALONE)
-            if not said and not isinstance(error, AttributeError) and (error := refusal(_Operand.zeros)) is not None:
+            refused = not said and not isinstance(error, AttributeError)
+            large = _elements(operands) > _COMPUTED
+            if refused and large and not isinstance(error, NotImplementedError):
                 return _Outcome(error=error)
+            if refused and not large and (confirmed := refusal(_Operand.zeros)) is not None:
+                return _Outcome(error=confirmed)
         dtypes = {each.dtype for each in operands}
         plain = len(dtypes) == 1 and next(iter(dtypes)).is_floating_point
         if not plain and math.prod(max(abs(each), 1) for each in _numbers(given)) <= _PROBED:
-            small = sum(math.prod(each.shape) for each in operands) <= _INDICES
+            small = _elements(operands) <= _INDICES
             error = refusal(_Operand.zeros if small else _Operand.alone)
             if error is not None and any(part in str(error) for part in _OF_DTYPES):
                 return _Outcome(error=error)
@@ -353,6 +362,11 @@ def _with_dtypes(func: Any, given: Any, operands: list[_Operand], apart: set[int
     if results is None or mixed:
         return _Outcome()
     return _Outcome(tuple((tuple(each.shape), each.dtype) for each in results))
+
+
+def _elements(operands: list[_Operand]) -> int:
+    """Return the number of elements of some tensors."""
+    return sum(math.prod(each.shape) for each in operands)
 
 
 def _is_of_cpu(error: BaseException) -> bool:
