@@ -15,6 +15,7 @@ from autoshard.program.torch_ops import (
     op_lowerings,
     pooling,
     recurrent,
+    tensor_methods,
 )
 from autoshard.program.torch_ops.torchax_environment import environment
 
@@ -27,7 +28,7 @@ def lowered_environment() -> Any:
     from torchax.ops import ops_registry
 
     lowerings = op_lowerings.operation_table() | layer_lowerings.layer_table() | recurrent.recurrent_table()
-    lowerings |= indexed_writes.write_table() | pooling.pooling_table()
+    lowerings |= indexed_writes.write_table() | pooling.pooling_table() | tensor_methods.method_table()
     lowerings |= math_lowerings.math_table() | math_lowerings.edge_table()
     for operation, lowering in lowerings.items():
         env._ops[operation] = ops_registry.Operator(
@@ -41,6 +42,11 @@ def lowered_environment() -> Any:
     env._ops[torch.nn.functional.batch_norm] = dataclasses.replace(
         counted_op, torch_op=torch.nn.functional.batch_norm, func=layer_lowerings.batch_norm, is_jax_function=False
     )
+    for average in (torch.ops.aten._adaptive_avg_pool2d, torch.ops.aten._adaptive_avg_pool3d):
+        env._ops[average] = dataclasses.replace(
+            env._ops[average], func=pooling.adaptive_avg_pool(env._ops[average].func)
+        )
+    env._ops.pop(torch.tensor_split, None)  # torch decomposes it to slices, of any bounds
     drawn = env._get_op_or_decomp(torch.randint)
     env._ops[torch.randint] = dataclasses.replace(drawn, func=_with_sizes_by_name(drawn.func))
     # Some torchax releases register this op under ops, others under decompositions. Ops are looked up first.

@@ -26,6 +26,7 @@ from autoshard.program.torch_ops.masked_reads import media_in_place
 from autoshard.program.torch_ops.module_segments import asked_segments, watching
 from autoshard.program.torch_ops.recurrent import torchs_own_gru
 from autoshard.program.torch_ops.torch_gradients import own_gradients, sparing
+from autoshard.program.torch_ops.torch_refusals import mixed_floats
 from autoshard.program.torch_ops.torchax_environment import folding
 from autoshard.program.torch_ops.views import SharedWriteError, watched
 from autoshard.program.torch_ops.wide_integers import (
@@ -309,6 +310,7 @@ class TorchFunction:
             warnings.filterwarnings("ignore", message="Explicitly requested dtype .*int64")  # torch's ids have 64 bits
             stack.enter_context(canonical_modules())
             stack.enter_context(folding(self.folded))
+            stack.enter_context(mixed_floats(dtype is not None))
             length = _sequence_length(args, kwargs)
             stack.enter_context(capacity(self.capacity_factor, self.notes, self.experts, self.imbalance, length))
             stack.enter_context(attention_kernel(self.attention, self.notes, self.exchange))

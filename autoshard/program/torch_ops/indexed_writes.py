@@ -56,10 +56,12 @@ def put(x: Any, key: Any, value: Any) -> Any:
     """
     import jax.numpy as jnp
 
-    keys: Any = key if isinstance(key, (tuple, list)) else (key,)
+    if isinstance(key, list) and all(isinstance(each, (int, list)) for each in key):
+        key = jnp.asarray(key)
+    keys: Any = tuple(key) if isinstance(key, (tuple, list)) else (key,)
     mask: Any = keys[0] if keys else None
     if not _is_traced_mask(mask) or any(each is not Ellipsis and not _is_full(each) for each in keys[1:]):
-        return x.at[key].set(value)
+        return _set(x, tuple(jnp.asarray(each) if isinstance(each, list) else each for each in keys), value)
     rest = x.ndim - mask.ndim
     wide = mask.reshape(*mask.shape, *([1] * rest))
     value = jnp.asarray(value, x.dtype)
@@ -68,6 +70,21 @@ def put(x: Any, key: Any, value: Any) -> Any:
     if value.shape[0] == 1:
         return jnp.where(wide, value[0], x)
     return jnp.where(wide, _in_order(mask.reshape(-1), value).reshape(x.shape), x)
+
+
+def _set(x: Any, key: Any, value: Any) -> Any:
+    """Return `x` after `x[key] = value`, where `value` may have more leading dims of one element than `x[key]`."""
+    import jax
+    import jax.numpy as jnp
+
+    sizes = jnp.shape(value)
+    if sizes[:1] == (1,):
+        part = jax.eval_shape(lambda whole: whole[key], x)
+        extra = max(len(sizes) - part.ndim, 0)
+        value = value.reshape(sizes[extra:]) if set(sizes[:extra]) == {1} else value
+    if jnp.issubdtype(jnp.result_type(value), jnp.inexact) and not jnp.issubdtype(x.dtype, jnp.inexact):
+        value = jnp.asarray(value).astype(x.dtype)  # JAX warns of casts that may lose digits
+    return x.at[key].set(value)
 
 
 def in_place(func: Any, plain: Any, of_jax: bool = False, whole: bool = False) -> Any:
@@ -111,8 +128,12 @@ def reshaping(func: Any, plain: Any) -> Any:
 
 def index_put(x: Any, indices: Any, values: Any, accumulate: bool = False) -> Any:
     """Lower `torch.Tensor.index_put`; an index that is None selects the whole dim."""
+    import jax.numpy as jnp
+
     key = tuple(slice(None) if each is None else each for each in indices)
-    return x.at[key].add(values) if accumulate else put(x, key, values)
+    if accumulate and not any(map(_is_traced_mask, key)):
+        return x.at[key].add(values)
+    return x + put(jnp.zeros_like(x), key, values) if accumulate else put(x, key, values)
 
 
 def fill_diagonal(x: Any, value: Any, wrap: bool = False) -> Any:

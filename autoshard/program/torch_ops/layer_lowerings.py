@@ -3,6 +3,7 @@
 Like the elementary lowerings they leave dims unmerged and follow torch's dtypes.
 """
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -23,6 +24,8 @@ def layer_table() -> dict[Any, Callable[..., Any]]:
         functional.scaled_dot_product_attention: scaled_dot_product_attention,
         functional.multi_head_attention_forward: multi_head_attention,
         functional.cross_entropy: cross_entropy,
+        functional.gaussian_nll_loss: gaussian_nll_loss,
+        torch.ops.aten.multilabel_margin_loss_forward: multilabel_margin_loss,
         functional.layer_norm: layer_norm,
         torch.layer_norm: layer_norm,
         functional.rms_norm: rms_norm,
@@ -148,7 +151,10 @@ def cross_entropy(
     """
     import jax
     import jax.numpy as jnp
+    from torch.nn import _reduction
 
+    if size_average is not None or reduce is not None:
+        reduction = _reduction.legacy_get_string(size_average, reduce, emit_warning=False)
     dim = 1 if logits.ndim > 1 else 0
     logits = logits.astype(jnp.float32)
     log_probs = logits - jax.nn.logsumexp(logits, axis=dim, keepdims=True)
@@ -170,6 +176,39 @@ def cross_entropy(
     if reduction == "none":
         return loss
     return loss.sum() / total if reduction == "mean" else loss.sum()
+
+
+def gaussian_nll_loss(
+    x: Any, target: Any, var: Any, full: bool = False, eps: float = 1e-6, reduction: str = "mean"
+) -> Any:
+    """Lower `torch.nn.functional.gaussian_nll_loss`, whose own code reads values to check the variance."""
+    import jax
+    import jax.numpy as jnp
+
+    var = jnp.asarray(var, x.dtype)
+    if var.shape != x.shape and x.shape[:-1] == var.shape:
+        var = var[..., None]
+    # The gradient of the variance passes below the least variance, as in torch.
+    safe = var + jax.lax.stop_gradient(jnp.maximum(var, eps) - var)
+    loss = 0.5 * (jnp.log(safe) + jnp.square(x - target) / safe) + (0.5 * math.log(2 * math.pi) if full else 0)
+    return loss if reduction == "none" else loss.mean() if reduction == "mean" else loss.sum()
+
+
+def multilabel_margin_loss(x: Any, target: Any, reduction: int) -> Any:
+    """Lower `torch.nn.functional.multilabel_margin_loss`, where the first negative label ends the labels of a row.
+
+    Also returns the flags of the labels, which torch's own gradient uses. `reduction` is 0 for none, 1 for the mean and
+    2 for the sum.
+    """
+    import jax.numpy as jnp
+
+    counted = jnp.cumprod((target >= 0).astype(jnp.int32), axis=-1).astype(bool)
+    hit = (target[..., None] == jnp.arange(x.shape[-1])) & counted[..., None]
+    labelled = hit.any(-2)
+    chosen = jnp.where(hit, x[..., None, :], 0).sum(-1)
+    apart = jnp.maximum(0, 1 - (chosen[..., :, None] - x[..., None, :]))
+    loss = jnp.where(counted[..., :, None] & ~labelled[..., None, :], apart, 0).sum((-2, -1)) / x.shape[-1]
+    return (loss if reduction == 0 else loss.mean() if reduction == 1 else loss.sum()), labelled.astype(x.dtype)
 
 
 def layer_norm(x: Any, normalized_shape: Any, weight: Any = None, bias: Any = None, eps: float = 1e-5, *_: Any) -> Any:
@@ -284,6 +323,8 @@ def transposed_convolution(
         # XLA expects the result's channels of all groups in order, and only one group's input channels.
         kernel = kernel.reshape(groups, -1, *kernel.shape[1:]).swapaxes(1, 2)
         kernel = kernel.reshape(-1, *kernel.shape[2:])
+    if any(extra >= max(step, gap) for extra, step, gap in zip(more, strides, gaps, strict=True)):
+        raise ValueError("output padding must be smaller than either stride or dilation")
     edges = []
     for width, pad, gap, extra in zip(weight.shape[2:], pads, gaps, more, strict=True):
         front = gap * (width - 1) - pad

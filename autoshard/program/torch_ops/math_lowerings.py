@@ -21,11 +21,17 @@ def edge_table() -> dict[Any, Callable[..., Any]]:
         torch.cdist: distances,
         aten._cdist_forward: distances,
         aten._pdist_forward: pair_distances,
+        aten.var.correction: variance,
+        aten.var_mean.correction: variance_mean,
+        aten.mean: mean,
+        **dict.fromkeys((torch.cov, torch.Tensor.cov), covariance),
+        aten.sign: sign,
         aten.std.correction: std,
         aten.std_mean.correction: std_mean,
         aten.leaky_relu: leaky_relu,
         aten.log_sigmoid_forward: log_sigmoid,
         aten.binary_cross_entropy: binary_cross_entropy,
+        aten.softplus: softplus,
         aten.trunc: trunc,
         aten.sgn: sgn,
         aten.clamp_min: clamp_min,
@@ -115,18 +121,60 @@ def pair_distances(x: Any, p: float = 2.0) -> Any:
 
 def std(x: Any, dim: Any = None, *, correction: float | None = None, keepdim: bool = False) -> Any:
     """Lower `torch.std`, whose gradient is zero where all elements are equal."""
+    return _root(variance(x, dim, correction=correction, keepdim=keepdim))
+
+
+def variance(x: Any, dim: Any = None, *, correction: float | None = None, keepdim: bool = False) -> Any:
+    """Lower `torch.var`, which is infinite or NaN if the correction leaves no element to divide by."""
     import jax.numpy as jnp
 
     # A fractional correction is what jnp.var computes with too, though its type says int.
     ddof: Any = 1 if correction is None else correction
-    return _root(jnp.var(x, axis=_axes(dim), ddof=ddof, keepdims=keepdim))
+    axes = _axes(dim) if x.ndim else None
+    reduced = range(x.ndim) if axes is None else axes if isinstance(axes, Sequence) else (axes,)
+    if ddof >= math.prod(x.shape[dim] for dim in reduced):
+        return jnp.var(x, axis=axes, keepdims=keepdim) * jnp.inf
+    return jnp.var(x, axis=axes, ddof=ddof, keepdims=keepdim)
+
+
+def variance_mean(x: Any, dim: Any = None, *, correction: float | None = None, keepdim: bool = False) -> Any:
+    """Lower `torch.var_mean`."""
+    return variance(x, dim, correction=correction, keepdim=keepdim), mean(x, dim, keepdim)
+
+
+def mean(x: Any, dim: Any = None, keepdim: bool = False, *, dtype: Any = None) -> Any:
+    """Lower `torch.mean`."""
+    import jax.numpy as jnp
+    from torchax.ops import mappings
+
+    x = x if dtype is None else x.astype(mappings.t2j_dtype(dtype))
+    return jnp.mean(x, _axes(dim) if x.ndim else None, keepdims=keepdim)
+
+
+def covariance(x: Any, *, correction: int = 1, fweights: Any = None, aweights: Any = None) -> Any:
+    """Lower `torch.cov` for rows of observations, [variables, observations] or [observations]."""
+    import jax.numpy as jnp
+
+    rows = x.reshape(1, -1) if x.ndim < 2 else x
+    weights = jnp.ones(rows.shape[1], rows.dtype)
+    for each in (fweights, aweights):
+        weights = weights if each is None else weights * each
+    total = weights.sum()
+    centred = rows - (rows * weights).sum(1, keepdims=True) / total
+    lost = correction * (weights * aweights).sum() / total if aweights is not None and correction else correction
+    return (centred @ jnp.conj(centred * weights).T / jnp.maximum(total - lost, 0)).squeeze()
+
+
+def sign(x: Any) -> Any:
+    """Lower `torch.sign`."""
+    import jax.numpy as jnp
+
+    return x if x.dtype == bool else jnp.sign(x)
 
 
 def std_mean(x: Any, dim: Any = None, *, correction: float | None = None, keepdim: bool = False) -> Any:
     """Lower `torch.std_mean`."""
-    import jax.numpy as jnp
-
-    return std(x, dim, correction=correction, keepdim=keepdim), jnp.mean(x, axis=_axes(dim), keepdims=keepdim)
+    return std(x, dim, correction=correction, keepdim=keepdim), mean(x, dim, keepdim)
 
 
 def leaky_relu(x: Any, negative_slope: float = 0.01) -> Any:
@@ -137,11 +185,10 @@ def leaky_relu(x: Any, negative_slope: float = 0.01) -> Any:
 
 
 def log_sigmoid(x: Any) -> Any:
-    """Lower `torch.nn.functional.logsigmoid`; also return the empty buffer that torch's own gradient uses."""
+    """Lower `torch.nn.functional.logsigmoid`; also return `x`, of the shape of the buffer of torch's gradient."""
     import jax
-    import jax.numpy as jnp
 
-    return jax.nn.log_sigmoid(x), jnp.zeros((0,), x.dtype)
+    return jax.nn.log_sigmoid(x), x
 
 
 def binary_cross_entropy(x: Any, target: Any, weight: Any = None, reduction: int = 1) -> Any:
@@ -169,6 +216,15 @@ def _cross_entropy() -> Callable[[Any, Any], Any]:
         return found(x, target), slope * tangents[0] + (jnp.log1p(-x) - jnp.log(x)) * tangents[1]
 
     return found
+
+
+def softplus(x: Any, beta: float = 1, threshold: float = 20) -> Any:
+    """Lower `torch.nn.functional.softplus`, which is `x` itself where `beta * x` exceeds the threshold."""
+    import jax.numpy as jnp
+
+    large = x * beta > threshold
+    # An infinite exponential of a large element would make its gradient NaN, though it is not chosen.
+    return jnp.where(large, x, jnp.log1p(jnp.exp(jnp.where(large, 0, x) * beta)) / beta).astype(x.dtype)
 
 
 def trunc(x: Any) -> Any:

@@ -131,7 +131,7 @@ def grouped_mm(x: Any, weight: Any, offs: Any = None, bias: Any = None, out_dtyp
         ends = offs.astype(jnp.int32)
         result = jax.lax.ragged_dot(x, weight, jnp.diff(ends, prepend=jnp.zeros(1, jnp.int32)))
         model_flops.record_matmul(result.shape, x.shape[-1])
-    return result if out_dtype is None else result.astype(_jax_dtype(out_dtype))
+    return result if out_dtype is None else result.astype(jax_dtype_of(out_dtype))
 
 
 def einsum(equation: str, *operands: Any) -> Any:
@@ -264,6 +264,9 @@ def arange(
 
     if end is None:
         start, end = 0, start
+    known = all(isinstance(each, (int, float)) for each in (start, end, step))
+    if known and (step == 0 or (end - start) / step < 0):
+        raise ValueError("upper bound and lower bound inconsistent with step sign")
     if isinstance(start, core.Tracer) and (count := _steps_after(start, end)) is not None:
         counted: Any = jaten._aten_arange(0, count, step, dtype=dtype)
         return counted + start.astype(counted.dtype)
@@ -282,7 +285,7 @@ def filled(value: int) -> Callable[..., Any]:
 
         given = sizes if size is None else (size,)
         shape = given[0] if len(given) == 1 and isinstance(given[0], (tuple, list)) else given
-        return jnp.full(tuple(shape), value, _jax_dtype(dtype or torch.get_default_dtype()))
+        return jnp.full(tuple(shape), value, jax_dtype_of(dtype or torch.get_default_dtype()))
 
     return make
 
@@ -295,10 +298,10 @@ def full(size: Any, fill_value: Any, *, dtype: Any = None, **others: Any) -> Any
     if dtype is None and not isinstance(fill_value, (bool, int, float, complex)):
         return jnp.full(tuple(size), fill_value)
     own = type(fill_value) if isinstance(fill_value, (bool, int)) else torch.get_default_dtype()
-    return jnp.full(tuple(size), fill_value, _jax_dtype(dtype or own))
+    return jnp.full(tuple(size), fill_value, jax_dtype_of(dtype or own))
 
 
-def _jax_dtype(dtype: Any) -> Any:
+def jax_dtype_of(dtype: Any) -> Any:
     """Return the JAX dtype of a torch dtype or a Python type."""
     import jax
     import torch

@@ -189,6 +189,19 @@ def _windows(side: int, width: int, step: int, pad: int, ceil: bool) -> int:
     return count - 1 if (count - 1) * step >= side + pad else count
 
 
+def adaptive_avg_pool(pool: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the lowering of `torch.nn.functional.adaptive_avg_pool2d` or `3d`, which is torchax's `pool` if no size is
+    zero.
+    """
+
+    def run(x: Any, sizes: Sequence[int]) -> Any:
+        import jax.numpy as jnp
+
+        return pool(x, sizes) if 0 not in sizes else jnp.zeros((*x.shape[: x.ndim - len(sizes)], *sizes), x.dtype)
+
+    return run
+
+
 def adaptive_max_pool(x: Any, sizes: Sequence[int]) -> Any:
     """Lower `torch.nn.functional.adaptive_max_pool2d` or `3d` for [..., *sides].
 
@@ -199,6 +212,8 @@ def adaptive_max_pool(x: Any, sizes: Sequence[int]) -> Any:
     import numpy as np
 
     lead, sides = x.shape[: x.ndim - len(sizes)], x.shape[x.ndim - len(sizes) :]
+    if 0 in sizes:
+        return jnp.zeros((*lead, *sizes), x.dtype), jnp.zeros((*lead, *sizes), int)
     places, real = np.zeros((1,) * 2 * len(sizes), np.int64), np.ones((1,) * 2 * len(sizes), bool)
     for dim, (side, size) in enumerate(zip(sides, sizes, strict=True)):
         begin, end = np.arange(size) * side // size, -(-(np.arange(size) + 1) * side // size)

@@ -74,13 +74,13 @@ def as_torch(func: Any, args: Any, kwargs: Any, parent: Any = None) -> list[tupl
     layouts: dict[int, Any] = {}
 
     def layout(tensor: Any) -> Any:
-        return layouts.setdefault(id(tensor), _layout(tensor))
+        return layouts.setdefault(id(tensor), layout_of(tensor))
 
     args, kwargs = _pytree.tree_map_only(torch.Tensor, layout, (args, kwargs))
     if any(each is None for each in layouts.values()):
         return None
     own = layouts.get(id(parent))
-    with _torch_alone():
+    with torch_alone():
         try:
             results = [each for each in _pytree.tree_leaves(func(*args, **kwargs)) if isinstance(each, torch.Tensor)]
         except RuntimeError:  # no view is possible, so that `reshape` makes a copy
@@ -96,25 +96,25 @@ def depends(func: Any) -> bool:
     return str(getattr(func, "__name__", func)).partition(".")[0] in _AS_THEY_LIE
 
 
-def _layout(tensor: Any) -> Any:
+def layout_of(tensor: Any) -> Any:
     """Return the meta tensor with a tensor's strides in torch, or None if they are unknown."""
     import torch
 
     info = getattr(tensor, "view_info", None)
     if info is not None:
-        base = _layout(tensor.parent)
-        with _torch_alone():
+        base = layout_of(tensor.parent)
+        with torch_alone():
             return None if base is None else base[info.slices]
     if "_layout" in tensor.__dict__:
         return tensor.__dict__["_layout"]
-    with _torch_alone():
+    with torch_alone():
         if not hasattr(tensor, "_env"):  # a tensor of plain torch
             return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
         return torch.empty(tuple(tensor.shape), dtype=tensor.dtype, device="meta")
 
 
 @contextlib.contextmanager
-def _torch_alone() -> Iterator[None]:
+def torch_alone() -> Iterator[None]:
     """Disable torchax's dispatch while inside, so that torch's operations are its own."""
     import torch
     from torch.utils import _mode_utils

@@ -8,7 +8,14 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from autoshard.program.torch_ops import indexed_writes, masked_reads, torch_gradients, torch_layouts, wide_integers
+from autoshard.program.torch_ops import (
+    indexed_writes,
+    masked_reads,
+    torch_gradients,
+    torch_layouts,
+    torch_refusals,
+    wide_integers,
+)
 from autoshard.program.torch_ops import views as shared_views
 from autoshard.program.torch_ops.masked_reads import MaskedRows, by_row
 from autoshard.program.torch_ops.module_segments import op_scope
@@ -82,6 +89,7 @@ def _environment_type() -> type:
     from jax import core
     from torch.utils import _pytree
     from torchax import device_module, tensor
+    from torchax.ops import mappings
     from torchax.view import View
 
     def folds(given: Any) -> bool:
@@ -115,6 +123,8 @@ def _environment_type() -> type:
     class Environment(tensor.Environment):
         """torchax's environment with constant folding, shared elements, gradients and bounds of integers."""
 
+        is_running = False
+
         def _to_copy(self, the_tensor: Any, new_dtype: Any, new_device: Any) -> Any:
             given: Any = the_tensor.torch() if isinstance(the_tensor, View) else the_tensor
             traced = isinstance(given, tensor.Tensor) and isinstance(given._elem, core.Tracer)
@@ -127,7 +137,12 @@ def _environment_type() -> type:
                     wide_integers.bounded(func, (args, kwargs)) as bounds,
                     torch_gradients.counted_gradients((args, kwargs)) as results,
                 ):
-                    result = self._copied(func, args, kwargs or {}, self._folded(func, types, args, kwargs))
+                    answer = self._asked(func, args, kwargs or {})
+                    with self._running(func, args, kwargs or {}):
+                        result = self._copied(func, args, kwargs or {}, self._folded(func, types, args, kwargs))
+                        result = self._as_asked(args, kwargs, result, answer)
+                    if func is torch.tensor and isinstance(result, tensor.Tensor):
+                        torch_refusals.note_constant(result, *args)
                     bounds.append(result)
                     results.append(result)
                 self._share(func, types, args, kwargs or {}, result)
@@ -143,6 +158,65 @@ def _environment_type() -> type:
                 if "incompatible shapes" not in str(error):
                     raise
                 raise ValueError(str(error)) from error
+
+        @contextlib.contextmanager
+        def _running(self, func: Any, args: Any, kwargs: Any) -> Iterator[None]:
+            """Run an operation inside; all other operations that run inside are parts of its lowering.
+
+            Raises torch's own error if the lowering fails and torch refuses the operation.
+            """
+            before, self.is_running = self.is_running, True
+            try:
+                yield
+            except (TypeError, ValueError, IndexError, RuntimeError, AssertionError, ArithmeticError) as error:
+                if before or isinstance(error, jax.errors.JAXTypeError | jax.errors.JAXIndexError):
+                    raise
+                if (refusal := torch_refusals.refusal_of(func, args, kwargs)) is None:
+                    raise
+                raise refusal from None
+            finally:
+                self.is_running = before
+
+        def _asked(self, func: Any, args: Any, kwargs: Any) -> Any:
+            """Return the shapes and dtypes of torch's results for an operation that has a lowering, or None.
+
+            Raises torch's own error if torch refuses the operation.
+            """
+            if self.is_running or func in copying or any(isinstance(each, MaskedRows) for each in args):
+                return None
+            leaves = [each for each in _pytree.tree_leaves((args, kwargs)) if isinstance(each, torch.Tensor)]
+            if not any(isinstance(each, (tensor.Tensor, View)) for each in leaves):
+                return None
+            if isinstance(func, torch._ops.OpOverload) and torch_layouts.depends(func):
+                return None  # torch decomposes `reshape` to a view by the strides of torchax's own tensors
+            if func is not torch.Tensor.view:
+                try:
+                    self._get_op_or_decomp(func)
+                except tensor.OperatorNotFound:
+                    return None
+            return torch_refusals.torch_results(func, args, kwargs)
+
+        def _as_asked(self, args: Any, kwargs: Any, result: Any, answer: Any) -> Any:
+            """Return the results in torch's dtypes.
+
+            Raises `NotImplementedError` if the lowering gives other shapes.
+            """
+            leaves, tree = _pytree.tree_flatten(result)
+            places = [k for k, each in enumerate(leaves) if isinstance(each, torch.Tensor)]
+            if answer is None or len(places) != len(answer):
+                return result
+            given = {id(each) for each in _pytree.tree_leaves((args, kwargs))}
+            for k, (shape, dtype) in zip(places, answer, strict=True):
+                each = leaves[k]
+                if id(each) in given or not isinstance(each, tensor.Tensor) or "_held" not in each.__dict__:
+                    continue
+                array = each.__dict__["_held"]
+                if array.shape != shape:
+                    raise NotImplementedError(f"results of shape {tuple(array.shape)}, where torch gives {shape}")
+                wanted = jax.dtypes.canonicalize_dtype(mappings.t2j_dtype(dtype))
+                if array.dtype != wanted:
+                    leaves[k] = tensor.Tensor(array.astype(wanted), self)
+            return _pytree.tree_unflatten(leaves, tree)
 
         def _copied(self, func: Any, args: Any, kwargs: Any, result: Any) -> Any:
             """Return a copy of the argument if torch makes one but torchax returned the argument itself."""
@@ -263,6 +337,8 @@ def _environment_type() -> type:
             mask, values = tensor_or_view._env.t2j_iso((under, value.under(under)))
             wide = mask.reshape(*mask.shape, *([1] * (values.ndim - mask.ndim)))
             return jnp.where(wide, values.astype(tensor_or_view.jax().dtype), tensor_or_view.jax())
+        for func, given in ((torch.Tensor.__setitem__, (key, value)), (torch.Tensor.__getitem__, (key,))):
+            torch_refusals.torch_results(func, (tensor_or_view, *given), {})
         given, env = (key, value), tensor_or_view._env
         with (
             jax.ensure_compile_time_eval()
