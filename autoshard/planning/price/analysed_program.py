@@ -211,13 +211,16 @@ class Task:
         return require(model, self.reading.groups, self.asked)
 
 
-def share(crew: WorkerCrew, program: Program, reading: AnalysedProgram) -> None:
-    """Share with a crew of worker processes the objects that all prices refer to.
+def planned_part(program: Program) -> Program:
+    """Return the program without the callables and arguments that run it, which cannot be pickled."""
+    return dataclasses.replace(
+        program, fn=_stays_here, args=(), make_args=None, source=None, lowerings=None, eager=None
+    )
 
-    The callables and arguments that run the program cannot be pickled, and planning does not need them.
-    """
-    sent = dataclasses.replace(program, fn=_stays_here, args=(), make_args=None, source=None, lowerings=None)
-    crew.share("program", program, sent)
+
+def share(crew: WorkerCrew, program: Program, reading: AnalysedProgram) -> None:
+    """Share with a crew of worker processes the objects that all prices refer to."""
+    crew.share("program", program, planned_part(program))
     for name in ("graph", "structure", "liveness"):
         crew.share(name, getattr(reading, name))
     crew.share("reading", reading)

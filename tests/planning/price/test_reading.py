@@ -1,14 +1,16 @@
 """Analysis of a program before anything is priced."""
 
+import pickle
 from typing import Any
 
 import jax
 import numpy as np
 import pytest
 
+from autoshard.planning.price.analysed_program import planned_part
 from autoshard.planning.price.evaluate import evaluate
 from autoshard.planning.space.overlap import Overlap
-from autoshard.program import trace
+from autoshard.program import open_source, trace
 from tests.graph.programs import f32
 from tests.planning import programs
 
@@ -40,3 +42,12 @@ def test_what_goes_into_an_update_is_a_gradient() -> None:
     assert made and made <= {Overlap.GRADIENTS, Overlap.GRADIENTS_AT_MATMUL}
     kinds = {term.kind for node in model.nodes for term in node.memory}
     assert "gradients" in kinds
+
+
+@pytest.mark.parametrize("source", ["hf:llama-tiny", "hf:mixtral-tiny", "hf:t5-tiny"])
+def test_a_freshly_traced_program_can_be_sent_to_helpers(source: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pickle what helpers receive: a freshly traced program refers to closures, a cached one does not."""
+    monkeypatch.setenv("AUTOSHARD_CACHE_DIR", "")
+    program = open_source(source, train=True, batch=8, seq=64)
+    received = pickle.loads(pickle.dumps(planned_part(program)))
+    assert received.module == program.module and received.arguments == program.arguments
