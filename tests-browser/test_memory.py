@@ -33,7 +33,7 @@ def test_it_begins_at_the_peak_and_adds_up_to_it(visit: Visit, width: int):
     assert page.locator("#held-note").inner_text() == "41.00 GiB at moment 3 of 4, 1.32 s into the step"
 
 
-def test_pointing_shows_what_is_held_there_and_a_click_holds_it(visit: Visit):
+def test_pointing_shows_what_is_stored_there_and_a_click_holds_it(visit: Visit):
     page = visit(llama_plan())
     chart = page.locator("#memory-chart")
     box = chart.bounding_box()

@@ -47,7 +47,7 @@ def test_what_is_foreseen_or_bounded_says_so(beside: Callable[..., Page]):
     assert "at least 3.9 s a step, at least 21.1 % longer" in said and "not known" in said
 
 
-def test_nothing_is_beside_it_at_first_and_again(beside: Callable[..., Page]):
+def test_nothing_runs_with_the_first_and_the_repeated_one(beside: Callable[..., Page]):
     page = beside("fsdp")
     page.locator("#alternative").select_option("")
     assert page.locator("#beside").inner_text() == ""

@@ -47,7 +47,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 LIMIT = ["--topology", "cpu:8", "--mesh", "x=8", "--memory-limit", "0.000006"]
 
 
-def test_rules_beside_a_module_file(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_rules_with_a_module_file(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     without = ["plan", "kernel.mlir", "--topology", "cpu:8", "--mesh", "x=8", "--json", "--out", "plan.json", "--quiet"]
     assert cli.main(without) == 0
     plan = json.loads(Path("plan.json").read_text())

@@ -123,7 +123,7 @@ def test_the_mesh_comes_from_the_flag_then_the_environment_then_a_search(folder:
     assert mesh("--mesh", "a=4,b=2", XLA_AUTO_SPMD_MESH="2,4") == {"a": 4, "b": 2}
 
 
-def test_a_sweep_is_a_table_a_plot_and_rows_that_are_kept(folder: Path, here: Here):
+def test_a_sweep_is_a_table_a_plot_and_rows_that_are_preserved(folder: Path, here: Here):
     line = ("sweep", "step.py", "--topology", "cpu:8,cpu:7", "--out", "sweep.json", "--plot", "sweep.svg")
     shown = here(*line).stdout
     assert "no plan" in shown and "- cpu:7: " in shown
@@ -188,7 +188,7 @@ def test_compare_runs_the_plan_and_every_baseline(folder: Path, here: Here):
     assert "measured" not in table
 
 
-def test_candidates_are_shown_and_written_beside_the_plan(folder: Path, here: Here):
+def test_candidates_are_shown_and_written_with_the_plan(folder: Path, here: Here):
     options = [*ON_CPU, "--candidates", "3"]
     figures = json.loads(here("plan", "step.py", *options, "--json").stdout)
     offered = figures["candidates"]
@@ -313,7 +313,7 @@ def test_report_of_a_saved_plan(folder: Path, here: Here):
     assert last == pytest.approx(figures["step_time_s"] * 1e6, rel=1e-3)
 
 
-def test_a_profile_stands_beside_the_prediction(folder: Path, here: Here):
+def test_a_profile_stands_with_the_prediction(folder: Path, here: Here):
     assert here("measure", "step.py", "--plan", "plan.json", "--profile", "p.json.gz").returncode == 0
     spans = [{"name": "fusion.1", "lane": "compute", "start_s": 0.0, "seconds": 1e-3}]
     (folder / "c.json").write_text(json.dumps({"step_time_s": {}, "time": {"spans": spans}}))

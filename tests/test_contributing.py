@@ -156,7 +156,7 @@ def test_the_recipe_of_an_export(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert re.search(r"^  words +a reader of words$", capsys.readouterr().out, re.MULTILINE)
 
 
-def test_every_form_has_a_writer_and_is_said_where_the_recipe_of_an_export_says():
+def test_every_form_has_a_writer_and_is_reported_where_the_recipe_of_an_export_says():
     docs = (ROOT / "docs" / "export.md").read_text(encoding="utf-8")
     rows = re.findall(r"^\| `([\w-]+)` \| (.*) \| .* \|$", docs, re.MULTILINE)
     plain = {name: re.sub(r"\[(.*?)\]\(.*?\)", r"\1", cell).replace("`", "") for name, cell in rows}

@@ -74,7 +74,7 @@ def test_the_next_run_makes_the_same(
 
 
 @pytest.mark.parametrize("place", [pytest.param("a full disk", marks=pytest.mark.full), "2048 MiB of addresses"])
-def test_what_is_missing_is_said(place: str, prepared: Path, tmp_path: Path):
+def test_what_is_missing_is_reported(place: str, prepared: Path, tmp_path: Path):
     shutil.copy(prepared / "step.py", tmp_path)
     wrong = environments.seen(place, tmp_path, b"")
     if wrong == "not here":
@@ -132,7 +132,7 @@ def test_without_a_home_a_locale_and_processes_the_plan_is_the_same(
     assert made(command, tmp_path, b"") == wanted.made
 
 
-def test_a_limit_that_xla_would_not_survive_is_said(monkeypatch: pytest.MonkeyPatch):
+def test_a_limit_that_xla_would_not_survive_is_reported(monkeypatch: pytest.MonkeyPatch):
     check_addresses()
     monkeypatch.setattr(resource, "getrlimit", lambda which: (LEAST_ADDRESSES - 1, resource.RLIM_INFINITY))
     with pytest.raises(UserError, match=r"limited to 5 GiB of addresses, and XLA, which reads the program, needs 5"):

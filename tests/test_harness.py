@@ -48,7 +48,7 @@ def run(folder: Path, *options: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=ENVIRONMENT)
 
 
-def test_rows_are_kept_apart_and_are_not_run_again(tmp_path: Path) -> None:
+def test_rows_are_separated_and_are_not_run_again(tmp_path: Path) -> None:
     first = run(tmp_path, "--only", "longer", "dies")
     rows = json.loads((tmp_path / "lengths.json").read_text())
     assert first.returncode == 1 and "dies: failed, exit code 3" in first.stderr

@@ -65,7 +65,7 @@ print(double(4))
 """
 
 
-def test_what_an_older_version_has_kept_is_compiled_anew(tmp_path: Path) -> None:
+def test_what_an_older_version_has_preserved_is_compiled_again(tmp_path: Path) -> None:
     """Load a cache index of an older version, which contains a type that has been renamed."""
     script = tmp_path / "script.py"
     script.write_text(KEPT)

@@ -107,7 +107,7 @@ def test_no_command_writes_over_what_it_reads(
         ),
     ],
 )
-def test_files_beside_what_is_named_are_kept_as_well(
+def test_files_with_what_is_named_are_saved_as_well(
     line: str, said: str, sources: Path, capsys: pytest.CaptureFixture[str]
 ):
     assert cli.main(line.split()) == 2
@@ -135,7 +135,7 @@ def test_a_plan_is_not_written_over_a_module_that_the_program_imports(
     assert "<html" in (sources / "step.json").read_text()
 
 
-def test_a_working_directory_that_is_gone_is_said(
+def test_a_working_directory_that_is_gone_is_reported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
     (gone := tmp_path / "gone").mkdir()

@@ -21,7 +21,7 @@ from tests.planning.record.test_store import PLAN
 
 
 @pytest.mark.parametrize("command", ["explain plan.json z", "export plan.json --to jax"])
-def test_that_a_plans_program_is_run_is_said_before(
+def test_a_notice_precedes_the_run_of_a_plans_program(
     command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
     monkeypatch.chdir(tmp_path)
@@ -64,7 +64,7 @@ def test_names_in_a_plan_never_steer_the_terminal(
     assert not set(shown.out + shown.err) & set("\x1b\x07\r\x85\u202e")
 
 
-def test_what_is_kept_is_private_and_others_files_are_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_what_is_preserved_is_private_and_others_files_are_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("AUTOSHARD_CACHE_DIR", str(tmp_path / "kept"))
     write_entry("graph", "key", b"body")
     assert read_entry("graph", "key") == b"body"

@@ -53,7 +53,7 @@ def test_children_have_this_package_and_what_the_environment_adds(tmp_path: Path
     assert out == f"a b {autoshard.__file__} {tmp_path}\n"
 
 
-def test_helpers_of_a_crew_start_beside_such_files(trap: Path):
+def test_helpers_of_a_crew_start_with_such_files(trap: Path):
     said: list[str] = []
     with WorkerCrew(1) as crew:
         crew.progress = said.append
@@ -66,7 +66,7 @@ def _nap(seconds: float) -> int:
     return os.getpid()
 
 
-def test_children_end_with_their_stdin_whatever_they_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_children_end_with_their_stdin_in_any_case(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     (tmp_path / "busy.py").write_text("import time\nprint('here', flush=True)\ntime.sleep(60)\n")  # during the import
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     with subprocess.Popen(python_command("busy"), stdin=subprocess.PIPE, stdout=subprocess.PIPE) as child:

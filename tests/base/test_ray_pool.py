@@ -78,7 +78,7 @@ def program():
 
 
 @pytest.mark.full
-def test_at_most_so_many_at_a_time_whatever_their_size(cluster: LocalCluster) -> None:
+def test_at_most_so_many_at_a_time_for_any_size(cluster: LocalCluster) -> None:
     with RayPool(cluster.address, most=1) as pool:
         began = time.monotonic()
         concurrent.futures.wait([pool.submit(nap, 0.5) for _ in range(4)])

@@ -49,7 +49,7 @@ def small(monkeypatch: pytest.MonkeyPatch):
 
 @pytest.mark.parametrize("style", range(len(STYLES)))
 @pytest.mark.parametrize("loads", [json.loads, orjson.loads])
-def test_pieces_come_to_what_one_call_makes(style: int, loads: Any, small: None):
+def test_pieces_equal_what_one_call_makes(style: int, loads: Any, small: None):
     lots = random.Random(style)
     for _ in range(150):
         value = [draw(lots, 4) for _ in range(8)]

@@ -37,7 +37,7 @@ def test_parts_of_a_step_add_up():
     assert slower.spent["stream"] == pytest.approx(2 * parts.spent["stream"])
 
 
-def test_what_is_hidden_runs_beside_compute():
+def test_what_is_hidden_runs_during_compute():
     one = bill(matmul=1e4, reduced=1e6, launches=4, topology="v5e:2x4")
     shipped = load_calibration("v5e")
     hidden, waited = (one.parts(dataclasses.replace(shipped, reduction_overlap=share)) for share in (1.0, 0.0))

@@ -115,7 +115,7 @@ DAMAGES = [damage_text, damage_foreign, damage_middle, damage_row, damage_end]
 
 @pytest.mark.parametrize("damage", DAMAGES)
 @pytest.mark.parametrize("first", ["read", "add"])
-def test_a_damaged_or_foreign_file_is_set_aside_and_said_once(
+def test_a_damaged_or_foreign_file_is_set_aside_and_reported_once(
     damage, first: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ):
     database = Database(tmp_path)
@@ -172,7 +172,7 @@ def test_a_newer_file_is_left_alone(tmp_path: Path, caplog: pytest.LogCaptureFix
     assert "newer autoshard" in record.getMessage()
 
 
-def test_a_directory_that_cannot_be_made_is_said_once(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+def test_a_directory_that_cannot_be_made_is_reported_once(tmp_path: Path, caplog: pytest.LogCaptureFixture):
     (tmp_path / "file").write_text("")
     database = Database(tmp_path / "file" / "data")
     assert not database.add([ONE]) and not database.add([OTHER]) and kept(database) == []
@@ -194,7 +194,7 @@ print(len(database.read("cpu:8", "made up")), database.add([one]), database.add(
 
 
 @pytest.mark.skipif(not hasattr(os, "geteuid"), reason="permissions as on POSIX")
-def test_a_read_only_directory_is_read_and_said_once(tmp_path: Path):
+def test_a_read_only_directory_is_read_and_reported_once(tmp_path: Path):
     folder = tmp_path / "data"
     Database(folder).add([ONE])
     for path in (*folder.iterdir(), folder):

@@ -58,7 +58,7 @@ def test_one_wild_observation_does_not_pull_far():
     assert new.seconds(fitted.calibration) == pytest.approx(new.seconds(machine), rel=0.15)
 
 
-def test_only_what_was_told_moves():
+def test_only_chosen_values_move():
     one = bill(traffic=4e8)
     fitted = fit(CPU, "cpu", [observation(one, 3 * one.seconds(CPU))])
     (moved,) = fitted.figures

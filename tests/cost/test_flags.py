@@ -49,7 +49,7 @@ def test_fused_gathers_are_hidden_as_on_v5e(chip: str) -> None:
     assert not with_flags(base, read_flags(f"--{FUSED_GATHERS} {asynchronous}")).figures
 
 
-def test_what_a_generation_does_by_itself_stays_until_it_is_taken_away() -> None:
+def test_behaviour_of_a_generation_stays_until_it_is_removed() -> None:
     base = load_calibration("v5e")
     assert with_flags(base, read_flags(f"--{FUSED_GATHERS}")).calibration == base
     assert with_flags(base, read_flags(f"--{FUSED_GATHERS}=false")).calibration.gather_overlap == 0.0

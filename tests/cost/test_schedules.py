@@ -150,7 +150,7 @@ def test_a_forward_pass_alone_holds_one_microbatch() -> None:
     assert made.in_flight == (1, 1, 1, 1)
 
 
-def test_values_of_different_sizes_are_held() -> None:
+def test_values_of_different_sizes_are_stored() -> None:
     made = timetable(Schedule("1f1b", 3, 6), 1, 2)
     assert made.peak_bytes([10.0, 20.0, 30.0]) == (30.0, 40.0, 30.0)
 

@@ -87,7 +87,7 @@ def test_cpu_devices_share_one_machine() -> None:
     assert one.peak_flops("f32") == one.chip.peak_flops("f32") * one.host_cores
 
 
-def test_cpu_devices_share_the_cores_of_the_machine_or_those_said(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cpu_devices_share_the_cores_of_the_machine_or_the_stated_ones(monkeypatch: pytest.MonkeyPatch) -> None:
     machine = Topology.parse("cpu:8")
     assert machine.host_cores == os.cpu_count() and "@" not in machine.name
     said = Topology.parse("cpu:8@3")

@@ -112,7 +112,7 @@ def test_rows_that_are_there_are_not_run_again(tmp_path, monkeypatch: pytest.Mon
     assert "| plan = fsdp* | 10.0 | 12.0 | 11.0 to 13.0 |" in text and "| fsdp | - | 22.0 |" in text
 
 
-def test_a_command_is_held_while_steps_run():
+def test_a_command_runs_during_steps():
     with held("cat"):
         pass
     with held(None):

@@ -173,7 +173,7 @@ def test_tensors_that_one_mapping_for_all_splits_otherwise_are_named(program):
         export_plan(plan, "haliax")
 
 
-def test_what_levanter_splits_by_itself_is_taken_back(program):
+def test_splits_of_levanter_itself_are_undone(program):
     pins = {"*.up.weight": "-,-,-", "*.qkv.weight": "-,-,-,-,-", "ids": "data,-"}
     plan = autoshard.plan(program, topology="v5e:4x4*2", mesh={"data": 2, "model": 16}, form="haliax", pins=pins)
     text = export_plan(plan, "haliax", program)

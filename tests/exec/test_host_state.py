@@ -181,7 +181,7 @@ def test_the_step_laid_out_in_time_waits_for_the_hosts() -> None:
     assert not any("hosts" in line for line in step_limits(planned("none", "v5e:2x2", "data=4")))
 
 
-def test_a_compiler_that_counts_the_hosts_memory_is_told_not_to() -> None:
+def test_a_compiler_that_counts_the_hosts_memory_is_forbidden_to() -> None:
     """Warn and name the flag: the TPU compiler counts host memory too, so it would see more than the device's 15.75
     GiB.
     """

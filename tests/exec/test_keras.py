@@ -162,7 +162,7 @@ def test_prediction_is_planned_too():
         (lambda: from_keras(make, shape(32, 17), shape(32, dtype="int32")), "functional"),
     ],
 )
-def test_what_cannot_be_planned_is_said(call, message):
+def test_what_cannot_be_planned_is_reported(call, message):
     with pytest.raises(UserError, match=message):
         call()
 

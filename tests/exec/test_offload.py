@@ -75,7 +75,7 @@ def test_a_saved_stack_that_is_offloaded_takes_no_device_memory() -> None:
     assert not analyse(read_graph(program(False).module)).hosted
 
 
-def test_what_one_trip_sends_is_held_while_the_next_one_computes() -> None:
+def test_what_one_trip_sends_is_stored_while_the_next_one_computes() -> None:
     graph = read_graph(program(True).module)
     forward, backward = sorted(graph.loops, key=lambda loop: loop.start)
     sizes = [(graph.tensors[t].elements, start, stop) for t, start, stop in analyse(graph).buffers]
@@ -89,7 +89,7 @@ def test_what_one_trip_sends_is_held_while_the_next_one_computes() -> None:
 
 
 @pytest.mark.parametrize(("long", "attends"), [(False, True), (True, False), (True, True)])
-def test_stacks_that_stay_are_copied_beside_others_that_go_where_attention_is_long(long: bool, attends: bool) -> None:
+def test_stacks_that_stay_are_copied_with_others_that_go_where_attention_is_long(long: bool, attends: bool) -> None:
     policy = POLICIES.save_and_offload_only_these_names(
         names_which_can_be_saved=[], names_which_can_be_offloaded=["inner"], offload_src="device",
         offload_dst="pinned_host",
@@ -161,7 +161,7 @@ def offloading(name: str):
 
 
 @pytest.mark.parametrize("topology", ["v5e:2x2", "v5p:2x2x1"])
-def test_the_compiler_holds_as_much_beside_an_offloaded_stack(topology: str) -> None:
+def test_the_compiler_holds_as_much_with_an_offloaded_stack(topology: str) -> None:
     """Estimate the stack of the layers' inputs, long sequences of few features: stored once, rounded for its
     matmuls.
     """

@@ -260,12 +260,12 @@ def test_another_mesh_may_have_the_same_axes() -> None:
         ),
     ],
 )
-def test_what_cannot_hold_is_said(make: Any, mesh: str, said: str) -> None:
+def test_what_cannot_hold_is_reported(make: Any, mesh: str, said: str) -> None:
     with pytest.raises(UserError, match=f"^{said}$"):
         make_plan(trace(make(), (f32(16, 4),)), Options(topology="cpu:8", mesh=mesh))
 
 
-def test_constraints_that_exclude_each_other_are_kept_and_said() -> None:
+def test_constraints_that_exclude_each_other_are_preserved_and_reported() -> None:
     """Pin a value's split in an inner loop one way, and in the outer loop another way."""
 
     def fn(mesh: Any, stack: Any, x: Any) -> Any:

@@ -52,7 +52,7 @@ def test_the_table_counts_its_rows() -> None:
 
 @pytest.mark.full
 @pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="needs libtpu")
-def test_a_row_is_compiled_once_and_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_row_is_compiled_once_and_preserved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(plan_quality, "PROGRAMS", {"tiny": lambda n: jax_mlp(2, 512, 64 * n)})
     monkeypatch.setattr(plan_quality, "TOPOLOGIES", {"v5e:2x2": {"data": 2, "model": 2}})
     monkeypatch.setattr(kept, "BUILD", tmp_path / "build")

@@ -44,7 +44,7 @@ def given() -> tuple[Any, Any]:
 
 @pytest.mark.parametrize("axes", [("expert",), ("other", "expert")])
 @pytest.mark.parametrize("way", [_real_rows, _all_rows])
-def test_rows_come_to_their_groups_and_back(monkeypatch: pytest.MonkeyPatch, way: Any, axes: tuple[str, ...]) -> None:
+def test_rows_reach_their_groups_and_return(monkeypatch: pytest.MonkeyPatch, way: Any, axes: tuple[str, ...]) -> None:
     monkeypatch.setattr(jax.lax, "ragged_all_to_all", plain_ragged)
     rows, filled = given()
     mesh = Mesh(np.array(jax.devices()).reshape(2, 4), ("other", "expert"))

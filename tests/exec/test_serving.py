@@ -38,7 +38,7 @@ def decoding(directory: Path, batch: int, cache: int, dtype: str, attention: str
     return program, 2 * 3 * batch * 4 * cache * 128 * {"fp32": 4, "bf16": 2}[dtype]
 
 
-def test_on_cpu_devices_no_second_cache_is_held_and_no_token_is_gathered(tmp_path: Path):
+def test_on_cpu_devices_no_second_cache_is_stored_and_no_token_is_gathered(tmp_path: Path):
     program, cache = decoding(tmp_path, 8, 1024, "fp32")
     plan = make_plan(program, Options(topology="cpu:8", mesh={"data": 2, "model": 4})).plan
     compiled = plan.lower(program.fn, *program.args, donate_argnums=program.donate_argnums).compile()
@@ -50,7 +50,7 @@ def test_on_cpu_devices_no_second_cache_is_held_and_no_token_is_gathered(tmp_pat
 
 
 @pytest.mark.parametrize("attention", [pytest.param("plain", marks=pytest.mark.full), "cached"])
-def test_for_tpus_the_cache_is_held_once_and_read_once(tmp_path: Path, attention: str):
+def test_for_tpus_the_cache_is_stored_once_and_read_once(tmp_path: Path, attention: str):
     if importlib.util.find_spec("libtpu") is None:  # an optional extra
         pytest.skip("libtpu is not installed")
     program, cache = decoding(tmp_path, 64, 4096, "bf16", attention)

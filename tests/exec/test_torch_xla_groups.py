@@ -62,7 +62,7 @@ def test_on_one_axis_nothing_is_idle() -> None:
     assert split_of(found, images).dims[0] == ("data",) and not any("idle" in note for note in found.notes)
 
 
-def test_a_mark_that_leaves_an_axis_idle_is_kept_with_a_warning() -> None:
+def test_a_mark_that_leaves_an_axis_idle_is_saved_with_a_warning() -> None:
     found, images = decided(16, {"data": 4, "model": 2}, SOME)
     assert split_of(found, images) == SOME
     (said,) = (note for note in found.plan.warnings if "model idle" in note)

@@ -106,7 +106,7 @@ def test_several_files_have_an_index(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert sorted(path.name for path in tmp_path.iterdir()) == ["ours", "theirs"]
 
 
-def test_what_cannot_be_read_or_written_is_said(tmp_path: Path) -> None:
+def test_what_cannot_be_read_or_written_is_reported(tmp_path: Path) -> None:
     program, plan = planned("gpt2-tiny")
     with pytest.raises(UserError, match="there is no folder or file"):
         plan.load_weights(tmp_path / "none", program)

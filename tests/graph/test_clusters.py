@@ -65,7 +65,7 @@ def test_carried_values_have_one_spec(built: tuple[Any, OpGraph, Structure]) -> 
                 assert structure.dims_of[tensor] == structure.dims_of[carry.body]
 
 
-def test_parameters_are_kept_apart_from_what_updates_them(built: tuple[Any, OpGraph, Structure]) -> None:
+def test_parameters_are_separated_from_what_updates_them(built: tuple[Any, OpGraph, Structure]) -> None:
     program, graph, structure = built
     of_role: dict[Role, set[int]] = {}
     for tensor, a in zip(graph.arguments, program.arguments, strict=True):

@@ -20,7 +20,7 @@ def test_pointwise_chains_stay_inside_one_fusion() -> None:
     assert liveness.materialised == {*graph.arguments, *graph.results}
 
 
-def test_a_value_is_kept_when_recomputing_it_would_read_more() -> None:
+def test_a_value_is_preserved_when_recomputing_it_would_read_more() -> None:
     def fn(a: Any, b: Any, c: Any) -> Any:
         total = a + b + c
         return jnp.sum(total * 2, 0), jnp.max(total, 1)
@@ -52,7 +52,7 @@ def test_on_tpus_pads_between_elements_are_kernels(tpu: bool) -> None:
     assert all(op.id in roots for op in between if op.op_class is OpClass.HEAVY) == tpu
 
 
-def test_on_tpus_what_is_taken_apart_is_computed_once() -> None:
+def test_on_tpus_what_is_materialised_is_computed_once() -> None:
     def fn(x: Any) -> Any:
         whole = jnp.exp(x)
         return whole[:, :8] * whole[:, 8:]

@@ -43,7 +43,7 @@ def momentum(w: Any, m: Any, g: Any) -> Any:
 
 
 @pytest.mark.parametrize(("layers", "count"), [(8, 3), (16, 3), (4, 3), (2, 3), (3, 0), (5, 0), (9, 0), (12, 0)])
-def test_layers_that_fill_tiles_are_taken_out_and_put_back(layers: int, count: int) -> None:
+def test_layers_that_fill_tiles_are_removed_and_put_back(layers: int, count: int) -> None:
     # The parameter before the loop; parameter and momentum after the update.
     assert copies(layers, 1, momentum) == [(WIDTH, layers, INNER)] * count
 
@@ -57,7 +57,7 @@ def test_stacks_with_layers_outermost_or_outside_of_the_tiles_are_not_copied() -
     assert copies(8, 1, momentum, shape=(WIDTH, 8, INNER // 8)) == []
 
 
-def test_a_row_takes_its_time_whatever_the_memory() -> None:
+def test_a_row_takes_its_time_for_any_memory() -> None:
     for name in ("v5p:2x2x1", "v6e:2x2"):
         compute = Compute(Topology.parse(name))
         rows = 1000

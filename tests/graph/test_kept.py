@@ -69,7 +69,7 @@ FORGED = {
 
 
 @pytest.mark.parametrize("damage", ["short", "flipped", *FORGED])
-def test_a_damaged_entry_is_read_anew_and_replaced(folder: Path, damage: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_damaged_entry_is_read_again_and_replaced(folder: Path, damage: str, monkeypatch: pytest.MonkeyPatch) -> None:
     from autoshard.base.disk_cache import write_entry
 
     module = mlp().module
@@ -93,7 +93,7 @@ def test_a_directory_that_cannot_be_used_costs_one_warning(folder: Path, caplog:
     assert len(caplog.records) == 1 and "cannot be used as a cache" in caplog.text
 
 
-def test_only_so_many_are_kept(folder: Path) -> None:
+def test_only_so_many_are_preserved(folder: Path) -> None:
     folder.mkdir()
     for number in range(MOST + 3):
         (folder / f"{number}.graph").write_bytes(b"old")

@@ -18,7 +18,7 @@ def step(params, x):
     return jax.tree.map(lambda p, g: p - 1e-3 * g, params, jax.grad(loss)(params))
 
 
-def test_gradients_of_logits_are_held_through_the_backward_pass() -> None:
+def test_gradients_of_logits_are_stored_through_the_backward_pass() -> None:
     shape = jax.ShapeDtypeStruct
     params = {"layers": shape((LAYERS, WIDTH, WIDTH), "float32"), "head": shape((WIDTH, WORDS), "float32")}
     program = trace(step, (params, shape((64, WIDTH), "float32")), name="head", donate_argnums=(0,))

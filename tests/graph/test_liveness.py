@@ -39,7 +39,7 @@ def test_a_chain_by_hand() -> None:
     ]
 
 
-def test_results_are_held_to_the_end_and_arguments_until_their_last_use() -> None:
+def test_results_are_stored_to_the_end_and_arguments_until_their_last_use() -> None:
     graph = graph_of(lambda x, y: (x @ y, jnp.sin(y) @ x), f32(8, 8), f32(8, 8))
     spans, end = lifetimes(analyse(graph)), len(graph.ops) + 1
     assert all(spans[t][1] == end for t in graph.results)
@@ -47,7 +47,7 @@ def test_results_are_held_to_the_end_and_arguments_until_their_last_use() -> Non
     assert spans[graph.arguments[1]][1] < len(graph.ops)
 
 
-def test_arguments_that_the_caller_keeps_are_held_to_the_end() -> None:
+def test_arguments_that_the_caller_keeps_are_stored_to_the_end() -> None:
     graph = graph_of(lambda x, y: jnp.sin(x @ y) @ y, f32(8, 8), f32(8, 8))
     x, y = graph.arguments
     spans = lifetimes(analyse(graph, kept=[x]))

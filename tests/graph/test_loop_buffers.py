@@ -32,7 +32,7 @@ def test_a_carried_value_has_one_buffer_for_the_whole_loop() -> None:
     assert spans[graph.arguments[1]] == (0, loop.stop), "the weights are read by every trip"
 
 
-def test_stacked_outputs_are_held_from_the_start_of_their_loop_to_its_use() -> None:
+def test_stacked_outputs_are_stored_from_the_start_of_their_loop_to_its_use() -> None:
     def fn(x: Any, w: Any) -> Any:
         last, saved = scanned(x, w)
         return lax.scan(lambda c, s: (c @ s.T @ s, None), last, saved, reverse=True)[0]
@@ -84,7 +84,7 @@ def test_caches_that_a_loop_carries_are_written_in_place() -> None:
     assert (1, *cache.shape[1:]) in {graph.tensors[t].shape for f in liveness.fusions for t in f.reads}
 
 
-def test_caches_that_a_scan_takes_and_gives_are_held_twice_and_copied() -> None:
+def test_caches_that_a_scan_takes_and_gives_are_stored_twice_and_copied() -> None:
     graph, liveness = _decoding_layers(carried=False)
     (loop,) = graph.loops
     cache = graph.tensors[graph.arguments[3]]
@@ -124,7 +124,7 @@ def test_what_starts_a_loop_and_is_needed_later_is_copied() -> None:
     assert spans[carry.body] == (used_up.tensors[carry.init].producer, len(used_up.ops) + 1)
 
 
-def test_one_value_that_starts_two_carried_ones_is_held_twice() -> None:
+def test_one_value_that_starts_two_carried_ones_is_stored_twice() -> None:
     def fn(x: Any, w: Any) -> Any:
         first = x @ w
         return lax.fori_loop(0, 4, lambda i, c: (c[0] @ w, jnp.tanh(c[1] @ w)), (first, first))
@@ -192,7 +192,7 @@ def test_a_stack_that_loops_in_a_loop_take_apart_is_copied_for_them_if_it_is_wri
     assert copies(rules=TPU) == copies(updates={stack: result}) == []
 
 
-def test_a_carried_value_that_starts_two_of_a_loop_within_is_held_once_more() -> None:
+def test_a_carried_value_that_starts_two_of_a_loop_within_is_stored_once_more() -> None:
     """Allocate one more buffer: one inner carry aliases the outer value, and the other needs memory of its own."""
 
     def outer(i: Any, c: Any) -> Any:

@@ -79,7 +79,7 @@ def test_what_only_moves_rows_to_matmuls_moves_them_rounded() -> None:
     assert taken(graph, "concatenate") == [["bfloat16"] * 2]
 
 
-def test_a_gradient_is_stored_as_its_matmuls_take_it_and_summed_beside() -> None:
+def test_a_gradient_is_stored_in_its_matmuls_dtype_and_summed_separately() -> None:
     """Compute an activation's gradient in the kernel of the matmul before it. Its bias sums the unrounded gradient."""
 
     def loss(params: Any, x: Any) -> Any:

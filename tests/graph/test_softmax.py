@@ -64,7 +64,7 @@ def test_traffic_is_what_was_compiled(fn: Callable[..., Any], row: int, fused: f
     assert sum(bytes_per_score(graph, softmax, softmax.recomputed) for softmax in softmaxes) == recomputed
 
 
-def test_computed_again_only_scores_and_their_gradient_are_held() -> None:
+def test_computed_again_only_scores_and_their_gradient_are_stored() -> None:
     graph, softmaxes = softmaxes_of(gradient(attention), 1024)
     backward = softmaxes[-1]
     products = {op.results[0] for op in graph.ops if op.op_class is OpClass.HEAVY}
@@ -74,7 +74,7 @@ def test_computed_again_only_scores_and_their_gradient_are_held() -> None:
 
 
 @pytest.mark.parametrize("row", [2048, 4096])
-def test_in_one_kernel_the_exponentials_are_held_and_long_rows_of_scores_beside_them(row: int) -> None:
+def test_in_one_kernel_the_exponentials_and_long_rows_of_scores_are_stored(row: int) -> None:
     graph, (softmax,) = softmaxes_of(attention, row)
     wide = [(tensor, width) for tensor, *_, width in softmax.fused.buffers]
     (exponential,) = (op.results[0] for op in graph.ops if op.kind == "exponential")

@@ -27,7 +27,7 @@ def step(axis: int, gradients: str):
 
 
 @pytest.mark.parametrize("axis", [0, 1])
-def test_a_stack_is_narrowed_before_the_loop_along_whatever_dim_it_counts_layers(axis: int) -> None:
+def test_a_stack_is_narrowed_before_the_loop_along_any_dim_of_layers(axis: int) -> None:
     shape = (LAYERS, WIDTH, WIDTH) if axis == 0 else (WIDTH, LAYERS, WIDTH)
     given = (jax.ShapeDtypeStruct(shape, "float32"), jax.ShapeDtypeStruct((64, WIDTH), "bfloat16"))
     graph = read_graph(trace(step(axis, "float32"), given, name="stack", donate_argnums=(0,)).module)

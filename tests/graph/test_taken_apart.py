@@ -28,7 +28,7 @@ def test_a_stack_that_is_computed_is_in_memory_while_the_loop_runs() -> None:
     assert held(lambda x, w: chain(x, jnp.exp(w).reshape(5, 2, 2, 4).reshape(5, 4, 4))) == [(5, 4, 4)]
 
 
-def test_a_stack_that_is_laid_out_anew_is_the_one_that_came_in() -> None:
+def test_a_stack_that_is_laid_out_again_is_the_one_that_came_in() -> None:
     assert held(chain) == []
     assert held(lambda x, w: chain(x, w.transpose(0, 2, 1))) == []
 

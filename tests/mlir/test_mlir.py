@@ -95,7 +95,7 @@ def test_inlining_does_not_change_results():
     assert np.allclose(inlined[0], wanted[0], rtol=1e-6)
 
 
-def test_composites_and_nested_calls_are_inlined_and_called_computations_kept():
+def test_composites_and_nested_calls_are_inlined_and_called_computations_preserved():
     module = mlir.parse_module(
         """
         func.func public @main(%x: tensor<4xf32>) -> tensor<4xf32> {

@@ -57,7 +57,7 @@ def test_the_sum_of_a_split_matmul_names_the_line_after_it(plan: autoshard.Plan)
     assert {c.line for c in forward} <= {line_of("hidden @ params"), line_of("out**2"), line_of("jnp.tanh")}
 
 
-def test_gradients_and_optimizer_are_told_by_lines_of_the_users_file(plan: autoshard.Plan):
+def test_gradients_and_optimizer_are_identified_by_lines_of_the_users_file(plan: autoshard.Plan):
     lines = {c.line for c in plan.prediction.collectives}
     assert all(line.startswith(f"{Path(__file__).name}:") for line in lines)
 

@@ -113,7 +113,7 @@ def test_scores_that_are_written_out_are_two_matmuls_of_every_layer():
         ({"train": True, "batch": 7}, "no layout of the 16 devices of v5e:4x4 divides a batch of 7 and 8 heads; give"),
     ],
 )
-def test_what_cannot_be_guessed_is_said(options: dict, sentence: str):
+def test_what_cannot_be_guessed_is_reported(options: dict, sentence: str):
     with pytest.raises(UserError) as caught:
         estimate_config("hf:llama-tiny", V5E, **options)
     assert sentence in str(caught.value)

@@ -40,7 +40,7 @@ APART = convolution(1, ((1, 2), (1, 2)), lhs_dilation=(2, 2), feature_group_coun
     ],
     ids=lambda value: value.name if isinstance(value, Case) else str(value),
 )
-def test_a_dim_split_over_one_axis_beside_idle_ones(case: Case, mesh: str, dim: int) -> None:
+def test_a_dim_split_over_one_axis_with_idle_ones(case: Case, mesh: str, dim: int) -> None:
     """Split the batch (0), groups (1) or height (2) of images over one axis. Compare values and bytes on the wire."""
     _, graph, op = found(case)
     assert op.rule is not None and op.grouped

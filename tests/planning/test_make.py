@@ -234,7 +234,7 @@ def test_integers_scalars_keys_and_flags_are_planned() -> None:
 # Memory
 
 
-def test_a_limit_that_binds_is_kept() -> None:
+def test_a_limit_that_binds_is_preserved() -> None:
     free = made.planned("wide mlp", "cpu:8", "data=4,model=2").plan
     limit = free.prediction.peak_bytes * 9 // 10
     bound = made.planned("wide mlp", "cpu:8", "data=4,model=2", limit).plan

@@ -68,7 +68,7 @@ def test_the_pipeline_computes_what_its_layers_do_in_turn() -> None:
     np.testing.assert_allclose(module.pipeline(weights, x).reshape(wanted.shape), wanted, rtol=1e-4, atol=1e-4)
 
 
-def test_stages_may_be_pinned_or_kept_from_an_axis() -> None:
+def test_stages_may_be_pinned_or_excluded_from_an_axis() -> None:
     program, _ = planned()
     made = make_plan(
         program, Options(topology="cpu:8", mesh="stage=4,data=2", asked=read_asked(axis_only={"stage": "stage"}))

@@ -35,7 +35,7 @@ from tests.planning.recipes import ON, tried
 KINDS = {"none": "mlp", "full": "two matmuls"}
 
 
-def test_the_fastest_is_taken_and_the_others_are_said() -> None:
+def test_the_fastest_is_chosen_and_the_others_are_reported() -> None:
     recipe, result = plan_recipes(lambda remat: made.program(KINDS[remat]), {"remat": ("none", "full")}, Options(**ON))
     plans = {name: make_plan(made.program(kind), Options(**ON)).plan for name, kind in KINDS.items()}
     rate = {name: plan.prediction.expected_s / elements(KINDS[name]) for name, plan in plans.items()}
@@ -87,7 +87,7 @@ class Recorded:
         return make_plan(program, *given, **options)
 
 
-def test_meshes_are_held_against_the_best_recipe() -> None:
+def test_meshes_are_compared_with_the_best_recipe() -> None:
     kinds = ("wide mlp", "mlp", "two matmuls")
     options = Options(**ON | {"mesh": "auto"}, refine_axes=False)
     recipe, result = plan_recipes(lambda kind: made.program(kind), {"kind": kinds}, options)
@@ -165,7 +165,7 @@ def test_what_a_source_leaves_open() -> None:
     assert source_choices({"batch": "auto"}, "v5e:2x4")["batch"] == (8, 16, 32, 64, 128, 256, 4, 2, 1)
 
 
-def test_a_ring_is_tried_where_a_sequence_is_split_and_taken_where_it_is_long() -> None:
+def test_a_ring_is_tried_where_a_sequence_is_split_and_chosen_where_it_is_long() -> None:
     dims = DecoderDims(layers=2, width=512, mlp_width=1024, heads=8, kv_heads=8, head_size=64, vocabulary=512)
 
     def make(exchange: str, batch: int = 2) -> Program:
@@ -223,7 +223,7 @@ def rows_kept(kept: int, **recipe: int) -> Program:
 DATA: dict[str, Any] = {"topology": "v5e:2x4", "mesh": "data=8", "time_limit": 20, "refine_axes": False}
 
 
-def test_microbatches_are_tried_where_memory_binds_and_the_problem_kept_is_the_chosen_ones(tmp_path: Path) -> None:
+def test_microbatches_are_tried_where_memory_binds_and_the_saved_problem_is_the_chosen_ones(tmp_path: Path) -> None:
     def make(**recipe: int) -> Program:
         return rows_kept(1 << 16, **recipe)
 

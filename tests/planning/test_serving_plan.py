@@ -273,7 +273,7 @@ def test_commands_of_groups_and_experts():
         ("v6e:2x4", ServingRequests(1000, 100, "int8", "fp8"), ""),
     ],
 )
-def test_what_commands_cannot_say_is_said(topology: str, asked: ServingRequests, note: str):
+def test_what_commands_cannot_say_is_reported(topology: str, asked: ServingRequests, note: str):
     plan = plan_serving("hf:llama3-8b", topology, asked)
     assert note in " ".join(serving_figures(plan)["notes"]) and bool(serving_figures(plan)["notes"]) == bool(note)
 

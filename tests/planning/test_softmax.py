@@ -113,7 +113,7 @@ def test_a_matmul_gets_nothing_back_that_it_never_paid_for():
     assert planned.plan.prediction.step_time_s > flops / 8 / Topology.parse("v5e:4x2").chip.peak_flops("bfloat16")
 
 
-def test_what_is_taken_back_is_taken_off_the_matmuls_that_paid():
+def test_credit_reduces_the_matmuls_that_paid():
     def attend(q: Any, k: Any, v: Any) -> Any:
         scores = jnp.einsum("bqhd,bkhd->bhqk", q, k, preferred_element_type=jnp.float32)
         return jnp.einsum("bhqk,bkhd->bqhd", jax.nn.softmax(scores), v, preferred_element_type=jnp.float32)

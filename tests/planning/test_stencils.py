@@ -64,7 +64,7 @@ def test_the_halos_of_a_stencil_are_counted_to_the_byte() -> None:
     assert measurement.counts_compiled == measurement.counts_predicted
 
 
-def test_a_large_grid_is_split_without_being_told() -> None:
+def test_a_large_grid_is_split_without_a_request() -> None:
     program = trace(heat, (f32(4096, 4096),), name="grid", donate_argnums=0)
     plan = make_plan(program, Options(topology="v5e:2x4", mesh="data=8")).plan
     whole = make_plan(program, Options(topology="v5e:1x1")).plan

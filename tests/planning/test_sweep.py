@@ -42,7 +42,7 @@ def test_rows_come_in_the_order_asked_for_and_equal_plans_made_alone(source: str
         assert row.words == plan.words
 
 
-def test_what_is_kept_changes_no_row(source: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_preserved_changes_no_row(source: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     fresh = autoshard.sweep(source, topologies=["cpu:2"])
     monkeypatch.setenv("AUTOSHARD_CACHE_DIR", str(tmp_path / "kept"))
     monkeypatch.setattr("autoshard.graph.graph_cache.registrations", lambda: 0)
@@ -260,7 +260,7 @@ def test_a_worker_that_has_learned_something_else_makes_no_row(source: str, monk
         autoshard.sweep(source, topologies=["cpu:2"], executor=Elsewhere(learn))
 
 
-def test_what_cannot_hold_its_state_is_said_at_once() -> None:
+def test_what_cannot_hold_its_state_is_reported_at_once() -> None:
     options = {"train": True, "batch": 8, "seq": 64}
     (row,) = autoshard.sweep("hf:llama-tiny", topologies=["v5e:1x1"], program_options=options, memory_limit=1 << 20)
     assert row.failed == (

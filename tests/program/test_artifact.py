@@ -99,7 +99,7 @@ def test_every_form_computes_the_same(tmp_path, write, name, names):
         np.testing.assert_allclose(one, other, rtol=1e-6, atol=1e-6)
 
 
-def test_roles_can_be_said_for_a_file(tmp_path):
+def test_roles_can_be_stated_for_a_file(tmp_path):
     path = tmp_path / "forward.mlir"
     path.write_text(jax.jit(lambda w, x: x @ w).lower(S((8, 4), F), S((2, 8), F)).as_text())
     assert [a.role.value for a in load_artifact(path).arguments] == ["parameter", "batch"]

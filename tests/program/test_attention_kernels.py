@@ -146,7 +146,7 @@ def test_padding_takes_less_than_smaller_blocks_and_scores_in_memory() -> None:
     assert any("An attention stays plain: 100 queries of 100 keys take longer padded" in note for note in left.notes)
 
 
-def test_what_the_kernel_cannot_take_is_said() -> None:
+def test_what_the_kernel_cannot_take_is_reported() -> None:
     module = Attention(2, 2, 32, False, mask=True)
     with pytest.raises(UserError, match="attention `splash` cannot be: its scores have a bias or a mask"):
         step(module, 128, attention="splash")

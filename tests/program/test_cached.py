@@ -107,7 +107,7 @@ def test_the_program_is_the_same_where_kernels_run(tmp_path: Path, monkeypatch: 
     assert decoding(tmp_path, attention="cached", seq=64, cache=256).fingerprint != here.fingerprint
 
 
-def test_the_kernel_is_taken_where_it_gains_and_else_it_is_said(tmp_path: Path) -> None:
+def test_the_kernel_is_chosen_where_it_gains_and_else_it_is_reported(tmp_path: Path) -> None:
     half = decoding(tmp_path, attention="auto", seq=64, cache=128)
     assert not half.notes and "cached_attention" in str(jax.make_jaxpr(half.fn)(*half.args))
     whole = decoding(tmp_path, attention="auto", seq=128)
@@ -119,7 +119,7 @@ def test_the_kernel_is_taken_where_it_gains_and_else_it_is_said(tmp_path: Path) 
     assert len(narrow.notes) == 1 and "heads of 64 are no multiples of 128" in narrow.notes[0]
 
 
-def test_what_the_kernel_cannot_take_is_said(tmp_path: Path) -> None:
+def test_what_the_kernel_cannot_take_is_reported(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="attention `cached` cannot be: a cache of 100 tokens is no multiple of 128"):
         decoding(tmp_path, attention="cached", seq=100)
     with pytest.raises(UserError, match="attention `cached` is for steps of decoding"):

@@ -137,7 +137,7 @@ def test_cudnn_is_called_as_jax_calls_it(monkeypatch: pytest.MonkeyPatch, window
         ({"keys": 128}, {"causal": True}, "cuDNN's causal attention takes as many queries as keys, not 64 of 128"),
     ],
 )
-def test_what_cudnn_cannot_take_is_said(changed: dict[str, Any], options: dict[str, Any], sentence: str) -> None:
+def test_what_cudnn_cannot_take_is_reported(changed: dict[str, Any], options: dict[str, Any], sentence: str) -> None:
     size, keys = changed.get("size", DIM), changed.get("keys", SEQ)
     dtype = changed.get("dtype", "bfloat16")
     query, key = jnp.zeros((2, 2, SEQ, size), dtype), jnp.zeros((2, 2, keys, size), dtype)

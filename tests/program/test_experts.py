@@ -65,7 +65,7 @@ def test_forms_that_drop_no_token_compute_the_same(form: str) -> None:
     assert all(note.endswith("(no token is ever dropped).") for note in notes if note != padded) and notes
 
 
-def test_rows_beyond_those_of_a_group_are_dropped_and_said() -> None:
+def test_rows_beyond_those_of_a_group_are_dropped_and_reported() -> None:
     x = jnp.broadcast_to(arguments()[0][:1], (1, 8, DIM))  # the same token eight times, which chooses experts 0 and 2
     mask = jnp.zeros((1, 8, EXPERTS), bool).at[..., jnp.array([0, 2])].set(True)
     weights, (_, _, _, gate_up, down) = mask / 2, arguments()
@@ -114,7 +114,7 @@ def test_the_busiest_device_takes_longer_where_groups_are_split() -> None:
     assert split.any() and (times[1][~split] == times[0][~split]).all()
 
 
-def test_imbalance_is_said() -> None:
+def test_imbalance_is_reported() -> None:
     options = {"batch": 2, "seq": 16, "imbalance": 1.5}
     said = [open_source("hf:mixtral-tiny", experts=f"sorted:{n}", **options).notes[1:] for n in (2, 4)]
     assert said[0][0].startswith("The busiest device is assumed to have 1.5 times the mean number of tokens")

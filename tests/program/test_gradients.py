@@ -182,7 +182,7 @@ def test_backward_hooks_are_named_in_a_note():
     assert any(note.startswith("Backward hooks of `1` are not run") for note in program.notes)
 
 
-def test_a_module_that_asks_whether_it_is_trained_is_told_in_a_note_that_it_is_not():
+def test_a_module_that_asks_for_training_gets_a_note_that_it_is_not_trained():
     class Asking(torch.nn.Module):
         def forward(self, x):
             return x * 2 if self.training else x

@@ -442,7 +442,7 @@ def test_images_of_zeros_are_not_looked_for():
     close(jax.tree.leaves(jax.jit(program.fn)({}, {"pixels": x}))[0], Seeing()(torch.tensor(x)).numpy())
 
 
-def test_results_that_transformers_remembers_are_made_anew():
+def test_results_that_transformers_remembers_are_made_again():
     """Clear transformers' caches, which would contain tracers of another trace."""
     import torch
     from transformers.pytorch_utils import compile_compatible_method_lru_cache

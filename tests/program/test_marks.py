@@ -76,7 +76,7 @@ def test_a_policy_says_where_each_value_is(remat: str, computed: int, device: li
 
 
 @pytest.mark.parametrize("kernel", ["splash", "cudnn"])
-def test_a_kept_context_spares_the_attention_kernel(kernel: str) -> None:
+def test_a_saved_context_spares_the_attention_kernel(kernel: str) -> None:
     assert again(llama("full", attention=kernel)).count("custom_call") == 1
     kept = llama("full,keep=context", attention=kernel)
     assert again(kept).count("custom_call") == 0

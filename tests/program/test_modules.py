@@ -207,7 +207,7 @@ def test_errors_inside_modules_are_one_sentence():
         trace(lambda model: model.nothing, (nnx.eval_shape(lambda: make()[0]),), name="forward")
 
 
-def test_loops_and_checkpoints_are_kept():
+def test_loops_and_checkpoints_are_preserved():
     def fn(params, x):
         def body(h, w):
             return jax.checkpoint(lambda a: jnp.tanh(a @ w))(h), None

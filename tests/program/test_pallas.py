@@ -33,7 +33,7 @@ def _calls(function: Any, *shapes: tuple[int, ...]) -> list[PallasCall]:
 
 
 @pytest.mark.parametrize("block", [(128, 128), (512, 128), (128, 512)])
-def test_masked_blocks_of_splash_attention_are_left_out_whatever_their_sides(block: tuple[int, int]) -> None:
+def test_masked_blocks_of_splash_attention_are_left_out_for_any_sides(block: tuple[int, int]) -> None:
     def loss(q: Any, k: Any, v: Any) -> Any:
         blocks = KernelBlocks(block, block, block)
         return splash_attention(q, k, v, causal=True, blocks=blocks).astype("float32").sum()

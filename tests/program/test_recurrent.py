@@ -58,7 +58,7 @@ def test_steps_are_a_loop_and_the_gradient_of_its_weights_is_one_matmul_after_it
     assert [v.aval.shape for v in backward.outvars[:carried] if v.aval.shape] == [(4, 8), (4, 8)]
 
 
-def test_dropout_between_layers_is_said_to_be_off():
+def test_dropout_between_layers_is_reported_as_off():
     module = nn.GRU(6, 8, 2, dropout=0.5, device="meta")
     program = from_torch(module, torch.zeros(5, 4, 6, device="meta"))
     assert any("Dropout is off" in note for note in program.notes)

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 from autoshard.program import scan_operands
 
 
-def test_constant_and_carried_operands_are_told_from_sliced_ones():
+def test_constant_and_carried_operands_are_distinguished_from_sliced_ones():
     def run(weight, bias, x, rows):
         return jax.lax.scan(lambda c, row: ((c[0] @ weight + bias, c[1] + 1), row * 2), (x, 0), rows)
 

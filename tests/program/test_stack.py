@@ -103,7 +103,7 @@ def test_no_tick_keeps_its_weights_for_the_backward_pass(schedule: str, most: fl
     assert memory is not None and memory.temp_size_in_bytes < most * 8 * 256 * 256 * 4
 
 
-def test_of_a_recipe_every_stack_is_a_pipeline_and_jitted_parts_are_traced_anew() -> None:
+def test_of_a_recipe_every_stack_is_a_pipeline_and_jitted_parts_are_traced_again() -> None:
     run = jax.jit(lambda w, x: autoshard.stack(lambda x, w: x + w, w, x))
     w, x = jnp.ones((4, 3)), jnp.ones((8, 3))
 
@@ -139,7 +139,7 @@ def test_of_a_recipe_every_stack_is_a_pipeline_and_jitted_parts_are_traced_anew(
         ),
     ],
 )
-def test_what_cannot_be_is_said(how: Any, sentence: str) -> None:
+def test_what_cannot_be_is_reported(how: Any, sentence: str) -> None:
     with pytest.raises(UserError, match=re.escape(sentence)):
         jax.eval_shape(lambda *a: loss(*a, False, **how), WEIGHTS, X, TABLE)
 

@@ -161,7 +161,7 @@ def test_kernels_work_for_all_stages() -> None:
         (Chain(scales=[1, 2, 3, 4]), {"stages": 2}, "`Chain` has no layers that repeat, so it cannot be cut into 2"),
     ],
 )
-def test_what_cannot_be_is_said(module: Any, how: Any, sentence: str) -> None:
+def test_what_cannot_be_is_reported(module: Any, how: Any, sentence: str) -> None:
     inputs = (meta(8, 8),) if isinstance(module, nn.Linear) else (meta(8, 8), meta(1, 8))
     with pytest.raises(UserError, match=re.escape(sentence)):
         from_torch(module, inputs, train=True, **how)

@@ -42,7 +42,7 @@ def test_default_loss_is_named_in_the_notes():
     assert program.training and program.results[-1].shape == ()
 
 
-def test_dropout_is_off_and_said():
+def test_dropout_is_off_and_reported():
     program = from_torch(nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5)).to("meta"), meta(2, 4))
     assert program.notes == ("Dropout is off: the module runs in evaluation mode.",)
 
@@ -216,7 +216,7 @@ def test_what_does_not_lower_is_named_with_its_module(inner, sentence):
         from_torch(module, meta(2, 8))
 
 
-def test_what_is_remembered_or_drawn_in_one_trace_is_not_met_in_another():
+def test_state_and_random_draws_of_one_trace_do_not_reach_another():
     """Trace a module several times: random keys and tensors of cached properties must not leak between traces."""
 
     class Drawing(nn.Module):

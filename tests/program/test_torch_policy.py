@@ -106,7 +106,7 @@ ALL = {"q_proj", "k_proj", "v_proj", "o_proj", "up", "down", "context", "after"}
         ("full,keep=context", {"context"}),
     ],
 )
-def test_what_is_named_is_kept_and_the_rest_computed_again(policy: str, kept: set[str]) -> None:
+def test_what_is_named_is_preserved_and_the_rest_computed_again(policy: str, kept: set[str]) -> None:
     nothing, wanted = again(None)
     assert nothing == set()
     recomputed, found = again(policy)
@@ -134,7 +134,7 @@ def test_hooks_are_there_only_while_a_layer_runs() -> None:
     assert not layer.up._forward_hooks and not layer.up._forward_pre_hooks
 
 
-def test_a_module_without_matmuls_is_said() -> None:
+def test_a_module_without_matmuls_is_reported() -> None:
     layer = nn.Sequential(nn.Linear(4, 4), nn.Tanh()).double()
     contexts = torch_contexts(read_policy("full,keep=act"), layer, {"act": ("1",)})
     x = torch.randn(2, 4, dtype=torch.float64, requires_grad=True)

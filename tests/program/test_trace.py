@@ -113,7 +113,7 @@ def test_guessed_roles(fn, args, expected):
     assert _roles(trace(fn, args)) == expected
 
 
-def test_roles_can_be_said():
+def test_roles_can_be_stated():
     args = (S((4, 4), F), S((2, 4), F))
     by_prefix = trace(lambda a, b: b @ a, args, roles={"a": "parameter", "b": Role.OTHER})
     assert _roles(by_prefix) == {"a": "parameter", "b": "other"}
@@ -156,7 +156,7 @@ def test_module_is_bytecode_without_shardings():
     assert program.module[:4] == b"ML\xefR"
 
 
-def test_concrete_arrays_are_kept_as_arguments():
+def test_concrete_arrays_are_saved_as_arguments():
     weights = np.arange(12.0, dtype=np.float32).reshape(3, 4)
     program = trace(lambda params, x: x @ params["w"], ({"w": weights}, S((2, 3), F)))
     params, x = program.make_args(0)

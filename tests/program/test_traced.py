@@ -184,7 +184,7 @@ def test_a_module_in_a_file_is_read_once_for_each_content_and_roles(
     assert len(read) == 4
 
 
-def test_bad_input_is_refused_whatever_is_kept(folder: Path, module: Path) -> None:
+def test_bad_input_is_refused_for_any_saved_state(folder: Path, module: Path) -> None:
     open_source(str(module), kept=True)
     with pytest.raises(UserError, match="`--batch` only apply to `hf:CONFIG`"):
         open_source(str(module), kept=True, batch=8)

@@ -29,7 +29,7 @@ def in_bytes(arguments):
 @pytest.mark.parametrize(("optimizer", "moments"), STORED)
 @pytest.mark.parametrize("asked", [None, "float32", "bfloat16"])
 @pytest.mark.parametrize("how", ["module", "option"])
-def test_moments_are_stored_as_asked_beside_narrow_parameters(optimizer, moments, asked, how):
+def test_moments_are_stored_as_asked_with_narrow_parameters(optimizer, moments, asked, how):
     module = nn.Sequential(nn.Linear(8, 16), nn.Linear(16, 4))
     x = torch.ones(2, 8)
     if how == "module":

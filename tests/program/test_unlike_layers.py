@@ -196,7 +196,7 @@ class Reversal(torch.autograd.Function):
         return -ctx.scale * gradient, None
 
 
-def test_layers_that_differ_in_their_gradients_alone_are_told_apart():
+def test_layers_that_differ_in_their_gradients_alone_are_distinguished():
     torch.manual_seed(0)
     module = Net(Numbered(i, lambda n, y: Reversal.apply(y, n + 1.0)) for i in range(3))
     assert stacked(check(module, torch.randn(4, 8))) == []
@@ -223,7 +223,7 @@ def local_kind(scale):
     return Local
 
 
-def test_classes_of_one_name_are_told_apart():
+def test_classes_of_one_name_are_distinguished():
     torch.manual_seed(0)
     check(Net(local_kind(i + 0.5)(i) for i in range(3)), torch.randn(4, 8))
 

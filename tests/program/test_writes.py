@@ -156,7 +156,7 @@ def test_rows_under_a_mask_are_not_mixed(mixed):
 
 
 @pytest.mark.parametrize("part", [slice(2), slice(1, None)])
-def test_parts_of_rows_under_a_mask_are_not_taken_for_whole_ones(part):
+def test_parts_of_rows_under_a_mask_are_not_mistaken_for_whole_ones(part):
     import torch
 
     class Body(torch.nn.Module):

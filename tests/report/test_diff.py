@@ -60,7 +60,7 @@ def test_values_of_another_program_are_matched_by_name(plan: Plan):
     assert [each.name for each in difference(first, other).inside] == ["mul"]
 
 
-def test_communication_that_differs_is_told_by_kind_and_axes(plan: Plan):
+def test_communication_that_differs_is_listed_by_kind_and_axes(plan: Plan):
     more = Collective("all-to-all", ("model",), 3, 1024, 0.5, False, "x", exposed_s=0.25)
     collectives = (*plan.prediction.collectives, more)
     other = dataclasses.replace(plan, prediction=dataclasses.replace(plan.prediction, collectives=collectives))
@@ -82,7 +82,7 @@ def test_two_real_plans_with_the_same_arguments_show_where_they_differ():
     assert all(each.second == "not pinned" for each in largest.inside)
 
 
-def test_what_moving_the_state_takes_is_said(plan: Plan):
+def test_what_moving_the_state_takes_is_reported(plan: Plan):
     state = next(name for name, role in plan.roles.items() if role != "batch" and len(plan.shapes[name]) > 1)
     axis = next(axis for axis, size in plan.mesh.items() if size > 1)
     whole, rows = ({state: Spec(((axes), ())[: len(plan.shapes[state])])} for axes in ((), (axis,)))

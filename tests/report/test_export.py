@@ -228,7 +228,7 @@ print(json.dumps({n: [str(p.placements), list(p.to_local().shape)] for n, p in m
     assert found["head.weight"] == ["(Replicate(), Replicate())", [64, 32]]
 
 
-def test_what_dtensor_cannot_express_is_said(small: Plan):
+def test_what_dtensor_cannot_express_is_reported(small: Plan):
     text = export_plan(small, "dtensor")
     assert dims_by_axis(small.arguments["head.weight"], MESH) is None
     lacking = [line for line in text.splitlines() if line.startswith("# Not expressed here: ")]
@@ -371,13 +371,13 @@ def test_an_export_that_splits_nothing_is_refused(small: Plan):
     assert export_plan(inside, "maxtext")
 
 
-def test_dtensor_is_not_said_to_propagate(small: Plan):
+def test_dtensor_is_not_reported_to_propagate(small: Plan):
     assert "propagat" not in export_plan(small, "dtensor")
     assert "DTensor splits each op as its operands are" in export_plan(small, "dtensor")
     assert "XLA's propagation chooses them" in export_plan(small, "torch-xla")
 
 
-def test_the_header_says_what_a_step_takes_with_what_is_held():
+def test_the_header_says_what_a_step_takes_with_what_is_stored():
     def step(params: Any, x: Any) -> Any:
         return x @ params["up"] @ params["down"]
 

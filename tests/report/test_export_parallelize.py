@@ -202,7 +202,7 @@ def test_a_stack_of_some_layers_has_a_name_for_each() -> None:
     assert stack_names("layers.*.mlp", 7) == ["layers.*.mlp"]
 
 
-def test_what_no_style_says_is_said(plan: Plan) -> None:
+def test_what_no_style_says_is_reported(plan: Plan) -> None:
     made = llama_plan(plan, {"data": 2, "model": 2}, SPLIT | {"input_layernorm": 0, "q_proj": 0})
     text = export_plan(made, "torchtitan")
     assert f"{LAYER}.input_layernorm.weight: it is of no linear layer or embedding; it is whole here." in text

@@ -86,7 +86,7 @@ def staged(plan: Plan, pipeline: PlannedPipeline) -> Plan:
     return dataclasses.replace(plan, pipeline=pipeline, mesh={"stage": 2, "data": 4, "model": 2})
 
 
-def test_what_the_code_cannot_say_is_said(plan: Plan) -> None:
+def test_what_the_code_cannot_say_is_reported(plan: Plan) -> None:
     chunks = (PlannedChunk(1.0, 2.0, ("a'b", "a'b")), PlannedChunk(1.0, 2.0, ("x\nimport os", "{}")))
     made = make_export(staged(plan, PlannedPipeline("1f1b", 2, 4, 1, False, chunks)), "torch-pipelining")
     assert "how the 8 devices of a stage (data=4, model=2) split its modules." in made.text

@@ -254,7 +254,7 @@ def test_biases_of_experts_go_with_them(plan: Plan) -> None:
     assert plan_rules == dict.fromkeys(biased, "grouped_gemm") | {f"{LAYER}.mlp.experts": "ep_dispatch_experts"}
 
 
-def test_layers_that_differ_are_whole_and_said_to_be(plan: Plan) -> None:
+def test_layers_that_differ_are_whole_and_reported(plan: Plan) -> None:
     """Leave layers that differ whole: transformers has one style for a module of all layers."""
     split = {
         "h.0.up.weight": ((32, 8), None), "h.0.up.bias": ((32,), None),

@@ -139,7 +139,7 @@ def test_a_very_large_plan_stays_small(plan: Plan):
     assert len(html_report(unrolled(plan, 126)).encode()) < 3 * 2**20
 
 
-def test_what_a_baseline_lacks_is_said(plan: Plan):
+def test_what_a_baseline_lacks_is_reported(plan: Plan):
     text = " ".join(Page(html_report(plan)).text.split())
     assert (
         "It does not fit: it needs 151.00 GiB a device, of which activations take 120.80 GiB, 55.30 GiB too much."
@@ -197,7 +197,7 @@ def test_it_says_which_mesh_axis_lies_where(plan: Plan):
     assert words not in html_report(dataclasses.replace(plan, device_order=order[::-1]))  # ordered by hand
 
 
-def test_another_plan_beside_it(plan: Plan):
+def test_another_plan_is_compared(plan: Plan):
     other = dataclasses.replace(
         plan,
         mesh={"data": 16, "model": 16},
@@ -210,7 +210,7 @@ def test_another_plan_beside_it(plan: Plan):
     assert "step time 3.22 s 3.47 s" in text
 
 
-def test_a_measurement_beside_it(plan: Plan):
+def test_a_measurement_follows_the_plan(plan: Plan):
     measured = {
         "step_time_s": 3.542,
         "max_rel_diff": 2e-7,

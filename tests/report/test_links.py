@@ -91,7 +91,7 @@ def test_a_line_that_does_not_close_has_no_last_link(plan: Plan):
     assert [len(axis["links"]) for axis in loads["physical"]] == [3, 3]
 
 
-def test_nothing_is_said_without_communication_or_of_a_mesh_laid_otherwise(plan: Plan):
+def test_nothing_is_reported_without_communication_or_of_a_mesh_laid_otherwise(plan: Plan):
     silent = laid(plan, "v5p:4x8x8", {"data": 32, "model": 8})
     assert link_loads(silent) is None
     assert 'id="links"' not in html_report(silent) and 'id="links"' in html_report(plan)

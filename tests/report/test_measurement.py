@@ -38,7 +38,7 @@ def row(text: str, beginning: str) -> list[str]:
     return line.removeprefix(beginning).split("  ")
 
 
-def test_times_stand_beside_the_prediction(plan: Plan) -> None:
+def test_times_stand_with_the_prediction(plan: Plan) -> None:
     text = shown(plan)
     assert "10%" in row(text, "between its quartiles")[-1]
     assert [cell.strip() for cell in row(text, "all-to-all over model (time, waiting included)") if cell] == [
@@ -52,6 +52,6 @@ def test_times_stand_beside_the_prediction(plan: Plan) -> None:
     assert "between its quartiles" not in shown(plan, step_times_s=[2.0])
 
 
-def test_what_is_missing_is_said(plan: Plan) -> None:
+def test_what_is_missing_is_reported(plan: Plan) -> None:
     text = shown(plan, profiler="the profiler did not start: busy", check_skipped="nothing was compared")
     assert "No time of each collective: the profiler did not start: busy" in text and "nothing was compared" in text

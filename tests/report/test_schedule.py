@@ -35,7 +35,7 @@ def test_a_row_has_a_place_for_every_second(plan: Plan) -> None:
     assert sum(row.count("·") for row in rows.values()) == 2 * 6  # (S - 1) turns of 3 s in each of two rows
 
 
-def test_the_words_say_bubble_and_what_is_held(plan: Plan) -> None:
+def test_the_words_say_bubble_and_what_is_stored(plan: Plan) -> None:
     pipeline = staged(plan).pipeline
     assert pipeline is not None
     assert pipeline.words() == (

@@ -148,7 +148,7 @@ def test_engines_for_prompts_may_split_otherwise():
     assert module["sharding"](decoding, name, 3).spec == split
 
 
-def test_dtypes_are_said_and_what_does_not_divide_is_whole():
+def test_dtypes_are_reported_and_what_does_not_divide_is_whole():
     plan = plan_serving("hf:gpt2-xl", "v5e:2x4", ServingRequests(100, 100, "int8", "fp8"))
     point = dataclasses.replace(plan.best, engine=ServingEngine(5), engines=1)
     text = jax_shardings(plan, point)

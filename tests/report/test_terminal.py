@@ -26,7 +26,7 @@ def test_the_verdict_comes_first(plan: Plan):
     assert lines[3].startswith("STEP: 3.22 s, MFU 61.6%; 1.03x the speed of the best baseline that fits, fsdp x tp, s")
 
 
-def test_tokens_a_second_stand_beside_the_step(plan: Plan):
+def test_tokens_a_second_stand_with_the_step(plan: Plan):
     counted = dataclasses.replace(plan, provenance=plan.provenance | {"tokens": 524288})
     assert rendered(counted, 120).splitlines()[3].startswith("STEP: 3.22 s, 163 k tokens/s (636 a device), MFU 61.6%")
     assert counted.tokens_per_s == pytest.approx(524288 / 3.22)

@@ -89,7 +89,7 @@ def test_ortools_can_be_imported_after_a_solve():
     assert run(f"BEFORE = ()\n{SOLVE}{after}").splitlines() == [*expected(), "True"]
 
 
-def test_a_process_is_kept_for_the_next_solve(none_waits):
+def test_a_process_is_saved_for_the_next_solve(none_waits):
     graph = build(small_problem())
     first = solve_in_process(job(graph), never)
     (_, kept), = module._idle  # fmt: skip
@@ -130,7 +130,7 @@ def test_a_process_that_is_asked_answers_and_is_ended(none_waits, monkeypatch):
     assert len(module._idle) == 1
 
 
-def test_a_process_whose_limit_comes_is_kept(none_waits):
+def test_a_process_whose_limit_comes_is_preserved(none_waits):
     cut = solve_in_process(job(build(hard_problem()), deadline=time.monotonic() + 3.0), never)
     assert cut is not None and not cut.finished and not cut.stopped
     assert len(module._idle) == 1
@@ -144,7 +144,7 @@ def test_a_clock_that_only_this_process_knows_ends_a_solve(none_waits, monkeypat
 
 
 @pytest.mark.parametrize("clock", [time.monotonic, processor_seconds, lambda: time.monotonic()])
-def test_what_was_found_until_then_is_kept(none_waits, monkeypatch, clock):
+def test_what_was_found_until_then_is_preserved(none_waits, monkeypatch, clock):
     monkeypatch.setattr(module, "_HURRY_S", 60.0)
     problem = hard_problem(24)
     graph = build(problem)
@@ -167,7 +167,7 @@ def test_what_went_wrong_there_is_raised_here(none_waits):
     assert str(there.value) == str(here.value)
 
 
-def test_a_process_that_dies_is_said_so(none_waits):
+def test_a_process_that_dies_is_reported(none_waits):
     problem = small_problem()
     solve(problem)
     (_, process), = module._idle  # fmt: skip

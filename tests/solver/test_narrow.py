@@ -59,7 +59,7 @@ def restricted(problem: Problem, kept: tuple[np.ndarray, ...]) -> Problem:
 
 @settings(max_examples=150, deadline=None)
 @given(problems(most_nodes=5))
-def test_the_optimum_is_kept(problem: Problem) -> None:
+def test_the_optimum_is_preserved(problem: Problem) -> None:
     narrowed = prune(network(problem))
     best = brute_force(problem)
     assert narrowed.complete

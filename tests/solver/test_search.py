@@ -113,7 +113,7 @@ def test_the_climber_keeps_its_books():
     assert over[over > 0].sum() == excess
 
 
-def test_the_cheapest_of_all_starts_is_kept():
+def test_the_cheapest_of_all_starts_is_preserved():
     _, flat = flatten(build(make_problem([[10, 20, 15]], [])))
     climber = LocalSearch(flat, 0)
     for choice in (0, 1, 2):
@@ -164,7 +164,7 @@ def test_what_is_forbidden_stays_so_in_every_table():
     assert all(((table < 10**9) | (table == FORBIDDEN)).all() for table in tables)
 
 
-def test_a_block_is_minimised_exactly_whatever_members_keep_their_choice():
+def test_a_block_is_minimised_exactly_for_any_fixed_members():
     """Solve blocks of dense graphs exactly, where some members are fixed and others were eliminated into them."""
     late = 0
     for seed in range(12):

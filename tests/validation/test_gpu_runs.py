@@ -175,7 +175,7 @@ def test_choices_and_regrets_by_hand():
     assert GpuProblem("p", problem.rows[:1]).regret(problem.rows[0]) is None
 
 
-def test_of_plans_that_cannot_be_told_apart_the_one_that_waits_least_is_taken():
+def test_among_indistinguishable_plans_the_one_that_waits_least_is_chosen():
     def one(seconds: float, dp: int, tp: int, pp: int, **other) -> PricedGpuRow:
         row = GpuRow("t", "p", "s", f"{seconds}", run(dp, tp, pp, **other), seconds, None, True)
         return PricedGpuRow(row, GpuStep(seconds, 1e9, True, {}))
@@ -190,7 +190,7 @@ def test_of_plans_that_cannot_be_told_apart_the_one_that_waits_least_is_taken():
     assert GpuProblem("p", (pipeline, slow)).chosen is pipeline, "22 % slower is told apart"
 
 
-def test_what_failed_beside_a_run_that_holds_as_much_did_not_fail_for_memory():
+def test_what_failed_with_a_run_that_holds_as_much_did_not_fail_for_memory():
     def row(fits: bool, *degrees: int, **other) -> PricedGpuRow:
         stated = run(*degrees, **other)
         taken = GpuRow("t", "p", "s", "l", stated, 1.0 if fits else None, None, fits)

@@ -136,7 +136,7 @@ def test_a_head_on_its_width_is_gathered_and_one_on_the_vocabulary_is_not(tmp_pa
     assert 0.8e-3 < on_width.predicted_s - on_vocabulary.predicted_s < 1.8e-3
 
 
-def test_weights_that_are_kept_gathered_are_gathered_once_and_held(tmp_path: pathlib.Path):
+def test_weights_that_stay_gathered_are_gathered_once_and_stored(tmp_path: pathlib.Path):
     rows = [{"plan": {"fsdp": 4, "remat": "minimal", "keep_gathered_weights": keeps}} for keeps in (False, True)]
     fixed = {"seq": 256, "per_device_batch": 1}
     (pair_group,) = read_groups(write(tmp_path, group(*rows, model=MODEL | {"emb": 512, "layers": 3}, fixed=fixed)))
@@ -150,7 +150,7 @@ def test_weights_that_are_kept_gathered_are_gathered_once_and_held(tmp_path: pat
     assert kept.prediction.peak_bytes - again.prediction.peak_bytes == pytest.approx(0.75 * weights, rel=0.5)
 
 
-def test_single_values_are_kept_or_sent_to_the_host(tmp_path: pathlib.Path):
+def test_single_values_are_saved_or_sent_to_the_host(tmp_path: pathlib.Path):
     rows = [
         {"plan": {"fsdp": 4, "query_proj": "device", "mlpwo": "offload"}},
         {"plan": {"fsdp": 4, "remat": "save_qkv_proj", "key_proj": "remat"}},
@@ -211,7 +211,7 @@ def test_a_group_may_name_anothers_hardware_and_its_rows_share_a_length(tmp_path
     assert [row.run is None for row in found.rows] == [False, False, True]  # two sequence lengths are not one
 
 
-def test_state_that_is_spread_beside_whole_parameters(tmp_path: pathlib.Path):
+def test_state_that_is_spread_with_whole_parameters(tmp_path: pathlib.Path):
     rows = [{"plan": {"dp": 4, "zero1": zero}} for zero in (False, True)]
     (pair_group,) = read_groups(write(tmp_path, group(*rows)))
     assert pair_group.rows[0].run is not None and pair_group.rows[1].run is not None

@@ -94,7 +94,7 @@ def test_the_layers_of_a_stage_stand_on_its_devices_and_all_else_on_all(tmp_path
     assert list(made.mesh) == ["stage", "fsdp"]
 
 
-def test_a_row_between_slices_is_priced_beside_one_without_stages(tmp_path: pathlib.Path) -> None:
+def test_a_row_between_slices_is_priced_with_one_without_stages(tmp_path: pathlib.Path) -> None:
     plans = [
         {"dp": 2, "fsdp": 4},
         {"pp": 2, "fsdp": 4, "dcn_pp": 2, "num_layers_per_pipeline_stage": 2},

@@ -137,7 +137,7 @@ def test_a_row_of_unknown_form_is_refused(tmp_path: pathlib.Path) -> None:
         is_published(file)
 
 
-def test_what_an_author_left_open_can_be_assumed_and_is_said() -> None:
+def test_what_an_author_left_open_can_be_assumed_and_is_reported() -> None:
     row = ROWS["ptxla-gpt2-16b-fsdp"]
     assert row["dims"] is None
     run = parse_run(row)

@@ -111,7 +111,7 @@ def test_the_simplest_prediction_is_the_median_mfu_of_other_sources() -> None:
     assert _by_mfu(bare, run, far).by_other_rows is None and _by_mfu(bare, run, []).by_mfu is None
 
 
-def test_what_cannot_be_rebuilt_is_said_and_the_rest_goes_on(tmp_path: pathlib.Path) -> None:
+def test_what_cannot_be_rebuilt_is_reported_and_the_rest_goes_on(tmp_path: pathlib.Path) -> None:
     heads = SMALL["dims"] | {"N": 6, "K": 4}
     first, flag, last = rows_of(tmp_path, [SMALL | {"dims": heads}, SMALL | {"xla_flags": f"{FUSED[:-4]}maybe"}, SMALL])
     assert "6 heads in groups of 4" in first.skipped and last.ours is not None

@@ -173,7 +173,7 @@ def test_a_program_that_fits(program):
     assert any("all-reduce over model: 16.00 KiB (sync)" in line for line in compile_lines(compilation))
 
 
-def test_the_compilers_own_remat_is_told(program):
+def test_the_compilers_own_remat_is_reported(program):
     again = "  %fusion.3.remat2 = f32[32,128]{1,0:T(8,128)} copy(%p)\n"
     compilation = report(program, planned(program), Compiled(hlo(again), MEMORY, 1.5, None, None, ""))
     assert compilation.verdict is Verdict.FITS_WITH_REMAT

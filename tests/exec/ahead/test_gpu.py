@@ -75,7 +75,7 @@ def test_plans_for_gpus_are_judged_by_their_compiler(tmp_path: Path, monkeypatch
 
 
 @NEEDS_PLUGIN
-def test_what_does_not_fit_is_said_though_the_compiler_knows_no_limit() -> None:
+def test_what_does_not_fit_is_reported_though_the_compiler_knows_no_limit() -> None:
     def f(x: jax.Array) -> jax.Array:
         return jnp.fft.fft(x.astype(jnp.complex64)).real @ x.T
 

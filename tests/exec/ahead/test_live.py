@@ -97,11 +97,11 @@ def test_what_a_loop_writes_over_a_donated_argument_is_that_argument(plan: Plan)
     assert memory_at_peak(dataclasses.replace(compiled(live), text=kept), plan)["gradients"] >= 64 * 128 * 4
 
 
-def test_without_live_ranges_nothing_is_said(plan: Plan) -> None:
+def test_without_live_ranges_nothing_is_reported(plan: Plan) -> None:
     assert memory_at_peak(compiled(""), plan) == {}
 
 
-def test_arguments_on_the_host_are_told_apart() -> None:
+def test_arguments_on_the_host_are_distinguished() -> None:
     """Subtract arguments on the host, which the compiler counts in its peak although the device does not store them."""
     text = TEXT.replace(
         "%q = f32[64,128]{1,0:T(8,128)} parameter(1)", "%q = f32[64,100]{1,0:T(8,128)S(5)} parameter(1)"

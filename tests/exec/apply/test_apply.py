@@ -46,7 +46,7 @@ def test_a_step_gives_the_same_results_in_the_planned_places(mlp):
     assert [s.spec for s in plan.out_shardings] == [plan.results[name].partition_spec() for name in plan.results]
 
 
-def test_donation_is_kept(mlp):
+def test_donation_is_preserved(mlp):
     plan = handmade(mlp, MESH, TENSOR_PARALLEL)
     step = plan.jit(mlp.fn, donate_argnums=mlp.donate_argnums)
     args = jax.device_put(mlp.make_args(0), step.shardings(*mlp.args))

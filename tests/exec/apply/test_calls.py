@@ -156,7 +156,7 @@ def test_each_device_sees_its_shard_only() -> None:
     assert {shard} <= set(SEEN) <= {whole, shard}, "whole only where jax traces the program once more"
 
 
-def test_calls_are_kept_with_the_plan(tmp_path: Path) -> None:
+def test_calls_are_saved_with_the_plan(tmp_path: Path) -> None:
     program, result = planned("sums")
     assert result.plan.calls[0].summed == ("model",)
     result.plan.save(tmp_path / "plan.json")

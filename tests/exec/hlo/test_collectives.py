@@ -307,7 +307,7 @@ def test_a_trip_count_behind_a_fusion_is_found():
     assert only(body, fused + before).count == 7
 
 
-def test_an_unknown_trip_count_is_said():
+def test_an_unknown_trip_count_is_reported():
     body, before = loop("  ROOT %c = pred[] custom-call(%i)", UP)
     collective = only(body, before)
     assert (collective.count, collective.in_loop, collective.trips_known) == (1, True, False)

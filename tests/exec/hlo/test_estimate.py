@@ -352,7 +352,7 @@ def test_what_no_published_run_spent_time_on_adds_to_the_error():
     assert tiny.error > 0.9 and tiny.error <= 1.0
 
 
-def test_the_timeline_adds_up_and_shows_links_beside_compute():
+def test_the_timeline_adds_up_and_shows_links_during_compute():
     estimated = estimate(asynchronous(matmul("d")), MESH)
     own = [span for span in estimated.spans if span.lane in ("compute", "exposed")]
     assert sum(span.seconds for span in own) == pytest.approx(estimated.step_time_s)
@@ -389,7 +389,7 @@ def test_a_kernel_takes_what_it_says_of_itself():
     ("%window", 7, (256, 256)),  # all 4 x 4 blocks are within the two columns of the table
     ("%flat", 12, (512, 128)),  # causal: 4 and 8 of 8 blocks of keys
 ])  # fmt: skip
-def test_the_blocks_of_splash_attention_are_told_by_its_tables(table: str, blocks: int, sides: tuple[int, int]):
+def test_the_blocks_of_splash_attention_are_identified_by_its_tables(table: str, blocks: int, sides: tuple[int, int]):
     scores = 8.0 * blocks * math.prod(sides)
     cost = f'"cost_estimate":{{"bytes_accessed":"1000","flops":"{scores * 4 * 128:.0f}","transcendentals":"0"}}'
     attention = estimate(kernel("splash_mqa_fwd", cost, f"{table}, %q, %k, %k"), MESH)

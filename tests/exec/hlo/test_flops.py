@@ -23,7 +23,7 @@ from tests.exec.hlo.test_estimate import MESH, matmul, module
         (50.0, 20.0, "does 0.50 x the matrix flops of the traced one: a loop runs more often than was read, or a"),
     ],
 )
-def test_what_remat_does_not_explain_is_said(compiled: float, remat: float, sentence: str) -> None:
+def test_what_remat_does_not_explain_is_reported(compiled: float, remat: float, sentence: str) -> None:
     found = FlopCheck(100.0, compiled, remat, 80.0)
     assert found.model_ratio == compiled / 80
     assert (sentence in found.complaint) if sentence else found.complaint == ""

@@ -71,7 +71,7 @@ def test_the_loop_learns_what_the_machine_is_and_its_choice_stands(judged_by, da
     assert later.provenance["learned"]["hash"] == result.fit.hash, "later plans are priced with it"
 
 
-def test_a_second_run_judges_nothing_again_and_comes_to_the_same(judged_by):
+def test_a_second_run_judges_nothing_again_and_agrees(judged_by):
     judge = judged_by(lambda bill: bill.seconds(SLOW_SUMS))
     first = refine(programs.program("mlp"), **CPU)
     asked = len(judge.asked)
@@ -82,7 +82,7 @@ def test_a_second_run_judges_nothing_again_and_comes_to_the_same(judged_by):
     assert sum("(judged before)" in line for line in lines) == asked
 
 
-def test_another_program_is_judged_anew(judged_by):
+def test_another_program_is_judged_again(judged_by):
     judge = judged_by(lambda bill: bill.seconds(SLOW_SUMS))
     refine(programs.program("mlp"), **CPU, plans=2, rounds=1)
     asked = len(judge.asked)
@@ -117,7 +117,7 @@ def test_what_was_seen_with_compiler_flags_serves_plans_with_the_same_flags_alon
         assert "learned" not in make_plan(decoder, Options(**case, xla_flags=other)).plan.provenance
 
 
-def test_work_goes_on_where_nothing_can_be_kept(judged_by, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_work_goes_on_where_nothing_can_be_preserved(judged_by, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("AUTOSHARD_DATA_DIR", str(tmp_path / "file" / "data"))
     judged_by(lambda bill: bill.seconds(SLOW_SUMS))

@@ -156,7 +156,7 @@ def test_tpus_are_found_by_their_coordinates(mlp):
         plan_devices(plan, line)
 
 
-def test_tpu_slices_and_cores_are_told_apart():
+def test_tpu_slices_and_cores_are_distinguished():
     topology = Topology.parse("v5e:2x2*2")
     pool = [FakeTpu((x, y, 0), slice_index=s) for s in (1, 0) for x in (0, 1) for y in (0, 1)]
     numbered = by_coordinates(topology, pool)
@@ -214,7 +214,9 @@ def test_what_the_runtime_says_is_one_sentence(mlp, monkeypatch: pytest.MonkeyPa
         measure(mlp, handmade(mlp, MESH, TENSOR_PARALLEL), steps=1, warmup=0)
 
 
-def test_an_unplanned_step_that_does_not_fit_is_said_and_the_planned_one_is_timed(mlp, monkeypatch: pytest.MonkeyPatch):
+def test_an_unplanned_step_that_does_not_fit_is_reported_and_the_planned_one_is_timed(
+    mlp, monkeypatch: pytest.MonkeyPatch
+):
     def too_large(*_):
         raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 9 bytes")
 

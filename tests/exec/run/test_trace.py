@@ -68,7 +68,7 @@ def one(opcode: str) -> CompiledCollective:
     return found
 
 
-def test_no_op_and_no_collective_are_told_apart() -> None:
+def test_no_op_and_no_collective_are_distinguished() -> None:
     found = [one("all-reduce")]
     assert collective_times([], 1, found).note.startswith("the profiler recorded no op of the compiled program")
     other = collective_times([Ran("fusion.1", "m", 0, 1, 0.0, 1.0)], 1, found)

@@ -41,7 +41,7 @@ def test_a_compiled_region_sends_what_is_planned(tmp_path: Path):
     assert region == pytest.approx(row["wire"], rel=0.05)
 
 
-def test_a_batch_that_cannot_stay_split_as_an_earlier_plan_has_it_is_split_anew(found: dict[str, Any]):
+def test_a_batch_that_cannot_stay_split_as_an_earlier_plan_has_it_is_split_again(found: dict[str, Any]):
     row = found["written_batch"]
     assert max(row["differences"]) < 1e-5 and row["plans"] == 2
 

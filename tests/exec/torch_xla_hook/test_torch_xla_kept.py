@@ -44,7 +44,7 @@ def test_a_decision_is_found_again_as_it_was_made(count: list[int]):
     assert made == found and any(spec is not None and spec.axes for spec in made.specs)
 
 
-def test_what_else_is_decided_or_asked_for_is_planned_anew(count: list[int], monkeypatch: pytest.MonkeyPatch):
+def test_what_else_is_decided_or_asked_for_is_planned_again(count: list[int], monkeypatch: pytest.MonkeyPatch):
     mesh = LiveMesh({"data": 4, "model": 2}, range(8))
     decision_cache.kept_decision(taken(), "cpu:8", mesh, {})
     whole = decision_cache.kept_decision(taken(), "cpu:8", mesh, {0: Spec(((), ()))})

@@ -36,7 +36,7 @@ def test_a_group_is_split_by_the_step_itself_and_nothing_passes_through_the_host
 
 
 @pytest.mark.full
-def test_what_fits_is_a_group_where_nothing_is_said(found: dict[str, Any]):
+def test_what_fits_is_a_group_where_nothing_is_reported(found: dict[str, Any]):
     assert found[""] == found["1"]
 
 
@@ -50,7 +50,7 @@ def test_steps_and_values_are_right_either_way(found: dict[str, Any], setting: s
 
 
 @pytest.mark.full
-def test_tensors_are_held_alike_either_way(found: dict[str, Any]):
+def test_tensors_are_split_alike_either_way(found: dict[str, Any]):
     for kind in ("parameters", "states", "inputs", "read_parameters"):
         assert found["1"][kind] == found["0"][kind]
     assert any(text.startswith("{devices=") for text in found["1"]["parameters"])
@@ -65,7 +65,7 @@ def test_the_group_is_asked_for_in_words_that_are_known(monkeypatch: pytest.Monk
         input_placement.group_here()
 
 
-def test_whole_inputs_have_to_fit_beside_the_step():
+def test_whole_inputs_have_to_fit_with_the_step():
     value: Any = SimpleNamespace(numel=lambda: 10, element_size=lambda: 4)
     taken: Any = SimpleNamespace(inputs=(value, value, value))
 

@@ -16,14 +16,14 @@ def everything() -> dict[str, dict[str, Any]]:
     return run_checks("torch_xla_inner_checks", *names, AUTOSHARD_STRICT="1", XLA_AUTO_SPMD_MESH="4,2")
 
 
-def test_ops_that_are_told_of_make_what_they_make_alone(everything: dict[str, dict[str, Any]]):
+def test_ops_that_are_described_make_what_they_make_alone(everything: dict[str, dict[str, Any]]):
     """Create tensors inside of an observed block: views of them stay views under a mode too."""
     found = everything["made_inside"]
     assert found["same graph"]
     assert max(found["differences"]) == 0
 
 
-def test_ops_are_told_of_at_their_kernels_where_these_are_stood_in_for(everything: dict[str, dict[str, Any]]):
+def test_ops_are_described_at_their_kernels_where_these_are_stood_in_for(everything: dict[str, dict[str, Any]]):
     """Use a dispatch mode, which slows every op, only for ops without a stand-in kernel."""
     found = everything["told_ops"]
     assert found["outer"] == [
@@ -37,7 +37,7 @@ def test_ops_are_told_of_at_their_kernels_where_these_are_stood_in_for(everythin
     assert found["stood_in"] == {"of another kind": 0, "of the kind": 1, "all": 1}
 
 
-def test_a_loop_is_told_of_as_one_op_and_two_convolutions_apart(everything: dict[str, dict[str, Any]]):
+def test_a_loop_is_described_as_one_op_and_two_convolutions_apart(everything: dict[str, dict[str, Any]]):
     """Report two products for a convolution's backward pass: the gradients of its input and of its weight."""
     found = everything["told_parts"]
     assert found["loop"] == [["xla.scan", [[3], [5, 3]]]]

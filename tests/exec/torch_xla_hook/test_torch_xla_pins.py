@@ -86,7 +86,7 @@ def test_an_op_that_takes_an_operand_in_another_spec_is_pinned_whole():
     assert pinned(*pins, places=places) == {OUTPUT: (SPLIT,), first: (WHOLE,), TAKEN: (OTHER,), MADE: (OTHER,)}
 
 
-def test_an_argument_that_is_taken_in_another_spec_is_pinned_there():
+def test_an_argument_that_is_read_in_another_spec_is_pinned_there():
     """Reshard an argument before its op, like a split table that is gathered before a lookup."""
     graph = {7: ("gather", (-1, 0), (4, 0))}
     pin = Pin(op=-1, index=0, spec=OTHER, operand=(7, 0))
@@ -128,7 +128,7 @@ def test_a_spec_that_changes_inside_of_an_op_is_pinned_before_the_last():
     assert pinned(*pins, places=places, graph=graph) == {operand: (OTHER,), MADE: (OTHER, WHOLE), OUTPUT: (WHOLE,)}
 
 
-def test_what_a_view_splits_anew_is_pinned_where_it_is_made():
+def test_what_a_view_splits_again_is_pinned_where_it_is_made():
     graph = {7: ("dot", (4, 0), (5, 0)), 8: ("reshape", (7, 0))}
     taken, made = Pin(op=4, index=0, spec=SPLIT), Pin(op=7, index=0, spec=SPLIT)
     pins = (taken, made, Pin(op=8, index=0, spec=Spec((("data", "model"), ()))))
@@ -144,7 +144,7 @@ def test_what_a_view_splits_anew_is_pinned_where_it_is_made():
     assert pinned(taken, made, same, places=places, graph=graph) == {OUTPUT: (SPLIT,)}
 
 
-def test_a_product_that_takes_what_a_view_splits_anew_has_it_pinned():
+def test_a_product_that_takes_what_a_view_splits_again_has_it_pinned():
     """Split a view differently, like tokens that a router needs whole and that the op before it returns split."""
     graph = {5: ("reshape", (4, 0)), 7: ("dot", (5, 0), (-1, 0))}
     pins = [Pin(op=4, index=0, spec=SPLIT), Pin(op=5, index=0, spec=WHOLE), Pin(op=7, index=0, spec=WHOLE)]
@@ -163,9 +163,7 @@ def test_a_product_that_takes_what_a_view_splits_anew_has_it_pinned():
     ],
     ids=["in more axes", "in others", "not of a view"],
 )
-def test_a_view_that_is_handed_on_in_more_axes_keeps_its_own_beside(
-    handed: Spec, through: str, specs: tuple[Spec, ...]
-):
+def test_a_view_that_is_passed_on_with_more_axes_keeps_its_own(handed: Spec, through: str, specs: tuple[Spec, ...]):
     """Pin the view's own spec first: otherwise the backward pass would receive it in the further axes too."""
     graph = {5: (through, (4, 0)), 7: ("dot", (5, 0), (-1, 0))}
     pins = (
@@ -178,14 +176,14 @@ def test_a_view_that_is_handed_on_in_more_axes_keeps_its_own_beside(
 
 
 @pytest.mark.parametrize("turned", [SPLIT, OTHER], ids=["in other axes", "in the same"])
-def test_a_view_that_turns_dims_splits_anew_what_stays_where_it_was(turned: Spec):
+def test_a_view_that_turns_dims_splits_again_what_stays_where_it_was(turned: Spec):
     graph = {5: ("turn", (4, 0)), 7: ("dot", (5, 0), (-1, 0))}
     pins = [Pin(op=4, index=0, spec=SPLIT), Pin(op=5, index=0, spec=turned), Pin(op=7, index=0, spec=turned)]
     pinned_specs = pinned(*pins, places={OUTPUT: (4, 0), FIRST: (5, 0), MADE: (7, 0)}, graph=graph)
     assert pinned_specs == {OUTPUT: (SPLIT,)} | ({FIRST: (SPLIT,)} if turned == SPLIT else {})
 
 
-def test_what_is_cut_out_of_a_view_that_splits_anew_is_pinned_where_it_is_taken():
+def test_what_is_cut_out_of_a_view_that_splits_again_is_pinned_where_it_is_chosen():
     """Slice a view that is split differently, like queries, keys and values of one product."""
     graph = {5: ("turn", (4, 0)), 6: ("slice", (5, 0)), 7: ("dot", (6, 0), (-1, 0))}
     pins = [Pin(op=op, index=0, spec=SPLIT) for op in (4, 5, 6, 7)]
@@ -193,7 +191,7 @@ def test_what_is_cut_out_of_a_view_that_splits_anew_is_pinned_where_it_is_taken(
     assert pinned_specs == {OUTPUT: (SPLIT,), FIRST: (SPLIT,)}
 
 
-def test_what_a_view_splits_anew_and_an_op_takes_in_further_specs_has_all_of_them():
+def test_what_a_view_splits_again_and_an_op_takes_in_further_specs_has_all_of_them():
     graph = {5: ("turn", (4, 0)), 7: ("dot", (5, 0), (-1, 0))}
     made, anew = Pin(op=4, index=0, spec=SPLIT), Pin(op=5, index=0, spec=SPLIT)
     steps = [dataclasses.replace(anew, spec=spec, operand=(7, 0)) for spec in (WHOLE, OTHER)]
@@ -231,7 +229,7 @@ def test_what_a_module_gives_and_the_plan_leaves_to_propagation_is_pinned_as_wha
 @pytest.mark.parametrize(
     ("made", "summed", "is_pinned"), [(OTHER, (), False), (SPLIT, ("data",), False), (SPLIT, (), True)]
 )
-def test_a_sum_splits_anew_only_dims_that_it_keeps(made: Spec, summed: tuple[str, ...], is_pinned: bool):
+def test_a_sum_splits_again_only_dims_that_it_keeps(made: Spec, summed: tuple[str, ...], is_pinned: bool):
     graph = {7: ("dot", (4, 0), (5, 0)), 8: ("sum", (7, 0))}
     pins = Pin(op=7, index=0, spec=made), Pin(op=8, index=0, spec=Spec((summed,)))
     assert pinned(*pins, places={MADE: (7, 0), OUTPUT: (8, 0)}, graph=graph) == {
@@ -277,7 +275,7 @@ def test_what_a_module_gives_is_not_pinned_at_the_op_that_makes_it_too():
     assert MADE in pinned(*pins, places=elsewhere, graph=looks)
 
 
-def test_data_that_becomes_a_view_split_otherwise_is_taken_so():
+def test_data_that_becomes_a_view_split_otherwise_is_read_so():
     """Pin the indices of a lookup, which flattens them first: otherwise the op would follow their stored spec."""
     views = {5: ("turn", (-1, 1)), 6: ("reshape", (-1, 0))}
     looks = views | {7: ("gather", (4, 0), (5, 0)), 8: ("gather", (4, 0), (6, 0))}

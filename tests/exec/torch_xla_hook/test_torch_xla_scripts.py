@@ -35,7 +35,7 @@ def test_layers_that_are_scanned_are_planned(found: dict[str, Any]):
     assert row["difference"] < 1e-5 and any(row["split"]) and row["compiles"] == 2
 
 
-def test_what_fails_in_the_watcher_is_said_once_and_ends_it(found: dict[str, Any]):
+def test_what_fails_in_the_watcher_is_reported_once_and_ends_it(found: dict[str, Any]):
     row = found["failing_watch"]
     assert max(row["differences"]) < 1e-5
     assert row["armed"] == [False] * 4 and row["plans"] == [0, 0, 0, 1]
@@ -59,7 +59,7 @@ def test_models_that_are_trained_in_turn_are_freed(found: dict[str, Any]):
     assert row["compiles"][2] == 0  # a batch like the last one has the same program, even if it is planned again
 
 
-def test_inference_is_planned_where_gradients_are_kept_and_after_a_call_on_the_host(found: dict[str, Any]):
+def test_inference_is_planned_where_gradients_are_preserved_and_after_a_call_on_the_host(found: dict[str, Any]):
     row = found["inferred"]
     assert row["difference"] < 1e-5 and row["trained"] < 1e-5
     assert row["plans"] == 1 and row["split"]

@@ -30,7 +30,7 @@ import base_of_tests
 
 
 class Marks(base_of_tests.Base):
-    def test_a_mark_that_the_planned_mesh_cannot_express_is_kept(self):
+    def test_a_mark_that_the_planned_mesh_cannot_express_is_preserved(self):
         model = torch.nn.Linear(16, 64).to("xla")
         xs.mark_sharding(model.weight, xs.Mesh(np.arange(8), (2, 4)), (1, None))
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -50,7 +50,7 @@ class Marks(base_of_tests.Base):
 """.replace("import os, sys", "import os, sys, unittest")
 
 
-def test_what_differs_is_told_with_its_reason(tmp_path: Path) -> None:
+def test_what_differs_is_reported_with_its_reason(tmp_path: Path) -> None:
     folder = tmp_path / "test" / "spmd"
     folder.mkdir(parents=True)
     (folder / "base_of_tests.py").write_text(BASE)
@@ -64,7 +64,7 @@ def test_what_differs_is_told_with_its_reason(tmp_path: Path) -> None:
     assert "| test_marks.py | 3 | 1 | 1 | 1 | abc |" in text and "test_planned: hooked AssertionError" in text
 
 
-def test_a_file_that_cannot_be_run_is_told(tmp_path: Path) -> None:
+def test_a_file_that_cannot_be_run_is_reported(tmp_path: Path) -> None:
     path = tmp_path / "test_broken.py"
     path.write_text("raise ImportError('no such thing')\n")
     row = spmd.row_of(path, None)

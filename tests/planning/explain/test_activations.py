@@ -36,7 +36,7 @@ class Net(nn.Module):
         return torch.tanh(torch.relu(self.up(x)) * 2) @ self.down.weight.T + torch.tanh(x)
 
 
-def test_only_what_is_split_alike_is_said_and_a_file_keeps_it(tmp_path) -> None:
+def test_only_what_is_split_alike_is_reported_and_a_file_keeps_it(tmp_path) -> None:
     program = from_torch(Net(), torch.zeros(8, 4, 16), train=True)
     (batch,) = (argument.name for argument in program.arguments if argument.role == "batch")
     pins = {batch: "None,None,None", "up.weight": "model,None", "down.weight": "None,model"}

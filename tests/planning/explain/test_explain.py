@@ -66,7 +66,7 @@ def test_an_alternative_costs_what_a_plan_pinned_to_it_costs() -> None:
     assert one.wins_if.startswith("wins if")
 
 
-def test_pins_are_said_and_kept() -> None:
+def test_pins_are_reported_and_preserved() -> None:
     program, _ = wide()
     asked = read_asked({"params.0.down": "None,model"}, replicate=["params.0.up"])
     plan = make_plan(program, Options(topology="v5e:2x4", mesh="data=4,model=2", asked=asked)).plan
@@ -109,7 +109,7 @@ def test_a_plan_made_for_compiler_flags_is_priced_with_them_again() -> None:
     assert explain_plan(plan, "params.0.up", program).alternatives[0].step_time_s == plan.prediction.step_time_s
 
 
-def test_a_set_of_flags_is_named_proposed_and_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_set_of_flags_is_named_proposed_and_preserved(monkeypatch: pytest.MonkeyPatch) -> None:
     program = wide_mlp(batch=16384, dim=1024, ffn=4096, layers=2)
     machine = {"topology": "v6e:2x4", "mesh": "data=4,model=2", "calibration": False}
     plain = make_plan(program, Options(**machine)).plan
@@ -130,7 +130,7 @@ def test_a_set_of_flags_is_named_proposed_and_kept(monkeypatch: pytest.MonkeyPat
     assert heard.prediction == named.prediction
 
 
-def test_what_cannot_be_explained_is_said() -> None:
+def test_what_cannot_be_explained_is_reported() -> None:
     program, plan = wide()
     with pytest.raises(UserError, match="does not say where its program is: name it with --program"):
         plan.explain("params.0.up")

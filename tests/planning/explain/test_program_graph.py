@@ -147,7 +147,7 @@ def test_with_a_plan_it_has_the_specs_and_all_of_the_time(planned: tuple[Program
             assert said["device_bytes"] * spec.shards(plan.mesh) == said["bytes"]
 
 
-def test_a_reshard_stands_where_a_value_is_taken_in_another_spec(planned: tuple[Program, Plan]):
+def test_a_reshard_stands_where_a_value_is_read_in_another_spec(planned: tuple[Program, Plan]):
     program, plan = planned
     made = program.graph(plan).to_networkx()
     gathers = [

@@ -34,7 +34,7 @@ def program(width: int, tokens: int, batch: int, **how: Any) -> Program:
         pytest.param(256, 64, ("gpipe", "circular:2"), 1, marks=pytest.mark.full),
     ],
 )
-def test_the_best_of_all_recipes_is_taken(width: int, tokens: int, schedules: tuple[str, ...], stages: int) -> None:
+def test_the_best_of_all_recipes_is_chosen(width: int, tokens: int, schedules: tuple[str, ...], stages: int) -> None:
     make = functools.cache(functools.partial(program, width, tokens, 16))
     options = Options(topology="v5e:2x2*2", mesh="data=2,model=4")
     choices = {"stages": (1, 2), "schedule": (None, *schedules), "microbatches": (1, 4, 8)}
@@ -160,7 +160,7 @@ def test_the_bubble_is_the_share_of_ticks_that_nobody_uses() -> None:
     assert "2 stages, circular:2, 4 microbatches, 11.1% of the ticks bubble" in Pipeline(2, 4, "circular:2").words(8)
 
 
-def test_of_programs_that_have_no_gradient_groups_none_is_told() -> None:
+def test_programs_without_gradient_groups_report_none() -> None:
     options = Options(topology="v5e:2x2*2", mesh="data=2,model=4", time_limit=20)
 
     def make(stages: int, gradient_groups: int | None) -> Any:

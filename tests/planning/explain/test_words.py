@@ -64,7 +64,7 @@ def test_a_decoder_in_words() -> None:
     assert set(found) == {"batch over data", "sequence over model", "parameters also over model"}
 
 
-def test_state_split_further_than_its_parameters_is_said() -> None:
+def test_state_split_further_than_its_parameters_is_reported() -> None:
     model = made.model("wide mlp", "v5e:4x4", "data=4,model=4")
     choices = choose(model, {"data": "batch"}, {})
     groups = made.groups(model)

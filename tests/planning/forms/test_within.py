@@ -119,7 +119,7 @@ def test_what_is_asked_for_holds_within_a_form():
     assert plan.arguments["params.up"] == Spec(((), ("model",)))
 
 
-def test_what_cannot_be_planned_for_a_form_is_said():
+def test_what_cannot_be_planned_for_a_form_is_reported():
     program = mlp()
     with pytest.raises(UserError, match="there is no export to 'sonnet'"):
         autoshard.plan(program, topology="v5e:2x4", mesh=MESH, form="sonnet")

@@ -72,7 +72,7 @@ def run(made: Made, slots: int, ahead: bool, seed: int) -> list[tuple[object, ..
 
 
 @pytest.mark.parametrize("seed", range(40))
-def test_whoever_is_first_the_same_is_taken(seed: int) -> None:
+def test_the_choice_does_not_depend_on_order(seed: int) -> None:
     alone = Made(seed)
     expected = run(alone, slots=1, ahead=False, seed=0)
     assert len(expected) == len(MESHES) == alone.calls, "one by one, no more than that is done"

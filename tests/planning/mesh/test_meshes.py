@@ -148,7 +148,7 @@ def test_a_helper_that_dies_does_not_change_the_plan() -> None:
     assert plan_to_json(made_without.plan) == plan_to_json(searched("wide mlp", "v5e:4x4"))
 
 
-def test_auto_looks_whatever_the_variable_says(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_auto_looks_for_any_value_of_the_variable(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XLA_AUTO_SPMD_MESH", "8")
     assert autoshard.plan(made.program("mlp"), topology="cpu:8").meshes == ()
     assert autoshard.plan(made.program("mlp"), topology="cpu:8", mesh="auto").meshes

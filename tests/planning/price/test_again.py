@@ -26,7 +26,7 @@ for mesh in meshes:
 """
 
 
-def test_two_processes_write_the_same_bytes_whatever_they_planned_before(tmp_path: Path) -> None:
+def test_two_processes_write_the_same_bytes_after_any_earlier_plans(tmp_path: Path) -> None:
     root = Path(autoshard.__file__).parents[1]
     meshes = ["data=4,model=4", "data=2,model=8"]
     for seed, order in (("1", meshes), ("2", meshes[::-1])):

@@ -39,19 +39,19 @@ def said(program: Program) -> list[str]:
     return [line for line in plan.warnings if "do the same work" in line]
 
 
-def test_a_kernel_that_too_few_devices_share_is_said_once() -> None:
+def test_a_kernel_that_too_few_devices_share_is_reported_once() -> None:
     for layers in (1, 3):
         (line,) = said(rows_kernel(2, layers))
         assert line.startswith("the 4 devices along model do the same work in `rows_kernel` at ")
         assert "test_alike.py:" in line and float(line.split("%")[0].rsplit(" ", 1)[1]) > 90
 
 
-def test_of_a_kernel_whose_grid_says_nothing_it_is_said_what_to_register() -> None:
+def test_for_a_kernel_with_an_opaque_grid_a_rule_is_proposed() -> None:
     (line,) = said(rows_kernel(1))
     assert line.startswith("the 8 devices along data x model do the same work in `rows_kernel` at ")
     assert line.endswith("neither its grid nor a rule says what may be split there; `autoshard.register_rule` can.")
 
 
-def test_nothing_is_said_where_every_device_has_its_own_part() -> None:
+def test_nothing_is_reported_where_every_device_has_its_own_part() -> None:
     assert said(rows_kernel(8)) == []
     assert said(wide_mlp()) == []

@@ -18,7 +18,7 @@ from tests.planning import programs
 
 
 @pytest.mark.parametrize(("name", "topology", "mesh"), programs.CASES)
-def test_a_bill_takes_the_step_time_of_its_choices_whatever_the_figures(name: str, topology: str, mesh: str):
+def test_a_bill_takes_the_step_time_of_its_choices_for_any_figures(name: str, topology: str, mesh: str):
     program = programs.program(name)
     parsed = Topology.parse(topology)
     shipped = load_calibration(parsed.chip)

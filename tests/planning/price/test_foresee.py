@@ -87,7 +87,7 @@ def test_every_value_that_is_computed_again_is_found(config: str) -> None:
     assert len({(place.loop, place.recompute_loop) for place in savable}) == 1 and len(savable) == 8
 
 
-def test_a_module_whose_name_ends_another_is_not_taken_for_it(config: str) -> None:
+def test_a_module_whose_name_ends_another_is_not_mistaken_for_it(config: str) -> None:
     program = step(config, "full")
     graph = analyse_program(program, "tpu").graph
     more = dataclasses.replace(program, savable=("q_proj", *program.savable, "proj"))

@@ -85,7 +85,7 @@ def blind(memory: int, monkeypatch: pytest.MonkeyPatch) -> Plan:
         return plan_with(memory, patch)
 
 
-def test_a_plan_that_needs_less_is_taken_where_full_memory_costs_more(monkeypatch: pytest.MonkeyPatch):
+def test_a_plan_that_needs_less_is_chosen_where_full_memory_costs_more(monkeypatch: pytest.MonkeyPatch):
     memory = blind(1 << 30, monkeypatch).prediction.peak_bytes
     full, plan = blind(memory, monkeypatch), plan_with(memory, monkeypatch)
     assert full.prediction.peak_bytes == memory > plan.prediction.peak_bytes

@@ -44,7 +44,7 @@ def priced(program: Program, plan: Plan) -> Outcome:
 
 
 @pytest.mark.parametrize("topology", ["h100:8", "v5e:2x4", "cpu:8"])
-def test_gathered_weights_are_held_between_their_uses_on_gpus_alone(topology: str) -> None:
+def test_gathered_weights_are_stored_between_their_uses_on_gpus_alone(topology: str) -> None:
     program = deep()
     outcome = priced(program, make_plan(program, Options(topology=topology, mesh=MESH)).baseline_plans["fsdp"])
     beside = outcome.peak_bytes - outcome.solved_bytes

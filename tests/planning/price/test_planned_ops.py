@@ -85,7 +85,7 @@ def test_what_is_not_split_does_all_flops_of_the_program(name: str, topology: st
 
 
 @pytest.mark.parametrize(("name", "topology", "mesh"), programs.CASES)
-def test_what_is_held_is_what_the_chart_shows(name: str, topology: str, mesh: str):
+def test_what_is_stored_is_what_the_chart_shows(name: str, topology: str, mesh: str):
     model = programs.model(name, topology, mesh)
     choices = programs.random_choices(model, np.random.default_rng(2))
     timeline = make_timeline(itemise(model, choices))

@@ -50,7 +50,7 @@ def test_a_grid_is_read_as_axes(mesh, text: str, dims) -> None:
         ("{manual}", "it asks for {manual}, which no plan over data=4,model=2 can hold: take it out."),
     ],
 )  # fmt: skip
-def test_what_is_no_grid_of_axes_is_said(text: str, said: str) -> None:
+def test_what_is_no_grid_of_axes_is_reported(text: str, said: str) -> None:
     with pytest.raises(UserError) as error:
         tiled_axes(text, 2, MESH, "it")
     assert str(error.value) == said
@@ -111,7 +111,7 @@ def test_a_constraint_in_a_file_holds(between: str, tmp_path: Path) -> None:
         ),
     ],
 )
-def test_what_a_file_cannot_ask_for_is_said(between: str, said: str, tmp_path: Path) -> None:
+def test_what_a_file_cannot_ask_for_is_reported(between: str, said: str, tmp_path: Path) -> None:
     (tmp_path / "step.mlir").write_text(module(between))
     with pytest.raises(UserError, match=said):
         make_plan(open_source(str(tmp_path / "step.mlir")), Options(topology="cpu:8", mesh="data=4,model=2"))

@@ -103,7 +103,7 @@ def test_lifted_messages_bound_the_whole_as_closely() -> None:
 
 
 @pytest.mark.full
-def test_what_is_asked_of_one_layer_is_kept() -> None:
+def test_what_is_asked_of_one_layer_is_preserved() -> None:
     program = train_program("layers", layered(6, width=256, batch=32, seq=128), "train")
     name = next(a.name for a in program.arguments if "layers" in a.name and "3" in a.name and a.name.endswith("up"))
     free = make_plan(program, Options(topology="v5e:2x4", mesh="data=2,model=4")).plan

@@ -111,14 +111,14 @@ def test_a_dim_may_be_left_free() -> None:
     assert specs[UP].dims[0] == () and specs[UP].dims[2] == specs["lm_head.weight"].dims[1] == ("data",)
 
 
-def test_tensors_may_be_kept_whole_and_axes_kept_from_them() -> None:
+def test_tensors_may_be_preserved_whole_and_axes_excluded_from_them() -> None:
     plan = planned(replicate=["lm_head.weight"], forbid={"*proj.weight": "data"}).plan
     assert plan.arguments["lm_head.weight"] == Spec.replicated(2)
     for name, spec in plan.arguments.items():
         assert not name.endswith("proj.weight") or "data" not in spec.axes, name
 
 
-def test_an_axis_may_be_kept_to_a_dim_group() -> None:
+def test_an_axis_may_be_restricted_to_a_dim_group() -> None:
     plan = planned(axis_only={"data": "batch", "model": ["ffn", "vocabulary"]}).plan
     for name, spec in plan.arguments.items():
         if plan.roles[name] != "batch":
@@ -231,13 +231,13 @@ def test_a_pinned_plan_runs_and_equals_the_unplanned() -> None:
         ({"replicate": [UP, 5]}, "replicate has 5 among its names of tensors; write them as texts."),
     ],
 )  # fmt: skip
-def test_what_cannot_hold_is_said(asked: dict[str, Any], said: str) -> None:
+def test_what_cannot_hold_is_reported(asked: dict[str, Any], said: str) -> None:
     with pytest.raises(UserError) as error:
         planned(**asked)
     assert str(error.value).startswith(said)
 
 
-def test_a_dim_that_does_not_divide_is_said() -> None:
+def test_a_dim_that_does_not_divide_is_reported() -> None:
     with pytest.raises(UserError) as error:
         make_plan(llama(), Options(topology="cpu:6", mesh="data=3,model=2", asked=read_asked({UP: "data,None"})))
     assert str(error.value) == (
@@ -246,6 +246,6 @@ def test_a_dim_that_does_not_divide_is_said() -> None:
     )
 
 
-def test_pins_that_need_too_much_memory_are_said() -> None:
+def test_pins_that_need_too_much_memory_are_reported() -> None:
     with pytest.raises(autoshard.InfeasibleError, match="the least found is .* with these pins, at its peak"):
         autoshard.plan(two_matmuls(), topology="cpu:8", mesh=MESH, memory_limit=4096, replicate=["up", "down"])

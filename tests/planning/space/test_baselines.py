@@ -132,7 +132,7 @@ def test_groups_of_a_decoder_are_named() -> None:
     assert groups.hidden in tokens and len(tokens) == 2
 
 
-def test_the_inner_dim_of_an_mlp_is_not_taken_for_a_stream() -> None:
+def test_the_inner_dim_of_an_mlp_is_not_mistaken_for_a_stream() -> None:
     two = made.groups(made.model("mlp"))
     assert two.hidden is None
     deep = made.model("wide mlp", "v5e:4x4", "data=4,model=4")
@@ -160,7 +160,7 @@ def test_with_three_axes_the_last_is_tensor_parallel() -> None:
     )
 
 
-def test_a_batch_that_a_loop_runs_through_is_said_to_be_one() -> None:
+def test_a_batch_that_a_loop_runs_through_is_reported_as_one() -> None:
     """Name the loop as the cause: the program runs its steps one after the other, with any spec of the parameter."""
 
     def steps(w: Any, x: Any) -> Any:
@@ -204,7 +204,7 @@ def test_the_plan_is_never_worse_than_a_baseline_that_fits(name: str, topology: 
     assert plan.plan_gap == pytest.approx(max(0.0, 1 - bound / plan.prediction.step_time_s))
 
 
-def test_of_equally_fast_plans_the_one_with_less_memory_is_taken() -> None:
+def test_among_equally_fast_plans_the_one_with_less_memory_is_chosen() -> None:
     plan = made.planned("wide mlp", "v5e:4x4", "data=4,model=4").plan
     for baseline in plan.baselines.values():
         if math.isclose(baseline.step_time_s, plan.prediction.step_time_s, abs_tol=1e-12):

@@ -56,9 +56,7 @@ def overlaps(loss: Callable[[Any, Any], Any]) -> dict[str, set[Overlap]]:
 
 
 @pytest.mark.parametrize(("loss", "alone"), [(head_alone, True), (two_beside_it, False), (no_loop, False)])
-def test_a_head_waits_for_its_weight_where_no_other_matmul_is_beside_it(
-    loss: Callable[[Any, Any], Any], alone: bool
-) -> None:
+def test_a_head_waits_for_its_weight_without_a_concurrent_matmul(loss: Callable[[Any, Any], Any], alone: bool) -> None:
     kinds = overlaps(loss)
     assert (Overlap.PARAMETERS in kinds["head"]) is not alone
     assert (Overlap.NETWORK in kinds["head"]) is alone

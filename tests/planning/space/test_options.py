@@ -52,7 +52,7 @@ def test_an_option_that_does_not_exist_is_named():
         autoshard.plan(programs.program("matmul"), topology="cpu:8", meshes="data=8")  # pyright: ignore[reportCallIssue]
 
 
-def test_every_option_can_be_said_everywhere():
+def test_every_option_can_be_stated_everywhere():
     """Compare the options' record with the options of `autoshard.plan`, of `refine` and of the command."""
     demands = {"pins", "replicate", "forbid", "axis_only", "pin_from"}
     fields = {field.name for field in dataclasses.fields(Options)}

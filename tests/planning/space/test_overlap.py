@@ -63,7 +63,7 @@ def test_launches_and_hops_of_a_pipelined_collective_are_waited_for() -> None:
     assert lanes(POD, link_names(POD.mesh), Overlap.MATMUL, "all-gather", ("model",), 1e4, 0) == {EXPOSED: 1.0}
 
 
-def test_gpus_reduce_beside_compute_and_cpus_do_nothing_beside_it() -> None:
+def test_gpus_reduce_during_compute_and_cpus_overlap_nothing() -> None:
     assert hidden_share(collectives("h100:8*2", data=16), Overlap.GRADIENTS, "all-reduce", ("data",), 8.0) == 1.0
     assert hidden_share(collectives("cpu:8", data=8), Overlap.PARAMETERS, "all-gather", ("data",), 8.0) == 0.0
 

@@ -80,7 +80,7 @@ def test_what_a_loop_carries_is_in_main_memory_and_what_it_makes_is_not() -> Non
     assert model.residency.share[between(model)] > 0
 
 
-def test_what_is_written_during_a_value_s_life_has_to_fit_beside_it() -> None:
+def test_what_is_written_during_a_value_s_life_has_to_fit_with_it() -> None:
     def run(x: Any, w: Any, v: Any) -> Any:
         first, second = x @ w[:, :WIDTH], x @ w
         return (second @ v) @ (first.T @ first)

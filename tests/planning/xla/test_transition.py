@@ -107,7 +107,7 @@ def test_one_axis_that_changes_alone_is_exact(measured: Measured) -> None:
     assert {pair: found for pair, found in alone.items() if found[0] != found[1]} == {}
 
 
-def test_gathers_are_exact_whatever_they_gather(measured: Measured) -> None:
+def test_gathers_are_exact_for_any_input(measured: Measured) -> None:
     """Gather several axes of one dim at once, and several dims one after the other. Dims that stay are not touched."""
     gathers = {
         (s, t): found
@@ -256,7 +256,7 @@ def test_tpus_sum_once_after_what_they_scatter() -> None:
         ]
 
 
-def test_what_a_sum_scatters_is_said_at_once() -> None:
+def test_what_a_sum_scatters_is_reported_at_once() -> None:
     """Pass no whole stage: it would cause one sum over both axes and a slice of the sum."""
     tpu = Collectives(make_mesh(Topology.parse("v5e:4x4"), {"a": 4, "b": 4}))
     assert list(intermediate_states((PARTIAL, PARTIAL), (WHOLE, 0), tpu)) == []
@@ -265,7 +265,7 @@ def test_what_a_sum_scatters_is_said_at_once() -> None:
     assert list(intermediate_states((PARTIAL, PARTIAL), (WHOLE, 0), Collectives(cpu(**SIZES)))) == [(WHOLE, WHOLE)]
 
 
-def test_what_a_sum_scatters_is_said_before_what_is_gathered() -> None:
+def test_what_a_sum_scatters_is_reported_before_what_is_gathered() -> None:
     """Insert a stage: with both ends only, GSPMD gathers the whole sum. On one dim, slice and gather are one
     exchange.
     """
