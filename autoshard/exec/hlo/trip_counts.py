@@ -18,8 +18,8 @@ def _counted(module: HloModule, owner: Computation, loop: Instruction) -> int | 
     """Return the trip count of a counting loop, or None for any other loop.
 
     Such a loop compares `carried[k]` with a limit in its condition, and adds a constant to it in its body. The start
-    value is constant. The limit is a constant, or a carried element with a constant start value that is assumed not to
-    change.
+    value is constant. The limit is a constant, or a carried element with a constant start value that the body passes
+    on. The constant must move `carried[k]` towards the limit, and the comparison must be an order or `NE`.
     """
     condition = module.computations.get((loop.attribute("condition") or "").lstrip("%"))
     body = module.computations.get((loop.attribute("body") or "").lstrip("%"))
@@ -37,22 +37,32 @@ def _counted(module: HloModule, owner: Computation, loop: Instruction) -> int | 
         return None
     index = left[1]
     start = _constant_of(module, owner, carried[index]) if index < len(carried) else None
-    limit: int | None
-    if right[0] == "constant":
-        limit = right[1]
-    else:
-        limit = _constant_of(module, owner, carried[right[1]]) if right[1] < len(carried) else None
     updated = _tuple_elements(body, body.root.name)
-    if updated is None or index >= len(updated) or start is None or limit is None:
+    if updated is None or len(updated) != len(carried) or start is None:
         return None
+    limit: int | None = right[1]
+    if right[0] == "carried":
+        passed_on = _affine(module, body, updated[right[1]], {}) == (right[1], 0)
+        limit = _constant_of(module, owner, carried[right[1]]) if passed_on else None
     change = _affine(module, body, updated[index], {})
-    if change is None or change[0] != index or change[1] == 0:
+    if limit is None or change is None or change[0] != index:
         return None
-    step = change[1]
-    span = {"LT": limit - start, "LE": limit - start + 1, "GT": start - limit, "GE": start - limit + 1}.get(
-        direction, abs(limit - start)
-    )
-    return max(0, -(-span // abs(step)))
+    return _trips(direction, start, limit, change[1])
+
+
+def _trips(direction: str, start: int, limit: int, step: int) -> int | None:
+    """Return the trips of a counter from `start` by `step`; None for an endless loop and for another comparison."""
+    towards = limit - start if step > 0 else start - limit
+    inclusive = direction in ("LE", "GE")
+    if direction == "NE":
+        return towards // abs(step) if step and towards >= 0 and towards % abs(step) == 0 else None
+    if direction not in ("LT", "LE", "GT", "GE"):
+        return None
+    span = (limit - start if direction in ("LT", "LE") else start - limit) + inclusive
+    if span <= 0:
+        return 0
+    # A step away from the limit never ends the loop.
+    return -(-span // abs(step)) if step and (step > 0) == (direction in ("LT", "LE")) else None
 
 
 def _tuple_elements(computation: Computation, name: str) -> tuple[str, ...] | None:

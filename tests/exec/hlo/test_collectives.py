@@ -313,6 +313,27 @@ def test_an_unknown_trip_count_is_reported():
     assert (collective.count, collective.in_loop, collective.trips_known) == (1, True, False)
 
 
+@pytest.mark.parametrize(
+    ("limit", "direction", "step", "start", "trips"),
+    [
+        (9, "NE", 3, 0, 3),
+        (9, "NE", 2, 0, None),  # never equal: the loop does not end
+        (9, "LT", -1, 0, None),
+        (0, "GT", 1, 6, None),
+        (9, "EQ", 1, 9, None),
+        (5, "LT", -1, 6, 0),
+    ],
+)
+def test_a_counter_must_reach_its_limit(limit: int, direction: str, step: int, start: int, trips: int | None) -> None:
+    condition = f"  %l = s32[] constant({limit})\n  ROOT %c = pred[] compare(%i, %l), direction={direction}"
+    body, before = loop(condition, f"  %one = s32[] constant({step})\n  %n = s32[] add(%i, %one)", start)
+    collectives = read_collectives(module(body, before), MESH)
+    if trips == 0:
+        assert not collectives or collectives[0].count == 0
+    else:
+        assert (collectives[0].trips_known, collectives[0].count) == (trips is not None, trips or 1)
+
+
 def test_of_a_conditional_the_larger_branch_counts():
     def branch(name: str, dims: str) -> str:
         return (
