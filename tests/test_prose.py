@@ -161,7 +161,7 @@ def messages(tree: ast.Module) -> Iterator[tuple[int, str]]:
             part.value if isinstance(part, ast.Constant) and isinstance(part.value, str) else "`X`" for part in parts
         )
         if len(text.split()) >= 5 and not text[0].isspace() and "\n" not in text.strip():
-            yield node.lineno, text
+            yield getattr(node, "lineno", 0), text
 
 
 def files(*places: pathlib.Path) -> list[pathlib.Path]:

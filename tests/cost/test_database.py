@@ -177,7 +177,7 @@ def test_a_directory_that_cannot_be_made_is_reported_once(tmp_path: Path, caplog
     database = Database(tmp_path / "file" / "data")
     assert not database.add([ONE]) and not database.add([OTHER]) and kept(database) == []
     (record,) = caplog.records
-    assert str(database.path) in record.getMessage() and "not kept" in record.getMessage()
+    assert str(database.path) in record.getMessage() and "not saved" in record.getMessage()
 
 
 READ_ONLY = """

@@ -131,7 +131,7 @@ def test_values_dtypes_shapes_and_gradients_are_torchs(group):
     given = [torch.tensor(each, requires_grad=each.dtype == np.float32) for each in arrays]
     expected = [each for each in _pytree.tree_leaves(module(*given)) if isinstance(each, torch.Tensor)]
     follows = [each.requires_grad for each in expected]
-    sum(each.float().sin().sum() for each, on in zip(expected, follows, strict=True) if on).backward()
+    torch.stack([each.float().sin().sum() for each, on in zip(expected, follows, strict=True) if on]).sum().backward()
     function = TorchFunction(module)
 
     def run(x, y):

@@ -303,7 +303,7 @@ def recomputing(plan: Plan, remat: str) -> dict[str, str]:
     text = export_plan(made, "maxtext")
     settings = dict(re.findall(r"^(\w+): (\w+)$", text, re.MULTILINE))
     return {key: value for key, value in settings.items() if "parallelism" not in key} | {
-        "lacks": " ".join(re.findall(r"^# Not expressed here: (.*(?:layers|wait).*)$", text, re.MULTILINE))
+        "lacks": " ".join(re.findall(r"^# Not expressed here: (.*(?:layers|places).*)$", text, re.MULTILINE))
     }
 
 
@@ -327,7 +327,7 @@ def test_maxtext_says_what_it_cannot_place(plan: Plan):
     assert recomputing(plan, "full") == {"remat_policy": "full", "lacks": ""}
     mixed = recomputing(plan, "full,keep=k_proj:3+dots")
     assert mixed["key_proj"] == "device" and "in the first layers alone" in mixed["lacks"]
-    assert "experts.down_proj2 wait" in recomputing(plan, "full,keep=experts.down_proj2")["lacks"]
+    assert "experts.down_proj2" in recomputing(plan, "full,keep=experts.down_proj2")["lacks"]
     assert "remat_policy" not in recomputing(plan, "half of it"), "a choice of the program's own"
 
 
@@ -392,7 +392,7 @@ def test_the_header_says_what_a_step_takes_with_what_is_stored():
     assert second == f"# {made.sentence}"
     assert format_seconds(made.prediction.step_time_s) in second
     assert f"the plan whole: {format_seconds(plan.prediction.step_time_s)}" in second
-    assert "is not priced: the plan of step does not say where its program is" in export_plan(plan, "flax", force=True)
+    assert "are not priced: the plan of step does not say where its program is" in export_plan(plan, "flax", force=True)
     within = autoshard.plan(program, topology="v5e:2x4", mesh=MESH, form="torch-xla")
     assert "(as the plan whole)" in export_plan(within, "torch-xla").splitlines()[1]
 

@@ -193,7 +193,7 @@ def test_modules_that_do_not_meet_take_and_give_whole_values(plan: Plan) -> None
         f"{LAYER}.mlp.gate_proj": "colwise_gather_output",
         f"{LAYER}.mlp.up_proj": "colwise_gather_output",
     }
-    assert "that values stay split around model.layers.*.mlp.gate_proj" in text
+    assert "values that stay split around model.layers.*.mlp.gate_proj" in text
 
 
 def test_a_stack_of_some_layers_has_a_name_for_each() -> None:

@@ -89,7 +89,7 @@ def staged(plan: Plan, pipeline: PlannedPipeline) -> Plan:
 def test_what_the_code_cannot_say_is_reported(plan: Plan) -> None:
     chunks = (PlannedChunk(1.0, 2.0, ("a'b", "a'b")), PlannedChunk(1.0, 2.0, ("x\nimport os", "{}")))
     made = make_export(staged(plan, PlannedPipeline("1f1b", 2, 4, 1, False, chunks)), "torch-pipelining")
-    assert "how the 8 devices of a stage (data=4, model=2) split its modules." in made.text
+    assert "the split of modules over the 8 devices of a stage (data=4, model=2)." in made.text
     assert "SPLITS = ('x\\nimport os',)" in made.text and "Schedule1F1B(stages[0]," in made.text
     compile(made.text, "code", "exec")
     ahead = tuple(dataclasses.replace(chunk, backward_s=None) for chunk in chunks)

@@ -64,7 +64,7 @@ def test_rows_say_phase_layout_and_time(tmp_path: pathlib.Path):
     ],
 )
 def test_what_is_not_rebuilt_says_why(tmp_path: pathlib.Path, plan: dict[str, Any], reason: str):
-    others = () if reason.startswith("how many") else ({"plan": PREFILL},)
+    others = () if reason.startswith("the context") else ({"plan": PREFILL},)
     (pair_group,) = read_groups(write(tmp_path, served({"plan": plan, "latency_s": 0.4}, *others)))
     assert pair_group.rows[0].serving is None and reason in pair_group.rows[0].skipped
 

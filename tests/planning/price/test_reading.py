@@ -46,7 +46,7 @@ def test_what_goes_into_an_update_is_a_gradient() -> None:
 
 @pytest.mark.parametrize("source", ["hf:llama-tiny", "hf:mixtral-tiny", "hf:t5-tiny"])
 def test_a_freshly_traced_program_can_be_sent_to_helpers(source: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Pickle what helpers receive: a freshly traced program refers to closures, a cached one does not."""
+    """Send a freshly traced program, which refers to closures as a cached one does not."""
     monkeypatch.setenv("AUTOSHARD_CACHE_DIR", "")
     program = open_source(source, train=True, batch=8, seq=64)
     received = pickle.loads(pickle.dumps(planned_part(program)))
